@@ -26,7 +26,7 @@ from bpipe.schedule.families.families import (
     families_with_shards,
     families_with_slices,
 )
-from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
+from bpipe.schedule.families.family import Family, FamilyOptions, OrderChoice, RankLimit
 from bpipe.schedule.families.order_cache import RememberedOrders
 from bpipe.schedule.families.turns import groups_of
 from bpipe.schedule.families.unit_grid import Order, place
@@ -44,45 +44,43 @@ Pass = Callable[[Schedule], Schedule]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleSpec:
-    """Request for a schedule, whatever the numbers of its ranks and micro-batches.
-
-    `num_chunks` v: each rank computes so many stages. `balance` None leaves it as it is. `group_size`: how many
-    micro-batches of an interleaved schedule go through a chunk before they go through the next, by default as many as
-    the family says. `delay`: how many micro-batches' I stand before a W, where the weights' half is put off by a number.
-    `vocabulary`: how the output layer is split over all ranks; `input_shards`: and the embedding beside it. `slices`:
-    into how many each micro-batch's sequence is cut.
-    """
+class ScheduleSpec(FamilyOptions):
+    """Request for a schedule, whatever the numbers of its ranks and micro-batches."""
 
     num_chunks: int = 1
+    """Stages that each rank computes."""
+
     balance: BalanceConfig | None = None
-    group_size: int | None = None
-    delay: int = 0
+    """How it is balanced; None leaves it as it is."""
+
     vocabulary: Vocabulary = Vocabulary.WHOLE
+    """How the output layer is split over all ranks."""
+
     input_shards: bool = False
-    slices: int = 1
-
-
-_ASKED = tuple(one.name for one in fields(ScheduleSpec))
+    """Whether the embedding is split as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig(ScheduleSpec):
-    """Schedule to build: of p pipeline ranks, `num_ranks`, with v chunks each computes v of p*v stages.
-
-    `costs` are for families that choose among their rules. `after_input`: the share of a micro-batch that is held
-    between I and W, by which it is counted. `exchange`: when whoever runs it sends and receives, by default as the
-    family says. `written`: the schedule itself, as CSV with its header, where it is no family's but from elsewhere;
-    then `schedule` is its own name.
-    """
+    """Schedule to build."""
 
     schedule: str
+    """The family's name, or the schedule's own if it is `written`."""
+
     num_ranks: int
+    """Ranks of a pipeline, p; there are p * `num_chunks` stages."""
+
     num_microbatches: int
-    costs: UnitCosts = field(default=ALIKE, kw_only=True)
+    """Micro-batches of an iteration."""
+
     after_input: Fraction = field(default=Fraction(1), kw_only=True)
+    """Share of a micro-batch that is held between I and W, by which it is counted."""
+
     exchange: Exchange | None = field(default=None, kw_only=True)
+    """When whoever runs it sends and receives; by default as the family says."""
+
     written: str | None = field(default=None, kw_only=True)
+    """The schedule itself, as CSV with its header, if it comes from elsewhere."""
 
     def __post_init__(self) -> None:
         if self.written is not None:
@@ -180,11 +178,6 @@ class ScheduleConfig(ScheduleSpec):
             raise ValueError("1 rank cannot share the vocabulary: leave it whole, or use more ranks")
 
     @property
-    def family_options(self) -> FamilyOptions:
-        """Options of the family beside sizes."""
-        return FamilyOptions(self.group_size, self.delay, self.costs, self.limit, self.slices)
-
-    @property
     def limit(self) -> RankLimit | None:
         """Limits for which orders are made: one bound for all, where groups and pairs are not chosen and the family
         makes orders for a bound.
@@ -230,6 +223,9 @@ class ScheduleConfig(ScheduleSpec):
         return name_of(self.balance)
 
 
+_ASKED, _FAMILY_OPTIONS = ([each.name for each in fields(kind)] for kind in (ScheduleSpec, FamilyOptions))
+
+
 def sized(spec: ScheduleSpec, schedule: str, num_ranks: int, num_microbatches: int) -> ScheduleConfig:
     """Return what is asked, for these sizes."""
     return ScheduleConfig(schedule, num_ranks, num_microbatches, **{name: getattr(spec, name) for name in _ASKED})
@@ -269,10 +265,10 @@ def orders_of(config: ScheduleConfig) -> Iterator[list[Action]]:
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     orders: Sequence[Order]
     if config.vocabulary is Vocabulary.WHOLE:
-        orders = _usual_orders(config.schedule, sizes, config.family_options)
+        orders = _usual_orders(config)
     else:
         assert family.sharded is not None, f"nobody has said where shards stand in {family.name}"
-        orders = family.sharded(*sizes, config.family_options, config.layout)
+        orders = family.sharded(*sizes, config, config.layout)
     for order in orders:
         yield [action for one in order for action in (one.computations if isinstance(one, Slot) else (one,))]
 
@@ -292,25 +288,21 @@ def _recipe(config: ScheduleConfig) -> tuple[Schedule, tuple[Pass, ...], Exchang
 def _usual(config: ScheduleConfig) -> Schedule:
     """Return the family's own order, whatever bound is asked."""
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
-    family_options = replace(config.family_options, limit=None)
     if config.vocabulary is Vocabulary.WHOLE:
-        return place(
-            family.name,
-            config.num_microbatches * config.slices,
-            config.layout,
-            _usual_orders(config.schedule, sizes, family_options),
-        )
-    return family.generate_sharded(*sizes, config.vocabulary, config.input_shards, family_options)
+        return place(family.name, config.num_microbatches * config.slices, config.layout, _usual_orders(config))
+    return family.generate_sharded(*sizes, config.vocabulary, config.input_shards, config)
 
 
-# Of a search of 2,048 devices as many as are asked for again, in some hundred MB.
+# Large enough for the orders that a search over 2,048 devices reuses (about 300 MB).
 _REMEMBERED = RememberedOrders(8_000_000)
 
 
-def _usual_orders(schedule: str, sizes: tuple[int, int, int], family_options: FamilyOptions) -> Sequence[Order]:
-    """What is asked for as it is, then balanced, and with other sizes of activations, has the same orders, and some take
-    as long to find as all else."""
-    return _REMEMBERED.of((schedule, sizes, family_options), lambda: FAMILIES[schedule].orders(*sizes, family_options))
+def _usual_orders(config: ScheduleConfig) -> Sequence[Order]:
+    """Return the family's own orders, cached: they do not depend on how they are balanced, and some take long."""
+    sizes = config.num_ranks, config.num_microbatches, config.num_chunks
+    options = tuple(getattr(config, name) for name in _FAMILY_OPTIONS)
+    key = config.schedule, sizes, options
+    return _REMEMBERED.of(key, lambda: FAMILIES[config.schedule].orders(*sizes, config))
 
 
 def choice_for_bound(config: ScheduleConfig) -> OrderChoice | None:
@@ -329,7 +321,7 @@ def _made_for(config: ScheduleConfig, limit: RankLimit) -> tuple[OrderChoice, Sc
     """
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     staying = config.balance is not None and config.balance.buffers_stay
-    for choice, made in family.generate_within(*sizes, config.family_options, config.vocabulary, config.input_shards):
+    for choice, made in family.generate_within(*sizes, limit, config, config.vocabulary, config.input_shards):
         schedule = replace(made, after_input=limit.after_input)
         if keeps_bound(schedule, limit.bound, staying):
             return choice, schedule

@@ -2,7 +2,7 @@
 
 In: nothing. Out: what each stage held under torch's own 1F1B and under a balanced schedule. The exit status is 0 if
 both runs are bit-identical, 1 if not. Runs on the CPU: `python examples/pipelining.py`. Balancing needs only the lines
-that name `BalancedSchedule`; everything else is plain torch (docs/pipelining.md).
+that name `BalancedSchedule` and `TransferConfig`; all else is plain torch (docs/pipelining.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from bpipe.runtime.meter import Meter
-from bpipe.torch import BalancedSchedule
+from bpipe.torch import BalancedSchedule, TransferConfig
 
 STAGES, MICROBATCHES, STEPS = 4, 8, 3
 ROWS, WIDTH = 64, 128
@@ -57,7 +57,8 @@ def run(rank: int, folder: str) -> None:
     loss_fn = nn.MSELoss()
     stock, stage, meter = stage_of(rank), stage_of(rank), Meter()
     losses = train(rank, stock, Schedule1F1B(stock, MICROBATCHES, loss_fn))
-    schedule = BalancedSchedule(stage, MICROBATCHES, loss_fn, schedule="1f1b", minimum_bytes=1024, meter=meter)
+    transfers = TransferConfig(minimum_bytes=1024)
+    schedule = BalancedSchedule(stage, MICROBATCHES, loss_fn, schedule="1f1b", transfers=transfers, meter=meter)
     same = losses == train(rank, stage, schedule) and all(
         map(torch.equal, stock.submod.parameters(), stage.submod.parameters())
     )

@@ -19,7 +19,8 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.links import disconnect
 from bpipe.runtime.meter import Meter
@@ -27,6 +28,7 @@ from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
 
@@ -61,7 +63,8 @@ def engine_of(schedule: Schedule, rank: int, meter: Meter) -> tuple[Engine, Conn
     # Connecting is collective, so every rank names the same pairs in the same order.
     pairs = [(stage, schedule.partners[stage]) for stage in evictors] if schedule.partners else []
     connection, _ = connect(pairs, "auto", TIMEOUT_S, copying_on(CPU))
-    config = EngineConfig(name=f"rank {rank}", device=CPU, minimum_bytes=1024, timeout_s=TIMEOUT_S, poison=True)
+    transfers = TransferConfig(minimum_bytes=1024, timeout_s=TIMEOUT_S, poison=True)
+    config = EngineConfig(name=f"rank {rank}", device=CPU, transfers=transfers)
     return Engine(schedule, rank, connection.transport() if connection else None, config, meter), connection
 
 

@@ -22,26 +22,34 @@ BALANCES = ("none", "bpipe")
 
 @dataclass(frozen=True, slots=True)
 class BalanceConfig:
-    """Options of balancing. `bounds`: one number for every rank, or one for all; by default the smallest found that
-    every pair keeps.
-
-    `partners[rank]`: the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on.
-    `buffers_stay`: where an order is chosen for a bound, host buffers count all the time, as in a run, not only while
-    they are full. `rooms`: bytes of each rank, in place of bounds. `hosts` (`schedule.hosts`): "pair"; "pool": any rank with
-    room hosts for any other; "host": all that leaves goes to its own node's memory; "all": the pool first, then that
-    memory. With any but pairs host buffers count all the time, and `nodes[rank]` says which ranks share a node, where
-    not all do. `windows`: beside rooms, durations of computations and transfers, for transfers that end in time.
-    `parts`: stages of which only the bytes leave that rooms say, not all that can.
-    """
+    """How to balance a schedule."""
 
     bounds: tuple[int, ...] | None = None
+    """Most micro-batches of a chunk that a rank holds: one number per rank, or one for all. By default the smallest that
+    every pair keeps."""
+
     partners: tuple[int, ...] | None = None
+    """By rank, the rank that hosts for it; by default the heaviest and the lightest are a pair, and so on."""
+
     buffers_stay: bool = False
+    """Whether host buffers count all the time, as in a run, where an order is chosen for a bound, and not only while
+    they are full. With any hosts but pairs they always do."""
+
     activation_budget: ActivationBudget | None = None
+    """Bytes of each rank, in place of bounds."""
+
     hosts: str = PAIR
+    """Who hosts (`schedule.hosts`): "pair"; "pool", any rank with room for any other; "host", the rank's own node in its
+    memory; "all", the pool first, then that memory."""
+
     nodes: tuple[int, ...] | None = None
+    """By rank, its node, unless all share one. Not for pairs."""
+
     windows: Windows | None = None
+    """Durations of computations and transfers, with a budget: transfers then end in time."""
+
     parts: tuple[int, ...] = ()
+    """Stages of which only the bytes leave that the budget asks for, not all that can."""
 
     def __post_init__(self) -> None:
         if self.activation_budget is not None and self.bounds is not None:

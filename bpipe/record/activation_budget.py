@@ -6,7 +6,7 @@ In: `RankBudgets`, `Windows`. Out: JSON objects, and the same read strictly. Rea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Annotated, Any
 
@@ -51,26 +51,22 @@ def _read(found: object, name: str) -> ActivationBudget:
 
 def _write(activation_budget: ActivationBudget) -> dict[str, Any]:
     memory = activation_budget.memory
-    saved, moved, after = (
-        (*(size[name] for size in map(asdict, memory.stages)),)
-        for name in ("saved_bytes", "moved_bytes", "after_input_bytes")
-    )
-    kept = [one.keys_bytes for one in memory.kept], [one.gradients_bytes for one in memory.kept]
     return written(
         _Keys(
-            activation_budget.room_bytes,
-            saved,
-            moved,
-            after,
-            memory.shard_bytes,
-            memory.reserved,
-            memory.slices,
-            *map(tuple, kept),
+            room_bytes=activation_budget.room_bytes,
+            saved_bytes=tuple(size.saved_bytes for size in memory.stages),
+            moved_bytes=tuple(size.moved_bytes for size in memory.stages),
+            after_input_bytes=tuple(size.after_input_bytes for size in memory.stages),
+            shard_bytes=memory.shard_bytes,
+            reserved=memory.reserved,
+            slices=memory.slices,
+            keys_bytes=tuple(kept.keys_bytes for kept in memory.kept),
+            gradients_bytes=tuple(kept.gradients_bytes for kept in memory.kept),
         )
     )
 
 
-ActivationBudgetKeys = Annotated[ActivationBudget, Rule(_read, _write)]
+ACTIVATION_BUDGET = Rule(_read, _write)
 
 _Seconds = Annotated[float, number()]
 _SecondsByStage = Annotated[tuple[float, ...], each(number())]
@@ -104,4 +100,4 @@ def _write_windows(windows: Windows) -> dict[str, Any]:
     return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own, windows.slices))
 
 
-WindowsKeys = Annotated[Windows, Rule(_read_windows, _write_windows)]
+WINDOWS = Rule(_read_windows, _write_windows)

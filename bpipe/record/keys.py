@@ -10,7 +10,7 @@ class.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
@@ -71,9 +71,13 @@ def values_of(kind: type, found: object, name: str, prefix: str = "") -> dict[st
 
     What it has besides, later versions added.
     """
-    held = an_object(found, name)
+    return read_keys(keys_of(kind), an_object(found, name), prefix)
+
+
+def read_keys(keys: Iterable[Key], held: Mapping[str, object], prefix: str) -> dict[str, Any]:
+    """Return the values of these keys by their names, without those that are absent or null."""
     values = {}
-    for key in keys_of(kind):
+    for key in keys:
         value = held.get(key.name)
         if value is not None:
             values[key.name] = key.rule.read(value, prefix + key.name)

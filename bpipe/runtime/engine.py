@@ -8,20 +8,18 @@ activations away in between. Knows no Megatron; whoever drives the pipeline loop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from bpipe.runtime.capture import find
-from bpipe.runtime.checksums import Verifier
+from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.graph_pieces import Pieces
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.multi_host import SeveralHosts
-from bpipe.runtime.partners import Moving, Partners
+from bpipe.runtime.partners import Partners
 from bpipe.runtime.ranges import Ranges
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Kept, Share
@@ -37,41 +35,6 @@ from bpipe.transport.base import Pending, Transport
 WAITING = "bpipe-wait"
 ISSUING = {kind: f"bpipe-{kind.name.lower()}" for kind in (Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD)}
 TIMERS = (*ISSUING.values(), WAITING)
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Settings of an engine. `name` says in errors which process this is, such as "rank 3".
-
-    `synchronous`: wait for every transfer where it is issued, to see what that would cost. `allocated()`: bytes that
-    the device's allocator has given out, None where nobody counts. `differing`: micro-batches of one stage may differ
-    in size; both ranks of a pair and the transport must be made for it. `waiting(backward)`: what the caller keeps,
-    besides the graph, from dgrad to wgrad; `between(shard)`: what it keeps of a micro-batch from S to T. `timed(name)`
-    is entered around everything that this rank does for balancing: issuing a transfer, and waiting for one. `parts`: by
-    stage, bytes of each micro-batch that leave, by default all that may. `shared(storage)`: whether several slices of a
-    micro-batch share it, so that it stays, as planned. `verifier` checks what leaves and comes back, if anything does;
-    `links` are the names of transports by the other's rank, for its errors. `beside()`: streams, other than the one it is
-    called from, on which a stage computes parts of its forwards and backwards. `at_once`: whoever computes runs the two
-    of an overlap at once, and makes the calls for both together; otherwise one after the other.
-    """
-
-    name: str
-    device: torch.device
-    minimum_bytes: int
-    timeout_s: float
-    poison: bool = False
-    synchronous: bool = False
-    differing: bool = False
-    parts: Mapping[int, int] = field(default_factory=dict)
-    allocated: Callable[[], int] | None = None
-    waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
-    between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
-    timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
-    shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False
-    verifier: Verifier | None = None
-    at_once: bool = False
-    links: Mapping[int, str] = field(default_factory=dict)
-    beside: Callable[[], Sequence[torch.Stream]] = lambda: ()
 
 
 class Engine:
@@ -105,17 +68,12 @@ class Engine:
         self._leaving = {a.key for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._ranges = Ranges(schedule.layout.slices)
-        self._kept = Kept(config.minimum_bytes, config.allocated, config.shared)
+        self._kept = Kept(config.transfers.minimum_bytes, config.allocated, config.shared)
         # By stage that leaves, what part of it does; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
         self._first_iteration = True
         self._streams = (streams or Streams(config.device)) if transport else None
-        how = (config.poison, config.differing, config.timeout_s)
-        moving = Moving(
-            *(config.name, config.device, config.minimum_bytes, *how, self._wait, self._kept, config.parts),
-            *(config.verifier, config.links, config.beside),
-        )
-        self._partners = Partners(schedule, rank, transport, moving, self._streams)
+        self._partners = Partners(schedule, rank, transport, config, self._streams, wait=self._wait, kept=self._kept)
         self._evictor, self._acceptor = self._partners.evictor, self._partners.acceptor
         # Dispatch by table, and the table is complete or the program does not start.
         self._start: dict[Kind, Callable[[Action, int], None]] = {}
@@ -238,7 +196,7 @@ class Engine:
         for each in step.computations:
             if each.kind in READING:
                 evictor.finish_load(each)
-        if self._config.differing:
+        if self._config.transfers.differing:
             evictor.computes()
 
     def after(
@@ -395,7 +353,7 @@ class Engine:
             self._begin_transfer(action, residency)
             if self._meter and action.kind in (Kind.EVICT, Kind.LOAD):
                 self._meter.touched(action)
-        if self._config.synchronous and self._evictor:
+        if self._config.transfers.synchronous and self._evictor:
             self._evictor.finish_all()
 
     def _begin_transfer(self, action: Action, residency: Residency) -> None:
@@ -427,7 +385,7 @@ class Engine:
     def _failure(self, action: Action, what: str, error: Exception) -> TransferError:
         return TransferError(
             f"{self._config.name}, stage {self._rank}: {action} with {self._partners.named(action)} {what}; the "
-            f"time-out is {self._config.timeout_s:g} s, --bpipe-timeout: {error}"
+            f"time-out is {self._config.transfers.timeout_s:g} s, --bpipe-timeout: {error}"
         )
 
 

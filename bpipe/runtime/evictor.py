@@ -20,9 +20,8 @@ The numbers are those of the order in which compute, copies and memory wait for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -30,6 +29,7 @@ import torch
 from bpipe.runtime.activations import POISON, Activations, ActivationsState
 from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.checksums import Verifier
+from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import hiding, plain_tensors
 from bpipe.runtime.retention import Kept
@@ -51,39 +51,25 @@ class Evictor:
         stages_in_buffers: Sequence[frozenset[int]],
         transport: Transport,
         streams: Streams,
-        device: torch.device,
-        minimum_bytes: int,
-        poison: bool,
+        config: EngineConfig,
+        *,
         wait: Wait,
         kept: Kept,
         claims: Claims,
-        differing: bool = False,
-        parts: Mapping[int, int] = MappingProxyType({}),
-        verifier: Verifier | None = None,
-        link: str = "",
-        beside: Callable[[], Sequence[torch.Stream]] = lambda: (),
+        link: str,
     ) -> None:
         """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds.
 
-        `claims` are shared by all evictors of a rank. `differing`: micro-batches of one stage may differ in size.
-        `parts`: by stage, how many bytes of each micro-batch leave, by default all that may. `verifier` checks what
-        leaves; `link` says there how it travels. `beside()`: other streams than compute's on which forwards and
-        backwards run parts of a layer.
+        `wait` waits for a transfer and names it in errors. `claims` are shared by all evictors of a rank. `link` says
+        in the verifier's errors how activations travel.
         """
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._layout = BufferLayout(stages_in_buffers)
         self._transport = transport
         if transport.one_sided:
             transport.reach(self._layout)
-        self._streams = streams
-        self._device = device
-        self._minimum_bytes = minimum_bytes
-        self._poison = poison
-        self._wait = wait
-        self._kept = kept
-        self._claims = claims
-        self._parts = parts
-        self._verifier, self._link, self._beside = verifier, link, beside
+        self._streams, self._config = streams, config
+        self._wait, self._kept, self._claims, self._link = wait, kept, claims, link
         # By stage, what leaves last was looked at as a whole: for a check to name.
         self._described: dict[int, Sequence[str]] = {}
         self._known: dict[Key, Activations] = {}
@@ -91,7 +77,7 @@ class Evictor:
         self._measured_kinds: dict[int, Counter[str]] = {}
         # By stage, from its first eviction on; None where each has to be looked at as a whole.
         self._retraces: dict[int, Retrace | None] = {}
-        self.sizing = Sizing(differing)
+        self.sizing = Sizing(config.transfers.differing)
 
     def begin(self) -> None:
         """Begin an iteration: nothing may be left of the last one."""
@@ -154,7 +140,7 @@ class Evictor:
 
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """What this micro-batch saved and no other did."""
-        found = find(activations.roots, activations.inputs, self._device, activations.held)
+        found = find(activations.roots, activations.inputs, self._config.device, activations.held)
         found = tuple(
             item._replace(alone=False) if item.storage._cdata in activations.outputs else item for item in found
         )
@@ -168,10 +154,10 @@ class Evictor:
         There the storages of layers follow one another, and what a stage has behind its layers stands at the other end:
         the part is whole layers' wherever its bytes are theirs.
         """
-        movable = tuple(item for item in own if item.alone and item.nbytes >= self._minimum_bytes)
-        if stage not in self._parts:
+        movable = tuple(item for item in own if item.alone and item.nbytes >= self._config.transfers.minimum_bytes)
+        if stage not in self._config.parts:
             return movable
-        left, part = self._parts[stage], []
+        left, part = self._config.parts[stage], []
         for item in reversed(movable):
             if left <= 0:
                 break
@@ -203,13 +189,14 @@ class Evictor:
     @property
     def _checks(self) -> Verifier | None:
         """What checks this iteration, if anything does."""
-        return self._verifier if self._verifier is not None and self._verifier.on else None
+        verifier = self._config.verifier
+        return verifier if verifier is not None and verifier.on else None
 
     @property
     def _poisons(self) -> bool:
         """Whether memory is made useless before it is freed or filled: whoever reads it too early or too late, and would
         mostly find what it expects, finds NaN."""
-        return self._poison or self._checks is not None
+        return self._config.transfers.poison or self._checks is not None
 
     def _check(self, activations: Activations) -> None:
         if self._checks is not None:
@@ -285,7 +272,7 @@ class Evictor:
                 self._finish(activations, ActivationsState.AWAY)  # [3]
                 self.sizing.away(*activations.forward.key)
                 self._check(activations)
-                if self._beside():
+                if self._config.beside():
                     # Some of it was made on another stream, whose allocator does not know who read it meanwhile.
                     used_here(*_bytes_of(activations.storages))
                 for storage in activations.storages:
@@ -309,7 +296,7 @@ class Evictor:
             storage.resize_(nbytes)  # [4]
             if self._poisons:
                 _poison(storage)
-        if beside := self._beside():
+        if beside := self._config.beside():
             # Now it is compute's, and nodes of other streams read it.
             used_on(beside, _bytes_of(activations.storages))
         with self._streams.inbound():  # [5]

@@ -1,6 +1,6 @@
 """Connect the pairs of every pipeline of the world that move anything.
 
-In: a schedule, the global ranks of every pipeline, and the wanted transport. Out: this rank's connections, every pair's
+In: a schedule, the global ranks of every pipeline, and how activations travel. Out: this rank's connections, every pair's
 link, and a table for the log; and at the end of the run nothing of them. Knows neither who runs the schedule nor how
 its processes are arranged.
 """
@@ -19,6 +19,7 @@ from bpipe.schedule.host_buffers import links_of, num_buffers_for, num_host_memo
 from bpipe.schedule.hosts import Pair, device_ranks, uses_host_memory
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import describe
@@ -27,8 +28,7 @@ from bpipe.transport.table import describe
 def connect_pairs(
     schedule: Schedule,
     pipelines: Sequence[Sequence[int]],
-    wanted: str,
-    timeout_s: float,
+    transfers: TransferConfig,
     device: torch.device,
     known: Container[Pair] = (),
 ) -> tuple[dict[int, Connection | OwnMemory], list[MeasuredLink], str]:
@@ -49,11 +49,11 @@ def connect_pairs(
     connections: dict[int, Connection | OwnMemory] = {}
     if pairs:
         buffers = host_buffers(schedule, here, total_bytes(device))
-        found, links = connect_all(pairs, wanted, timeout_s, copying, buffers, own)
+        found, links = connect_all(pairs, transfers.transport, transfers.timeout_s, copying, buffers, own)
         connections |= {mine.index(other): connection for other, connection in found.items()}
     if len(pairs) < len(stages):
         buffers = own_buffers(schedule, here, total_bytes(device)) if (rank, rank) in stages else Buffers(0)
-        memory, owns = connect_own(buffers, timeout_s, copying)
+        memory, owns = connect_own(buffers, transfers.timeout_s, copying)
         links = links + owns
         connections |= {} if memory is None else {here: memory}
     return connections, links, describe(links, stages)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from bpipe.build import ScheduleConfig
 from bpipe.record.format import Iteration, RankSummary
@@ -62,11 +62,11 @@ class DifferingSums:
     """Sums over all iterations of one rank whose micro-batches differ in size: what stayed, the most by which the
     bound was exceeded, and the largest micro-batch by stage."""
 
-    microbatches: int = 0
-    nbytes: int = 0
+    stayed_microbatches: int = 0
+    stayed_bytes: int = 0
     passed_microbatches: int = 0
     passed_bytes: int = 0
-    num_grown: int = 0
+    times_grown: int = 0
     largest_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def add(self, engine: Engine) -> None:
@@ -75,11 +75,11 @@ class DifferingSums:
         if sizing is None or not sizing.differing:
             return
         stayed = sizing.stayed
-        self.microbatches += stayed.microbatches
-        self.nbytes += stayed.nbytes
+        self.stayed_microbatches += stayed.microbatches
+        self.stayed_bytes += stayed.nbytes
         self.passed_microbatches = max(self.passed_microbatches, stayed.passed_microbatches)
         self.passed_bytes = max(self.passed_bytes, stayed.passed_bytes)
-        self.num_grown = sizing.num_grown
+        self.times_grown = sizing.num_grown
         self.largest_bytes = dict(sizing.most_bytes)
 
 
@@ -145,12 +145,7 @@ def summary_of(
         own_buffers=own_buffers,
         own_bytes=own_bytes,
         moved_fraction=min((share.fraction for share in engine.shares.values()), default=None),
-        stayed_microbatches=differing.microbatches,
-        stayed_bytes=differing.nbytes,
-        passed_microbatches=differing.passed_microbatches,
-        passed_bytes=differing.passed_bytes,
-        largest_bytes=differing.largest_bytes,
-        times_grown=differing.num_grown,
+        **asdict(differing),
         keys_bytes=0 if slices is None else slices.peak_bytes,
         predicted_keys_bytes=0 if slices is None else slices.predicted_bytes,
         verified_iterations=certificate.iterations,

@@ -8,17 +8,14 @@ several, and whatever has to be done with all of them in one order. Starts no tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-
-import torch
 
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import Claims
-from bpipe.runtime.checksums import Verifier
+from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.errors import TransferError
-from bpipe.runtime.evictor import Evictor
+from bpipe.runtime.evictor import Evictor, Wait
 from bpipe.runtime.multi_host import SeveralGuests, SeveralHosts
 from bpipe.runtime.retention import Kept
 from bpipe.runtime.streams import Streams
@@ -34,29 +31,7 @@ from bpipe.schedule.host_buffers import (
 )
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Pending, Transport
-
-
-@dataclass(frozen=True)
-class Moving:
-    """Settings of this rank's transfers, whoever is at the other end; `wait` waits for one and names it in errors.
-
-    `parts`: by stage, bytes of each micro-batch that leave, where not all that may do. `verifier`: checks what leaves,
-    where anything does. `links`: by the other's rank, over which transport. `beside()`: streams of a stage's own.
-    """
-
-    name: str
-    device: torch.device
-    minimum_bytes: int
-    poison: bool
-    differing: bool
-    timeout_s: float
-    wait: Callable[[Pending, Action, str], None]
-    kept: Kept
-    parts: Mapping[int, int]
-    verifier: Verifier | None = None
-    links: Mapping[int, str] = MappingProxyType({})
-    beside: Callable[[], Sequence[torch.Stream]] = lambda: ()
+from bpipe.transport.base import Transport
 
 
 @dataclass(frozen=True)
@@ -77,18 +52,24 @@ class Partners:
         schedule: Schedule,
         rank: int,
         transports: Transport | Mapping[int, Transport] | None,
-        moving: Moving,
+        config: EngineConfig,
         streams: Streams | None,
+        *,
+        wait: Wait,
+        kept: Kept,
     ) -> None:
-        """Raises ValueError for transfers that there is no transport for."""
-        self._rank_of, self._rank, self._moving = schedule.layout.rank_of, rank, moving
+        """`wait` waits for a transfer and names it in errors; `kept` collects what stays.
+
+        Raises ValueError for transfers that there is no transport for.
+        """
+        self._rank_of, self._rank, self._config = schedule.layout.rank_of, rank, config
         hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
-        self._host_of = _only_hosts(hosts, moving.name)
+        self._host_of = _only_hosts(hosts, config.name)
         self._transports = _by_rank(schedule, rank, transports)
         others = sorted({*guests, *(host.rank for host in hosts.values())})
         if any(other not in self._transports for other in others):
             raise ValueError(
-                f"{moving.name}: the schedule has transfers for rank {rank}, but there is no transport for them"
+                f"{config.name}: the schedule has transfers for rank {rank}, but there is no transport for them"
             )
         here, there = (
             host_buffers(schedule, rank),
@@ -106,40 +87,16 @@ class Partners:
         if streams is not None:
             claims = Claims()
             for other in others or self._transports:
-                self._partners[other] = self._with(other, there.get(other, {}), here, moving, streams, claims)
-
-    def _with(
-        self,
-        other: int,
-        there: Mapping[Residency, int],
-        here: Mapping[Residency, int],
-        moving: Moving,
-        streams: Streams,
-        claims: Claims,
-    ) -> _Partner:
-        transport = self._transports[other]
-        roles = (transport, streams, moving.device)
-        sent, hosted = self._buffers_for(self._rank, there), self._buffers_for(other, here)
-        evictor = Evictor(
-            sent,
-            *roles,
-            moving.minimum_bytes,
-            moving.poison,
-            moving.wait,
-            moving.kept,
-            claims,
-            moving.differing,
-            moving.parts,
-            moving.verifier,
-            self._end(other) + (f" over {moving.links[other]}" if other in moving.links else ""),
-            moving.beside,
-        )
-        acceptor: Acceptor
-        if transport.one_sided:
-            acceptor = LendingAcceptor(hosted, transport)
-        else:
-            acceptor = ReceivingAcceptor(hosted, transport, streams, moving.device, moving.wait)
-        return _Partner(evictor, acceptor, transport)
+                link = self._end(other) + (f" over {config.links[other]}" if other in config.links else "")
+                transport = self._transports[other]
+                sent, hosted = self._buffers_for(rank, there.get(other, {})), self._buffers_for(other, here)
+                evictor = Evictor(sent, transport, streams, config, wait=wait, kept=kept, claims=claims, link=link)
+                acceptor: Acceptor
+                if transport.one_sided:
+                    acceptor = LendingAcceptor(hosted, transport)
+                else:
+                    acceptor = ReceivingAcceptor(hosted, transport, streams, config.device, wait)
+                self._partners[other] = _Partner(evictor, acceptor, transport)
 
     def _buffers_for(self, guest: int, hosted: Mapping[Residency, int]) -> tuple[frozenset[int], ...]:
         """Of a rank's host buffers those for one guest; others hold nothing of its."""
@@ -202,7 +159,7 @@ class Partners:
         Both ends know all sizes alike now. `first`: what the iteration computes first, named in errors.
         """
         for other, partner in self._partners.items():
-            grown = self._moving.differing and self._grown(other, partner, first)
+            grown = self._config.transfers.differing and self._grown(other, partner, first)
             if grown or partner.evictor.is_scattered or partner.acceptor.is_scattered:
                 partner.evictor.let_go()
                 partner.acceptor.let_go()
@@ -215,8 +172,8 @@ class Partners:
             there = partner.acceptor.hear_growth()
         except Exception as error:
             raise TransferError(
-                f"{self._moving.name}, stage {self._rank}: at the start of an iteration stage {other} did not send "
-                f"the sizes of its transfers; the time-out is {self._moving.timeout_s:g} s, --bpipe-timeout: {error}"
+                f"{self._config.name}, stage {self._rank}: at the start of an iteration stage {other} did not send "
+                f"the sizes of its transfers; the time-out is {self._config.transfers.timeout_s:g} s, --bpipe-timeout: {error}"
             ) from error
         return here or there
 

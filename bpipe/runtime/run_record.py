@@ -52,33 +52,37 @@ def peak_of(device_name: str, given_tflops: float | None) -> PeakFlops | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankFacts:
-    """Facts of a run that a rank knows before its first iteration.
-
-    `info` says what the run is; its name, start, world and links are filled in here. `pipelines`: global ranks of every
-    pipeline, equal on every rank. `place`: this rank's, in its own. `limit_bytes`: memory of its device.
-    """
-
-    info: RunInfo
-    pipelines: Sequence[Sequence[int]]
-    place: int
-    device: str
-    limit_bytes: int | None
-
-
 class RunRecord:
     """This rank's record in a folder."""
 
-    def __init__(self, folder: Path, facts: RankFacts) -> None:
-        """Before the first iteration. Collective over the world: the clocks are compared."""
-        self._folder, self._facts = folder, facts
+    def __init__(
+        self,
+        folder: Path,
+        info: RunInfo,
+        pipelines: Sequence[Sequence[int]],
+        *,
+        place: int,
+        device: str,
+        limit_bytes: int | None,
+    ) -> None:
+        """Before the first iteration. Collective over the world: the clocks are compared.
+
+        Args:
+            folder: Where the record is written.
+            info: What the run is, without what is known here.
+            pipelines: Global ranks of every pipeline, equal on every rank.
+            place: This rank's in its pipeline.
+            device: The name of its device.
+            limit_bytes: Memory of its device.
+        """
+        self._folder, self._info, self._num_pipelines = folder, info, len(pipelines)
+        self._place, self._device, self._limit_bytes = place, device, limit_bytes
         self.rank = dist.get_rank()
         self.path = RECORD.path(folder, self.rank)
         self._started = False
         self._clock_ahead_s = _clock_ahead_s()
         self.run = _name_of_run()
-        ordered = sorted(facts.pipelines, key=min)
+        ordered = sorted(pipelines, key=min)
         self.pipeline = next(index for index, ranks in enumerate(ordered) if self.rank in ranks)
 
     def clear(self) -> None:
@@ -108,15 +112,14 @@ class RunRecord:
     def _begin(self, flops: float | None, links: Sequence[MeasuredLink], weights_bytes: int | None) -> RankHeader:
         """Say, on rank 0, what run this is; return this rank's header."""
         self._started = True
-        facts, world = self._facts, dist.get_world_size()
         if self.rank == 0:
             info = replace(
-                facts.info,
+                self._info,
                 run=self.run,
                 started=datetime.now(UTC).isoformat(timespec="seconds"),
-                world_size=world,
-                num_pipelines=len(facts.pipelines),
-                device=facts.device,
+                world_size=dist.get_world_size(),
+                num_pipelines=self._num_pipelines,
+                device=self._device,
                 flops_per_iteration=flops,
                 links=tuple(map(_link_speed, links)),
             )
@@ -127,14 +130,14 @@ class RunRecord:
             run=self.run,
             rank=self.rank,
             pipeline=self.pipeline,
-            place=facts.place,
+            place=self._place,
             host=socket.gethostname(),
-            device=facts.device,
+            device=self._device,
             cores=len(os.sched_getaffinity(0)),
             transport=transports.pop() if len(transports) == 1 else None,
             partner=sum(mine[0].ranks) - self.rank if len(mine) == 1 else None,
             weights_bytes=weights_bytes,
-            limit_bytes=facts.limit_bytes,
+            limit_bytes=self._limit_bytes,
         )
 
 

@@ -6,7 +6,6 @@ ValueError that says who would wait for whom for ever. Starts nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from bpipe.record.format import ONE_SIDED
 from bpipe.record.report.memory import without_transfers
+from bpipe.runtime.waits import BLOCKING, wait_level
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.dependencies import Dependencies
@@ -21,10 +21,9 @@ from bpipe.schedule.lowering.lower import lower_received
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.torch.upstream import RUN_VERSIONS, SEND_WAITS, Computation
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-BLOCKING = "CUDA_LAUNCH_BLOCKING"
 _RECEIVED_FOR = {Computation.RECV_F: Kind.FORWARD, Computation.RECV_B: Kind.BACKWARD}
 _SENDS = (Computation.SEND_F, Computation.SEND_B)
 
@@ -61,28 +60,12 @@ def _follows(before: Any) -> bool:
     return before is not None and (before.is_compute_op or before.computation_type in _SENDS)
 
 
-def wait_level(device: torch.device) -> tuple[WaitLevel, str]:
-    """Return how strictly a rank may wait for transfers, and what makes it so.
-
-    A GPU has fewer queues than a run has streams, and which of them share one is not known: there whatever was issued
-    may hold up what was issued behind it. With `CUDA_LAUNCH_BLOCKING=1` the host waits for each message where it is
-    issued.
-    """
-    if device.type == "cpu":
-        return WaitLevel.IN_EVERY_OPERATION, "messages over gloo"
-    if os.environ.get(BLOCKING, "0") != "0":
-        return WaitLevel.BLOCKING_LAUNCHES, f"{BLOCKING}=1"
-    if os.environ.get(CONNECTIONS) == "1":
-        return WaitLevel.ONE_QUEUE, f"{CONNECTIONS}=1"
-    return WaitLevel.AT_ISSUE, "messages over NCCL and streams that share a GPU's queues"
-
-
 def refuse_standstill(
     schedule: Schedule,
     order: Mapping[int, Sequence[Any]],
+    transfers: TransferConfig,
     device: torch.device,
     links: Iterable[MeasuredLink],
-    differing: bool,
 ) -> None:
     """Raise ValueError where ranks of this schedule could wait for each other for ever.
 
@@ -92,15 +75,16 @@ def refuse_standstill(
     meets = any(link.transport not in ONE_SIDED for link in links)
     judged = schedule if meets else without_transfers(schedule)
     programs = lower_received(judged, received_in(order, schedule))
-    waits, cause = wait_level(device)
-    stuck = blocked_ranks(judged, waits, Exchange.TORCH, births=True, differing=differing and meets, programs=programs)
+    waits, cause = wait_level(transfers, device)
+    differing = transfers.differing and meets
+    stuck = blocked_ranks(judged, waits, Exchange.TORCH, births=True, differing=differing, programs=programs)
     if stuck:
         first = stuck[0]
         others = ", ".join(f"rank {each.rank} for rank {each.peer}" for each in stuck[:8])
-        way = 'Use transport="peer"' if meets else "Use another schedule"
+        way = 'Use TransferConfig(transport="peer")' if meets else "Use another schedule"
         if waits is WaitLevel.BLOCKING_LAUNCHES:
             way += f", or unset {BLOCKING}"
         raise ValueError(
-            f"with {cause} ranks of {schedule.name} can wait for each other for ever: rank {first.rank} waits for "
+            f"with {cause or 'messages over gloo'} ranks of {schedule.name} can wait for each other for ever: rank {first.rank} waits for "
             f"{first.message} at slot {first.slot}, which rank {first.peer} never reaches (waiting: {others}). {way}"
         )

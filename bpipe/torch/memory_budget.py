@@ -17,7 +17,6 @@ from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, within
 from bpipe.plan.fit import Fit
 from bpipe.predict.memory import DeviceBesides
 from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
-from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.memory import Memory as SizesOfStages
 from bpipe.schedule.memory import memory_of, moves_anything
 from bpipe.schedule.schedule import Schedule
@@ -43,11 +42,13 @@ def budget_bytes(memory: Memory, num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RankBudgets:
-    """A memory budget: bytes of every rank, who may host, and the other of each one's pair where that is given."""
+    """A memory budget, and how to balance within it."""
 
     budget_bytes: tuple[int, ...]
-    hosts: str
-    partners: tuple[int, ...] | None
+    """Of every rank."""
+
+    how: BalanceConfig
+    """Who may host, and the pairs if they are given; no bounds."""
 
     @staticmethod
     def of(memory: Memory, plain: Schedule, how: BalanceConfig | None, differing: bool) -> RankBudgets:
@@ -57,7 +58,7 @@ class RankBudgets:
         """
         refused = None
         if how is None:
-            refused = 'balance "none" evicts nothing: choose balance "bpipe", or leave memory out'
+            refused = "balance None evicts nothing: give balance=BalanceConfig(), or leave memory out"
         elif how.bounds is not None:
             refused = "bounds and memory exclude each other: give one of them"
         elif differing:
@@ -71,22 +72,21 @@ class RankBudgets:
             )
         if how is None or refused is not None:
             raise ValueError(f"memory {memory!r}: {refused}")
-        return RankBudgets(budget_bytes(memory, plain.num_ranks), how.hosts, how.partners)
+        return RankBudgets(budget_bytes(memory, plain.num_ranks), how)
 
     def plan(self, schedule: Schedule, sizes: Mapping[int, StageSizes]) -> Fit:
         """Return the plan that sends only what must leave. Raises ValueError where no plan keeps the budget.
 
         `sizes`: by stage, of all of them.
         """
-        return plan_within(schedule, self.budget_bytes, sizes, self.hosts, self.partners)
+        return plan_within(schedule, self.budget_bytes, sizes, self.how)
 
 
 def plan_within(
     schedule: Schedule,
     budgets: tuple[int, ...],
     sizes: Mapping[int, StageSizes],
-    hosts: str = PAIR,
-    partners: Sequence[int] | None = None,
+    how: BalanceConfig = BalanceConfig(),
 ) -> Fit:
     """Return the plan within these bytes of every rank. Raises ValueError where there is none."""
     weighed = [sizes[stage] for stage in range(schedule.num_stages)]
@@ -95,17 +95,17 @@ def plan_within(
         memory_of([each.saved_bytes for each in weighed], [each.moved_bytes for each in weighed]),
         _besides([0] * schedule.num_ranks),
         budgets,
-        hosts=hosts,
+        hosts=how.hosts,
         parts=tuple(each.parts for each in weighed),
     )
     padding = [0] * schedule.num_ranks
     while True:
         try:
-            found = within(replace(devices, besides=_besides(padding)), partners)
+            found = within(replace(devices, besides=_besides(padding)), how.partners)
         except OverBudget as error:
             raise ValueError(
                 f"memory: {error}. Micro-batches and host buffers are counted. Save less (recomputation, "
-                'smaller micro-batches), or allow more hosts: hosts="pool", hosts="host"'
+                'smaller micro-batches), or allow more hosts: BalanceConfig(hosts="pool"), BalanceConfig(hosts="host")'
             ) from None
         needed = [
             max(before, _padding(found.schedule, found.memory, sizes, rank)) for rank, before in enumerate(padding)

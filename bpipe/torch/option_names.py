@@ -5,20 +5,19 @@ In: an error. Out: the same with a note, where it names any. The engine and the 
 
 from __future__ import annotations
 
-# By the flag, the argument of `BalancedSchedule`.
+from bpipe.transport.config import FIELD_OF_FLAG
+
+# By flag, the option of `BalancedSchedule`.
 ARGUMENTS = {
-    "--bpipe-bound": "bounds",
-    "--bpipe-differing-sizes": "differing=True",
-    "--bpipe-hosts": "hosts",
+    "--bpipe-bound": "bounds of BalanceConfig",
+    "--bpipe-hosts": "hosts of BalanceConfig",
     "--bpipe-memory": "memory",
-    "--bpipe-min-bytes": "minimum_bytes",
-    "--bpipe-timeout": "timeout_s",
-    "--bpipe-transport": "transport",
+    **{flag: f"{name} of TransferConfig" for flag, name in FIELD_OF_FLAG.items()},
 }
 
 
 def name_arguments(error: BaseException) -> None:
-    """Add a note to an error that names flags: what they are called as arguments of `BalancedSchedule`."""
+    """Add a note to an error that names flags: what they are called under `BalancedSchedule`."""
     text = str(error)
     named = [f"{flag} is {argument}" for flag, argument in ARGUMENTS.items() if flag in text]
     if named:

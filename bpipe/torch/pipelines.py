@@ -21,6 +21,7 @@ from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import moves_anything
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 
 
@@ -38,8 +39,7 @@ def pipelines_of(group: Any, schedule: Schedule) -> tuple[list[tuple[int, ...]],
     if others:
         raise ValueError(
             f"ranks {', '.join(map(str, others))} made a different schedule from rank 0: give every rank of the "
-            "world the same "
-            f"micro-batches, schedule, balance, bounds and hosts"
+            "world the same micro-batches, schedule and balance"
         )
     return sorted({ranks for ranks, *_ in everyone}), [machine for *_, machine in everyone]
 
@@ -64,9 +64,8 @@ def pairs_placed(schedule: Schedule, pipelines: Sequence[Sequence[int]], machine
     others = f" (and {len(more)} more)" if more else ""
     return (
         f"ranks {low} and {high} move activations between the machines {machines[low]} and {machines[high]}{others}: "
-        "put "
-        "the ranks of a pipeline on one machine, by the order of the mesh's dimensions, or evict to CPU "
-        'memory with hosts="host"'
+        "put the ranks of a pipeline on one machine, by the order of the mesh's dimensions, or evict to CPU "
+        'memory with BalanceConfig(hosts="host")'
     )
 
 
@@ -86,9 +85,7 @@ class Connected:
         return {place: each.transport(differing=differing) for place, each in self.connections.items()}
 
 
-def connected(
-    group: Any, schedule: Schedule, wanted: str, timeout_s: float, device: torch.device, known: Sequence[Any] = ()
-) -> Connected:
+def connected(group: Any, schedule: Schedule, transfers: TransferConfig, device: torch.device) -> Connected:
     """Connect what this schedule moves anything between.
 
     Collective over the world where anything moves, and without a message where nothing does. Raises ValueError or
@@ -97,5 +94,5 @@ def connected(
     if not moves_anything(schedule):
         return Connected({}, [], "", [])
     pipelines, machines = pipelines_of(group, schedule)
-    connections, links, table = connect_pairs(schedule, pipelines, wanted, timeout_s, device, known)
+    connections, links, table = connect_pairs(schedule, pipelines, transfers, device)
     return Connected(connections, links, table, pipelines, pairs_placed(schedule, pipelines, machines))

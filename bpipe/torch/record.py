@@ -24,7 +24,7 @@ from bpipe.runtime.engine import Engine
 from bpipe.runtime.measurements import DifferingSums, iteration_of, summary_of
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.run_record import RankFacts, RunRecord, peak_of
+from bpipe.runtime.run_record import RunRecord, peak_of
 from bpipe.runtime.streams import Clock, peak_allocated_on, total_bytes
 from bpipe.transport.connect import MeasuredLink
 
@@ -58,11 +58,9 @@ class StepRecord:
             peak_flops=None if peak is None else peak.flops_per_s,
             peak_source=None if peak is None else peak.source,
         )
-        place = int(stages[0].group_rank)
-        facts = RankFacts(
-            info=info, pipelines=pipelines, place=place, device=name, limit_bytes=total_bytes(device) or None
-        )
-        self._record, self._place = RunRecord(self._folder, facts), place
+        self._place = int(stages[0].group_rank)
+        limit_bytes = total_bytes(device) or None
+        self._record = RunRecord(self._folder, info, pipelines, place=self._place, device=name, limit_bytes=limit_bytes)
         self._record.clear()
         # One rank of the first pipeline tells the losses: that of the last stage.
         self._tells = self._record.pipeline == 0 and any(stage.is_last for stage in stages)

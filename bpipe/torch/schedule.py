@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.balance.config import named_balance
+from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.plan.fit import Fit, plan_lines
 from bpipe.runtime.checksums import Verifier
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.links import disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
@@ -53,6 +54,7 @@ from bpipe.torch.upstream import (
     refuse_sends_to_itself,
     require_attributes,
 )
+from bpipe.transport.config import TransferConfig
 
 logger = logging.getLogger(__name__)
 
@@ -99,19 +101,11 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         loss_fn: Callable[..., torch.Tensor] | None = None,
         *,
         schedule: Source = _DEFAULT,
-        balance: str = "bpipe",
-        bounds: int | Sequence[int] | None = None,
-        partners: Sequence[int] | None = None,
-        hosts: str | None = None,
+        balance: BalanceConfig | None = BalanceConfig(),
         memory: Memory | None = None,
         group_size: int | None = None,
-        minimum_bytes: int = 65536,
-        transport: str = "auto",
-        timeout_s: float = 600.0,
-        differing: bool = False,
-        poison: bool = False,
+        transfers: TransferConfig = TransferConfig(),
         lean_buffers: bool = True,
-        verify: float = 0,
         meter: Meter | None = None,
         report: str | Path | None = None,
         report_steps: tuple[int, int] = (3, 5),
@@ -119,30 +113,35 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     ) -> None:
         """Build the schedule and connect its pairs. Collective over the world where anything moves.
 
-        `stages` are this rank's, one or a list. `schedule`: a family that `bpipe schedule` lists, one of torch's names or
-        classes, a file of `bpipe schedule --format csv`, or a Schedule. `balance`: "bpipe" or "none". `bounds`: most
-        micro-batches of a chunk that each rank may hold, one number for all or one per rank; by default the smallest that
-        all keep. `hosts`: who keeps what leaves: "pair", "pool", "host" (the node's own memory) or "all". `memory`, in
-        the place of bounds: bytes, or GiB as text, that each rank's micro-batches and host buffers may take; stages are
-        weighed before the first step, by forwards of their own, and no more leaves than must.
-        `minimum_bytes`: smaller storages stay. `transport`: as `--bpipe-transport`. `differing`: micro-batches of a
-        stage may differ in size. `poison` fills freed memory with NaN, for tests. `lean_buffers`: what torch receives
-        takes memory only while it is needed. `verify`: in so many first steps check that what leaves comes back as it
-        left; infinity for all. `meter` measures. `report`: a folder for `bpipe report`, where steps `report_steps`,
-        from the first to the last, are written down. `torch_options` are those of torch's schedules: `scale_grads`,
-        `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `backward_requires_autograd`. Raises ValueError for
-        what cannot be built or run.
+        Args:
+            stages: This rank's stages, one or a list.
+            n_microbatches: Micro-batches of a step.
+            loss_fn: As torch's schedules take it.
+            schedule: A family that `bpipe schedule` lists, one of torch's names or classes, a file of
+                `bpipe schedule --format csv`, or a Schedule.
+            balance: How activations move, None if none do.
+            memory: In place of bounds: bytes, or GiB as text, that each rank's micro-batches and host buffers may take.
+                Stages are weighed before the first step, by forwards of their own, and as little as possible moves.
+            group_size: Micro-batches of a group, for schedules that have groups.
+            transfers: How activations travel, and in how many steps that is checked.
+            lean_buffers: Whether what torch receives takes memory only while it is needed.
+            meter: Measures what is held.
+            report: A folder for `bpipe report`.
+            report_steps: The first and the last step to record there.
+            torch_options: Those of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`,
+                `output_merge_spec`, `backward_requires_autograd`.
+
+        Raises:
+            ValueError: For what cannot be built or run.
         """
         stages = list(stages) if isinstance(stages, (list, tuple)) else [stages]
         _refuse_other_messages(torch_options)
-        bounds = (bounds,) if isinstance(bounds, int) else bounds
-        how = named_balance(balance, bounds, partners, hosts=hosts)
-        self.config = config_of(schedule, stages, n_microbatches, how, group_size)
+        self.config = config_of(schedule, stages, n_microbatches, balance, group_size)
         self.plan: Fit | None = None
         self._budget: RankBudgets | None = None
         if memory is not None:
             self.config = replace(self.config, balance=None)
-            self._budget = RankBudgets.of(memory, build(self.config), how, differing)
+            self._budget = RankBudgets.of(memory, build(self.config), balance, transfers.differing)
         self.schedule = build(self.config)
         refuse_unrunnable(self.schedule)
         refuse_other_places(self.schedule, stages)
@@ -157,15 +156,13 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         own = {stage.stage_index for stage in stages}
         self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
-        self.verifier = Verifier(f"rank {dist.get_rank()}", device, verify) if verify else None
-        self._transport, self._report_to = transport, (report, report_steps)
+        name = f"rank {dist.get_rank()}"
+        self.verifier = Verifier(name, device, transfers.verify) if transfers.verify else None
+        self._report_to = report, report_steps
         self._engine_config = EngineConfig(
-            name=f"rank {dist.get_rank()}",
+            name=name,
             device=device,
-            minimum_bytes=minimum_bytes,
-            timeout_s=timeout_s,
-            poison=poison,
-            differing=differing,
+            transfers=transfers,
             allocated=allocated_on(device),
             waiting=self._between_halves,
             verifier=self.verifier,
@@ -180,30 +177,24 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.pipeline_order = torch_orders(self.schedule)
         self._prepare_schedule_with_comms(self.pipeline_order)
         require_attributes(self, self._stages)
-        settings = self._engine_config
-        connections = self._connections = self._connected(settings)
-        self.links = connections.links
-        order = self.pipeline_order_with_comms
-        refuse_standstill(self.schedule, order, settings.device, self.links, settings.differing)
+        settings, transfers = self._engine_config, self._engine_config.transfers
+        try:
+            connections = self._connections = connected(
+                self._stages[0].group, self.schedule, transfers, settings.device
+            )
+            self.links = connections.links
+            for line in filter(None, (connections.table, connections.placed)):
+                logger.info("bpipe: %s", line)
+            refuse_standstill(self.schedule, self.pipeline_order_with_comms, transfers, settings.device, self.links)
+        except (ValueError, RuntimeError) as error:
+            name_arguments(error)
+            raise
         settings = replace(settings, parts={} if config.balance is None else config.balance.part_bytes)
-        transports = connections.transports(settings.differing) or None
+        transports = connections.transports(transfers.differing) or None
         self.engine = Engine(self.schedule, self.rank, transports, settings, self.meter)
         folder, steps = self._report_to
         if final and folder is not None:
             self._report = self._recording(folder, steps, connections, settings.device)
-
-    def _connected(self, settings: EngineConfig) -> Connected:
-        stages, device = self._stages, settings.device
-        try:
-            connections = connected(stages[0].group, self.schedule, self._transport, settings.timeout_s, device)
-        except (ValueError, RuntimeError) as error:
-            name_arguments(error)
-            raise
-        if connections.table:
-            logger.info("bpipe: %s", connections.table)
-        if connections.placed:
-            logger.info("bpipe: %s", connections.placed)
-        return connections
 
     def _recording(
         self, folder: str | Path, steps: tuple[int, int], connections: Connected, device: torch.device
@@ -296,7 +287,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             return self._ran(stage, microbatch)
 
         settings = self._engine_config
-        mine = weigh(self._stages, self._n_microbatches, forward, settings.device, settings.minimum_bytes)
+        mine = weigh(self._stages, self._n_microbatches, forward, settings.device, settings.transfers.minimum_bytes)
         self._internal_losses.clear()
         self.plan = budget.plan(self.schedule, everywhere(mine))
         for line in plan_lines(self.plan, "as weighed,"):

@@ -21,14 +21,17 @@ from typing import Any
 
 from torchtitan.trainer import Trainer
 
+from bpipe.balance.config import BALANCES, named_balance
+from bpipe.schedule.hosts import PAIR
 from bpipe.torch.schedule import BalancedSchedule
+from bpipe.transport.config import TransferConfig
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
 class Balance:
-    """The section `balance` of a configuration: the options of `BalancedSchedule`, by the same names."""
+    """The section `balance` of a configuration."""
 
     schedule: str = ""
     """A schedule of bpipe's, of torch's or a file; by default that of --parallelism.pipeline_parallel_schedule."""
@@ -39,7 +42,7 @@ class Balance:
     bounds: list[int] = field(default_factory=list)
     """Most micro-batches of a chunk that a rank may hold: one number, or one per rank. By default the smallest found."""
 
-    hosts: str = "pair"
+    hosts: str = PAIR
     """Who keeps what leaves a rank: pair, pool, host (the node's own memory) or all."""
 
     memory: str = ""
@@ -48,26 +51,11 @@ class Balance:
     group_size: int = 0
     """Micro-batches in a group of grouped-interleaved; 0: as the schedule has it."""
 
-    transport: str = "auto"
-    """How activations move: auto, nccl, gloo, peer or host."""
-
-    minimum_bytes: int = 65536
-    """Smaller storages stay."""
-
-    timeout_s: float = 600.0
-    """Seconds until a transfer is given up."""
-
-    differing: bool = False
-    """Whether micro-batches of a stage may differ in size, as with experts without a capacity."""
-
-    verify: float = 0
-    """In so many first steps check that what leaves comes back as it left; inf for all."""
+    transfers: TransferConfig = TransferConfig()
+    """How activations travel, and how that is checked."""
 
     report: str = ""
     """A folder for `bpipe report`, where steps 3 to 5 are written down."""
-
-    poison: bool = False
-    """Fill freed memory with NaN, to show what would read it."""
 
 
 def pipelining_with(
@@ -81,17 +69,16 @@ def pipelining_with(
     @functools.wraps(pipelining_fn)
     def pipelined(model: Any, **settings: Any) -> tuple[Any, Sequence[Any], bool, bool]:
         made, parts, has_first_stage, has_last_stage = pipelining_fn(model, **settings)
-        options = {one.name: getattr(balance, one.name) for one in dataclasses.fields(balance)}
-        balances = balance.balance != "none"
-        options |= {
-            "schedule": balance.schedule or schedule,
-            "bounds": balance.bounds or None,
-            "memory": balance.memory or None,
-            "group_size": balance.group_size or None,
-            "report": balance.report or None,
-            "hosts": balance.hosts if balances else None,
-        }
-        balanced = BalancedSchedule.of(made, **options)
+        moves = balance.balance != BALANCES[0]
+        balanced = BalancedSchedule.of(
+            made,
+            schedule=balance.schedule or schedule,
+            balance=named_balance(balance.balance, balance.bounds or None, hosts=balance.hosts if moves else None),
+            memory=balance.memory or None,
+            group_size=balance.group_size or None,
+            transfers=balance.transfers,
+            report=balance.report or None,
+        )
         logger.info("bpipe: %s of %d micro-batches", balanced.schedule.name, balanced.schedule.num_microbatches)
         return balanced, parts, has_first_stage, has_last_stage
 

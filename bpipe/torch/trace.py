@@ -24,11 +24,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from bpipe.balance.config import named_balance
+from bpipe.balance.config import BalanceConfig
 from bpipe.build import build
 from bpipe.runtime.checkpoints import Regions
 from bpipe.runtime.graph import nodes_of, saved_names, saved_tensors
 from bpipe.schedule.families.families import default_family
+from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.schedule import Schedule
 from bpipe.torch.memory_budget import Memory, RankBudgets, need_bytes
 from bpipe.torch.orders import Source, config_of, refuse_unrunnable
@@ -155,10 +156,8 @@ def predict_peaks(
     num_ranks: int,
     num_microbatches: int,
     schedule: Source | None = None,
-    balance: str = "bpipe",
-    bounds: Sequence[int] | None = None,
+    balance: BalanceConfig | None = BalanceConfig(),
     memory: Memory | None = None,
-    hosts: str | None = None,
     group_size: int | None = None,
 ) -> PredictedPeaks:
     """Return what every rank would hold of these stages; options are those of `BalancedSchedule`. By default the
@@ -168,13 +167,12 @@ def predict_peaks(
     """
     sizes = {each.sizes.stage: each.sizes for each in traced}
     stages: Any = [SimpleNamespace(group_size=num_ranks, num_stages=len(traced))]
-    how = named_balance(balance, bounds, hosts=hosts)
     schedule = default_family(max(1, len(traced) // num_ranks)) if schedule is None else schedule
     if memory is not None:
         plain = build(config_of(schedule, stages, num_microbatches, None, group_size))
-        plan = RankBudgets.of(memory, plain, how, differing=False).plan(plain, sizes)
+        plan = RankBudgets.of(memory, plain, balance, differing=False).plan(plain, sizes)
         return PredictedPeaks(plan.schedule, plan.need_bytes)
-    found = build(config_of(schedule, stages, num_microbatches, how, group_size))
+    found = build(config_of(schedule, stages, num_microbatches, balance, group_size))
     refuse_unrunnable(found)
     if found.split_stages:
         raise ValueError(
@@ -215,8 +213,10 @@ def answer(options: Mapping[str, Any]) -> dict[str, Any]:
     ]
     settings = {name: options[name] for name in ("schedule", "group_size")}
     sizes = (traced, options["ranks"], options["microbatches"])
-    alone = predict_peaks(*sizes, balance="none", **settings)
-    balanced = predict_peaks(*sizes, bounds=options["bounds"], hosts=options["hosts"], **settings)
+    alone = predict_peaks(*sizes, balance=None, **settings)
+    bounds = options["bounds"] and tuple(options["bounds"])
+    balance = BalanceConfig(bounds=bounds, hosts=options["hosts"] or PAIR)
+    balanced = predict_peaks(*sizes, balance=balance, **settings)
     return {"stages": stages, "alone_bytes": alone.need_bytes, "balanced_bytes": balanced.need_bytes}
 
 

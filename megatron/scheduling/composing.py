@@ -8,6 +8,7 @@ told, and in nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.scheduling.hooks import patches
@@ -16,6 +17,7 @@ from megatron.scheduling.loop.delayed_wgrad import ask
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
 from megatron.scheduling.memory.replanning import Learner
+from megatron.scheduling.memory.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import wraps_of
 from megatron.scheduling.record.run_report import Monitor, Reporter
@@ -46,7 +48,8 @@ def compose(config: SchedulingConfig, args: Any = None) -> Composition:
 
     Without Megatron's arguments, layers are not asked to put weights' gradients off.
     """
-    driver = Driver(config)
+    watermark = None if config.report is None else Watermark(Path(config.report), config)
+    driver = Driver(config, watermark)
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
     placed = wraps_of(config.positions)
     # Of the functions that it calls the loop only checks the signature.
@@ -54,7 +57,7 @@ def compose(config: SchedulingConfig, args: Any = None) -> Composition:
     wraps = placed | loop.wraps() | called
     if args is not None and patches.LINEAR in wraps:
         wraps |= ask(args)
-    reporter = Reporter(config, driver) if config.report is not None else None
+    reporter = None if watermark is None else Reporter(config, driver, watermark)
     if reporter is not None:
         wraps |= reporter.wraps()
     elif config.metrics_interval is not None and (config.balance or config.own is not None):

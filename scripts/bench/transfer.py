@@ -41,7 +41,8 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.runtime import evictor
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.checksums import Verifier
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.stage import Stage, Tensors, TorchStages
 from bpipe.runtime.streams import Streams, copying_on
@@ -49,6 +50,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Pending, Transport
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.layout import BufferLayout
@@ -285,7 +287,11 @@ class Loop:
         name = f"rank {rank}"
         self.verifier = TimedVerifier(name, CPU, math.inf) if how == VERIFIED else None
         config = EngineConfig(
-            name, CPU, 1024, TIMEOUT_S, synchronous=how == SYNCHRONOUS, timed=self.timed, verifier=self.verifier
+            name,
+            CPU,
+            TransferConfig(minimum_bytes=1024, timeout_s=TIMEOUT_S, synchronous=how == SYNCHRONOUS),
+            timed=self.timed,
+            verifier=self.verifier,
         )
         self.engine = Engine(schedule, rank, transport, config)
 

@@ -20,6 +20,7 @@ import sys
 import types
 from typing import Any
 
+from bpipe.transport.config import TransferConfig
 from megatron.scheduling import install, place
 from megatron.scheduling.start import startup
 
@@ -167,7 +168,10 @@ def main(ports: list[str]) -> None:
         plain = train(ports.pop(), chunks)
         installed = install(
             SchedulingConfig(
-                num_ranks=4, num_chunks=chunks, balance=BalanceConfig(), minimum_bytes=1024, poison=True, timeout_s=60.0
+                num_ranks=4,
+                num_chunks=chunks,
+                balance=BalanceConfig(),
+                transfers=TransferConfig(minimum_bytes=1024, poison=True, timeout_s=60.0),
             )
         )
         balanced = train(ports.pop(), chunks)

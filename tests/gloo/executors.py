@@ -24,7 +24,8 @@ from torch.multiprocessing import start_processes
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard
 from bpipe.runtime.streams import beside, copying_on
@@ -33,6 +34,7 @@ from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups, connect_shared
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import connect
 from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import Edges, connect_edges
@@ -78,7 +80,7 @@ def engine_of(schedule: Schedule, rank: int, transport: str) -> Engine:
     assert schedule.partners is not None
     pairs = [(stage, schedule.partners[stage]) for stage in range(RANKS) if num_transfers(schedule, stage).evictions]
     connection, _ = connect(pairs, transport, TIMEOUT_S, copying_on(CPU))
-    config = EngineConfig(f"rank {rank}", CPU, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
+    config = EngineConfig(f"rank {rank}", CPU, TransferConfig(minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True))
     return Engine(schedule, rank, connection.transport() if connection else None, config)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig
+from bpipe.transport.config import TransferConfig
 from megatron.scheduling import install, place
 from megatron.scheduling.start import startup
 
@@ -47,9 +48,7 @@ CONFIG = SchedulingConfig(
     num_chunks=NUM_CHUNKS,
     balance=BalanceConfig(),
     own=OWN,
-    minimum_bytes=1024,
-    poison=True,
-    timeout_s=60.0,
+    transfers=TransferConfig(minimum_bytes=1024, poison=True, timeout_s=60.0),
 )
 LAUNCH_RANK = os.environ["RANK"]
 VIRTUAL_STAGES = NUM_CHUNKS if NUM_CHUNKS > 1 else None

@@ -14,6 +14,7 @@ import hashlib
 from typing import Any
 
 from bpipe.build import ScheduleConfig
+from bpipe.transport.config import TransferConfig
 from megatron.scheduling import install, place, samples_of
 from megatron.scheduling.start import startup
 
@@ -36,7 +37,9 @@ from tests.gloo.own_loop import LAUNCH_RANK, LENGTH, VOCABULARY, forward
 
 # What a pipe takes of an iteration: as many as a replica.
 NUM_MICROBATCHES = (4, 2, 4)
-CONFIG = SchedulingConfig(num_ranks=4, num_chunks=1, own=ScheduleConfig("mixpipe", 4, 8), timeout_s=60.0)
+CONFIG = SchedulingConfig(
+    num_ranks=4, num_chunks=1, own=ScheduleConfig("mixpipe", 4, 8), transfers=TransferConfig(timeout_s=60.0)
+)
 SETTINGS: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 64,

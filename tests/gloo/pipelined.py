@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.memory import num_transfers, peak_counts
 from bpipe.schedule.schedule import Schedule
 from bpipe.torch import BalancedSchedule
+from bpipe.transport.config import TransferConfig
 from tests.gloo.pipelined_stages import (
     Pair,
     Part,
@@ -44,7 +45,8 @@ from tests.gloo.pipelined_stages import (
 )
 
 MICROBATCHES, TIMEOUT_S = 8, 60.0
-OPTIONS = {"minimum_bytes": 256, "timeout_s": TIMEOUT_S, "poison": True}
+TRANSFERS = TransferConfig(minimum_bytes=256, timeout_s=TIMEOUT_S, poison=True)
+OPTIONS: dict[str, Any] = {"transfers": TRANSFERS}
 
 # By the placement's name, which stages a rank of p has, and how many there are.
 PLACES: dict[str, Callable[[int, int], tuple[list[int], int]]] = {
@@ -91,7 +93,7 @@ class Case:
 
 ONE, LOOP, ZBV = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B, schedules.ScheduleZBVZeroBubble
 # Where ranks hold evenly much, what leaves goes to the node's own memory: also between the halves of a backward.
-AWAY = {"hosts": "host"}
+AWAY = {"balance": BalanceConfig(hosts="host")}
 
 
 def _file(schedule: Schedule) -> str:
@@ -103,9 +105,9 @@ def _file(schedule: Schedule) -> str:
 
 CASES = {
     "1f1b": Case("chain", ONE, "1f1b"),
-    "1f1b, not balanced": Case("chain", ONE, "1f1b", {"balance": "none"}, moves=False),
-    "1f1b over peer": Case("chain", ONE, "1f1b", {"transport": "peer"}),
-    "1f1b, verified": Case("chain", ONE, "1f1b", {"verify": float("inf")}),
+    "1f1b, not balanced": Case("chain", ONE, "1f1b", {"balance": None}, moves=False),
+    "1f1b over peer": Case("chain", ONE, "1f1b", {"transfers": replace(TRANSFERS, transport="peer")}),
+    "1f1b, verified": Case("chain", ONE, "1f1b", {"transfers": replace(TRANSFERS, verify=float("inf"))}),
     "interleaved": Case("loop", LOOP, "interleaved-1f1b"),
     # Torch's own, by name or class, on the ranks that these want.
     "GPipe": Case("chain", schedules.ScheduleGPipe, schedules.ScheduleGPipe, AWAY),
@@ -114,14 +116,14 @@ CASES = {
     "InterleavedZeroBubble": Case("loop", schedules.ScheduleInterleavedZeroBubble, "InterleavedZeroBubble", AWAY),
     "ZBVZeroBubble": Case("v", ZBV, "ZBVZeroBubble", AWAY),
     "DualPipeV": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", AWAY),
-    "DualPipeV, not balanced": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", {"balance": "none"}, moves=False),
+    "DualPipeV, not balanced": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", {"balance": None}, moves=False),
     # Ours, beside torch's of the same stages.
     "zb-v": Case("v", ZBV, "zb-v", AWAY),
     "v-half": Case("v", ZBV, "v-half", AWAY),
-    "v-half of pairs": Case("v", ZBV, "v-half", {"balance": "none"}, make=Pair, moves=False),
+    "v-half of pairs": Case("v", ZBV, "v-half", {"balance": None}, make=Pair, moves=False),
     "zb-h1": Case("chain", ONE, "zb-h1", AWAY, moves=False),
     "grouped": Case("loop", LOOP, "grouped-interleaved"),
-    "pool": Case("loop", LOOP, "interleaved-1f1b", {"hosts": "pool"}),
+    "pool": Case("loop", LOOP, "interleaved-1f1b", {"balance": BalanceConfig(hosts="pool")}),
     "a file, balanced here": Case(
         "loop", LOOP, lambda p: _file(build(ScheduleConfig("interleaved-1f1b", p, 8, num_chunks=2)))
     ),

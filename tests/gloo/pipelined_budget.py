@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 from torch.multiprocessing import start_processes
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.runtime.meter import Meter
 from bpipe.schedule.memory import num_transfers
 from bpipe.torch import BalancedSchedule
 from bpipe.torch.trace import predict_peaks, trace_stages
-from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, run_cases
+from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, TRANSFERS, run_cases
 from tests.gloo.pipelined_stages import (
     LENGTH,
     ROWS,
@@ -74,11 +75,13 @@ class Budgeted:
 
 CASES = {
     "1f1b": Budgeted(),
-    "1f1b over peer, verified": Budgeted(options={"transport": "peer", "verify": float("inf")}),
+    "1f1b over peer, verified": Budgeted(
+        options={"transfers": replace(TRANSFERS, transport="peer", verify=float("inf"))}
+    ),
     "1f1b, parts of a micro-batch": Budgeted(make=lambda stage, p: Part(stage, p, layers=3), least=0.85),
     "1f1b, enough for all": Budgeted(least=1.0),
     "interleaved": Budgeted("loop"),
-    "interleaved, own memory": Budgeted("loop", {"hosts": "host"}, least=0.0),
+    "interleaved, own memory": Budgeted("loop", {"balance": BalanceConfig(hosts="host")}, least=0.0),
     "random numbers and buffers": Budgeted(make=lambda stage, p: Part(stage, p, Noisy, 2)),
     "FSDP2": Budgeted(make=lambda stage, p: Part(stage, p, layers=2), wrap=sharded),
 }
@@ -102,7 +105,7 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
     wanted = steps_of(reference, theirs, MICROBATCHES, 3)
 
     alone, meter = stages(), Meter()
-    steps_of(balanced(alone, meter, balance="none"), alone, MICROBATCHES)
+    steps_of(balanced(alone, meter, balance=None), alone, MICROBATCHES)
     peaks: list[Any] = [None] * world
     dist.all_gather_object(peaks, meter.peak_bytes)
     budget = int(min(peaks) + case.least * (max(peaks) - min(peaks)))
@@ -117,12 +120,12 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
         tokens, target = (torch.randint(0, VOCABULARY, (ROWS, LENGTH)) for _ in range(2))
         return [case.make(index, num_stages) for index in range(num_stages)], (tokens,), loss_of, target
 
-    traced = trace_stages(made, minimum_bytes=int(OPTIONS["minimum_bytes"]))
+    traced = trace_stages(made, minimum_bytes=TRANSFERS.minimum_bytes)
     given: Any = (traced, world, MICROBATCHES, NAMES[case.places])
-    hosts = case.options.get("hosts")
+    balance = case.options.get("balance", BalanceConfig())
     found = {
-        "traced alone": predict_peaks(*given, balance="none").need_bytes[rank],
-        "traced": predict_peaks(*given, memory=budget, hosts=hosts).need_bytes[rank],
+        "traced alone": predict_peaks(*given, balance=None).need_bytes[rank],
+        "traced": predict_peaks(*given, memory=budget, balance=balance).need_bytes[rank],
         "same": same(wanted, bits),
         "buffers": [
             torch.equal(one, other)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -24,10 +24,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing import start_processes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.runtime.meter import Meter
 from bpipe.torch import BalancedSchedule
 from bpipe.torch.upstream import receive_buffers
-from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, facts, lacks_before, run_cases
+from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, TRANSFERS, facts, lacks_before, run_cases
 from tests.gloo.pipelined_stages import (
     LENGTH,
     ROWS,
@@ -243,7 +244,9 @@ FEATURES = {
     "FSDP2": Feature(sharded),
     "FSDP2, sharded again behind a forward": Feature(lambda module, mesh: sharded(module, mesh, resharding=True)),
     "FSDP2 in 16 bits": Feature(lambda module, mesh: sharded(module, mesh, half=True)),
-    "FSDP2, grouped": Feature(sharded, schedule="grouped-interleaved", options={"bounds": 2}),
+    "FSDP2, grouped": Feature(
+        sharded, schedule="grouped-interleaved", options={"balance": BalanceConfig((2,), hosts="host")}
+    ),
     "tensor parallel": Feature(tensor_parallel, blocks_of(TwoProducts)),
     "sequence parallel": Feature(sequence_parallel, SequencePart),
     "DTensors between stages": Feature(sequence_parallel, SpreadPart, enough=0.9, emptied=False, passes_dtensors=True),
@@ -257,7 +260,9 @@ FEATURES = {
         lambda module, mesh: tensor_parallel(selectively(module, mesh), mesh), blocks_of(TwoProducts)
     ),
     "autocast": Feature(make=CastPart, alone=True),
-    "experts of differing sizes": Feature(make=blocks_of(Routed), alone=True, options={"differing": True}, enough=0.9),
+    "experts of differing sizes": Feature(
+        make=blocks_of(Routed), alone=True, options={"transfers": replace(TRANSFERS, differing=True)}, enough=0.9
+    ),
 }
 
 
@@ -293,7 +298,7 @@ def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
     reference = ONE(theirs[0], MICROBATCHES, loss_of) if feature.alone else LOOP(theirs, MICROBATCHES, loss_of)
     wanted = steps_of(reference, theirs, MICROBATCHES, feature.num_steps)
     ours, meter = stages(), Meter()
-    away: dict[str, Any] = {} if feature.alone else {"hosts": "host", "bounds": 3}
+    away: dict[str, Any] = {} if feature.alone else {"balance": BalanceConfig((3,), hosts="host")}
     balanced = BalancedSchedule(
         ours,
         MICROBATCHES,

@@ -22,6 +22,7 @@ from torch.multiprocessing import get_context
 
 from bpipe.torch import BalancedSchedule
 from bpipe.torch.calls import StepCalls
+from bpipe.transport.config import TransferConfig
 from tests.gloo.pipelined_stages import loss_of, stages_of, steps_of
 
 RANKS, MICROBATCHES, TIMEOUT_S = 4, 8, 5.0
@@ -52,8 +53,8 @@ def one_rank(rank: int, folder: str, dying: int, part: float, transport: str) ->
     logging.disable(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     stages = stages_of([rank], RANKS)
-    options: dict[str, Any] = {"minimum_bytes": 256, "timeout_s": TIMEOUT_S, "poison": True, "transport": transport}
-    balanced = BalancedSchedule(stages, MICROBATCHES, loss_of, schedule="1f1b", **options)
+    transfers = TransferConfig(transport=transport, timeout_s=TIMEOUT_S, minimum_bytes=256, poison=True)
+    balanced = BalancedSchedule(stages, MICROBATCHES, loss_of, schedule="1f1b", transfers=transfers)
     steps_of(balanced, stages, MICROBATCHES, num_steps=1)
     if rank == dying:
         # Of each micro-batch a forward and a backward, each begun, ended and sent.

@@ -23,12 +23,14 @@ import torch.distributed as dist
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.schedule.memory import num_transfers
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import connect
 from bpipe.transport.edges import Edges, connect_edges
 from tests.support.alone import Alone
@@ -49,7 +51,9 @@ class Rank:
         pairs = sorted({(r, self.plan.partners[r]) for r in range(RANKS) if num_transfers(self.plan, r).evictions})
         self.connection, _ = connect(pairs, transport, TIMEOUT_S, copying_on(CPU))
         self.edges = connect_edges(neighbours(self.plan), "gloo", TIMEOUT_S, CPU)
-        config = EngineConfig(f"rank {rank}", CPU, 512, TIMEOUT_S, poison=True, differing=True)
+        config = EngineConfig(
+            f"rank {rank}", CPU, TransferConfig(minimum_bytes=512, timeout_s=TIMEOUT_S, poison=True, differing=True)
+        )
         self.engine = Engine(
             self.plan, rank, self.connection.transport(differing=True) if self.connection else None, config
         )

@@ -32,7 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import TorchStages
@@ -40,6 +41,7 @@ from bpipe.runtime.streams import copying_on
 from bpipe.schedule.action import Action
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import num_transfers
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import connect_all
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.edges import Edges, connect_edges
@@ -135,7 +137,11 @@ class Rank:
         self.record.groups = len(distributed_c10d._world.pg_map)
         self.edges = connect_edges(neighbours(self.plans[0]), "gloo", scenario.timeout_s, CPU)
         differing = scenario.differing
-        config = EngineConfig(f"rank {rank}", CPU, 1024, scenario.timeout_s, poison=True, differing=differing)
+        config = EngineConfig(
+            f"rank {rank}",
+            CPU,
+            TransferConfig(minimum_bytes=1024, timeout_s=scenario.timeout_s, poison=True, differing=differing),
+        )
         self.engines = []
         for plan in self.plans:
             transports = {

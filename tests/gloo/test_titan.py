@@ -38,7 +38,13 @@ SMALL = (
     *("--training.local_batch_size", "8", "--training.seq_len", "64", "--training.disable_cuda_graphs"),
     *("--debug.seed", "1"),
 )
-MOVING = ("--balance.minimum_bytes", "256", "--balance.poison", "--balance.timeout_s", "60")
+MOVING = (
+    "--balance.transfers.minimum_bytes",
+    "256",
+    "--balance.transfers.poison",
+    "--balance.transfers.timeout_s",
+    "60",
+)
 # Selective checkpointing and the chunked loss are defaults of the model's configuration.
 PIPELINE = ("--parallelism.pipeline_parallel_degree", "4", "--parallelism.pipeline_parallel_schedule", "1F1B")
 LOOPED = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")

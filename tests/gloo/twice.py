@@ -21,6 +21,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.multiprocessing import start_processes
 
 from bpipe.torch import BalancedSchedule
+from bpipe.transport.config import TransferConfig
 from examples import toy
 from tests.gloo.pipelined_stages import loss_of, same, stages_of, steps_of
 from tests.support.holding import holding
@@ -42,8 +43,8 @@ class Lines(logging.Handler):
 
 def balanced(rank: int, transport: str) -> tuple[BalancedSchedule, Any]:
     stages = stages_of([rank], RANKS)
-    options: dict[str, Any] = {"minimum_bytes": 256, "timeout_s": TIMEOUT_S, "poison": True, "transport": transport}
-    return BalancedSchedule(stages, MICROBATCHES, loss_of, schedule="1f1b", **options), stages
+    transfers = TransferConfig(transport=transport, timeout_s=TIMEOUT_S, minimum_bytes=256, poison=True)
+    return BalancedSchedule(stages, MICROBATCHES, loss_of, schedule="1f1b", transfers=transfers), stages
 
 
 def trained(rank: int, transport: str, wanted: Any) -> dict[str, Any]:

@@ -18,12 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on, lanes, synchronize
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Done, Pending
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.control import Subject
 from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
@@ -44,10 +46,18 @@ def to_host(device: torch.device) -> OneSidedCopies:
 
 
 def engine_of(
-    plan: Schedule, rank: int, device: torch.device, transport: Any, minimum_bytes: int = 1, **more: Any
+    plan: Schedule,
+    rank: int,
+    device: torch.device,
+    transport: Any,
+    minimum_bytes: int = 1,
+    poison: bool = False,
+    synchronous: bool = False,
+    **more: Any,
 ) -> Engine:
     """`transport`: one, one by each other rank, or None."""
-    return Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, minimum_bytes, TIMEOUT_S, **more))
+    transfers = TransferConfig(timeout_s=TIMEOUT_S, minimum_bytes=minimum_bytes, poison=poison, synchronous=synchronous)
+    return Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, transfers, **more))
 
 
 class OneWay:

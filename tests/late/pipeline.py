@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from bpipe.runtime.checksums import Verifier
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
@@ -23,6 +24,7 @@ from bpipe.runtime.streams import allocated_on, copying_on
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
@@ -64,12 +66,14 @@ class Rank:
         config = EngineConfig(
             named,
             here,
-            1,
-            TIMEOUT_S,
-            pipeline.poison,
-            differing=pipeline.differing,
+            TransferConfig(
+                minimum_bytes=1,
+                timeout_s=TIMEOUT_S,
+                poison=pipeline.poison,
+                differing=pipeline.differing,
+                synchronous=pipeline.synchronous,
+            ),
             allocated=allocated_on(here),
-            synchronous=pipeline.synchronous,
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
             beside=lambda: pipeline.beside(self.rank),

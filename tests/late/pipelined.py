@@ -25,6 +25,7 @@ from bpipe.torch import BalancedSchedule
 from bpipe.torch import schedule as torch_schedule
 from bpipe.torch.orders import config_of
 from bpipe.transport.base import Transport
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
 from tests.late.devices import Draw, device, extension
 from tests.late.group import join
@@ -86,11 +87,10 @@ class TorchRank(Rank):
             schedule.num_microbatches,
             loss_of,
             schedule=schedule,
-            minimum_bytes=1,
-            timeout_s=TIMEOUT_S,
-            poison=pipeline.poison,
-            differing=pipeline.differing,
             scale_grads=False,
+            transfers=TransferConfig(
+                minimum_bytes=1, timeout_s=TIMEOUT_S, poison=pipeline.poison, differing=pipeline.differing
+            ),
         )
         self.engine = balanced.engine
         for _ in range(iterations):
@@ -141,7 +141,7 @@ class TorchPipeline(LatePipeline):
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        def connected(group: Any, schedule: Schedule, wanted: str, timeout_s: float, here: torch.device) -> Any:
+        def connected(group: Any, schedule: Schedule, transfers: TransferConfig, here: torch.device) -> Any:
             rank = self.ranks[here.index]
             assert isinstance(rank, TorchRank)
             return rank.connections

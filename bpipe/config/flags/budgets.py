@@ -13,9 +13,9 @@ from math import ceil
 
 from bpipe.config.flags.values import AUTO
 from bpipe.predict.cluster import GIB
+from bpipe.transport.config import TransferConfig
 
-# Storages below this stay where they are, unless somebody says otherwise.
-MINIMUM_BYTES = 65536
+MINIMUM_BYTES = TransferConfig.minimum_bytes
 
 
 @dataclass(frozen=True, slots=True)

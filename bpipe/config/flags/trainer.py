@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from bpipe.config.flags import configurations, schedules
-from bpipe.config.flags.budgets import MINIMUM_BYTES
 from bpipe.config.flags.flag import Flag, Group, InLaunch
 from bpipe.config.flags.values import factor, iterations, positive, seconds
 from bpipe.placement import PLACEMENTS
 from bpipe.transport import AUTO, NAMES
-
-# Seconds after which a transfer that has not ended ends the run.
-TIMEOUT_S = 300.0
+from bpipe.transport.config import TransferConfig
 
 
 def _flag(
@@ -40,10 +37,10 @@ BPIPE = _flag(
 MIN_BYTES = _flag(
     "--bpipe-min-bytes",
     "leave saved tensors smaller than this where they are: moving them costs more than it frees (default "
-    f"{MINIMUM_BYTES})",
+    f"{TransferConfig.minimum_bytes})",
     "BYTES",
     positive,
-    MINIMUM_BYTES,
+    TransferConfig.minimum_bytes,
 )
 TRAINER = (
     Group(
@@ -74,7 +71,7 @@ TRAINER = (
             configurations.DIFFERING_SIZES,
             _flag(
                 "--bpipe-timeout",
-                f"seconds after which a transfer (default {TIMEOUT_S:g}) or a message of this project's own loop "
+                f"seconds after which a transfer (default {TransferConfig.timeout_s:g}) or a message of this project's own loop "
                 "(default: Megatron's --distributed-timeout-minutes) ends the run with an error that names it. Not "
                 "for transfers on GPUs: there NCCL's watchdog ends the run and names the process group, and copies "
                 "by peer and host have no limit",

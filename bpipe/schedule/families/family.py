@@ -58,23 +58,21 @@ class RankLimit:
     after_input: Fraction = Fraction(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyOptions:
-    """Options of a family beside sizes.
-
-    Each family takes those that its fields in `Family` name and leaves the rest at their defaults.
-
-    `group_size`: micro-batches that go through a chunk before the next. `delay`: micro-batches whose I stands before a
-    W. `costs`: what a family that knows several orders chooses by. `limit`: what a family that makes orders for a bound
-    makes them for. `slices`: into how many a micro-batch's sequence is cut; orders are then of slices, each with its
-    number (`schedule.families.slices`), and a delay counts them.
-    """
+    """What a family is asked besides sizes. Each takes the options that its fields in `Family` name."""
 
     group_size: int | None = None
+    """Micro-batches that go through a chunk before the next chunk's turn; by default as many as the family says."""
+
     delay: int = 0
-    costs: UnitCosts = ALIKE
-    limit: RankLimit | None = None
+    """Micro-batches whose I comes before a W, slices if micro-batches are cut."""
+
     slices: int = 1
+    """Slices into which each micro-batch's sequence is cut; orders are then of slices (`schedule.families.slices`)."""
+
+    costs: UnitCosts = ALIKE
+    """What a family that knows several orders chooses by."""
 
 
 NO_OPTIONS = FamilyOptions()
@@ -92,12 +90,14 @@ class OrderChoice:
 LayoutOf = Callable[[int, int], Layout]
 # (num_ranks, num_microbatches, num_chunks, what else is asked) -> one order per rank.
 Orders = Callable[[int, int, int, FamilyOptions], Sequence[Order]]
-# The same -> orders made for a room, which is given, and what each is: those that take least time first.
-OrdersWithin = Callable[[int, int, int, FamilyOptions], Iterable[tuple[OrderChoice, Sequence[Order]]]]
+# The same, for a limit -> orders made for it, and what each is: those that take least time first.
+OrdersWithin = Callable[[int, int, int, RankLimit, FamilyOptions], Iterable[tuple[OrderChoice, Sequence[Order]]]]
 # The same, and a layout -> orders with shards of the vocabulary, as that says.
 ShardedOrders = Callable[[int, int, int, FamilyOptions, Layout], Sequence[Order]]
-# Both: orders with shards made for a room.
-ShardedOrdersWithin = Callable[[int, int, int, FamilyOptions, Layout], Iterable[tuple[OrderChoice, Sequence[Order]]]]
+# Both: orders with shards made for a limit.
+ShardedOrdersWithin = Callable[
+    [int, int, int, RankLimit, FamilyOptions, Layout], Iterable[tuple[OrderChoice, Sequence[Order]]]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,21 +181,22 @@ class Family:
         num_ranks: int,
         num_microbatches: int,
         num_chunks: int,
+        limit: RankLimit,
         options: FamilyOptions,
         vocabulary: Vocabulary = Vocabulary.WHOLE,
         input_shards: bool = False,
     ) -> Iterable[tuple[OrderChoice, Schedule]]:
         """Yield schedules for a bound, one for each order that the family knows for it."""
         layout = replace(self.layout(num_ranks, num_chunks), vocabulary=vocabulary, input_shards=input_shards)
-        sizes = num_ranks, num_microbatches, num_chunks
+        asked = num_ranks, num_microbatches, num_chunks, limit, options
         if vocabulary is Vocabulary.WHOLE:
             assert self.within is not None, f"nobody has said how {self.name} is made for a bound"
-            made = self.within(*sizes, options)
+            made = self.within(*asked)
         else:
             assert self.sharded_within is not None, (
                 f"nobody has said where shards stand in {self.name} that is made for a bound"
             )
-            made = self.sharded_within(*sizes, options, layout)
+            made = self.sharded_within(*asked, layout)
         for choice, orders in made:
             yield choice, place(self._name_of(vocabulary), num_microbatches, layout, orders)
 

@@ -19,7 +19,7 @@ from math import ceil, floor
 
 from bpipe.schedule.action import Action
 from bpipe.schedule.clock import length
-from bpipe.schedule.families.family import FamilyOptions, OrderChoice, RankLimit
+from bpipe.schedule.families.family import FamilyOptions, OrderChoice, RankLimit, UnitCosts
 from bpipe.schedule.families.interleaved import layout
 from bpipe.schedule.families.list_scheduler import ChoiceRule, Discipline, ListSchedule, actions_of, schedule_list
 from bpipe.schedule.families.periodic import Period, periodic_orders
@@ -97,11 +97,10 @@ _BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2,
 
 
 def orders_within(
-    num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions
+    num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions
 ) -> Iterator[tuple[OrderChoice, list[list[Action]]]]:
-    """Yield orders for the bound that is asked, each with its description."""
-    assert options.limit is not None, "orders are made for a bound here"
-    tried = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options, options.limit)
+    """Yield orders for a bound, each with its description."""
+    tried = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options.costs, limit)
     for sizes, rule, listed in tried.search():
         yield OrderChoice(sizes, rule), actions_of(listed, turns(sizes, num_chunks))
 
@@ -110,10 +109,10 @@ class _HeuristicSearch:
     """What has been tried: `found` holds it by split and manner, `beaten` the orders in beats."""
 
     def __init__(
-        self, num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, limit: RankLimit
+        self, num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, limit: RankLimit
     ) -> None:
         self.p, self.m, self.v, self.limit = num_ranks, num_microbatches, num_chunks, limit
-        self.at = stage_ticks(options.costs, num_chunks)
+        self.at = stage_ticks(costs, num_chunks)
         # What is left for whole groups: the pair's slope, and what W needs beyond what its F saved, aside.
         above = limit.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), limit.after_input - 1)
         self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)

@@ -31,6 +31,7 @@ from bpipe.schedule.families.family import (
     OrderChoice,
     Orders,
     OrdersWithin,
+    RankLimit,
     ShardedOrders,
     ShardedOrdersWithin,
 )
@@ -69,13 +70,17 @@ def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int])
     other."""
 
     def sharded(
-        num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, layout: Layout
+        num_ranks: int,
+        num_microbatches: int,
+        num_chunks: int,
+        limit: RankLimit,
+        options: FamilyOptions,
+        layout: Layout,
     ) -> Iterator[tuple[OrderChoice, Sequence[Order]]]:
-        assert options.limit is not None, "orders are made for a bound here"
         found: list[tuple[int, OrderChoice, list[list[Action]]]] = []
         for ahead in (num_forwards[layout.vocabulary], 0):
-            left = replace(options, limit=replace(options.limit, bound=max(1, options.limit.bound - ahead)))
-            for choice, own in orders(num_ranks, num_microbatches, num_chunks, left):
+            left = replace(limit, bound=max(1, limit.bound - ahead))
+            for choice, own in orders(num_ranks, num_microbatches, num_chunks, left, options):
                 further = [_further(_actions(order), ahead) for order in own]
                 with contextlib.suppress(ValueError):
                     ticks, fit = fit_with_ticks(layout, num_microbatches, further, options.costs)

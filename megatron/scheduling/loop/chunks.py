@@ -44,24 +44,33 @@ class Call:
     num_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 
 
+@dataclass(frozen=True)
+class RankPart:
+    """One rank's part of a program."""
+
+    chunks: Mapping[int, int]
+    """By stage, its place in the list of models."""
+
+    last_stage: int
+    """The pipeline's last stage, wherever it is."""
+
+    split: Set[Key]
+    """Stages and micro-batches whose backward comes in halves."""
+
+    halves: Halves
+    """What runs the second halves."""
+
+    numbers: int = 1
+    """Numbers of actions for one micro-batch of the call: pipes share them out, and slices are parts of one."""
+
+
 class ChunkStages:
-    """The stages of one rank: `chunks[stage]` is the place of a stage in the list of models.
+    """The stages of one rank. `begin` says first of which call."""
 
-    `begin` says first of which call.
-
-    Of `split`, stages and their micro-batches, the backward comes in halves. So many `numbers` of actions are one
-    micro-batch of the call: with several pipes a chunk has every so many-th, and slices are parts of one.
-    """
-
-    def __init__(
-        self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, numbers: int = 1
-    ) -> None:
-        self.chunks = dict(chunks)
-        self._numbers = numbers
-        self._split = frozenset(split)
-        self._halves = halves
-        self.last_stage = last_stage
-        self.has_last = last_stage in chunks
+    def __init__(self, part: RankPart) -> None:
+        self._part = part
+        self.chunks, self.last_stage = part.chunks, part.last_stage
+        self.has_last = part.last_stage in part.chunks
         self._call: Call | None = None
         # By stage and micro-batch: what its forward received and made, until its backward.
         self._held: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
@@ -96,8 +105,9 @@ class ChunkStages:
         if given is not None:
             given.requires_grad_(given.is_floating_point())
         key = action.stage, action.microbatch
-        number = action.microbatch // self._numbers
-        with self._halves.deferring(key) if key in self._split and not call.forward_only else contextlib.nullcontext():
+        number = action.microbatch // self._part.numbers
+        split = key in self._part.split and not call.forward_only
+        with self._part.halves.deferring(key) if split else contextlib.nullcontext():
             made, num_tokens = schedules.forward_step(
                 forward_step_func,
                 call.data[chunk],
@@ -140,11 +150,11 @@ class ChunkStages:
         return () if gradient is None else (gradient,)
 
     def backward_input(self, action: Action, gradients: Tensors) -> Tensors:
-        with self._halves.deferring(action.key):
+        with self._part.halves.deferring(action.key):
             return self.backward(action, gradients)
 
     def backward_weight(self, action: Action) -> None:
-        self._halves.run(action.key)
+        self._part.halves.run(action.key)
 
     def _of(self, action: Action) -> tuple[Call, int]:
         assert self._call is not None, f"{action} belongs to no call of the loop"

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from bpipe.config.features.queries import guarded
 from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.checksums import Certificate, Verifier
-from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import TIMERS, Engine
 from bpipe.runtime.graph_pieces import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
@@ -43,6 +44,7 @@ from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.hooks.loop_config import OwnTime, streams_of_layers
+from megatron.scheduling.loop.halves import Halves, Keep
 from megatron.scheduling.loop.measurements import FirstMeasured
 from megatron.scheduling.loop.pipelines import pipelines
 from megatron.scheduling.loop.transfer_waits import refuse_standstill, without_p2p_sync
@@ -63,21 +65,23 @@ Tensors = Sequence[torch.Tensor | None]
 _GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
 
 
+def _nothing(action: Action) -> Sequence[torch.UntypedStorage]:
+    return ()
+
+
 class Driver:
-    """One rank's iterations, one after the other.
+    """One rank's iterations, one after the other: an engine for each program, and the pairs' groups."""
 
-    What lives on between them: an engine a program, and the pair's groups.
-
-    `waiting`: what whoever computes keeps between the halves of a backward, by its first half; whoever splits backwards
-    sets it. `between`: the same of a shard of the vocabulary between S and T, by S. `running` is true inside of
-    `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last iteration's note.
-    `changed_over`: this iteration is the first of its program since another one's, and every rank's is. `how`: how what
-    runs is balanced, if at all. `differing`: micro-batches may differ in size; known from the first iteration on.
-    `further`: what whoever computes is connected by, in the order in which that was made.
-    """
-
-    def __init__(self, config: SchedulingConfig) -> None:
-        self._config = config
+    def __init__(self, config: SchedulingConfig, watermark: Watermark | None = None) -> None:
+        """`watermark` is told whenever more is held than before, if a record is written."""
+        self._config, self._transfers, self._watermark = config, config.transfers, watermark
+        # What our own loop keeps of micro-batches besides their graphs.
+        self.halves = Halves(Keep(config.keep_weights_halves))
+        own = config.own
+        self.slicing = None if own is None or own.slices == 1 else Slicing(own.slices, config.slice_lengths)
+        self._between: Waiting = _nothing
+        # How what runs is balanced; a budget that is learned changes it.
+        self.balance = config.balance
         self._engines: dict[ScheduleConfig, Engine] = {}
         self._streams: Streams | None = None
         self._verifier: Verifier | None = None
@@ -86,30 +90,24 @@ class Driver:
         self._at: Action | None = None
         # By the place of the other rank.
         self._connections: dict[int, Connection | OwnMemory] = {}
-        self.further: list[Closable] = []
-        self.balance = config.balance
+        self._further: list[Closable] = []
+        self.links: list[MeasuredLink] = []
         self._learns = config.memory is not None and config.memory.learns
         # What is held is measured for whoever reads it: a report, Megatron's writers, or a budget to be learned.
         self._tells = config.report is not None or config.metrics_interval is not None
-        self._meter = Meter(keeps_inputs=config.own is None) if self._tells or self._learns else None
+        self._meter = Meter(keeps_inputs=own is None) if self._tells or self._learns else None
         self._peaks: list[tuple[int, int]] = []
         self._most = 0, 0
-        self._first_iterations = FirstIterations(config.minimum_bytes)
+        self._first_iterations = FirstIterations(config.transfers.minimum_bytes)
         self._differing = Differing()
         self._own_time = OwnTime()
-        self._num_iterations = 0
-        self.changed_over = False
-        self.differing = False
-        self.slicing: Slicing | None = None
-        self.links: list[MeasuredLink] = []
-        self.recording = False
-        self.recorded: Iteration | None = None
-        # The iteration under way, as Megatron counts them; whoever records sets it.
-        self.number = 0
-        self.watermark: Watermark | None = None
-        self.waiting: Waiting = lambda backward: ()
-        self.between: Waiting = lambda shard: ()
         self._weighing: Weighing | None = None
+        self._num_iterations = 0
+        # Whether this iteration is the first of its program since another one's, as it is on every rank then.
+        self.changed_over = False
+        # The iteration under way, as Megatron counts them, and whether it is to be noted; the note of the last one.
+        self._number, self._recording = 0, False
+        self.recorded: Iteration | None = None
 
     # -- an iteration
     # --------------------------------------------------------------------------------------------------------------
@@ -148,8 +146,8 @@ class Driver:
             for slot in engine.schedule.ranks[self.rank]
             for action in slot.computations
         ):
-            self._weighing = Weighing(self.waiting, self.device)
-        recorder = engine.recorder = Recorder(Clock(self.device)) if self.recording else None
+            self._weighing = Weighing(self._waiting, self.device)
+        recorder = engine.recorder = Recorder(Clock(self.device)) if self._recording else None
         begin_s = time.time()
         try:
             yield engine.schedule
@@ -188,8 +186,12 @@ class Driver:
         """Whether an iteration is under way. Outside of one, as in evaluation, no call is for an engine."""
         return self._active is not None
 
-    def begin(self) -> None:
-        """Begin the engine's iteration. This and the other calls pass on to `Engine`."""
+    def begin(self, between: Waiting = _nothing) -> None:
+        """Begin the engine's iteration. This and the other calls pass on to `Engine`.
+
+        `between`: what whoever computes keeps of a shard of the vocabulary from S to T, by S.
+        """
+        self._between = between
         self._engine_now.begin()
 
     def before(self, op: Action, beside: Action | None = None) -> None:
@@ -201,8 +203,8 @@ class Driver:
         engine.after(op, outputs, inputs, pieces)
         if self._weighing is not None:
             self._weighing.after(op, outputs, inputs)
-        if op.kind in _GROWING and self.watermark is not None and self._meter is not None and self._program is not None:
-            self.watermark.saw(op, self._meter, engine, self._program)
+        if op.kind in _GROWING and self._watermark is not None and self._meter is not None:
+            self._watermark.saw(self._number, op, self._meter, engine, self.program_now)
 
     def sent(self, op: Action) -> None:
         self._engine_now.sent(op)
@@ -227,6 +229,11 @@ class Driver:
         return self._config.positions.here()
 
     @property
+    def differing(self) -> bool:
+        """Whether micro-batches may differ in size; known from the first iteration on."""
+        return self._transfers.differing
+
+    @property
     def device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
 
@@ -246,32 +253,29 @@ class Driver:
                 for line in () if self._engines else self._config.plan:
                     say(line)
                 say(describe(schedule))
-            differing = self.differing = self._config.differing or differ(config)
-            transports = self._transports(schedule, self.device, config, differing)
-            refuse_standstill(schedule, program.passing, self._config, self.device, self.links, differing)
+            differing = self._transfers.differing or differ(config)
+            transfers = self._transfers = replace(self._transfers, differing=differing)
+            transports = self._transports(schedule, config)
+            refuse_standstill(schedule, program.passing, transfers, self.device, self.links)
             self._streams = self._streams or Streams(self.device)
-            engine_config = self._engine_config(config, differing, program)
+            engine_config = self._engine_config(config, program)
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
             self._engines[program] = engine
         return engine
 
-    def _engine_config(self, config: Any, differing: bool, program: ScheduleConfig) -> EngineConfig:
+    def _engine_config(self, config: Any, program: ScheduleConfig) -> EngineConfig:
         name = f"rank {dist.get_rank()}"
         if self._verifier is None:
             self._verifier = self._make_verifier(name, config)
         return EngineConfig(
             name=name,
             device=self.device,
-            minimum_bytes=self._config.minimum_bytes,
-            timeout_s=self._config.timeout_s,
-            poison=self._config.poison,
-            synchronous=self._config.synchronous,
-            differing=differing,
+            transfers=self._transfers,
             parts={} if program.balance is None else program.balance.part_bytes,
             at_once=program.passing.is_megatron,
             allocated=allocated_on(self.device),
-            waiting=lambda backward: self.waiting(backward),
-            between=lambda shard: self.between(shard),
+            waiting=self._waiting,
+            between=lambda shard: self._between(shard),
             timed=self._own_time.of,
             shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
             verifier=self._verifier,
@@ -283,7 +287,7 @@ class Driver:
         """Return what checks the first iterations, where it was asked for or anything is guarded, which is said."""
         found = guarded(config, self._config.balance is not None, self._config.own is not None)
         names = dict.fromkeys([*self._config.guarded, *(one.name for one in found)])
-        iterations = self._config.verify
+        iterations = self._config.transfers.verify
         if iterations is None:
             iterations = GUARDED_ITERATIONS if names else 0
         if names:
@@ -294,15 +298,13 @@ class Driver:
             )
         return Verifier(name, self.device, iterations) if iterations else None
 
-    def _transports(
-        self, schedule: Schedule, device: torch.device, config: Any, differing: bool
-    ) -> dict[int, Transport]:
+    def _transports(self, schedule: Schedule, config: Any) -> dict[int, Transport]:
         """By place, to all with whom this program moves anything; who was connected for another program stays so."""
         if not moves_anything(schedule):
             return {}
         known = {link.ranks for link in self.links}
-        asked = (pipelines(self._config.positions), self._config.transport, self._config.timeout_s, device)
-        connections, found, table = connect_pairs(schedule, *asked, known)
+        ways = pipelines(self._config.positions)
+        connections, found, table = connect_pairs(schedule, ways, self._transfers, self.device, known)
         self._connections |= connections
         if found:
             say(table)
@@ -311,14 +313,21 @@ class Driver:
         self.links += found
         used = {frozenset(pair) for pair in links_of(schedule)}
         mine = {place: one for place, one in self._connections.items() if frozenset((self.rank, place)) in used}
-        return {place: one.transport(differing=differing) for place, one in mine.items()}
+        return {place: one.transport(differing=self.differing) for place, one in mine.items()}
+
+    def add_connections(self, connections: Iterable[Closable]) -> None:
+        """Close these too at the end of the training, after all that there were before."""
+        self._further += connections
 
     def close(self, failed: bool) -> None:
         """End the training: give back what it has on this rank and on others."""
         engine = None if self._program is None else self._engines.get(self._program)
-        reason = disconnect(engine, [*self._connections.values(), *self.further], failed)
+        reason = disconnect(engine, [*self._connections.values(), *self._further], failed)
         if reason is not None and not failed:
             say(f"memory that ranks lend to each other stays until this process ends: {reason}", everywhere=True)
+
+    def _waiting(self, backward: Action) -> Sequence[torch.UntypedStorage]:
+        return self.halves.storages(backward.key)
 
     # -- measuring
     # -----------------------------------------------------------------------------------------------------------------
@@ -337,7 +346,7 @@ class Driver:
 
     def _keep(self, program: ScheduleConfig, engine: Engine, recorder: Recorder, begin_s: float) -> None:
         assert self._meter is not None
-        noted = iteration_of(engine, self._meter, recorder, program, self.number, begin_s)
+        noted = iteration_of(engine, self._meter, recorder, program, self._number, begin_s)
         # The CPU's stand-in has no counter and says 0.
         self.recorded = replace(noted, device_peak_bytes=torch.cuda.max_memory_allocated() or None)
 
@@ -386,6 +395,10 @@ class Driver:
             for engine in self._engines.values():
                 engine.stop_measuring()
 
+    def note(self, iteration: int, recording: bool) -> None:
+        """Say which iteration comes next, as Megatron counts them, and whether it is to be noted."""
+        self._number, self._recording = iteration, recording
+
     def tell_nobody(self) -> None:
         """Measure, from the first iteration on, only what a budget is learned from: there are no writers to tell."""
         self._tells = False
@@ -394,9 +407,9 @@ class Driver:
 
     def failed(self, error: Exception) -> None:
         """Write down what was held when a training step ended with this error."""
-        if self.watermark is not None and self._meter is not None:
+        if self._watermark is not None and self._meter is not None:
             engine = None if self._program is None else self._engines.get(self._program)
-            self.watermark.failed(error, self._at, self._meter, engine, self._program)
+            self._watermark.failed(self._number, error, self._at, self._meter, engine, self._program)
 
     def stage_report(self, pipeline: int) -> RankSummary | None:
         """Return what this rank of this pipeline measured, beside the prediction; None where no iteration was

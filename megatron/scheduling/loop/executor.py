@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from bpipe.config.features.table import SHARDED
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
 from bpipe.runtime.streams import beside
-from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.forward_only import forwards_only
@@ -39,17 +39,15 @@ from bpipe.transport.lanes import CopyLane
 from megatron.scheduling.hooks import patches, upstream
 from megatron.scheduling.hooks.loop_config import no_barrier
 from megatron.scheduling.hooks.loops import as_list, group_of
-from megatron.scheduling.loop.chunks import Call, ChunkStages
+from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.loop.delayed_wgrad import delaying
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.grad_sync import Marks, Syncing
-from megatron.scheduling.loop.halves import Halves, Keep
 from megatron.scheduling.loop.links import connect_neighbours, connect_shards
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import require_built_here
 from megatron.scheduling.placement.embedding_ranks import refuse_group
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
-from megatron.scheduling.slices.state import Slicing
 from megatron.scheduling.start.refusals import end_where
 from megatron.scheduling.vocabulary import output_shards as vocabulary
 from megatron.scheduling.vocabulary.mtp import FurtherLosses
@@ -78,11 +76,7 @@ class Loop:
         self._own = config.own
         self._num_pipes = config.own.layout.num_pipes
         self._config = config
-        self._slicing = driver.slicing = (
-            Slicing(config.own.slices, config.slice_lengths) if config.own.slices > 1 else None
-        )
-        self._halves = Halves(Keep(config.keep_weights_halves))
-        driver.waiting = lambda backward: self._halves.storages(backward.key)
+        self._slicing, self._halves = driver.slicing, driver.halves
         self._prepared: dict[object, _Prepared] = {}
         self._groups: Any = None
         self._shared: SharedGroups | None = None
@@ -200,16 +194,13 @@ class Loop:
             schedules.clear_embedding_activation_buffer(config, call.models, last) if finalize is not None else None
         )
         syncing = Syncing(prepared.marks, config, call.models)
-        if isinstance(prepared.stages, ShardedStages):
-            shard = prepared.stages.shard
-            self._driver.between = lambda action: shard.storages(action.microbatch)
         with _of(prepared.stages, call):
             self._halves.begin(
                 {stage: delaying(call.models[chunk].modules()) for stage, chunk in prepared.stages.chunks.items()}
             )
             syncing.begin()
             try:
-                prepared.executor.run(_Around(self._driver, syncing))
+                prepared.executor.run(_Around(self._driver, syncing, prepared.stages))
                 prepared.stages.check()
             finally:
                 syncing.end()
@@ -264,24 +255,24 @@ class Loop:
                 self._groups = connect_neighbours(
                     neighbours(schedule), self._config.positions, self._config.message_timeout_s, self._driver.device
                 )
-                self._driver.further += self._groups.values()
+                self._driver.add_connections(self._groups.values())
             own = schedule.layout.stages_of(rank)
             order = [action for slot in schedule.ranks[rank] for action in slot.computations]
-            split = {action.key for action in order if action.kind is Kind.BACKWARD_WEIGHT}
-            chunks, last = {stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1
+            part = RankPart(
+                chunks={stage: chunk for chunk, stage in enumerate(own)},
+                last_stage=schedule.num_stages - 1,
+                split={action.key for action in order if action.kind is Kind.BACKWARD_WEIGHT},
+                halves=self._halves,
+                numbers=self._num_pipes * self._own.slices,
+            )
             lengths = bool(Settings(get_model_config(models[0])).variable_seq_lengths)
             edges = Edges(rank, self._groups, self._driver.device, self._own.slices, differing=lengths)
             stages: ChunkStages
-            of_rank = chunks, last, split, self._halves
             if schedule.layout.vocabulary is Vocabulary.WHOLE:
-                stages = (
-                    ChunkStages(*of_rank, self._num_pipes)
-                    if self._slicing is None
-                    else SlicedStages(*of_rank, self._slicing)
-                )
+                stages = ChunkStages(part) if self._slicing is None else SlicedStages(self._slicing, part)
                 executor = Executor(schedule, rank, stages, edges)
             else:
-                stages = sharded = self._sharded(of_rank, models)
+                stages = sharded = self._sharded(part, models)
                 carried = EdgesAndCollectives(edges, self._collectives(schedule, sharded.shard))
                 executor = Executor(schedule, rank, stages, carried, sharded.shard, sharded.inputs)
             prepared = self._prepared[key] = _Prepared(
@@ -289,22 +280,20 @@ class Loop:
             )
         return prepared
 
-    def _sharded(
-        self, of_rank: tuple[Mapping[int, int], int, Set[Key], Halves], models: Sequence[torch.nn.Module]
-    ) -> ShardedStages:
+    def _sharded(self, part: RankPart, models: Sequence[torch.nn.Module]) -> ShardedStages:
         """Return the stages of a rank with its shard of the output layer, and of the embedding."""
         layer, early = output_shard(models[-1]), self._own.vocabulary is Vocabulary.TWO
         if self._slicing is not None:
-            return SlicedShardedStages(*of_rank, self._slicing, layer, early)
+            return SlicedShardedStages(self._slicing, part, layer, early)
         inputs = input_shard(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
-        return ShardedStages(*of_rank, layer, early, inputs)
+        return ShardedStages(part, layer, early, inputs)
 
     def _collectives(self, schedule: Schedule, shard: OutputShard | EarlyShard) -> Collectives:
         """Collective over the world the first time."""
         timeout_s, device = self._config.message_timeout_s, self._driver.device
         if self._shared is None:
             self._shared = connect_shards(self._config.positions, timeout_s, device, self._own.input_shards)
-            self._driver.further.append(self._shared)
+            self._driver.add_connections([self._shared])
         second = None
         if isinstance(shard, EarlyShard):
             self._lane = self._lane or beside(device, timeout_s)
@@ -316,9 +305,16 @@ class Loop:
 class _Around:
     """What happens around the computations of a training iteration."""
 
-    def __init__(self, driver: Driver, syncing: Syncing) -> None:
-        self._driver, self._syncing = driver, syncing
-        self.begin, self.sent, self.communicated, self.end = driver.begin, driver.sent, driver.communicated, driver.end
+    def __init__(self, driver: Driver, syncing: Syncing, stages: ChunkStages) -> None:
+        self._driver, self._syncing, self._stages = driver, syncing, stages
+        self.sent, self.communicated, self.end = driver.sent, driver.communicated, driver.end
+
+    def begin(self) -> None:
+        if isinstance(self._stages, ShardedStages):
+            shard = self._stages.shard
+            self._driver.begin(lambda action: shard.storages(action.microbatch))
+        else:
+            self._driver.begin()
 
     def before(self, op: Action) -> None:
         self._syncing.before(op)

@@ -6,7 +6,6 @@ what waits and the way out. Starts nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,66 +13,43 @@ import torch
 
 from bpipe.record.format import ONE_SIDED
 from bpipe.record.report.memory import without_transfers
+from bpipe.runtime.waits import wait_level
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel
 from bpipe.schedule.check.rules import check_waits
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling.options.arguments import SchedulingConfig
-
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-BLOCKING = "CUDA_LAUNCH_BLOCKING"
-
-
-def wait_level(config: SchedulingConfig, device: torch.device) -> tuple[WaitLevel, str]:
-    """Return how strictly a rank may wait for transfers that need their partner, and what makes it so; "" where nothing
-    does.
-
-    A GPU has fewer queues than a run has streams, and which streams share one is not known; timers and profilers
-    synchronise it, and NCCL may order its kernels across communicators (`NCCL_LAUNCH_ORDER_IMPLICIT`). A plan that
-    stands all of this waits for each transfer where it is posted. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)
-    messages stand behind each other, too; with `CUDA_LAUNCH_BLOCKING=1` the host waits for each.
-    """
-    if device.type != "cpu" and os.environ.get(BLOCKING, "0") != "0":
-        return WaitLevel.BLOCKING_LAUNCHES, f"{BLOCKING}=1"
-    if device.type != "cpu" and os.environ.get(CONNECTIONS) == "1":
-        return WaitLevel.ONE_QUEUE, f"{CONNECTIONS}=1"
-    if config.synchronous:
-        return WaitLevel.AT_ISSUE, "--bpipe-sync-transfers"
-    if device.type != "cpu":
-        return WaitLevel.AT_ISSUE, "transfers over NCCL and streams that share a GPU's queues"
-    return WaitLevel.IN_EVERY_OPERATION, ""
 
 
 def refuse_standstill(
     schedule: Schedule,
     exchange: Exchange,
-    config: SchedulingConfig,
+    transfers: TransferConfig,
     device: torch.device,
     links: Iterable[MeasuredLink],
-    differing: bool = False,
 ) -> None:
     """Raise ValueError where ranks could wait for each other. One-sided transfers wait for no partner.
 
     Megatron's loops wait for each message themselves; of our own loop's, sends ahead of their receivers can stand in
-    the way of others in one queue. `differing`: micro-batches may differ in size, and a HOST waits to hear how long its
-    storages are.
+    the way of others in one queue. If micro-batches differ in size, a HOST waits to hear how long its storages are.
     """
-    waits, cause = wait_level(config, device)
+    waits, cause = wait_level(transfers, device)
     holds_messages = exchange is Exchange.POSTED and waits >= WaitLevel.ONE_QUEUE
     holds_messages |= waits >= WaitLevel.BLOCKING_LAUNCHES
     meets = any(link.transport not in ONE_SIDED for link in links)
     _refuse_second_step(schedule, waits, cause)
-    if meets and differing and not cause:
+    differing = meets and transfers.differing
+    if differing and not cause:
         cause = "micro-batches that differ in size"
     if not cause or not (meets or holds_messages):
         return
     try:
-        check_waits(schedule if meets else without_transfers(schedule), waits, exchange, differing and meets)
+        check_waits(schedule if meets else without_transfers(schedule), waits, exchange, differing)
     except ScheduleError as error:
-        ways = ", or ".join(_ways_out(waits, config, meets, exchange))
+        ways = ", or ".join(_ways_out(waits, transfers, meets, exchange))
         raise ValueError(f"with {cause}, ranks can wait for each other for ever: {ways}. {error}") from None
 
 
@@ -86,8 +62,8 @@ def _refuse_second_step(schedule: Schedule, waits: WaitLevel, cause: str) -> Non
         )
 
 
-def _ways_out(waits: WaitLevel, config: SchedulingConfig, meets: bool, exchange: Exchange) -> Iterator[str]:
-    if waits >= WaitLevel.ONE_QUEUE or config.synchronous:
+def _ways_out(waits: WaitLevel, transfers: TransferConfig, meets: bool, exchange: Exchange) -> Iterator[str]:
+    if waits >= WaitLevel.ONE_QUEUE or transfers.synchronous:
         yield "drop it"
     if waits is WaitLevel.BLOCKING_LAUNCHES:
         one_by_one = exchange is Exchange.MEGATRON_INTERLEAVED

@@ -114,17 +114,16 @@ def _moments(inner: Any, group: Mapping[str, Any]) -> int | None:
 class Watermark:
     """This rank's file. Each line is written at once."""
 
-    def __init__(self, folder: Path, config: SchedulingConfig, guard: Guard) -> None:
-        self._folder = folder
-        self._path = folder
+    def __init__(self, folder: Path, config: SchedulingConfig) -> None:
+        self.folder = self._path = folder
         self._config = config
-        self._guard = guard
+        # Whoever else writes to this folder stops where this does.
+        self.guard = Guard("recording")
         self._most = -1
-        self.iteration = 0
 
     def begin(self, run: str, pipeline: int, device: str, limit_bytes: int | None, besides: Besides) -> None:
         """Begin the file before the first iteration, in place of what another run left."""
-        self._path = MEMORY.path(self._folder, dist.get_rank())
+        self._path = MEMORY.path(self.folder, dist.get_rank())
         header = MemoryHeader(
             run=run,
             rank=dist.get_rank(),
@@ -136,16 +135,17 @@ class Watermark:
             micro_batch=self._config.micro_batch_size,
             **asdict(besides),
         )
-        self._guard.run(lambda: begin(self._path, header), self._path)
+        self.guard.run(lambda: begin(self._path, header), self._path)
 
-    def saw(self, action: Action, meter: Meter, engine: Engine, program: ScheduleConfig) -> None:
+    def saw(self, iteration: int, action: Action, meter: Meter, engine: Engine, program: ScheduleConfig) -> None:
         """Note that a forward, or a shard's, has run. Costs a comparison, unless more was held than ever before."""
         if meter.peak_bytes > self._most:
             self._most = meter.peak_bytes
-            self._append(meter, engine, program, action=str(action))
+            self._append(meter, engine, program, iteration=iteration, action=str(action))
 
     def failed(
         self,
+        iteration: int,
         error: BaseException,
         at: Action | None,
         meter: Meter,
@@ -153,14 +153,18 @@ class Watermark:
         program: ScheduleConfig | None,
     ) -> None:
         """Note that the training ends here. `at` was running, or None outside of the pipelined loop."""
-        ran_out = isinstance(error, torch.OutOfMemoryError)
         self._append(
-            meter, engine, program, action=None if at is None else str(at), error=cause_of(error), out_of_memory=ran_out
+            meter,
+            engine,
+            program,
+            iteration=iteration,
+            action=None if at is None else str(at),
+            error=cause_of(error),
+            out_of_memory=isinstance(error, torch.OutOfMemoryError),
         )
 
     def _append(self, meter: Meter, engine: Engine | None, program: ScheduleConfig | None, **what: Any) -> None:
         mark = MemoryMark(
-            iteration=self.iteration,
             **what,
             program=program,
             microbatches=tuple(
@@ -178,7 +182,7 @@ class Watermark:
             allocated_bytes=torch.cuda.memory_allocated() or None,
             reserved_bytes=torch.cuda.memory_reserved() or None,
         )
-        self._guard.run(lambda: append(self._path, mark), self._path)
+        self.guard.run(lambda: append(self._path, mark), self._path)
 
     def _logits_bytes(self, meter: Meter) -> int:
         """Of one micro-batch, on the last stage; known by their size."""

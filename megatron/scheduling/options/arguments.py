@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
 from bpipe.config.features.queries import guarded, reasons
-from bpipe.config.flags.budgets import MINIMUM_BYTES, MemoryBudget
-from bpipe.config.flags.trainer import TIMEOUT_S
+from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.schedule.families.families import (
     FAMILIES,
     default_family,
@@ -23,7 +22,7 @@ from bpipe.schedule.families.families import (
 from bpipe.schedule.layout import EVEN, SliceLengths, Vocabulary
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs
-from bpipe.transport import AUTO
+from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.schedule_choice import (
     own_schedule,
@@ -57,54 +56,76 @@ TIMERS_LEVEL = 2
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """Validated settings of driver and hooks.
-
-    `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
-
-    `balance`: how activations move, None where none do; a schedule in `own` says it itself.
-    `plan`: lines that say why. `memory`: the budget that was asked for, where there is one; `costs`: by what to plan in
-    time once its bytes are measured. `own` is what our own loop runs, each iteration with its own number of
-    micro-batches; None where Megatron's loops run. Where it splits backwards, `keep_weights_halves` says of what W is
-    put off. `differing`: micro-batches of one stage may save differing sizes, by these arguments; a model's
-    configuration may say it, too. `strict`: what is guarded is refused. `slice_lengths`: where `own` cuts micro-batches
-    into slices, how long these are. `report_iterations` are the first and the last to record, by default the third to
-    the fifth that this program trains; `last_iteration` is the training's, where that is known. Every
-    `metrics_interval` iterations Megatron's writers are told, every `timers_interval` our timers are printed as
-    Megatron prints its own. `verify`: in so many first iterations what moves is checked; by default in two where
-    anything is `guarded`, by these arguments or a model's configuration. `flops_per_microbatch` are the model's FLOPs
-    of one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are those of one rank's part
-    of the vocabulary and of the sequence. `audit`: so many micro-batches of each chunk are compared.
-    """
+    """Validated settings of driver and hooks."""
 
     num_ranks: int
+    """Ranks of a pipeline."""
+
     num_chunks: int = 1
+    """Stages of each rank."""
+
     balance: BalanceConfig | None = None
-    plan: tuple[str, ...] = ()
-    memory: MemoryBudget | None = None
-    costs: Costs | None = None
+    """How activations move, None if none do; a schedule in `own` says it itself."""
+
     own: ScheduleConfig | None = None
+    """What our own loop runs, each iteration with its own number of micro-batches; None if Megatron's loops run."""
+
+    transfers: TransferConfig = TransferConfig()
+    """How activations travel. A model's configuration may also say that micro-batches differ in size."""
+
+    plan: tuple[str, ...] = ()
+    """Lines that explain the balance."""
+
+    memory: MemoryBudget | None = None
+    """The budget that was asked for."""
+
+    costs: Costs | None = None
+    """What to plan in time by, once the budget's bytes are measured."""
+
     keep_weights_halves: str = "linear"
-    transport: str = AUTO
-    timeout_s: float = TIMEOUT_S
+    """What of a split backward W is deferred for: "linear" or "none"."""
+
     message_timeout_s: float = 600.0
-    minimum_bytes: int = MINIMUM_BYTES
-    poison: bool = False
-    verify: float | None = None
-    synchronous: bool = False
-    differing: bool = False
+    """Seconds after which a message between stages of our own loop is given up."""
+
     strict: bool = False
+    """Whether guarded features are refused."""
+
     guarded: tuple[str, ...] = ()
+    """Guarded features that Megatron's arguments ask for."""
+
     slice_lengths: SliceLengths = EVEN
+    """How long the slices are into which `own` cuts micro-batches."""
+
     report: str | None = None
+    """Folder of the record, if one is written."""
+
     report_iterations: tuple[int, int] | None = None
+    """First and last iteration to record; by default the third to the fifth that this program trains."""
+
     last_iteration: int | None = None
+    """The training's last, if known."""
+
     peak_tflops: float | None = None
+    """Peak of one device, for the MFU; by default from a table of devices."""
+
     metrics_interval: int | None = None
+    """Iterations between two calls of Megatron's writers."""
+
     timers_interval: int | None = None
+    """Iterations between two times that our timers are printed, as Megatron prints its own."""
+
     flops_per_microbatch: float | None = None
+    """FLOPs of the model for one micro-batch on every pipeline, by Megatron's own count."""
+
     micro_batch_size: int | None = None
+    """Samples of a micro-batch."""
+
     logits_per_microbatch: int | None = None
+    """Logits of one rank's part of the vocabulary and of the sequence."""
+
     audit: int | None = None
+    """Micro-batches of each chunk that are compared."""
 
     def __post_init__(self) -> None:
         """Raises ValueError where `own` says otherwise."""
@@ -167,22 +188,17 @@ def config_from_args(args: Any) -> SchedulingConfig:
     upstream.require(args, "arguments")
     own, balance, plan = _asked(args)
     sizes = Sizes.of(args, 1 if own is None else own.layout.num_pipes)
-    timeout_s, message_timeout_s = _timeouts(args)
+    differing = differ(args) or slices_differ(args, 1 if own is None else own.slices)
+    transfers = _transfers(args)
     metrics_interval, timers_interval = _intervals(args)
     return SchedulingConfig(
         balance=balance,
         plan=plan,
         memory=args.bpipe_memory,
         costs=None if args.bpipe_cluster is None else requested_costs(args),
-        transport=args.bpipe_transport,
-        timeout_s=timeout_s,
-        message_timeout_s=message_timeout_s,
-        minimum_bytes=args.bpipe_min_bytes,
-        poison=args.bpipe_poison,
-        verify=args.bpipe_verify,
+        transfers=replace(transfers, differing=transfers.differing or differing),
+        message_timeout_s=args.bpipe_timeout or 60.0 * args.distributed_timeout_minutes,
         guarded=tuple(one.name for one in guarded(args, args.bpipe, own is not None)),
-        synchronous=args.bpipe_sync_transfers,
-        differing=args.bpipe_differing_sizes or differ(args) or slices_differ(args, 1 if own is None else own.slices),
         strict=args.bpipe_strict,
         slice_lengths=args.bpipe_slice_lengths,
         report=args.bpipe_report,
@@ -202,11 +218,10 @@ def config_from_args(args: Any) -> SchedulingConfig:
     )
 
 
-def _timeouts(args: Any) -> tuple[float, float]:
-    """Return seconds until a transfer, and a message between stages, is given up."""
-    if args.bpipe_timeout is not None:
-        return args.bpipe_timeout, args.bpipe_timeout
-    return SchedulingConfig.timeout_s, 60.0 * args.distributed_timeout_minutes
+def _transfers(args: Any) -> TransferConfig:
+    """Return what the flags say of transfers; what they leave open keeps its default."""
+    values = {name: vars(args)[flag[2:].replace("-", "_")] for flag, name in FIELD_OF_FLAG.items()}
+    return TransferConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def _intervals(args: Any) -> tuple[int | None, int | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from bpipe.record.format import RunInfo
-from bpipe.runtime.run_record import PeakFlops, RankFacts, RunRecord
+from bpipe.runtime.run_record import PeakFlops, RunRecord
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.pipelines import pipelines
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -21,21 +21,21 @@ def begin_record(folder: Path, config: SchedulingConfig, peak: PeakFlops | None)
     megatron = upstream.running()
     info = RunInfo(
         balanced=config.balance is not None,
-        synchronous=config.synchronous,
+        synchronous=config.transfers.synchronous,
         torch=str(torch.__version__),
         megatron_core=megatron.version,
         megatron_core_path=str(megatron.place),
         peak_flops=peak.flops_per_s if peak else None,
         peak_source=peak.source if peak else None,
     )
-    facts = RankFacts(
-        info=info,
-        pipelines=pipelines(config.positions),
+    return RunRecord(
+        folder,
+        info,
+        pipelines(config.positions),
         place=config.positions.here(),
         device=device_name(),
         limit_bytes=limit_bytes(),
     )
-    return RunRecord(folder, facts)
 
 
 def device_name() -> str:

@@ -27,7 +27,6 @@ from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.memory.watermark import Watermark, held
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.record.guard import Guard
 from megatron.scheduling.record.log import say
 from megatron.scheduling.record.metrics import Writers
 from megatron.scheduling.record.run_facts import begin_record, device_name, limit_bytes
@@ -51,8 +50,8 @@ class Monitor:
             self._looked = True
             if not self._writers.look():
                 self._driver.tell_nobody()
-        logged = self._driver.recording = self._writers.due(iteration)
-        self._driver.number = iteration
+        logged = self._writers.due(iteration)
+        self._driver.note(iteration, logged)
         result = run()
         recorded = self._driver.recorded
         if logged and recorded is not None:
@@ -63,14 +62,10 @@ class Monitor:
 class Reporter:
     """Collects what a run says of itself into a folder, from Megatron's training step and from the driver."""
 
-    def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
-        assert config.report is not None
-        self._config = config
-        self._driver = driver
-        self._folder = Path(config.report)
-        self._guard = Guard("recording")
+    def __init__(self, config: SchedulingConfig, driver: Driver, watermark: Watermark) -> None:
+        self._config, self._driver, self._watermark = config, driver, watermark
+        self._folder, self._guard = watermark.folder, watermark.guard
         self._writers = Writers(config.positions, config.metrics_interval)
-        self._watermark = Watermark(self._folder, config, self._guard)
         self._peak: PeakFlops | None = None
         self._record: RunRecord | None = None
         self._started = False
@@ -88,12 +83,16 @@ class Reporter:
             self._peak = peak_of(device_name(), self._config.peak_tflops)
             record = self._record = begin_record(self._folder, self._config, self._peak)
             self._guard.run(record.clear, record.path)
-            self._guard.run(lambda: self._begin(record, given["model"], given["optimizer"]), self._folder)
+            self._guard.run(
+                lambda: self._watermark.begin(
+                    record.run, record.pipeline, device_name(), limit_bytes(), held(given["model"], given["optimizer"])
+                ),
+                self._folder,
+            )
         chosen = self._guard.open and self._first <= iteration <= self._last
         logged = self._writers.due(iteration)
-        self._driver.recording = chosen or logged
+        self._driver.note(iteration, chosen or logged)
         begin_s = time.perf_counter()
-        self._watermark.iteration = self._driver.number = iteration
         try:
             result = run()
         except Exception as error:
@@ -119,10 +118,6 @@ class Reporter:
         if self._peak is None or flops is None:
             return None
         return mfu(flops, elapsed_s, dist.get_world_size(), self._peak.flops_per_s)
-
-    def _begin(self, record: RunRecord, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        self._watermark.begin(record.run, record.pipeline, device_name(), limit_bytes(), held(model, optimizer))
-        self._driver.watermark = self._watermark
 
     def failed(self, first: Failure) -> None:
         """Note which rank failed first, as this rank found out."""

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from bpipe.runtime.stage import Tensors
-from bpipe.schedule.action import Action, Key
+from bpipe.schedule.action import Action
 from megatron.scheduling.loop.chunks import Call, ChunkStages
-from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.slices.cuts import Cutting, SequenceSlice
 from megatron.scheduling.slices.rows import RepeatedRows, Reports
 from megatron.scheduling.slices.state import Slicing
-from megatron.scheduling.vocabulary.output_shards import OutputLayerShard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
 
@@ -30,8 +28,9 @@ class Sliced(ChunkStages):
     """Stages whose micro-batches are numbers of slices, in front of a class that computes them: that knows of no
     slices but the one that is computed."""
 
-    # Set before the first call begins.
-    slicing: Slicing
+    def __init__(self, slicing: Slicing, *of_class: Any) -> None:
+        super().__init__(*of_class)
+        self.slicing = slicing
 
     def begin(self, call: Call | None) -> None:
         while self._hooks:
@@ -115,28 +114,9 @@ class Sliced(ChunkStages):
 class SlicedStages(Sliced, ChunkStages):
     """The stages of one rank that has the output layer whole, or none of it."""
 
-    def __init__(
-        self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, slicing: Slicing
-    ) -> None:
-        super().__init__(chunks, last_stage, split, halves, slicing.number)
-        self.slicing = slicing
-
 
 class SlicedShardedStages(Sliced, ShardedStages):
     """The stages of one rank whose pipeline shares the output layer: a shard computes one slice's logits at a time."""
-
-    def __init__(
-        self,
-        chunks: Mapping[int, int],
-        last_stage: int,
-        split: Set[Key],
-        halves: Halves,
-        slicing: Slicing,
-        layer: OutputLayerShard,
-        early: bool,
-    ) -> None:
-        super().__init__(chunks, last_stage, split, halves, layer, early, numbers=slicing.number)
-        self.slicing = slicing
 
     def _tell(self, microbatch: int, found: torch.Tensor, largest: torch.Tensor) -> None:
         assert self._call is not None, "a shard computes for a call of the loop"

@@ -15,7 +15,7 @@ So a loss must be linear in the tokens' losses. Whether it is, is seen in T: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from megatron.core.utils import unwrap_model
 
 from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
 from bpipe.runtime.stage import Tensors
-from bpipe.schedule.action import Action, Key
-from megatron.scheduling.loop.chunks import Call, ChunkStages
-from megatron.scheduling.loop.halves import Halves
+from bpipe.schedule.action import Action
+from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.vocabulary.input_shards import Inputs, NotedStep, gather_tokens, noted_steps
 from megatron.scheduling.vocabulary.mtp import apart, counts_of_further, in_order, joined
 from megatron.scheduling.vocabulary.output_shards import Log, OutputLayerShard
@@ -40,17 +39,9 @@ class ShardedStages(ChunkStages):
     algorithm 2 if `early`."""
 
     def __init__(
-        self,
-        chunks: Mapping[int, int],
-        last_stage: int,
-        split: Set[Key],
-        halves: Halves,
-        layer: OutputLayerShard,
-        early: bool = False,
-        inputs: Inputs | None = None,
-        numbers: int = 1,
+        self, part: RankPart, layer: OutputLayerShard, early: bool = False, inputs: Inputs | None = None
     ) -> None:
-        super().__init__(chunks, last_stage, split, halves, numbers)
+        super().__init__(part)
         self._inputs = inputs
         self.inputs = None if inputs is None else InputShard(inputs.shard)
         # Of the rank that has the first stage: what its script's step did with each micro-batch of the call.

@@ -154,7 +154,7 @@ def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) 
     for p in (1, 2, 3, 4, 5, 8, 11):
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p, 3 * p + 1} - {0}):
             for g in {None, m} if FAMILIES[name].takes_groups and m > p else {None}:
-                peaks = peak_counts(FAMILIES[name].generate(p, m, v, FamilyOptions(g)))
+                peaks = peak_counts(FAMILIES[name].generate(p, m, v, FamilyOptions(group_size=g)))
                 assert default_partners(peaks) == mirrored_pairs(p), peaks
 
 

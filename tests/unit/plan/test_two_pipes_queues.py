@@ -18,8 +18,8 @@ from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import gpt
 from bpipe.schedule.program import Exchange
+from bpipe.transport.config import TransferConfig
 from megatron.scheduling.loop.transfer_waits import refuse_standstill
-from megatron.scheduling.options.arguments import SchedulingConfig
 
 FAMILIES = ("chimera", "mixpipe", "bitpipe", "bitpipe-early")
 # Pipelines of up to 48 ranks beside tensor parallelism, before Blackwell.
@@ -38,9 +38,8 @@ SPACE = Space(
 
 def is_refused(setup: Setup) -> bool:
     program = replace(setup, balance=None).program()
-    config = SchedulingConfig(num_ranks=setup.pipeline, num_chunks=setup.num_chunks)
     try:
-        refuse_standstill(unchecked(program), Exchange.POSTED, config, torch.device("cuda"), [])
+        refuse_standstill(unchecked(program), Exchange.POSTED, TransferConfig(), torch.device("cuda"), [])
     except ValueError:
         return True
     return False

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
@@ -23,6 +24,7 @@ from bpipe.runtime.streams import Clock
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.layout import Sizes
 from tests.unit.runtime.loop import WIDTH, gradient, new_weight, run_iteration, schedule, stage
 
@@ -85,7 +87,9 @@ def engine_for(
     rank: int = 0,
 ) -> Engine:
     config = EngineConfig(
-        f"rank {rank}", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous
+        f"rank {rank}",
+        CPU,
+        TransferConfig(minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous),
     )
     return Engine(plan, rank, transport or LateTransport(), config, meter)
 
@@ -239,7 +243,7 @@ def test_a_function_that_hides_what_it_saved_is_named() -> None:
 
 def test_a_schedule_with_transfers_needs_a_transport() -> None:
     with pytest.raises(ValueError, match="there is no transport for them"):
-        Engine(schedule(), 0, None, EngineConfig("rank 0", CPU, 1, 1.0))
+        Engine(schedule(), 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
@@ -249,7 +253,7 @@ def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
     gradient(engine_for(plan, whole), plan)
     part = int(share * sum(whole.sizes[0]))
     transport = LateTransport()
-    config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, poison=True, parts={0: part})
+    config = EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0, poison=True), parts={0: part})
     engine = Engine(plan, 0, transport, config, meter)
     assert torch.equal(gradient(engine, plan, 2), gradient(None, plan, 2))
     left = sum(transport.sizes[0])

@@ -13,8 +13,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.retention import ALLOCATOR, STORAGES, Share
+from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.loop import WIDTH, new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import CPU, LateTransport
 
@@ -50,7 +52,7 @@ def share(forward: Stage, counted_by: str, minimum_bytes: int = 1) -> Share:
     with Allocator() as allocator:
         allocated = allocator.allocated if counted_by == ALLOCATOR else None
         config = EngineConfig(
-            "rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, allocated=allocated
+            "rank 0", CPU, TransferConfig(minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True), allocated=allocated
         )
         engine = Engine(plan, 0, LateTransport(), config)
         run_iteration(engine, plan, new_weight(), forward=forward)

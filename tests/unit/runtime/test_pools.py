@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import read_hosts
 from bpipe.schedule.schedule import Slot
+from bpipe.transport.config import TransferConfig
 
 
 def test_a_micro_batch_goes_to_one_host_only() -> None:
@@ -28,4 +30,6 @@ def test_a_micro_batch_goes_to_one_host_only() -> None:
     with pytest.raises(
         ValueError, match=r"rank 0: micro-batch 1 of stage 0 is evicted both to rank 2 and to rank 3 in one iteration"
     ):
-        Engine(schedule, 0, {}, EngineConfig("rank 0", torch.device("cpu"), 1, 1.0))
+        Engine(
+            schedule, 0, {}, EngineConfig("rank 0", torch.device("cpu"), TransferConfig(minimum_bytes=1, timeout_s=1.0))
+        )

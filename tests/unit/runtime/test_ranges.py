@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.ranges import name_of
 from bpipe.schedule.action import Action, Kind
+from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import CPU
 
@@ -16,7 +18,7 @@ from tests.unit.runtime.test_engine import CPU
 def test_a_range_ends_with_the_error_of_its_computation() -> None:
     """Everything behind it would stand within it."""
     plan = schedule(balance="none")
-    engine = Engine(plan, 0, None, EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0))
+    engine = Engine(plan, 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
 
     def failing(weight: torch.nn.Parameter, received: torch.Tensor) -> torch.Tensor:
         raise ValueError("no such token")

@@ -15,8 +15,10 @@ import torch
 
 from bpipe.runtime import checkpoints
 from bpipe.runtime.checksums import Verifier
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.errors import RuntimeFault
+from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.loop import WIDTH, Layer, new_weight, run_iteration, schedule, stage
 from tests.unit.runtime.test_engine import Late, LateTransport
 
@@ -71,7 +73,9 @@ def trained(
     """The gradient after a few iterations, with an engine where there is something to check it."""
     plan, weight, engine = schedule(), new_weight(), None
     if verifier is not None:
-        config = EngineConfig("rank 0", CPU, 1, 1.0, poison=True, verifier=verifier)
+        config = EngineConfig(
+            "rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0, poison=True), verifier=verifier
+        )
         engine = Engine(plan, 0, transport or LateTransport(), config)
     for _ in range(ITERATIONS):
         run_iteration(engine, plan, weight, forward=layer)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from bpipe.runtime.checksums import SENDING, Certificate, Checksums, Verifier, weights
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Action, Kind
+from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.loop import gradient, schedule
 from tests.unit.runtime.test_engine import Late, LateTransport
 
@@ -83,7 +85,8 @@ def exchanged(tensors: list[torch.Tensor]) -> None:
 
 
 def engine(transport: Any, verifier: Verifier | None, rank: int = 0, **named: Any) -> Engine:
-    config = EngineConfig(f"rank {rank}", CPU, 1, 1.0, verifier=verifier, links={3: "gloo"}, **named)
+    transfers = TransferConfig(minimum_bytes=1, timeout_s=1.0, **named)
+    config = EngineConfig(f"rank {rank}", CPU, transfers, verifier=verifier, links={3: "gloo"})
     return Engine(schedule(), rank, transport, config)
 
 

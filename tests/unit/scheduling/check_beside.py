@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from bpipe.transport.config import TransferConfig
 from megatron.scheduling.start import startup
 
 startup.prepare()
@@ -90,7 +91,11 @@ class Stage(torch.nn.Module):
 def driver_of(rank: int, transport: LateTransport) -> Iterator[Driver]:
     """The driver of one rank, with the transport given."""
     config = SchedulingConfig(
-        num_ranks=STAGES, num_chunks=1, balance=BalanceConfig(), minimum_bytes=1, timers_interval=1
+        num_ranks=STAGES,
+        num_chunks=1,
+        balance=BalanceConfig(),
+        timers_interval=1,
+        transfers=TransferConfig(minimum_bytes=1),
     )
     with (
         mock.patch.object(Driver, "rank", mock.PropertyMock(return_value=rank)),
@@ -190,7 +195,9 @@ def megatrons_timers_never_run_around_a_transfer() -> None:
 
 def a_run_that_would_stand_still_is_refused() -> None:
     """test_waiting.py says which; here that the driver asks, once it knows the links."""
-    config = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig(), synchronous=True)
+    config = SchedulingConfig(
+        num_ranks=10, num_chunks=2, balance=BalanceConfig(), transfers=TransferConfig(synchronous=True)
+    )
     connected: Any = {}, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
         mock.patch("megatron.scheduling.loop.driver.connect_pairs", return_value=connected),

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bpipe.runtime.shards import EarlyShard
 from bpipe.runtime.vocabulary.rows import Rows
 from bpipe.schedule.action import Action, Kind
-from megatron.scheduling.loop.chunks import Call, ChunkStages
+from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.loop.halves import Halves, Keep
 from megatron.scheduling.placement import tied_checkpoints
 from megatron.scheduling.vocabulary import tied_shards
@@ -109,7 +109,7 @@ def action(kind: Kind, microbatch: int) -> Action:
 def whole(loss: Loss, **settings: Any) -> tuple[GPTModel, Call]:
     """Megatron's own."""
     inner = model(**settings)
-    call, stages = called(inner, loss), ChunkStages({0: 0}, 0, set(), Halves(Keep.LINEAR))
+    call, stages = called(inner, loss), ChunkStages(RankPart({0: 0}, 0, set(), Halves(Keep.LINEAR)))
     stages.begin(call)
     for microbatch in range(MICROBATCHES):
         stages.forward(action(Kind.FORWARD, microbatch), ())
@@ -118,7 +118,7 @@ def whole(loss: Loss, **settings: Any) -> tuple[GPTModel, Call]:
 
 
 def sharded(inner: GPTModel, call: Call, early: bool = False) -> ShardedStages:
-    stages = ShardedStages({0: 0}, 0, set(), Halves(Keep.LINEAR), output_shard(inner), early)
+    stages = ShardedStages(RankPart({0: 0}, 0, set(), Halves(Keep.LINEAR)), output_shard(inner), early)
     stages.begin(call)
     for microbatch in range(MICROBATCHES):
         made = stages.forward(action(Kind.FORWARD, microbatch), ())

@@ -37,13 +37,18 @@ def test_what_stayed_is_told_and_added_up(lines: list[str]) -> None:
         "iteration has room for them. The bound was exceeded by at most 1 micro-batch (3 MB)"
     )
     assert len(lines) == 2
-    assert (found.sums.microbatches, found.sums.nbytes, found.sums.passed_microbatches, found.sums.passed_bytes) == (
+    assert (
+        found.sums.stayed_microbatches,
+        found.sums.stayed_bytes,
+        found.sums.passed_microbatches,
+        found.sums.passed_bytes,
+    ) == (
         3,
         7_000_000,
         2,
         3_000_000,
     )
-    assert (found.sums.largest_bytes, found.sums.num_grown) == ({0: 4096}, 1)
+    assert (found.sums.largest_bytes, found.sums.times_grown) == ({0: 4096}, 1)
 
 
 def test_not_every_iteration_is_told(lines: list[str]) -> None:
@@ -52,7 +57,7 @@ def test_not_every_iteration_is_told(lines: list[str]) -> None:
         found.ended(engine(Unmoved(1, 10, 1, 10)), 2)
     assert len(lines) == MOST_TOLD
     assert lines[-1].endswith("; the report lists further ones")
-    assert found.sums.microbatches == MOST_TOLD + 3
+    assert found.sums.stayed_microbatches == MOST_TOLD + 3
 
 
 def test_nothing_is_said_where_sizes_are_alike(lines: list[str]) -> None:

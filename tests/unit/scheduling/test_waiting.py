@@ -7,18 +7,19 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
+from bpipe.runtime.waits import wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling.loop.transfer_waits import refuse_standstill, wait_level
-from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.loop.transfer_waits import refuse_standstill
 
 INTERLEAVED = Exchange.MEGATRON_INTERLEAVED
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PLAIN = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig())
-SYNCHRONOUS = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig(), synchronous=True)
-TIMED = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig(), timers_interval=100)
+PLAIN = TransferConfig()
+SYNCHRONOUS = TransferConfig(synchronous=True)
+DIFFERING = TransferConfig(differing=True)
 # One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still
 # all the same.
 STILL = build(ScheduleConfig("interleaved-1f1b", 10, 11, num_chunks=2, balance=BalanceConfig()))
@@ -29,19 +30,17 @@ STILL = build(ScheduleConfig("interleaved-1f1b", 10, 11, num_chunks=2, balance=B
     [
         (PLAIN, CPU, None, WaitLevel.IN_EVERY_OPERATION),
         (PLAIN, CPU, "1", WaitLevel.IN_EVERY_OPERATION),
-        (TIMED, CPU, None, WaitLevel.IN_EVERY_OPERATION),
         (SYNCHRONOUS, CPU, None, WaitLevel.AT_ISSUE),
         # With 8 queues streams share them too: only 1 was judged as if they did.
         (PLAIN, CUDA, None, WaitLevel.AT_ISSUE),
         (PLAIN, CUDA, "8", WaitLevel.AT_ISSUE),
         (PLAIN, CUDA, "1", WaitLevel.ONE_QUEUE),
-        (TIMED, CUDA, None, WaitLevel.AT_ISSUE),
         (SYNCHRONOUS, CUDA, "1", WaitLevel.ONE_QUEUE),
         (SYNCHRONOUS, CUDA, None, WaitLevel.AT_ISSUE),
     ],
 )
 def test_what_makes_a_run_wait(
-    config: SchedulingConfig,
+    config: TransferConfig,
     device: torch.device,
     connections: str | None,
     waits: WaitLevel,
@@ -79,11 +78,11 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
 def test_first_messages_that_cross_are_trained_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pipes stood still where the first messages stood in the queue, and were refused: these pass by way of the
     hosts."""
-    posted, small = Exchange.POSTED, SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig())
+    posted = Exchange.POSTED
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, chunks in (("chimera", 1), ("mixpipe", 1), ("bitpipe", 2)):
         schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks, balance=BalanceConfig()))
-        refuse_standstill(schedule, posted, small, CUDA, [MeasuredLink((0, 3), "nccl", {})])
+        refuse_standstill(schedule, posted, PLAIN, CUDA, [MeasuredLink((0, 3), "nccl", {})])
 
 
 @pytest.mark.parametrize(("device", "transport"), [(CPU, "gloo"), (CUDA, "nccl"), (CUDA, "peer")])
@@ -95,27 +94,22 @@ def test_sizes_that_differ_are_trained(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    schedule, small = (
-        build(ScheduleConfig("1f1b", 4, 8, num_chunks=1, balance=BalanceConfig())),
-        SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig()),
-    )
-    refuse_standstill(
-        schedule, Exchange.MEGATRON_1F1B, small, device, [MeasuredLink((0, 3), transport, {})], differing=True
-    )
+    schedule = build(ScheduleConfig("1f1b", 4, 8, num_chunks=1, balance=BalanceConfig()))
+    refuse_standstill(schedule, Exchange.MEGATRON_1F1B, DIFFERING, device, [MeasuredLink((0, 3), transport, {})])
 
 
 def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not stand still, but every S would wait for all others."""
-    posted, small = Exchange.POSTED, SchedulingConfig(num_ranks=4, num_chunks=1)
+    posted = Exchange.POSTED
     one, two = (build(ScheduleConfig("1f1b", 4, 8, vocabulary=split)) for split in (Vocabulary.ONE, Vocabulary.TWO))
-    refuse_standstill(two, posted, small, CUDA, [])
+    refuse_standstill(two, posted, PLAIN, CUDA, [])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    refuse_standstill(two, posted, small, CPU, [])
-    refuse_standstill(one, posted, small, CUDA, [])
+    refuse_standstill(two, posted, PLAIN, CPU, [])
+    refuse_standstill(one, posted, PLAIN, CUDA, [])
     with pytest.raises(
         ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1, .*: drop it, or use --bpipe-vocabulary 1"
     ):
-        refuse_standstill(two, posted, small, CUDA, [])
+        refuse_standstill(two, posted, PLAIN, CUDA, [])
 
 
 def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,17 @@ import torch
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.memory import without_transfers
+from bpipe.runtime.waits import wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.program import Exchange
-from bpipe.torch.checks import received_in, refuse_standstill, wait_level
+from bpipe.torch.checks import received_in, refuse_standstill
 from bpipe.torch.orders import torch_orders
 from bpipe.torch.upstream import Computation, TorchAction
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
 from tests.unit.torch.test_torch_exchange import balanced_schedules, torchs
 
+TRANSFERS = TransferConfig()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -23,14 +26,14 @@ BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
 def test_what_the_environment_says_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (BLOCKING, CONNECTIONS):
         monkeypatch.delenv(name, raising=False)
-    assert wait_level(CUDA)[0] is WaitLevel.AT_ISSUE
+    assert wait_level(TRANSFERS, CUDA)[0] is WaitLevel.AT_ISSUE
     monkeypatch.setenv(CONNECTIONS, "1")
-    assert wait_level(CUDA) == (WaitLevel.ONE_QUEUE, "CUDA_DEVICE_MAX_CONNECTIONS=1")
+    assert wait_level(TRANSFERS, CUDA) == (WaitLevel.ONE_QUEUE, "CUDA_DEVICE_MAX_CONNECTIONS=1")
     monkeypatch.setenv(BLOCKING, "1")
-    assert wait_level(CUDA) == (WaitLevel.BLOCKING_LAUNCHES, "CUDA_LAUNCH_BLOCKING=1")
-    assert wait_level(CPU)[0] is WaitLevel.IN_EVERY_OPERATION
+    assert wait_level(TRANSFERS, CUDA) == (WaitLevel.BLOCKING_LAUNCHES, "CUDA_LAUNCH_BLOCKING=1")
+    assert wait_level(TRANSFERS, CPU)[0] is WaitLevel.IN_EVERY_OPERATION
     monkeypatch.setenv(BLOCKING, "0")
-    assert wait_level(CUDA)[0] is WaitLevel.ONE_QUEUE
+    assert wait_level(TRANSFERS, CUDA)[0] is WaitLevel.ONE_QUEUE
 
 
 def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,16 +46,16 @@ def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.Monke
     order = torchs(schedule)
     nccl, peer = ([MeasuredLink((rank, 5 - rank), name, {}) for rank in range(3)] for name in ("nccl", "peer"))
     monkeypatch.setenv(BLOCKING, "0")
-    refuse_standstill(schedule, order, CUDA, nccl, differing=False)
+    refuse_standstill(schedule, order, TRANSFERS, CUDA, nccl)
     monkeypatch.setenv(BLOCKING, "1")
     message = (
         r"with CUDA_LAUNCH_BLOCKING=1 ranks of .* can wait for each other for ever: rank \d waits for .*\. "
-        r'Use transport="peer", or unset CUDA_LAUNCH_BLOCKING'
+        r'Use TransferConfig\(transport="peer"\), or unset CUDA_LAUNCH_BLOCKING'
     )
     with pytest.raises(ValueError, match=message):
-        refuse_standstill(schedule, order, CUDA, nccl, differing=False)
-    refuse_standstill(schedule, order, CUDA, peer, differing=False)
-    refuse_standstill(schedule, order, CPU, nccl, differing=False)
+        refuse_standstill(schedule, order, TRANSFERS, CUDA, nccl)
+    refuse_standstill(schedule, order, TRANSFERS, CUDA, peer)
+    refuse_standstill(schedule, order, TRANSFERS, CPU, nccl)
 
 
 @pytest.mark.timeout(120)

@@ -10,6 +10,7 @@ def test_an_error_that_names_flags_says_the_arguments() -> None:
     name_arguments(error)
     name_arguments(other)
     assert error.__notes__ == [
-        "bpipe: under torch.distributed.pipelining --bpipe-timeout is timeout_s, --bpipe-transport is transport"
+        "bpipe: under torch.distributed.pipelining --bpipe-transport is transport of TransferConfig, "
+        "--bpipe-timeout is timeout_s of TransferConfig"
     ]
     assert not hasattr(other, "__notes__")

@@ -26,7 +26,7 @@ def test_what_is_no_budget_is_refused(given: Any) -> None:
 @pytest.mark.parametrize(
     ("schedule", "how", "differing", "why"),
     [
-        (PLAIN, None, False, 'balance "none" evicts nothing'),
+        (PLAIN, None, False, "balance None evicts nothing"),
         (PLAIN, BalanceConfig((3,)), False, "bounds and memory exclude each other"),
         (PLAIN, BalanceConfig(), True, "it assumes micro-batches of one size"),
         (build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig(), False, "is already balanced"),

@@ -14,9 +14,11 @@ from torch import nn
 
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.format import SUMMARY
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
 from bpipe.torch.record import StepRecord
+from bpipe.transport.config import TransferConfig
 
 CPU = torch.device("cpu")
 
@@ -42,7 +44,13 @@ def test_a_summary_is_written_where_a_step_is_recorded_or_it_says_something_new(
 ) -> None:
     """It was computed and written behind every step, and most steps say what the one before said."""
     meter = Meter()
-    engine = Engine(build(ScheduleConfig("1f1b", 1, 2)), 0, None, EngineConfig("rank 0", CPU, 1, 1.0), meter)
+    engine = Engine(
+        build(ScheduleConfig("1f1b", 1, 2)),
+        0,
+        None,
+        EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)),
+        meter,
+    )
     written: list[int] = []
     summarize = record._record.summarize
 

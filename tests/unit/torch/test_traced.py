@@ -47,7 +47,7 @@ def test_what_is_computed_again_is_not_held() -> None:
 
 def test_peaks_follow_from_the_schedule() -> None:
     traced = trace_stages(made, minimum_bytes=1)
-    alone = predict_peaks(traced, 4, 8, balance="none")
+    alone = predict_peaks(traced, 4, 8, balance=None)
     assert alone.need_bytes == (8 * MAT, 6 * MAT, 4 * MAT, 2 * MAT)
     assert predict_peaks(traced, 4, 8).need_bytes == (6 * MAT, 6 * MAT, 4 * MAT, 6 * MAT)
     assert predict_peaks(traced, 4, 8, memory=7 * MAT).need_bytes[0] <= 7 * MAT

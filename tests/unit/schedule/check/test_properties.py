@@ -49,7 +49,7 @@ def holds_what_must(config: ScheduleConfig) -> Schedule:
     passes = 3 if FAMILIES[config.schedule].splits else 2
     assert sum(len(slot.computations) for row in schedule.ranks for slot in row) == passes * p * v * m
     if config.balance is not None:
-        plain = FAMILIES[config.schedule].generate(p, m, v, config.family_options)
+        plain = FAMILIES[config.schedule].generate(p, m, v, config)
         (bound,) = set(schedule.bounds or ())
         assert schedule == balance(plain, [bound] * p)
         if bound > 1:
@@ -95,9 +95,7 @@ def test_large_schedules_keep_every_rule(config: ScheduleConfig) -> None:
 @given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, above: int, rng: random.Random) -> None:
     """Rank by rank its own bound: the pair's smallest and up to four more."""
-    plain = FAMILIES[config.schedule].generate(
-        config.num_ranks, config.num_microbatches, config.num_chunks, config.family_options
-    )
+    plain = FAMILIES[config.schedule].generate(config.num_ranks, config.num_microbatches, config.num_chunks, config)
     ranks = list(range(config.num_ranks))
     rng.shuffle(ranks)
     partners = list(range(config.num_ranks))

@@ -34,7 +34,7 @@ def test_it_is_megatrons_order(p: int, m: int, v: int, g: int) -> None:
         for chunk in range(v)
         for microbatch in range(first, min(first + g, m))
     ]
-    for rank, row in enumerate(FAMILY.generate(p, m, v, FamilyOptions(g)).ranks):
+    for rank, row in enumerate(FAMILY.generate(p, m, v, FamilyOptions(group_size=g)).ranks):
         cells = [cell.computations for cell in row if cell.compute is not None]
         ahead = min(2 * (p - rank - 1) + (v - 1) * g + 1, len(turns))
         pairs = len(turns) - ahead

@@ -89,7 +89,7 @@ def test_interleaved_saves_what_the_formula_says(p: int, v: int) -> None:
 def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: int) -> None:
     """A group of g micro-batches passes every chunk but the last before its first backward: (v - 1) (g - p) more
     than a group of p."""
-    schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(g))
+    schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(group_size=g))
     check(schedule)
     assert peak_counts(schedule) == tuple(min(g * (v - 1) + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
     balanced = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v, balance=BalanceConfig(), group_size=g))
@@ -136,7 +136,7 @@ def test_interleaved_order_is_megatrons(p: int, v: int, monkeypatch: pytest.Monk
         if 0 < m % g < p:
             continue  # Megatron refuses
         table = schedules.get_schedule_table(m, v, g)
-        for rank, row in enumerate(FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(g)).ranks):
+        for rank, row in enumerate(FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(group_size=g)).ranks):
             state = schedules.parallel_state
             monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: p)
             monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
@@ -218,7 +218,7 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
             continue
         chunks = v if family.max_chunks is None else family.max_chunks
         for group in (family.usual_group(p), p) if family.takes_groups else (1,):
-            asked = FamilyOptions(min(group, m)) if family.takes_groups else FamilyOptions()
+            asked = FamilyOptions(group_size=min(group, m)) if family.takes_groups else FamilyOptions()
             most = peak_counts(family.generate(p, m, chunks, asked))[0]
             assert most >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
 
@@ -244,7 +244,7 @@ def test_ranks_hold_as_many_slices_at_their_first_backward_as_is_said(name: str)
     for p, m, slices in ((2, 3, 2), (4, 4, 4), (5, 10, 2), (6, 3, 8), (8, 16, 2), (3, 7, 4)):
         for v in (1,) if family.max_chunks == 1 else (2, 3):
             for group in (None, p) if family.takes_groups and p <= m else (None,):
-                orders = family.orders(p, m, v, FamilyOptions(group, slices=slices))
+                orders = family.orders(p, m, v, FamilyOptions(group_size=group, slices=slices))
                 said = family.sliced_warm_up(p, m, v, group, slices)
                 for rank, order in enumerate(orders):
                     actions = [one for one in order if isinstance(one, Action)]
@@ -275,7 +275,7 @@ def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> 
         (8, 2, 25),
     ):
         for group in (family.usual_group(p), p) if family.splits else (p,):
-            schedule, said = family.generate(p, m, v, FamilyOptions(group)), family.warm_up(p, m, v, group)
+            schedule, said = family.generate(p, m, v, FamilyOptions(group_size=group)), family.warm_up(p, m, v, group)
             for rank in range(p):
                 order = [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
                 first = next(place for place, action in enumerate(order) if action.kind is not Kind.FORWARD)

@@ -82,7 +82,7 @@ def test_what_it_holds_is_what_the_formula_says(p: int, v: int) -> None:
     """No more with whatever number of micro-batches, and in small groups, which starve the pipeline, less."""
     for g in range(1, p + 3):
         for m in (1, g, g + 1, 2 * g + p, 3 * g + p + 1):
-            peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, FamilyOptions(g)))
+            peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, FamilyOptions(group_size=g)))
             most = tuple(min(m * v, (v - 1) * min(g, m) + p - rank) for rank in range(p))
             assert all(peak <= one for peak, one in zip(peaks, most, strict=True)), (g, m)
             assert peaks == most or m < 3 * g + p or 2 * g < p, (g, m)
@@ -123,7 +123,7 @@ def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: i
     ]
     every = [one for rule in rules if (one := schedule_list(taken, p, at, rule)) is not None]
     first = min(every, key=lambda one: one.makespan)
-    assert FAMILIES[NAME].orders(p, m, v, FamilyOptions(group, costs=costs)) == actions_of(first, taken)
+    assert FAMILIES[NAME].orders(p, m, v, FamilyOptions(group_size=group, costs=costs)) == actions_of(first, taken)
     for rule in rules:
         one, other = schedule_list(taken, p, at, rule), schedule_list(taken, p, at, rule, shorter_than=first.makespan)
         assert other is None
