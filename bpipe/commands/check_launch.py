@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bpipe.commands.launch import flags_of, words_of
 from bpipe.commands.shared import print_json
+from bpipe.commands.terminal import table, tell
 from bpipe.config.features.feature import Feature, State
 from bpipe.config.flags import configurations, outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
@@ -36,9 +37,10 @@ def run(options: Options) -> int:
     if options.format == "json":
         print_json({"state": state.value, "features": [_values(one) for one in features]})
     else:
-        for one in features:
-            print(_line(one))
-        print(f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
+        if features:
+            rows = [(one.state.value, one.name, one.reason, _way_out(one)) for one in features]
+            tell(table(("state", "feature", "reason", "way out"), rows))
+        tell(f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
     return 2 if state is State.REFUSED else 0
 
 
@@ -50,9 +52,8 @@ _MEANS = {
 }
 
 
-def _line(feature: Feature) -> str:
-    way_out = f"; {feature.remedy}" if feature.state is not State.SUPPORTED else ""
-    return f"{feature.state.value:9}  {feature.name}: {feature.reason}{way_out}"
+def _way_out(feature: Feature) -> str:
+    return feature.remedy if feature.state is not State.SUPPORTED else ""
 
 
 def _values(feature: Feature) -> dict[str, str]:
