@@ -35,7 +35,7 @@ _AS_FAST = 1.01
 # Names of what may be taken, in the order in which they are where they are level: what is there already before stock,
 # stock before ours.
 LAUNCH, STOCK, OURS = "launch", "stock", "bpipe"
-_TAKE = {LAUNCH: "Keep the launch", STOCK: "Take stock", OURS: "Take bpipe"}
+_TAKE = {LAUNCH: "Keep the launch", STOCK: "Stay with stock Megatron", OURS: "Use bpipe"}
 _WHOSE = {LAUNCH: "the launch's", STOCK: "stock's", OURS: "bpipe's"}
 
 

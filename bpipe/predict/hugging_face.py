@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.names import unknown
-from bpipe.predict.hybrid import MOST_LAYERS
+from bpipe.predict.hybrid import EXPERTS, MOST_LAYERS, Hybrid
 from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent
 from bpipe.predict.model import PRESETS, Model
-from bpipe.values import a_flag, a_list, a_number, a_whole, an_object, load_json
+from bpipe.values import a_flag, a_list, a_number, a_text, a_whole, an_object, load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,10 @@ class _Kind:
     latent: bool = False
     windows: tuple[int, ...] = EVERY_LAYER
     defaults: Mapping[str, int] = field(default_factory=dict)
+    qkv_biases: bool = False
+    """Whether `attention_bias` is of queries, keys and values alone."""
+    hybrid: bool = False
+    """Whether a pattern says what each layer is."""
 
 
 _DEEPSEEK = _ExpertKeys(
@@ -79,6 +83,7 @@ _LLAMA4 = _ExpertKeys(
     step="interleave_moe_layer_step",
     sigmoid=True,
 )
+_MIXTRAL = _ExpertKeys("num_local_experts", "intermediate_size")
 _GELU = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 _KINDS = {
     "gpt2": _Kind(_GELU, tied=True),
@@ -93,7 +98,7 @@ _KINDS = {
     "gemma3_text": _Kind(
         _GELU, tied=True, differs={**_GEMMA, "qk_norm": True}, windows=(1, 1, 1, 1, 1, 0), defaults=_GEMMA3
     ),
-    "mixtral": _Kind(experts=_ExpertKeys("num_local_experts", "intermediate_size")),
+    "mixtral": _Kind(experts=_MIXTRAL),
     "qwen2_moe": _Kind(
         differs={"qkv_bias": True}, experts=replace(_QWEN, shared="shared_expert_intermediate_size", shared_gate=True)
     ),
@@ -101,6 +106,14 @@ _KINDS = {
     "deepseek_v2": _Kind(experts=_DEEPSEEK, latent=True),
     "deepseek_v3": _Kind(experts=replace(_DEEPSEEK, sigmoid=True), latent=True),
     "llama4_text": _Kind(differs={"qk_norm": True}, experts=_LLAMA4),
+    "glm4_moe": _Kind(experts=replace(_DEEPSEEK, step=None, sigmoid=True), qkv_biases=True),
+    "minimax_m2": _Kind(experts=replace(_MIXTRAL, sigmoid=True)),
+    "nemotron_h": _Kind(
+        ("relu2",),
+        differs={"gated": False, "squared_relu": True, "no_positions": True},
+        experts=replace(_DEEPSEEK, shared="moe_shared_expert_intermediate_size", first=None, step=None, sigmoid=True),
+        hybrid=True,
+    ),
     "phi3": _Kind(),
     "nemotron": _Kind(("relu2",), differs={"gated": False, "rms_norm": False, "squared_relu": True}),
 }
@@ -166,7 +179,8 @@ def _model(config: dict[str, Any], name: str) -> Model:
         value = config.get(key)
         return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, most)
 
-    activation = config.get("hidden_activation") or config.get(names.get("hidden_act", "hidden_act"))
+    acts = ("hidden_activation", names.get("hidden_act", "hidden_act"), "mlp_hidden_act")
+    activation = next((config[key] for key in acts if config.get(key)), None)
     if activation is not None and activation not in kind.activations:
         raise ValueError(
             f"the activation {str(activation)[:40]!r} is not modelled in a {said}, only {', '.join(kind.activations)}"
@@ -185,8 +199,15 @@ def _model(config: dict[str, Any], name: str) -> Model:
 
 
 def _kind_of(config: dict[str, Any], said: object) -> _Kind:
-    """Raises ValueError for a kind that is not modelled, or not with experts."""
+    """Return the kind by its name or, where a publisher has a name of its own, by the class that runs it: Kimi K2 is a
+    DeepseekV3ForCausalLM.
+
+    Raises ValueError for a kind that is not modelled, or not with experts.
+    """
     kind = _KINDS.get(said) if isinstance(said, str) else None
+    if kind is None and str(said) not in _MISSING:
+        named = {str(one).removesuffix("ForCausalLM").lower() for one in config.get("architectures") or ()}
+        kind = next((kind for name, kind in _KINDS.items() if name.replace("_", "") in named), None)
     key = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if key is not None and (kind is None or kind.experts is None):
         raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(said)[:40]}")
@@ -213,10 +234,12 @@ def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int])
         "chunk": number("attention_chunk_size") if config.get("attention_chunk_size") else None,
         "capped_attention": _is_capped(config, "attn_logit_softcapping"),
         "capped_logits": _is_capped(config, "final_logit_softcapping"),
-        "experts": _experts(config, kind.experts, number) if kind.experts else None,
+        "experts": _experts(config, kind.experts, number) if kind.experts and not kind.hybrid else None,
         "gated": True,
         "rms_norm": True,
-        "linear_bias": _has_biases(config),
+        "linear_bias": not kind.qkv_biases and _has_biases(config),
+        "qkv_bias": kind.qkv_biases and _flag(config, "attention_bias", False),
+        "qk_norm": _flag(config, "use_qk_norm", False),
         "learned_positions": False,
         "dropout": False,
         **kind.differs,
@@ -225,7 +248,15 @@ def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int])
         rank = number("q_lora_rank") if config.get("q_lora_rank") else None
         sizes = map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         shape |= {"latent": Latent(rank, *sizes), "num_query_groups": heads}
-    return shape
+    return shape | (_hybrid(config, kind, number) if kind.hybrid else {})
+
+
+def _hybrid(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
+    """Return the pattern of layers, the sizes of Mamba layers and, where the pattern has some, of experts."""
+    pattern = a_text(config.get("hybrid_override_pattern"), "hybrid_override_pattern")
+    sizes = (number(key) for key in ("mamba_num_heads", "ssm_state_size", "mamba_head_dim", "n_groups"))
+    experts = _experts(config, kind.experts, number) if kind.experts and EXPERTS in pattern else None
+    return {"hybrid": Hybrid(pattern, *sizes), "experts": experts}
 
 
 def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:

@@ -27,6 +27,12 @@ class Switches:
     bpipe_differing_sizes: bool = _switch("micro-batches may differ in size, so host buffers are an eighth larger")
     accumulate_allreduce_grads_in_fp32: bool = _switch("with fp16: sum and reduce gradients in 32 bits instead of 16")
     grad_reduce_in_bf16: bool = _switch("with bf16: sum and reduce gradients in 16 bits instead of 32")
+    attention_softmax_in_fp32: bool = _switch(
+        "without flash attention: a softmax in 32 bits, which is saved as well where its kernels are not fused"
+    )
+    no_masked_softmax_fusion: bool = _switch(
+        "without flash attention: the softmax by separate kernels, which take longer"
+    )
 
     def __post_init__(self) -> None:
         if self.overlap_param_gather and not self.overlap_grad_reduce:

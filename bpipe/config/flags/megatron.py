@@ -68,7 +68,7 @@ _TRAINING = (
         "--use-distributed-optimizer",
         "--use-flash-attn",
     ),
-    *_switches("--sft", "--dataloader-inter-document-masking"),
+    *_switches("--sft", "--dataloader-inter-document-masking", "--apply-query-key-layer-scaling"),
 )
 _EXPERTS = (
     *_of(positive, "--num-experts", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"),

@@ -292,6 +292,8 @@ def _training(found: Options, notes: list[str]) -> dict[str, Any]:
     if found.fp16 and found.bf16:
         raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
     switches = {name: getattr(found, name) for name in SWITCHES}
+    # As Megatron's own configuration does.
+    switches["attention_softmax_in_fp32"] |= found.apply_query_key_layer_scaling
     if switches["tp_comm_overlap"] and found.transformer_impl == "local":
         notes.append("--tp-comm-overlap is for Transformer Engine and overlaps nothing with --transformer-impl local")
         switches["tp_comm_overlap"] = False

@@ -77,8 +77,6 @@ PREDICTED_WITHOUT = {
     # By reading Megatron's modules: what is fused keeps its input, what is not the sum of input and bias.
     "--no-bias-gelu-fusion": "keeps one input of the GELU, as without the flag: same memory, but it takes longer",
     "--no-bias-dropout-fusion": "keeps the same mask of one byte per value: same memory, but it takes longer",
-    "--no-masked-softmax-fusion": "keeps the same probabilities in 16 bit: same memory, but attention without flash "
-    "takes longer",
 }
 
 # Patterns of flags.

@@ -29,6 +29,8 @@ FUSED_FORWARD, FUSED_BACKWARD = 4, 6
 SEPARATE_FORWARD, SEPARATE_BACKWARD = 33, 40
 DROPOUT_FORWARD, DROPOUT_BACKWARD = 5, 5
 PRODUCT_BYTES = 4
+# A probability of a softmax in 32 bits.
+EXACT_BYTES = 4
 # Flash attention keeps one 32-bit number per row and head.
 FLASH_BYTES = 4
 # The kind of mask that Megatron hands to a recomputed attention core, as a tensor.
@@ -36,10 +38,16 @@ MASK_KIND_BYTES = 4
 
 
 def is_softmax_fused(setup: Setup) -> bool:
-    """Return whether Megatron's fused softmax takes these sizes: of slices it does not, which have more keys than
-    queries."""
+    """Whether Megatron's fused softmax takes these sizes: of slices it does not, which have more keys than queries."""
     heads = setup.micro_batch * setup.model.num_attention_heads // setup.tensor
-    return setup.span is None and heads % 4 == 0 and setup.sequence <= 4096
+    fusing = setup.kernels == "gpu" and setup.precision != "fp32" and not setup.switches.no_masked_softmax_fusion
+    return fusing and setup.span is None and heads % 4 == 0 and setup.sequence <= 4096
+
+
+def _converts_scores(setup: Setup) -> bool:
+    """Whether scores of 16 bits become 32 for the softmax and its probabilities 16 again, by kernels of their own: the
+    first stay for the softmax's backward, the others for the product's."""
+    return setup.switches.attention_softmax_in_fp32 and setup.precision != "fp32" and not is_softmax_fused(setup)
 
 
 def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple[float, float]:
@@ -180,11 +188,13 @@ def core_saved(setup: Setup) -> tuple[Saved, ...]:
     scores = num_tokens(setup) * heads * num_keys(setup)
     element = element_bytes(setup)
     one = Saved("attention softmax", shard_size(element * scores, setup.tensor))
+    exact = Saved("attention softmax in 32 bits", shard_size(EXACT_BYTES * scores, setup.tensor))
+    kept = (one, exact) if _converts_scores(setup) else (one,)
     if not setup.model.dropout:
-        return (one,)
+        return kept
     mask = GPU_DROPOUT_BYTES if setup.kernels == "gpu" else element
     return (
-        one,
+        *kept,
         Saved("attention after dropout", one.nbytes),
         Saved("attention dropout mask", shard_size(mask * scores, setup.tensor)),
     )
@@ -255,7 +265,8 @@ def core_working_bytes(setup: Setup) -> int:
     model, element, found = setup.model, element_bytes(setup), 0
     if setup.attention == "unfused" and any(kind.attends for kind, _ in model.kinds()):
         scores = num_tokens(setup) * model.num_attention_heads * num_keys(setup)
-        found += shard_size(2 * element * scores, setup.tensor)
+        size = max(element, EXACT_BYTES) if _converts_scores(setup) else element
+        found += shard_size(2 * size * scores, setup.tensor)
     if setup.span is not None:
         found += shard_size(element * num_keys(setup) * setup.micro_batch * model.key_value_size, setup.tensor)
     return found

@@ -252,7 +252,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *("bf16", "context_parallel_size", "cp_comm_type", "ffn_hidden_size", "fp16", "fp4", "fp8"),
         *("global_batch_size", "hidden_size", "hybrid_layer_pattern", "micro_batch_size", "moe_permute_fusion"),
         *("moe_router_fusion", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "num_attention_heads"),
-        *("perform_initialization", "pipeline_model_parallel_size", "recompute_modules", "seq_length"),
+        *(
+            "overlap_param_gather",
+            "perform_initialization",
+            "pipeline_model_parallel_size",
+            "recompute_modules",
+            "seq_length",
+        ),
         *("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim", "tensor_model_parallel_size", "v_head_dim"),
     ),
     "profile": (

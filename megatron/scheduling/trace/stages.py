@@ -89,6 +89,8 @@ def _fit(args: Any) -> None:
             raise ValueError(f"{name} {value}: {why}: use `bpipe simulate`, whose formulas cover it")
     # Kernels of Transformer Engine's; torch's lists of who goes where are as large.
     args.moe_permute_fusion = args.moe_router_fusion = False
+    # Weights of other replicas: the one that is traced has all of its own.
+    args.overlap_param_gather = False
     # One replica is enough, and its micro-batches need not fill the pipeline.
     args.global_batch_size = None
     args.perform_initialization = False

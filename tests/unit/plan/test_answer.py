@@ -39,10 +39,10 @@ LEVEL, FASTER = 1 / (CLEARLY - 0.01), 1 / (CLEARLY + 0.01)
     ("launch", "stock", "ours", "taken", "words"),
     [
         (1.0, LEVEL, LEVEL, LAUNCH, "Keep the launch"),
-        (1.0, FASTER, LEVEL, STOCK, "Take stock"),
-        (1.0, FASTER, FASTER * LEVEL, STOCK, "Take stock"),
-        (1.0, 1.1, FASTER, OURS, "Take bpipe"),
-        (1.0, FASTER, FASTER**2, OURS, "Take bpipe"),
+        (1.0, FASTER, LEVEL, STOCK, "Stay with stock Megatron"),
+        (1.0, FASTER, FASTER * LEVEL, STOCK, "Stay with stock Megatron"),
+        (1.0, 1.1, FASTER, OURS, "Use bpipe"),
+        (1.0, FASTER, FASTER**2, OURS, "Use bpipe"),
     ],
 )
 def test_the_first_is_taken_that_nothing_is_clearly_faster_than(

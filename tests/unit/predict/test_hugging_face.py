@@ -151,6 +151,48 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[int | None, ...], float, float]] = 
         400.0,
         17.0,
     ),
+    "Kimi-K2": (
+        {
+            "model_type": "kimi_k2",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "n_routed_experts": 384,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            **DEEPSEEK,
+        },
+        (61, 7168, 64, 64, None, 18432, 163840),
+        1026.0,
+        32.6,
+    ),
+    "GLM-4.5": (
+        {
+            "model_type": "glm4_moe",
+            "n_routed_experts": 160,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+        (92, 5120, 96, 8, 128, 12288, 151552),
+        353.0,
+        32.0,
+    ),
+    "MiniMax-M2": (
+        {
+            "model_type": "minimax",
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "use_qk_norm": True,
+        },
+        (62, 3072, 48, 8, 128, 1536, 200064),
+        229.0,
+        10.0,
+    ),
     "Gemma-2-9B": (
         {
             "model_type": "gemma2",
@@ -195,7 +237,54 @@ def test_all_of_them_and_those_of_a_token(name: str, tmp_path: Path) -> None:
     *_, every, active = KNOWN[name]
     assert num_parameters(model) / 1e9 == pytest.approx(every, rel=0.005)
     embedding = model.vocabulary * model.hidden_size / 1e9
-    assert active - embedding - 0.5 < num_active_parameters(model) / 1e9 < active + embedding + 0.5
+    assert active - embedding - 0.5 < num_active_parameters(model) / 1e9 < active + 2 * embedding + 0.5
+
+
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "architectures": ["NemotronHForCausalLM"],
+    "mlp_hidden_act": "relu2",
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pattern", "own", "billions"),
+    [
+        (
+            (52, 4096, 32, 8, 128, 21504, 131072),
+            "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            {"mamba_num_heads": 128},
+            8.1,
+        ),
+        (
+            (52, 2688, 32, 2, 128, 1856, 131072),
+            "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            {
+                "mamba_num_heads": 64,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 1856,
+                "moe_shared_expert_intermediate_size": 3712,
+                "n_shared_experts": 1,
+            },
+            31.6,
+        ),
+    ],
+    ids=["Nemotron-H 8B", "Nemotron 3 Nano 30B"],
+)
+def test_layers_that_are_one_part_alone(
+    sizes: tuple[int, ...], pattern: str, own: dict[str, Any], billions: float, tmp_path: Path
+) -> None:
+    config = {**NEMOTRON_H, **dict(zip(NAMES, sizes, strict=True)), "hybrid_override_pattern": pattern, **own}
+    model = find_model(written(tmp_path, config))
+    assert num_parameters(model) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert model.no_positions
+    assert model.hybrid is not None
+    assert model.hybrid.pattern == pattern
 
 
 def test_chunks_of_attention_are_refused_where_they_matter(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ REFUSED = {
 
 
 FUSED = f"{LAUNCH} --cross-entropy-loss-fusion"
-OTHERS = (*QUICK, LAUNCH, FUSED, *FURTHER.values(), *(flags for flags, _ in REFUSED.values()))
+GATHERED = f"{LAUNCH} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+OTHERS = (*QUICK, LAUNCH, FUSED, GATHERED, *FURTHER.values(), *(flags for flags, _ in REFUSED.values()))
 
 
 def launch_of(flags: str) -> Any:
@@ -140,6 +141,11 @@ def test_what_formulas_do_not_know_or_only_nearly_is_traced(name: str) -> None:
 def test_a_fused_loss_saves_what_the_other_does() -> None:
     """So it is predicted as if it were not given."""
     assert traced(FUSED)["stages"][-1]["saved_bytes"] == traced(LAUNCH)["stages"][-1]["saved_bytes"]
+
+
+def test_overlapping_the_gathering_of_weights_changes_no_stage() -> None:
+    """The traced replica has its weights: gathering them on a device without kernels ended in a NotImplementedError."""
+    assert traced(GATHERED)["stages"] == traced(LAUNCH)["stages"]
 
 
 @pytest.mark.parametrize("flags", QUICK[:2])
