@@ -153,7 +153,9 @@ def advice(found: Answer) -> str:
     level = [row for row in others if row.iteration_s < taken.iteration_s]
     doubt = f"; predictions cannot tell apart what differs by less than {100 * (CLEARLY - 1):.0f} %" if level else ""
     tight = "; it is tight, and what that costs is not predicted" if taken.is_tight else ""
-    return f"{_TAKE[taken.name]}{reason}{doubt}{tight}."
+    # Only a schedule, shards or slices of ours, so nothing that a verdict on balancing speaks of.
+    moved = " without balancing" if taken.name == OURS and taken.setup.balance is None else ""
+    return f"{_TAKE[taken.name]}{moved}{reason}{doubt}{tight}."
 
 
 def _apart(row: Candidate, other: Candidate) -> str:
