@@ -6,11 +6,12 @@ The exit status is 2 where it is refused.
 
 from __future__ import annotations
 
-from bpipe.commands.launch import flags_of, words_of
+from bpipe.commands.launch import flags_of, judgement_of, words_of
 from bpipe.commands.shared import print_json
 from bpipe.config.features.feature import Feature, State
 from bpipe.config.flags import configurations, outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.launch.validation import Judgement
 
 COMMAND = Command(
     (configurations.LAUNCHED, Group("", (outputs.FORMAT,))),
@@ -30,16 +31,34 @@ def run(options: Options) -> int:
     words = words_of(options)
     if words is None:
         raise ValueError("name the launch: --launch FILE, or its flags after --")
-    flags = flags_of(words, options)
-    features = states_of_launch(flags)
+    judgement = judgement_of(words)
+    flags = flags_of(words, judgement.unknown)
+    features = [*_refusals(judgement), *states_of_launch(flags)]
+    features = [one for one in features if not _is_repeated(one, features)]
     state = worst(features)
     if options.format == "json":
-        print_json({"state": state.value, "features": [_values(one) for one in features]})
+        judged = {"judged_by": judgement.by, "unknown_flags": list(judgement.unknown or ())}
+        print_json({"state": state.value, **judged, "features": [_values(one) for one in features]})
     else:
         for one in features:
             print(_line(one))
+        print(judgement.by)
         print(f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
     return 2 if state is State.REFUSED else 0
+
+
+def _refusals(judgement: Judgement) -> list[Feature]:
+    """Return what is refused beyond the table of features, as rows like those of the table."""
+    refusals = [("Megatron", judgement.refused)] if judgement.refused is not None else []
+    refusals += [("the trainer", line) for line in judgement.trainer]
+    return [Feature(name, lambda _: True, reason, "") for name, reason in refusals]
+
+
+def _is_repeated(feature: Feature, features: list[Feature]) -> bool:
+    """Whether the trainer refuses what a row of the table says, too."""
+    return feature.name == "the trainer" and any(
+        one is not feature and f": {one.reason}; " in feature.reason for one in features
+    )
 
 
 _NOTHING = ": none of its flags needs anything of this project"
@@ -51,7 +70,7 @@ _MEANS = {
 
 
 def _line(feature: Feature) -> str:
-    way_out = f"; {feature.remedy}" if feature.state is not State.SUPPORTED else ""
+    way_out = f"; {feature.remedy}" if feature.remedy else ""
     return f"{feature.state.value:9}  {feature.name}: {feature.reason}{way_out}"
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from bpipe.balance.config import BALANCES
 from bpipe.commands.front import show
-from bpipe.commands.launch import lines, reading_of
+from bpipe.commands.launch import REFUSES, judged_reading, lines
 from bpipe.commands.plan_output import (
     PlanNotes,
     answer_of,
@@ -96,7 +96,7 @@ COMMAND = Command(
 
 
 def run(asked: Options) -> int:
-    reading = reading_of(asked)
+    reading = judged_reading(asked)
     # What the search chooses is no one's to say; `yours` below is the launch as it stands.
     every = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
     options = Options(
@@ -296,6 +296,8 @@ def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Set
 
 def _yours(asked: Options, reading: Reading) -> SetupPrediction | str:
     """Return the launch as it stands, or why it cannot be on this cluster."""
+    if reading.refused is not None:
+        return f"{REFUSES}: {reading.refused}"
     chosen = ("recompute", "schedule", "balance", "vocabulary_parallel", *CUT)
     options = Options(**{**vars(asked), **dict.fromkeys(chosen)})
     others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves", "slices", "slice_lengths")

@@ -158,6 +158,8 @@ def _answer(options: Options) -> _Answer:
 
             Path(options.html).write_bytes(page(prediction, simulation))
     reasons = refused(setup, () if reading is None else reading.others)
+    if reading is not None:
+        reasons += tuple(reason for reason in reading.trainer if reason not in reasons)
     return _Answer(prediction, reading, plan, pairs_apart(prediction, profile), reasons)
 
 

@@ -168,9 +168,9 @@ def _subject(options: Options) -> TracedLaunch:
     if words is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
         return TracedLaunch([*megatron_flags(setup), *_assumed(setup)], setup)
-    flags = flags_of(words, options)
+    flags = flags_of(words)
     try:
-        reading = read_command(words, is_captured=options.launch is not None)
+        reading = read_command(words)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)
     except ValueError as error:
         return TracedLaunch([*flags, *_vocabulary(options.vocabulary)], None, str(error))
