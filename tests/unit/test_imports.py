@@ -15,10 +15,6 @@ def test_the_contracts_are_kept() -> None:
     assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True) == 0
 
 
-def test_no_other_file_hides_the_installed_megatron() -> None:
-    assert {path.name for path in (ROOT / "megatron").iterdir()} - {"__pycache__"} == {"scheduling"}
-
-
 def test_the_command_loads_nothing_heavy() -> None:
     program = (
         "import sys; import bpipe.cli as cli; "

@@ -69,7 +69,7 @@ class Hooks:
             if kwargs.get("forward_only"):
                 return loop(**kwargs)
             config = get_model_config(as_list(kwargs["model"])[0])
-            for module in ("loops", "beside", "links"):
+            for module in ("loops", "loop_config", "links"):
                 upstream.require(config, module)
             try:
                 with (

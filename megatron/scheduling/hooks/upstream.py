@@ -97,12 +97,22 @@ def remark(line: str) -> None:
 
 
 # These modules read a model's configuration, the others Megatron's arguments.
-OF_CONFIGURATION = ("beside", "driver", "executor", "lengths", "links", "loops", "routing", "syncing", "waiting")
+OF_CONFIGURATION = (
+    "loop_config",
+    "driver",
+    "executor",
+    "lengths",
+    "links",
+    "loops",
+    "routing",
+    "grad_sync",
+    "transfer_waits",
+)
 
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It
 # cannot work without. A test holds this to the code.
 REQUIRED: dict[str, tuple[str, ...]] = {
-    "sharing": ("local_rank",),
+    "gpu_sharing": ("local_rank",),
     "rank_order": (
         *(
             "context_parallel_size",
@@ -124,9 +134,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         ),
         *("timing_log_level", "train_iters"),
     ),
-    "beside": ("barrier_with_L1_time", "finalize_model_grads_func"),
+    "loop_config": ("barrier_with_L1_time", "finalize_model_grads_func"),
     "driver": ("timers",),
-    "choosing": (
+    "schedule_choice": (
         *("micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
         "virtual_pipeline_model_parallel_size",
     ),
@@ -162,7 +172,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         ),
         "world_size",
     ),
-    "following": (
+    "derived_flags": (
         *(
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
@@ -182,7 +192,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         ),
         *("use_distributed_optimizer", "use_mp_args_from_checkpoint_args"),
     ),
-    "redistributing": (
+    "redistribution": (
         *(
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
@@ -210,9 +220,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         ),
     ),
     "executor": ("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "timers"),
-    "waiting": ("batch_p2p_sync",),
-    "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
-    "delaying": (
+    "transfer_waits": ("batch_p2p_sync",),
+    "grad_sync": ("grad_sync_func", "no_sync_func", "param_sync_func"),
+    "delayed_wgrad": (
         "add_bias_linear",
         "delay_wgrad_compute",
         "gradient_accumulation_fusion",
@@ -238,7 +248,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *("seq_length", "sequence_parallel", "tensor_model_parallel_size"),
         *("virtual_pipeline_model_parallel_size", "vocab_size", "world_size"),
     ),
-    "tracing": (
+    "stages": (
         *("bf16", "context_parallel_size", "cp_comm_type", "ffn_hidden_size", "fp16", "fp4", "fp8"),
         *("global_batch_size", "hidden_size", "hybrid_layer_pattern", "micro_batch_size", "moe_permute_fusion"),
         *("moe_router_fusion", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "num_attention_heads"),

@@ -153,7 +153,7 @@ class Loop:
             )
         models = as_list(model)
         config = get_model_config(models[0])
-        for module in ("executor", "syncing"):
+        for module in ("executor", "grad_sync"):
             upstream.require(config, module)
         if adjust_tensor_shapes_fn is not None or (
             pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection)

@@ -37,12 +37,12 @@ def complete(args: Any) -> None:
     if split == REDISTRIBUTE:
         redistribute(args)
     elif split is not None:
-        upstream.require(args, "following")
+        upstream.require(args, "derived_flags")
         _file_by_layer(args)
     name = getattr(args, "bpipe_schedule", None)
     if name is None:
         return
-    upstream.require(args, "following")
+    upstream.require(args, "derived_flags")
     num_pipes = FAMILIES[name].num_pipes if name in FAMILIES else of_file(name).layout.num_pipes
     try:
         pipes.share(args, num_pipes)

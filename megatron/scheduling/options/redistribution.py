@@ -30,7 +30,7 @@ _WANTED = f"--bpipe-vocabulary {REDISTRIBUTE}"
 
 def redistribute(args: Any) -> None:
     """Choose the layout and say it once. Where the layers are best as they are, nothing is set."""
-    upstream.require(args, "redistributing")
+    upstream.require(args, "redistribution")
     problems = list(_in_the_way(args))
     if problems:
         raise ValueError("\n  ".join(f"{_WANTED}: {problem}" for problem in problems))

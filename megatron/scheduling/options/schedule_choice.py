@@ -102,7 +102,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
 
 
 def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
-    upstream.require(args, "choosing")
+    upstream.require(args, "schedule_choice")
     name = args.bpipe_schedule or default_family(args.virtual_pipeline_model_parallel_size or 1, _combines(args))
     balance = balance_of(args.bpipe, args.bpipe_bound, args.bpipe_hosts)
     if args.bpipe_bound is not None and balance is None:

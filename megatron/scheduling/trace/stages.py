@@ -71,7 +71,7 @@ def _refusing() -> Iterator[None]:
 
 def _fit(args: Any) -> None:
     """Leave out what is not of the model, and refuse what cannot be traced."""
-    upstream.require(args, "tracing")
+    upstream.require(args, "stages")
     for name, value, why in (
         (
             "--hybrid-layer-pattern",

@@ -47,7 +47,7 @@ def args(**more: Any) -> SimpleNamespace:
     """Megatron's, of 4 ranks with one stage each, and 8 micro-batches of 2 on 3 replicas."""
     return SimpleNamespace(
         **{
-            **dict.fromkeys(upstream.REQUIRED["following"]),
+            **dict.fromkeys(upstream.REQUIRED["derived_flags"]),
             "bpipe": False,
             "bpipe_schedule": None,
             "bpipe_executor": False,

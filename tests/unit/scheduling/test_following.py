@@ -35,7 +35,7 @@ ALLOWED: list[dict[str, Any]] = [
 
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves."""
-    names = dict.fromkeys(upstream.REQUIRED["following"])
+    names = dict.fromkeys(upstream.REQUIRED["derived_flags"])
     return SimpleNamespace(
         **{**names, "pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False, **more}
     )

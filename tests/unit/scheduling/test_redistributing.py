@@ -14,7 +14,7 @@ from megatron.scheduling.options.derived_flags import complete
 
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves: the published model, on 8 stages."""
-    names = dict.fromkeys((*upstream.REQUIRED["redistributing"], *upstream.REQUIRED["following"]))
+    names = dict.fromkeys((*upstream.REQUIRED["redistribution"], *upstream.REQUIRED["derived_flags"]))
     sizes = {
         "num_layers": 32,
         "hidden_size": 3072,

@@ -67,7 +67,7 @@ def test_what_must_be_there_is_what_the_code_reads() -> None:
     assert {name: set(names) for name, names in upstream.REQUIRED.items()} == read, (
         "bring upstream.REQUIRED up to the code"
     )
-    assert "barrier_with_L1_time" in read["beside"]
+    assert "barrier_with_L1_time" in read["loop_config"]
     assert "world_size" in read["rank_order"]
 
 
@@ -104,7 +104,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on
     one node."""
-    needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["choosing"], *upstream.REQUIRED["sizes"])
+    needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["schedule_choice"], *upstream.REQUIRED["sizes"])
     ours = (
         f"bpipe_{name}"
         for name in (
