@@ -18,7 +18,6 @@ import contextlib
 import io
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -37,6 +36,7 @@ from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options import derived_flags
 from megatron.scheduling.options.arguments import config_from_args
 from megatron.scheduling.options.flags import add_arguments
+from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup
 
 # What Megatron raises for arguments that it refuses. Anything else is a fault of this program, or of the machine.
@@ -62,6 +62,8 @@ _ENVIRONMENT = {
 _OF_FSDP = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
 # Newer than any version that Megatron asks for.
 _TRANSFORMER_ENGINE = "99.0"
+# Arguments that replace others by those of a file.
+_ELSEWHERE = {"yaml_cfg", "use_checkpoint_args"}
 _MOST_FLAGS = 5
 
 
@@ -151,10 +153,9 @@ class _Launch:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=local_size)
         with self._refusing():
             args = arguments.parse_args(self._complete_parser)
-        if args.yaml_cfg is not None or args.use_checkpoint_args:
-            raise OSError("its arguments are in a file that is not read here")
+        upstream.require(args, "validation")
         if devices is None:
-            args.world_size = fewest_ranks(args) * args.pipeline_model_parallel_size
+            args.world_size = one_stage.ranks_of_a_stage(args) * args.pipeline_model_parallel_size
             os.environ["LOCAL_WORLD_SIZE"] = str(min(args.world_size, 8))
         # One process stands for all, and a budget of a device's own memory is that of another device.
         args.bpipe_placement = "none"
@@ -176,7 +177,7 @@ class _Launch:
         except ValueError as error:
             return [line.strip() for line in str(error).splitlines() if line != "this run cannot start:"]
         # The number of replicas says how many micro-batches there are, unless somebody says it.
-        if config.own is None and (devices is not None or args._is_global_batch_size_explicitly_specified):
+        if config.own is None and (devices is not None or "global_batch_size" in self._given):
             with self._refusing("global_batch_size", "micro_batch_size", "pipeline_model_parallel_size"):
                 _check_interleaved_loop(args)
         return []
@@ -198,6 +199,8 @@ class _Launch:
             elif is_known and name:
                 self._given[known[name].dest] += f" {word}"
             kept += [word] if is_known else []
+        if _ELSEWHERE & self._given.keys():
+            raise OSError("its arguments are in a file that is not read here")
         self._names = {action.dest: flag for flag, action in reversed(known.items())}
         sys.argv[1:] = kept
 
@@ -243,12 +246,6 @@ class _Launch:
         longest_first = sorted((name for name in self._names if "_" in name), key=len, reverse=True)
         missing = re.findall(rf"(?<![a-z0-9])(?:{'|'.join(longest_first)})(?![a-z0-9])", flat)
         return ", ".join(self._names[name] for name in [*dict.fromkeys(missing)][:_MOST_FLAGS])
-
-
-def fewest_ranks(args: Any) -> int:
-    """Return the fewest ranks of one stage: experts may lie on more than one replica of the rest."""
-    of_experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
-    return math.lcm(args.tensor_model_parallel_size * args.context_parallel_size, of_experts)
 
 
 def _check_microbatches(args: Any) -> None:
