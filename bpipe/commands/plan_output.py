@@ -33,7 +33,7 @@ from bpipe.plan.explain import (
 )
 from bpipe.plan.judge import Candidate
 from bpipe.plan.predict import SetupPrediction
-from bpipe.plan.refusals import refused
+from bpipe.plan.refusals import refused_launch
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
 from bpipe.plan.stock import Stock
@@ -97,14 +97,14 @@ def choice_of_launch(yours: SetupPrediction | str | None, reading: Reading | Non
     """Return the launch as it stands as something to run; None where there is none, or it cannot be predicted."""
     if reading is None or not isinstance(yours, SetupPrediction):
         return None
-    return Choice(ChoiceKind.LAUNCH, yours, refused=refused(yours.setup, reading.others))
+    return Choice(ChoiceKind.LAUNCH, yours, refused=refused_launch(yours.setup, reading))
 
 
 def launch_values(yours: SetupPrediction | str, reading: Reading) -> dict[str, Any]:
     if isinstance(yours, str):
         said: dict[str, Any] = {"impossible": yours}
     else:
-        said = {**document(yours), "refused": list(refused(yours.setup, reading.others))}
+        said = {**document(yours), "refused": list(refused_launch(yours.setup, reading))}
     return {"launch": {**launch_document(reading), "as_it_stands": said}}
 
 

@@ -33,7 +33,7 @@ from bpipe.plan.explain import (
 )
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
-from bpipe.plan.refusals import refused
+from bpipe.plan.refusals import refused_launch
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.error_bars import range_text
@@ -157,10 +157,8 @@ def _answer(options: Options) -> _Answer:
             from bpipe.commands.simulate_page import page
 
             Path(options.html).write_bytes(page(prediction, simulation))
-    reasons = refused(setup, () if reading is None else reading.others)
-    if reading is not None:
-        reasons += tuple(reason for reason in reading.trainer if reason not in reasons)
-    return _Answer(prediction, reading, plan, pairs_apart(prediction, profile), reasons)
+    apart = pairs_apart(prediction, profile)
+    return _Answer(prediction, reading, plan, apart, refused_launch(setup, reading))
 
 
 def _answer_document(answer: _Answer) -> dict[str, Any]:

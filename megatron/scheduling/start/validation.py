@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import resource
 import sys
 import traceback
 import warnings
@@ -65,6 +66,7 @@ _TRANSFORMER_ENGINE = "99.0"
 # Arguments that replace others by those of a file.
 _ELSEWHERE = {"yaml_cfg", "use_checkpoint_args"}
 _MOST_FLAGS = 5
+_MOST_BYTES = 4 * 2**30
 
 
 class _Refused(Exception):
@@ -77,6 +79,8 @@ class _Accepted(Exception):
 
 def main() -> None:
     launches = json.load(sys.stdin)
+    # A layout of 10^12 stages must not take the machine's memory.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         prepare()
         judgements = [judge(flags, devices) for flags, devices in launches]
@@ -153,7 +157,6 @@ class _Launch:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=local_size)
         with self._refusing():
             args = arguments.parse_args(self._complete_parser)
-        upstream.require(args, "validation")
         if devices is None:
             args.world_size = one_stage.ranks_of_a_stage(args) * args.pipeline_model_parallel_size
             os.environ["LOCAL_WORLD_SIZE"] = str(min(args.world_size, 8))
@@ -164,6 +167,8 @@ class _Launch:
         derived_flags.complete(args)
         with self._refusing():
             arguments.validate_args(args, {})
+        # Some are made there.
+        upstream.require(args, "validation")
         for check in (_check_microbatches, _check_groups, _check_model):
             with self._refusing():
                 check(args)

@@ -343,7 +343,10 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
     }
     assert wanted.items() <= found["configuration"].items()
     assert found["launch"] == {
-        "notes": ["--attention-backend auto is predicted as flash"],
+        "notes": [
+            "--attention-backend auto is predicted as flash",
+            "Megatron's parser does not know --my-own-flag; ignore this if your script adds it",
+        ],
         "not_considered": ["--my-own-flag"],
     }
     assert main([*said, "--pp", "8", *launch, *uniform]) == 0
@@ -504,12 +507,12 @@ def test_a_mistyped_or_unmodelled_flag_is_no_silent_one(flags: str, message: str
 
 def test_all_flags_that_megatron_does_not_know_are_named_at_once() -> None:
     """A script may have flags of its own, whatever they resemble."""
-    (note,) = read("--sequence-paralel", "--bpip", "--num_layers", "4", "--my-own", "x").notes
+    *_, note = read("--sequence-paralel", "--bpip", "--num_layers", "4", "--my-own", "x").notes
     assert note == (
         "Megatron's parser does not know --sequence-paralel (did you mean '--sequence-parallel'?), --bpip (did you "
         "mean '--bpipe'?), --num_layers (did you mean '--num-layers'?), --my-own; ignore this if your script adds them"
     )
-    (note,) = read(*(f"--own-{number}" for number in range(101))).notes
+    *_, note = read(*(f"--own-{number}" for number in range(101))).notes
     assert note.endswith("--own-19, 81 more; ignore this if your script adds them")
 
 
