@@ -40,6 +40,8 @@ COMMANDS = {
     "report": "compare a recorded run with its prediction",
     "compare": "compare two runs of one training: whether they compute the same, and how memory and time differ",
 }
+# Those that run with Python alone, or name what they need themselves.
+_PLAIN = ("schedule", "profile", "capture", "report", "compare")
 
 # What stands in the way of a file, and what to do.
 _OF_FILES = {
@@ -87,6 +89,8 @@ def _run(arguments: Sequence[str]) -> int:
         if arguments and arguments[0] in commands:
             commands[arguments[0]].check_flags(arguments[1:])
         options = options_of(parser, arguments)
+        if options.command not in _PLAIN:
+            require("", f"bpipe {options.command}")
         status: int | None = importlib.import_module(_module_of(options.command)).run(options)
     except SystemExit:
         # Help has been written.

@@ -2,7 +2,7 @@
 
 In: an extra of the distribution. Out: nothing, or one line of error.
 
-Schedules, simulator, planner and reports need nothing but Python. Imports none of the packages it looks for.
+Schedules and reports need nothing but Python. Imports none of the packages it looks for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "torch-bpipe"
-# The modules that each extra of pyproject.toml brings, as far as a command of ours cannot do without them.
-MODULES = {"completion": ("shtab",), "torch": ("torch",), "megatron": ("torch", "megatron.core")}
+# The modules that each extra of pyproject.toml brings, and those that are installed without any, as far as a command of
+# ours cannot do without them.
+MODULES = {"": ("numpy", "rich"), "completion": ("shtab",), "torch": ("torch",), "megatron": ("torch", "megatron.core")}
 
 
 def require(extra: str, for_what: str) -> None:
@@ -26,13 +27,14 @@ def require(extra: str, for_what: str) -> None:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that adds an extra to the installation that runs: a checkout, its copy, or the package
-    of an index."""
+    """Return the pip command that adds an extra, or what is installed without any, to the installation that runs: a
+    checkout, its copy, or the package of an index."""
     checkout = Path(__file__).resolve().parents[1]
+    brackets = f"[{extra}]" if extra else ""
     if (checkout / "pyproject.toml").is_file():
         place = "." if checkout == Path.cwd() else checkout
-        return f'pip install -e "{place}[{extra}]"'
-    return f'pip install "{_copied_from() or DISTRIBUTION}[{extra}]"'
+        return f'pip install -e "{place}{brackets}"'
+    return f'pip install "{_copied_from() or DISTRIBUTION}{brackets}"'
 
 
 def _copied_from() -> Path | None:

@@ -13,12 +13,13 @@ from pathlib import Path
 from bpipe.commands.launch import lines, words_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, print_json
 from bpipe.commands.simulate import budgeted
+from bpipe.commands.terminal import tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.training_log import read_log
 from bpipe.plan.calibrate import Ran, Steady, calibrate, steady
-from bpipe.plan.explain import describe
+from bpipe.plan.candidates import describe
 from bpipe.plan.options import filled, setup_of
 from bpipe.predict.calibration import Calibration
 from bpipe.predict.layout import Setup
@@ -62,9 +63,9 @@ def run(options: Options) -> None:
     if options.format == "json":
         print_json({**calibration.document(), "iterations": None if found is None else found._asdict()})
         return
-    print("\n".join([*lines(reading), *_said(setup, found, calibration)]))
+    tell(*lines(reading), *_said(setup, found, calibration))
     if options.output is None:
-        print("to keep this for --calibration of bpipe simulate and bpipe plan, give --output FILE")
+        tell("to keep this for --calibration of bpipe simulate and bpipe plan, give --output FILE")
 
 
 def _reading(options: Options) -> Reading | None:

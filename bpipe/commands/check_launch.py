@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bpipe.commands.launch import flags_of, judgement_of, words_of
 from bpipe.commands.shared import print_json
+from bpipe.commands.terminal import table, tell
 from bpipe.config.features.feature import Feature, State
 from bpipe.config.flags import configurations, outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
@@ -40,10 +41,10 @@ def run(options: Options) -> int:
         judged = {"judged_by": judgement.by, "unknown_flags": list(judgement.unknown or ())}
         print_json({"state": state.value, **judged, "features": [_values(one) for one in features]})
     else:
-        for one in features:
-            print(_line(one))
-        print(judgement.by)
-        print(f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
+        if features:
+            rows = [(one.state.value, one.name, one.reason, one.remedy) for one in features]
+            tell(table(("state", "feature", "reason", "way out"), rows))
+        tell(judgement.by, f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
     return 2 if state is State.REFUSED else 0
 
 
@@ -67,11 +68,6 @@ _MEANS = {
     State.GUARDED: ": in the first iterations all that moves is checked, and the run ends at the first wrong byte",
     State.REFUSED: ": it would end at its start",
 }
-
-
-def _line(feature: Feature) -> str:
-    way_out = f"; {feature.remedy}" if feature.remedy else ""
-    return f"{feature.state.value:9}  {feature.name}: {feature.reason}{way_out}"
 
 
 def _values(feature: Feature) -> dict[str, str]:

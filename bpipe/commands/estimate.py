@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.commands.shared import print_json
+from bpipe.commands.terminal import table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import GLOBAL_BATCH, PIPELINE
@@ -41,33 +42,24 @@ def run(options: Options) -> None:
     y, x = options.micro_batch
     stage_y, stage_x = (value / 100 for value in options.stage_mfu)
     result = estimate(options.global_batch, options.pipeline, x, y, stage_x, stage_y)
+    seconds_y, seconds_x = options.stage_seconds or (None, None)
     text = verdict(result, x, y, stage_x, stage_y)
-    iterations = [
-        iteration_seconds(options.global_batch, options.pipeline, size, stage)
-        for size, stage in zip((y, x), options.stage_seconds or (), strict=False)
-    ]
+    rows = (
+        {
+            "micro_batch": size,
+            "stage_mfu_percent": 100 * stage,
+            "mfu_percent": 100 * whole,
+            "bubble_percent": 100 * bubble,
+            "iteration_time_s": seconds and iteration_seconds(options.global_batch, options.pipeline, size, seconds),
+        }
+        for size, stage, whole, bubble, seconds in (
+            (y, stage_y, result.mfu_y, result.bubble_y, seconds_y),
+            (x, stage_x, result.mfu_x, result.bubble_x, seconds_x),
+        )
+    )
     if options.format == "json":
-        rows = [(y, stage_y, result.mfu_y, result.bubble_y), (x, stage_x, result.mfu_x, result.bubble_x)]
-        print_json(
-            {
-                "gain": result.ratio,
-                "verdict": text,
-                "sizes": [
-                    {
-                        "micro_batch": size,
-                        "stage_mfu_percent": 100 * stage,
-                        "mfu_percent": 100 * whole,
-                        "bubble_percent": 100 * bubble,
-                        "iteration_time_s": iterations[index] if iterations else None,
-                    }
-                    for index, (size, stage, whole, bubble) in enumerate(rows)
-                ],
-            }
-        )
+        print_json({"gain": result.ratio, "verdict": text, "sizes": list(rows)})
         return
-    for index, (size, whole) in enumerate(((y, result.mfu_y), (x, result.mfu_x))):
-        print(
-            f"micro-batch {size}: whole model MFU {100 * whole:.1f} %"
-            + (f", iteration {iterations[index]:.3f} s" if iterations else "")
-        )
-    print(text)
+    decimals = {"micro_batch": 0, "stage_mfu_percent": 1, "mfu_percent": 1, "bubble_percent": 1, "iteration_time_s": 3}
+    shown = [["" if row[key] is None else f"{row[key]:.{digits}f}" for key, digits in decimals.items()] for row in rows]
+    tell(table(("micro-batch", "stage MFU %", "MFU %", "bubble %", "iteration s"), shown), text)

@@ -11,7 +11,7 @@ from typing import Any
 
 from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, print_json, with_trace
-from bpipe.commands.terminal import progress_of
+from bpipe.commands.terminal import Verbatim, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Command, Group, Options, Task
@@ -21,10 +21,10 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import difference
 from bpipe.plan.budget import one_budget_a_rank
 from bpipe.plan.budget_fit import ELSEWHERE, within_budget
-from bpipe.plan.explain import describe
+from bpipe.plan.candidates import Candidate, cells, describe
 from bpipe.plan.options import filled, setup_of
-from bpipe.plan.predict import SetupPrediction, predict
-from bpipe.plan.ways import Way, ways_to_fit
+from bpipe.plan.predict import predict
+from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.error_bars import range_text
 from bpipe.predict.layout import Setup
@@ -32,6 +32,7 @@ from bpipe.predict.profile import Profile
 
 # The exit status where nothing fits; 2 is an error in what was asked.
 NOTHING_FITS = 3
+_COLUMNS = ("peak GiB", "saved GiB", "iteration s", "ratio", "state", "what")
 
 COMMAND = Command(
     (*CONFIGURED, MEASURED, Group("output", (outputs.rows(12, positive), outputs.FORMAT))),
@@ -63,7 +64,7 @@ def run(asked: Options) -> int:
     with progress_of("fit"):
         found = ways_to_fit(setup, others, profile, planned)
         setup, unkept = (setup, None) if planned is None else _planned(setup, planned)
-        now = predict(setup, profile, formula=options.flops_formula)
+        now = Candidate(predict(setup, profile, formula=options.flops_formula))
     shown = found[: options.rows]
     # Where flags say it, what changes is said of the launch that they mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading
@@ -71,8 +72,10 @@ def run(asked: Options) -> int:
         now_values = {**_values(now), "unkept": unkept}
         print_json({"now": now_values, "ways": [_way_values(way, launch) for way in shown]})
     else:
-        print("\n".join((*([unkept] if unkept else []), *_lines(now, shown, launch), *lines(reading))))
-    return 0 if now.fits or any(way.fits for way in found) else NOTHING_FITS
+        tell(*([unkept] if unkept else ()))
+        _tell(now, shown, launch)
+        tell(*lines(reading))
+    return 0 if now.fits or any(way.can_run for way in found) else NOTHING_FITS
 
 
 def _planning(setup: Setup, options: Options, profile: Profile | None) -> Callable[[Setup], Setup] | None:
@@ -91,54 +94,28 @@ def _planned(setup: Setup, planned: Callable[[Setup], Setup]) -> tuple[Setup, st
         return setup, str(error).removesuffix(f". {ELSEWHERE}")
 
 
-def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[str]:
-    peak, limit, seconds = now.peak_bytes, now.memory[0].limit_bytes, now.timing.iteration_s
-    head = (
-        f"{describe(now.setup)}: {gib_text(peak)} of {gib_text(limit)} GiB, {'fits' if now.fits else 'does not fit'}; "
-        f"{seconds:.3f} s{range_text(now.setup, seconds)}"
-    )
+def _tell(now: Candidate, ways: Sequence[Candidate], launch: Reading) -> None:
+    fits = "fits" if now.fits else "does not fit"
+    peak, seconds = f"{gib_text(now.peak_bytes)} of {gib_text(now.limit_bytes)} GiB", f"{now.iteration_s:.3f} s"
+    tell(f"{describe(now.setup)}: {peak}, {fits}; {seconds}{range_text(now.setup, now.iteration_s)}")
     if not ways:
-        return [head, "nothing that was tried helps"]
-    rows: list[tuple[str, ...]] = [("", "GiB", "saved", "seconds", "ratio")]
-    for number, way in enumerate(ways, 1):
-        taken, need = way.prediction.timing.iteration_s, way.prediction.peak_bytes
-        figures = (gib_text(need), gib_text(peak - need), f"{taken:.3f}", f"{taken / seconds:.2f}")
-        rows.append((str(number), *figures))
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    words = ["what", *(f"{way.what}{_state(way)}" for way in ways)]
-    return [
-        head,
-        *(
-            "  ".join((*(cell.rjust(width) for cell, width in zip(row, widths, strict=True)), word))
-            for row, word in zip(rows, words, strict=True)
-        ),
-        *(f"{number}. {difference(way.prediction.setup, launch).text}" for number, way in enumerate(ways, 1)),
-    ]
+        tell("nothing that was tried helps")
+        return
+    numbered = [[str(number), *values] for number, values in enumerate(cells(_COLUMNS, ways, now), 1)]
+    flags = (f"{number}. {difference(way.setup, launch).text}" for number, way in enumerate(ways, 1))
+    tell(table(("", *_COLUMNS), numbered), *map(Verbatim, flags))
 
 
-def _state(way: Way) -> str:
-    if way.refused:
-        return " (refused by the trainer)"
-    words = {"guarded": way.guarded, "tight": way.is_tight, "does not fit": not way.fits}
-    said = [word for word, holds in words.items() if holds]
-    return f" ({', '.join(said)})" if said else ""
+def _values(row: Candidate) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("iteration_s", "peak_bytes", "limit_bytes", "fits")}
 
 
-def _values(prediction: SetupPrediction) -> dict[str, Any]:
+def _way_values(way: Candidate, launch: Reading) -> dict[str, Any]:
     return {
-        "iteration_s": prediction.timing.iteration_s,
-        "peak_bytes": prediction.peak_bytes,
-        "limit_bytes": prediction.memory[0].limit_bytes,
-        "fits": prediction.fits,
-    }
-
-
-def _way_values(way: Way, launch: Reading) -> dict[str, Any]:
-    return {
-        "what": way.what,
-        **_values(way.prediction),
-        "flags": difference(way.prediction.setup, launch)._asdict(),
-        "guarded": way.guarded,
+        "what": way.name,
+        **_values(way),
+        "flags": difference(way.setup, launch)._asdict(),
+        "guarded": way.is_guarded,
         "tight": way.is_tight,
         "refused": list(way.refused),
     }

@@ -7,27 +7,16 @@ from __future__ import annotations
 
 import gc
 import shlex
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from bpipe.balance.config import BALANCES
-from bpipe.commands.front import show
-from bpipe.commands.launch import REFUSES, judged_reading, lines
-from bpipe.commands.plan_output import (
-    PlanNotes,
-    answer_of,
-    choice_of_launch,
-    launch_lines,
-    launch_values,
-    plan_document,
-    plan_notes,
-    table,
-)
-from bpipe.commands.shared import TRAINED, cluster_of, measured_of, picture_file, print_json
+from bpipe.commands.launch import REFUSES, judged_reading
+from bpipe.commands.plan_output import plan_notes, print_front, print_plan
+from bpipe.commands.shared import TRAINED, cluster_of, measured_of, picture_file
 from bpipe.commands.simulate import SUFFIXES, budgeted
+from bpipe.commands.terminal import Progress, progress_of
 from bpipe.config.flags import outputs
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.configurations import LAUNCHED, MEASURED, SEARCHED_FLAGS
@@ -35,12 +24,14 @@ from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan.answer import answer_document, answer_lines
+from bpipe.plan.answer import LAUNCH
 from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.candidates import Candidate
 from bpipe.plan.explain import verdict
+from bpipe.plan.front import find_front
 from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, state_types_of, switches_of
-from bpipe.plan.predict import SetupPrediction, predict
-from bpipe.plan.refusals import has_transformer_engine
+from bpipe.plan.predict import predict
+from bpipe.plan.refusals import has_transformer_engine, refused_launch
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts
@@ -55,8 +46,6 @@ from bpipe.schedule.hosts import IN_NODES
 NO_ROWS = 3
 # How a model is cut: the search chooses, but among what is asked for.
 CUT = ("tensor", "pipeline", "micro_batch", "chunks")
-# As `gc.set_threshold` takes them.
-_SELDOM = (200_000, 20, 100)
 
 
 COMMAND = Command(
@@ -106,56 +95,44 @@ def run(asked: Options) -> int:
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --gbs")
     space = _space(asked, options, _contexts(asked, every, reading), reading)
-    bar = _Bar()
+    # A search makes millions of small values, hardly any of them in a cycle: looking for those took a fifth of its time.
+    gc.set_threshold(200_000, 20, 100)
     if options.front:
-        with _seldom_collected():
-            found = show(space, options, picture_file(options.plot, SUFFIXES), bar.show)
-        return NO_ROWS if found.winner is None else 0
+        plot = picture_file(options.plot, SUFFIXES)
+        with progress_of("front") as progress:
+            front = find_front(space, progress)
+        print_front(front, space, options, plot)
+        return NO_ROWS if front.winner is None else 0
     drawn = next((flag.name for flag in (outputs.PLOT, outputs.HTML) if getattr(options, flag.field) is not None), None)
     if drawn is not None:
         raise ValueError(f"{drawn} draws a front: give --front, too, or leave it out")
-    outcome = _searched(space, options, bar)
-    if options.emit_args is not None:
-        bar.clear()
+    with progress_of("plan") as progress:
+        outcome = _searched(space, options, progress)
+        differs_from = reading if reading is None or _is_as_launched(asked, reading) else None
+        beside = None if options.emit_args is not None else plan_notes(outcome, differs_from)
+    if beside is None:
         print(_flags_of_row(outcome, options.emit_args))
     else:
-        beside = plan_notes(outcome, reading if reading is None or _is_as_launched(asked, reading) else None)
-        bar.clear()
-        _print(outcome, beside, options.format, reading, yours)
+        print_plan(outcome, beside, options.format, reading, yours)
     return 0 if outcome.rows else NO_ROWS
 
 
-def _searched(space: Space, options: Options, bar: _Bar) -> Outcome:
+def _searched(space: Space, options: Options, progress: Progress) -> Outcome:
     """Search for as many rows as are shown.
 
     Within a budget, or where own memory hosts, balanced rows send only what must leave.
     """
     num_rows = max(options.rows, options.emit_args or 0)
-    with _seldom_collected():
-        if options.memory is None and not set(space.hosts) & set(IN_NODES):
-            return search(space, num_rows, bar.show)
-        return search(space, num_rows, bar.show, _sending_what_must(space, space.cluster.limit_bytes))
+    if options.memory is None and not set(space.hosts) & set(IN_NODES):
+        return search(space, num_rows, progress)
+    return search(space, num_rows, progress, _sending_what_must(space, space.cluster.limit_bytes))
 
 
 def _flags_of_row(outcome: Outcome, row: int) -> str:
     """Return Megatron's flags of a row. Raises ValueError for a row that is not there."""
     if row > len(outcome.rows):
         raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {verdict(outcome).text}")
-    return shlex.join(megatron_flags(outcome.rows[row - 1].prediction.setup))
-
-
-def _print(
-    outcome: Outcome, beside: PlanNotes, form: str, reading: Reading | None, yours: SetupPrediction | str | None
-) -> None:
-    """Print what to run, and then the rows, and beside them the launch as it stands, where one was given."""
-    found = answer_of(beside.stock, beside.launch, choice_of_launch(yours, reading))
-    if form == "json":
-        launch = {} if reading is None or yours is None else launch_values(yours, reading)
-        print_json({"answer": answer_document(found), **plan_document(outcome, beside), **launch})
-        return
-    for line in (*answer_lines(found), "", *lines(reading), *(() if yours is None else launch_lines(yours))):
-        print(line)
-    print(table(outcome, beside), end="")
+    return shlex.join(megatron_flags(outcome.rows[row - 1].setup))
 
 
 def _is_as_launched(asked: Options, reading: Reading) -> bool:
@@ -238,21 +215,6 @@ def _one_of(asked: Sequence[int] | None, possible: Sequence[int], flag: str, wha
     return None if asked is None else tuple(asked)
 
 
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Switch cyclic garbage collection off during a search.
-
-    A search makes millions of small values, and hardly any is part of a cycle: to look for some took a fifth of its
-    time.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(*_SELDOM)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
 def _schedules(asked: Options, fp8: Fp8 | None) -> tuple[str, ...]:
     """In FP8 those that split backwards are looked at only where they are asked for, which is refused with the
     reason."""
@@ -294,7 +256,7 @@ def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Set
     return anew
 
 
-def _yours(asked: Options, reading: Reading) -> SetupPrediction | str:
+def _yours(asked: Options, reading: Reading) -> Candidate | str:
     """Return the launch as it stands, or why it cannot be on this cluster."""
     if reading.refused is not None:
         return f"{REFUSES}: {reading.refused}"
@@ -309,27 +271,7 @@ def _yours(asked: Options, reading: Reading) -> SetupPrediction | str:
         profile, traced = measured_of(every)
         own = setup_of(every, _budgeted(cluster_of(every, reading), asked.memory))
         setup, _ = budgeted(every, replace(own, traced=traced), profile)
-        return predict(setup, profile, formula=every.flops_formula)
+        prediction = predict(setup, profile, formula=every.flops_formula)
+        return Candidate(prediction, LAUNCH, refused=refused_launch(setup, reading))
     except ValueError as error:
         return str(error)
-
-
-@dataclass(slots=True)
-class _Bar:
-    """Progress on stderr, if that is a terminal, at most ten times a second."""
-
-    shown_at: float = 0.0
-    is_terminal: bool = field(default_factory=lambda: sys.stderr.isatty())
-
-    def show(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self.is_terminal and (now - self.shown_at > 0.1):
-            self.shown_at = now
-            filled = 30 * done // max(total, 1)
-            print(
-                f"\r{what:7}[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} ", end="", file=sys.stderr, flush=True
-            )
-
-    def clear(self) -> None:
-        if self.is_terminal and self.shown_at:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

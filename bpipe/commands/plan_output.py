@@ -1,110 +1,117 @@
-"""Say what `bpipe plan` found.
+"""Print what `bpipe plan` found, or write it as JSON.
 
-In: the outcome of a search, the launch it is for. Out: lines, or the values of its JSON.
+In: the outcome of a search or a front, the launch it is for. Out: text, the values of its JSON, a page.
 
 Predicts nothing that nobody asks for, and searches only what stands beside the rows.
 """
 
 from __future__ import annotations
 
+import html
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bpipe.commands.launch import launch_document
-from bpipe.commands.terminal import BOLD, paint
+from bpipe.commands.launch import launch_document, lines
+from bpipe.commands.shared import print_json
+from bpipe.commands.terminal import Verbatim, table, tell
+from bpipe.config.flags.flag import Options
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.row_flags import chosen_flags, common_flags, difference
-from bpipe.plan import standings, stock
-from bpipe.plan.answer import Answer, Choice, ChoiceKind, answer
-from bpipe.plan.document import document
-from bpipe.plan.explain import (
-    CLEARLY,
-    calibration_lines,
-    costly_halves,
-    describe,
-    is_level,
-    only_balanced,
-    pairs_apart,
-    replicas_apart,
-    verdict,
+from bpipe.config.launch.row_flags import common_flags, difference
+from bpipe.plan.answer import (
+    Answer,
+    Stock,
+    accuracy,
+    advice,
+    answer_document,
+    answer_of,
+    flags_of,
+    stock_document,
+    stock_of,
 )
-from bpipe.plan.judge import Candidate
-from bpipe.plan.predict import SetupPrediction
-from bpipe.plan.refusals import refused_launch
+from bpipe.plan.candidates import CLEARLY, Candidate, cells, is_level
+from bpipe.plan.document import document
+from bpipe.plan.explain import calibration_lines, pairs_apart, remarks, verdict
+from bpipe.plan.front import MOST_TIMES, Front, front_document, standing
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
-from bpipe.plan.stock import Stock
-from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_lines
+from bpipe.plan.standings import family_rows, family_values, needs_of_setup, trainer_needs
+from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_text, remedy_rows
 from bpipe.predict.cluster import gib_text
-from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
 from bpipe.predict.recompute import BLOCK
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 # Ranks whose peaks fit into one line.
 _ALL_SHOWN = 16
+_OF_ANSWER = ("", "iteration s", "range s", "speed-up", "peak GiB", "of GiB", "state", "configuration")
+_OF_ROWS = ("", "iteration s", "MFU %", "bubble %", "exposed s", "state", "configuration")
+_OF_POINTS = ("peak GiB", "iteration s", "MFU %", "configuration", "moved GB", "needs GB/s")
+_OF_REMEDIES = ("", "iteration s", "speed-up", "peak GiB", "state")
 
 
 class PlanNotes(NamedTuple):
-    """Facts shown beside the rows: Megatron's own best, and the first row that the vocabulary hurts.
-
-    `launch`: the launch from which the rows' flags differ, if one is given.
-    """
+    """Facts shown beside the rows."""
 
     stock: Stock
+    """Megatron's own best."""
     launch: Reading | None
+    """The launch from which the rows' flags differ, if one is given."""
     hurts: tuple[Burden, int] | None = None
+    """The first row that the vocabulary hurts, by its number."""
 
 
 def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
-    beside = PlanNotes(stock.stock_of(outcome.space, outcome.rows), launch)
+    beside = PlanNotes(stock_of(outcome.space, outcome.rows), launch)
     # Of shards that were searched the rows say what they gain.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
-    every = (
-        (burden(found.prediction, outcome.space.profile, others), number)
-        for number, found in enumerate(outcome.rows, 1)
-    )
-    hurts = next(((one, number) for one, number in every if one is not None), None)
-    return beside._replace(hurts=hurts)
+    for number, row in enumerate(outcome.rows, 1):
+        found = burden(row.prediction, outcome.space.profile, others)
+        if found is not None:
+            return beside._replace(hurts=(found, number))
+    return beside
 
 
-def launch_lines(yours: SetupPrediction | str) -> list[str]:
-    """Return the launch as it stands, as a row of its own."""
-    if isinstance(yours, str):
-        return [f"the launch as it is: {yours}"]
-    misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in yours.memory if not rank.fits]
-    fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
-    return ["first the launch as it is, then what was found", *_lines(0, Candidate(yours, None)), f"     {fits}"]
+def print_plan(
+    outcome: Outcome, beside: PlanNotes, form: str, reading: Reading | None, yours: Candidate | str | None
+) -> None:
+    """Print what to run, and then the rows, and beside them the launch as it stands, if one was given.
 
-
-def answer_of(beside: Stock, differs_from: Reading | None = None, launch: Choice | None = None) -> Answer:
-    """Return what to run: the launch, where one was given and can be predicted, stock's best or ours.
-
-    `differs_from`: the launch that flags are said of.
+    `yours`: that launch, or why it cannot be on this cluster.
     """
-    stocks = None if beside.found is None else beside.found.prediction
-    found = [
-        Choice(kind, prediction, flags_of(prediction.setup, differs_from))
-        for kind, prediction in ((ChoiceKind.STOCK, stocks), (ChoiceKind.OURS, beside.ours))
-        if prediction is not None
-    ]
-    return answer(found if launch is None else [launch, *found])
+    found = answer_of(beside.stock, beside.launch, yours if isinstance(yours, Candidate) else None)
+    if form == "json":
+        launch = {} if reading is None or yours is None else launch_values(yours, reading)
+        print_json({"answer": answer_document(found), **plan_document(outcome, beside), **launch})
+    else:
+        _tell(found, [*lines(reading), *_plan_parts(outcome, beside, yours)])
 
 
-def choice_of_launch(yours: SetupPrediction | str | None, reading: Reading | None) -> Choice | None:
-    """Return the launch as it stands as something to run; None where there is none, or it cannot be predicted."""
-    if reading is None or not isinstance(yours, SetupPrediction):
-        return None
-    return Choice(ChoiceKind.LAUNCH, yours, refused=refused_launch(yours.setup, reading))
+def _tell(found: Answer, parts: Sequence[str | Table]) -> None:
+    """Print the answer: what there is to choose from, and what launches it; behind the rest it stands once more."""
+    choices = found.choices
+    if choices:
+        tell(table(_OF_ANSWER, cells(_OF_ANSWER, choices)))
+    tell(advice(found), *([accuracy(choices[-1])] if choices else ()))
+    for row in choices:
+        tell(*(f"{row.name}: the trainer refuses this: {reason}" for reason in row.refused[:2]))
+        tell(*([Verbatim(f"{row.name}: {row.flags}")] if row.flags else ()))
+    tell("", *parts)
+    if found.taken is not None:
+        tell("", advice(found))
 
 
-def launch_values(yours: SetupPrediction | str, reading: Reading) -> dict[str, Any]:
+def launch_values(yours: Candidate | str, reading: Reading) -> dict[str, Any]:
     if isinstance(yours, str):
         said: dict[str, Any] = {"impossible": yours}
     else:
-        said = {**document(yours), "refused": list(refused_launch(yours.setup, reading))}
+        said = {**document(yours.prediction), "refused": list(yours.refused)}
     return {"launch": {**launch_document(reading), "as_it_stands": said}}
 
 
@@ -128,25 +135,24 @@ def plan_document(outcome: Outcome, beside: PlanNotes) -> dict[str, Any]:
             "simulated": outcome.num_simulated,
             "cut": {name: outcome.cuts.get(name, 0) for name in CUTS if name not in _unasked(outcome.space)},
         },
-        "rows": [_row(found, beside.launch) for found in outcome.rows],
-        "stock": stock.stock_document(beside.stock),
-        "families": standings.family_values(outcome),
-        "needs": standings.trainer_needs(outcome),
+        "rows": [
+            {
+                **document(row.prediction),
+                "only_balanced": row.unbalanced_bytes is not None,
+                "unbalanced_peak_bytes": row.unbalanced_bytes,
+                "megatron_flags": megatron_flags(row.setup),
+                "launch_difference": beside.launch and difference(row.setup, beside.launch)._asdict(),
+            }
+            for row in outcome.rows
+        ],
+        "stock": stock_document(beside.stock),
+        "families": family_values(outcome),
+        "needs": trainer_needs(outcome),
         "vocabulary": None if beside.hurts is None else burden_document(*beside.hurts),
     }
 
 
-def _row(found: Candidate, launch: Reading | None) -> dict[str, Any]:
-    return {
-        **document(found.prediction),
-        "only_balanced": found.needs_bytes is not None,
-        "unbalanced_peak_bytes": found.needs_bytes,
-        "megatron_flags": megatron_flags(found.prediction.setup),
-        "launch_difference": None if launch is None else difference(found.prediction.setup, launch)._asdict(),
-    }
-
-
-def table(outcome: Outcome, beside: PlanNotes) -> str:
+def _plan_parts(outcome: Outcome, beside: PlanNotes, yours: Candidate | str | None) -> list[str | Table]:
     """Return the rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
     cluster = outcome.space.cluster
     share = f"{100 * cluster.limit_bytes / cluster.device.memory_bytes:.0f} % of a device"
@@ -154,53 +160,42 @@ def table(outcome: Outcome, beside: PlanNotes) -> str:
     head = f"{outcome.num_fitting} of {outcome.num_configurations} configurations fit into {limit}"
     if outcome.rows:
         head += f", {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest:"
-    lines = [head, *calibration_lines(cluster)]
-    num_level = _num_level(outcome)
-    for number, found in enumerate(outcome.rows, 1):
-        if number == num_level + 1:
-            lines.append(
-                f"rows below take at least {100 * (CLEARLY - 1):.0f} % more time than row 1; rows above are level with it"
-            )
-        apart = pairs_apart(found.prediction, outcome.space.profile)
-        lines += [
-            *_lines(number, found),
-            *([f"     {apart}"] if apart else []),
-            f"     {flags_of(found.prediction.setup, beside.launch)}",
-        ]
-    if outcome.rows and beside.launch is None:
-        lines.append(f"all rows: {shlex.join(common_flags(outcome.rows[0].prediction.setup))}")
-    standing = standings.family_lines(outcome)
-    hurts = burden_lines(*beside.hurts) if beside.hurts else ()
-    return "\n".join((*lines, *standing, *hurts, verdict(outcome).text)) + "\n"
-
-
-def _num_level(outcome: Outcome) -> int:
-    """Return how many rows are not clearly slower than the first."""
-    seconds = [one.prediction.timing.iteration_s for one in outcome.rows]
-    return sum(is_level(each, seconds[0]) for each in seconds)
-
-
-def _lines(number: int, found: Candidate) -> list[str]:
-    prediction = found.prediction
-    timing, bandwidth = prediction.timing, prediction.bandwidth
-    first = (
-        f"{number:3}. {timing.iteration_s:9.3f} s  MFU {100 * prediction.mfu:5.2f} %  bubble "
-        f"{100 * timing.bubble_of_makespan:5.1f} %  "
-        f"exposed {max(timing.exposed_s):.3f} s  {describe(prediction.setup)}"
-    )
-    lines = [
-        paint(first, BOLD),
-        f"     GiB per rank, of {gib_text(prediction.memory[0].limit_bytes)}: {peaks_text(prediction.memory)}",
-    ]
-    if bandwidth:
-        lines.append(
-            f"     transfers of {bandwidth.transfer_bytes / 1e9:.2f} GB need "
-            f"{bandwidth.required_bytes_per_s / 1e9:.1f} GB/s "
-            f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase); the link has "
-            f"{bandwidth.available_bytes_per_s / 1e9:.0f}"
+    rows = [replace(row, name=str(number)) for number, row in enumerate(outcome.rows, 1)]
+    parts: list[str | Table] = [f"the launch as it is: {yours}"] if isinstance(yours, str) else []
+    shown = [*([yours] if isinstance(yours, Candidate) else ()), *rows]
+    parts += [head, *calibration_lines(cluster)]
+    if shown:
+        parts.append(table(_OF_ROWS, cells(_OF_ROWS, shown)))
+    num_level = sum(is_level(row.iteration_s, rows[0].iteration_s) for row in rows)
+    if num_level < len(rows):
+        percent = f"{100 * (CLEARLY - 1):.0f} %"
+        parts.append(
+            f"Rows from {num_level + 1} on take at least {percent} more time than row 1; rows above are level with it."
         )
-    remarks = (only_balanced(found), costly_halves(prediction), replicas_apart(prediction.setup))
-    return [*lines, *(f"     {text}" for text in remarks if text)]
+    for row in shown:
+        parts += ["", *_details(row, outcome, beside.launch)]
+    if rows and beside.launch is None:
+        parts += ["", Verbatim(f"all rows: {shlex.join(common_flags(rows[0].setup))}")]
+    families = family_rows(outcome)
+    if families:
+        parts += ["", table(("schedule", "its fastest configuration"), families), *trainer_needs(outcome)]
+    if beside.hurts:
+        remedies = remedy_rows(beside.hurts[0])
+        shown_remedies = cells(_OF_REMEDIES, remedies, Candidate(beside.hurts[0].prediction))
+        parts += ["", burden_text(*beside.hurts), table(_OF_REMEDIES, shown_remedies)]
+    return [*parts, "", verdict(outcome).text]
+
+
+def _details(row: Candidate, outcome: Outcome, launch: Reading | None) -> list[str]:
+    """Return what every rank of a row holds, what is said of it, and what launches it."""
+    memory = row.prediction.memory
+    lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(memory)}"]
+    if row.name in map(str, range(1, len(outcome.rows) + 1)):
+        said = remarks(row, pairs_apart(row.prediction, outcome.space.profile))
+        return [*lines, *(f"   {text}" for text in said), Verbatim(f"   {flags_of(row.setup, launch)}")]
+    misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in memory if not rank.fits]
+    fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
+    return [*lines, *(f"   {text}" for text in (*remarks(replace(row, refused=())), fits))]
 
 
 def peaks_text(memory: Sequence[RankMemory]) -> str:
@@ -212,6 +207,108 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
     return " ".join(value if number == 1 else f"{number} x {value}" for value, number in alike)
 
 
-def flags_of(setup: Setup, launch: Reading | None) -> str:
-    """Return the flags to change in the launch, or all chosen flags without a launch."""
-    return shlex.join(chosen_flags(setup)) if launch is None else difference(setup, launch).text
+def print_front(front: Front, space: Space, options: Options, plot: Path | None) -> None:
+    """Draw and print. Raises ValueError for a row that is not there, or where there is nothing to draw."""
+    stock = stock_of(space, [] if front.winner is None else [front.points[front.winner]])
+    if front.winner is not None and stock.row is not None:
+        stock = replace(stock, row=front.winner + 1)
+    title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
+    if plot is not None:
+        plot.write_bytes(_drawn(front, title, plot.suffix))
+    if options.html is not None:
+        # A page has the title as its head.
+        svg = _drawn(front, "", ".svg").decode()
+        Path(options.html).write_text(_page(front, title, svg), encoding="utf-8")
+    row: int | None = options.emit_args
+    if row is not None:
+        if row > len(front.points):
+            raise ValueError(f"--emit-args {row}: there are {len(front.points)} rows")
+        print(shlex.join(megatron_flags(front.points[row - 1].setup)))
+        return
+    found = answer_of(stock)
+    if options.format == "json":
+        print_json({"answer": answer_document(found), "front": front_document(front), "stock": stock_document(stock)})
+        return
+    parts: list[str | Table] = [_front_head(front)]
+    if front.points:
+        titles, rows = _front_cells(front)
+        parts += [*calibration_lines(space.cluster), table(titles, rows), *_front_remarks(front)]
+    _tell(found, parts)
+
+
+def _front_head(front: Front) -> str:
+    head = f"{front.num_configurations} configurations, of which {front.num_simulated} were simulated"
+    most = f"{gib_text(front.most_bytes)} GiB per device"
+    if not front.points:
+        return f"{head}: none needs less than {most}, {float(MOST_TIMES):g} times its memory"
+    return f"{head}: the fastest for every amount of memory up to {most}"
+
+
+def _needs(front: Front) -> list[str]:
+    return list(dict.fromkeys(need for row in front.points for need in needs_of_setup(row.setup)))
+
+
+def _front_cells(front: Front) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Return the titles and a row for each point: `*` marks what wins, `-` what does not fit; numbers of what it needs
+    of the trainer."""
+    every, rows = _needs(front), []
+    for place, (row, values) in enumerate(zip(front.points, cells(_OF_POINTS, front.points), strict=True)):
+        mark = "*" if place == front.winner else "" if row.peak_bytes <= front.limit_bytes else "-"
+        needs = " ".join(f"[{every.index(need) + 1}]" for need in needs_of_setup(row.setup))
+        rows.append([mark, str(place + 1), *values, needs])
+    return ("", "", *_OF_POINTS, "needs"), rows
+
+
+def _front_remarks(front: Front) -> list[str]:
+    """Return the lines below the table."""
+    needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
+    searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
+    return [*needs, standing(front), *([searched] if front.not_searched else [])]
+
+
+def _drawn(front: Front, title: str, suffix: str) -> bytes:
+    try:
+        from bpipe.draw.plots import FrontPoint, front_chart, to_png, to_svg
+    except ImportError:
+        raise ValueError(
+            "--plot and --html need matplotlib, which is not installed: pip install matplotlib, or leave them out"
+        ) from None
+    points = [FrontPoint(row.peak_bytes, row.iteration_s, _group(row)) for row in front.points]
+    figure = front_chart(points, front.limit_bytes, front.winner, title)
+    return to_png(figure) if suffix == ".png" else to_svg(figure).encode()
+
+
+def _group(row: Candidate) -> str:
+    setup = row.setup
+    shards = f", vocabulary {setup.vocabulary.value}" if setup.is_sharded else ""
+    return f"{setup.schedule}{shards}{', balanced' if setup.balance is not None else ''}"
+
+
+_STYLE = """body { font: 15px/1.5 sans-serif; margin: 2rem auto; max-width: 70rem; color: #111; }
+table { border-collapse: collapse; width: 100%; }
+th, td { padding: .25rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
+td { font-variant-numeric: tabular-nums; } tr.winner { font-weight: bold; background: #eef5fb; }
+tr.large { color: #666; } code { font-size: .85em; overflow-wrap: anywhere; } svg { max-width: 100%; height: auto; }"""
+
+
+def _page(front: Front, title: str, svg: str) -> str:
+    """Return one self-contained HTML file: the picture, a row for each point with its flags, and the words below."""
+    titles, every = _front_cells(front) if front.points else ((), [])
+    rows = []
+    for place, (row, values) in enumerate(zip(front.points, every, strict=True)):
+        kind = "winner" if place == front.winner else "large" if row.peak_bytes > front.limit_bytes else "fits"
+        code = f"<code>{html.escape(shlex.join(megatron_flags(row.setup)))}</code>"
+        flags = f"<details><summary>flags</summary>{code}</details>"
+        rows.append(f'<tr class="{kind}">{_html("td", values)}<td>{flags}</td></tr>')
+    lines = [_front_head(front), *(_front_remarks(front) if front.points else ())]
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{svg[svg.index('<svg') :]}\n"
+        f"{_html('p', lines)}\n<table><thead><tr>{_html('th', (*titles, ''))}</tr></thead><tbody>\n"
+        + "\n".join(rows)
+        + "\n</tbody></table></body></html>\n"
+    )
+
+
+def _html(tag: str, texts: Sequence[str]) -> str:
+    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)

@@ -18,7 +18,6 @@ from pathlib import Path
 from bpipe.balance.config import BALANCES, named_balance
 from bpipe.build import ScheduleConfig, adopt, build
 from bpipe.commands.terminal import has_colours, is_terminal
-from bpipe.commands.times import times_of, unit_costs
 from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import FORMATS
@@ -32,6 +31,8 @@ from bpipe.schedule.families.families import (
     families_for_bounds,
     families_with_early_forwarding,
 )
+from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.files.document import write_json
 from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.files.listing import write_listing
@@ -46,8 +47,10 @@ from bpipe.schedule.memory import num_transfers, peak_counts, plain, with_after_
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 
+# A forward and a backward, or a forward and the halves of a backward; None where nothing was said.
+TimeOptions = tuple[Fraction, ...] | None
 # What `--costs` and `--hop` say.
-Times = tuple[tuple[Fraction, ...] | None, Fraction | None]
+Times = tuple[TimeOptions, Fraction | None]
 
 # What makes a schedule, and has no meaning for one that is read.
 _MADE = (
@@ -174,7 +177,7 @@ def _generated(options: Options) -> Schedule:
         group_size=_group_of(options),
         vocabulary=Vocabulary(options.vocabulary_parallel or Vocabulary.WHOLE),
         input_shards=options.input_shards,
-        costs=unit_costs(options.costs, options.hop),
+        costs=_unit_costs(options.costs, options.hop),
         delay=options.delay or 0,
         after_input=Fraction(1) if options.kept is None else options.kept,
         slices=options.slices or 1,
@@ -231,7 +234,7 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
     if form == "csv":
         return write_csv(schedule).encode()
     if form == "json":
-        return write_json(schedule, times_of(schedule, *given)).encode()
+        return write_json(schedule, _times_of(schedule, *given)).encode()
     if form == "svg":
         from bpipe.draw.svg import write_svg
 
@@ -270,5 +273,37 @@ def _remarks(schedule: Schedule, given: Times) -> str:
     remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
     if uses_host_memory(schedule.hosts):
         remark += f" own_memory={','.join(str(num_host_memory_buffers(schedule, rank)) for rank in range(schedule.num_ranks))}"
-    found = times_of(schedule, *given) if any(given) or schedule.split_stages else None
+    found = _times_of(schedule, *given) if any(given) or schedule.split_stages else None
     return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")
+
+
+def _unit_costs(given: TimeOptions, hop: Fraction | None = None) -> UnitCosts:
+    if given is None:
+        return replace(ALIKE, hop=hop or 0)
+    forward, *backward = given
+    halves = backward if len(backward) == 2 else [backward[0] / 2] * 2
+    return UnitCosts(forward, halves[0], halves[1], hop or 0)
+
+
+def _times_of(schedule: Schedule, given: TimeOptions, hop: Fraction | None = None) -> dict[str, object] | None:
+    """Return `costs`, `hop` if nonzero, `makespan` and `bubble_percent`; None with vocabulary shards, which have no
+    costs.
+
+    Raises ValueError for costs that do not fit what the schedule computes.
+    """
+    halved = bool(schedule.split_stages)
+    if given is not None and halved and len(given) == 2:
+        raise ValueError("--costs: its backwards are computed in halves, I and W: give three costs, F,I,W")
+    if schedule.layout.shard_kinds:
+        if given is not None:
+            raise ValueError("--costs: shards of the vocabulary take part in it, and have no cost here: leave it out")
+        return None
+    unit = _unit_costs(given, hop)
+    found = iteration_time(schedule, unit)
+    halves = (unit.backward_input, unit.backward_weight)
+    return {
+        "costs": [plain(one) for one in (unit.forward, *(halves if halved else (sum(halves),)))],
+        **({"hop": plain(Fraction(unit.hop))} if unit.hop else {}),
+        "makespan": plain(found.makespan),
+        "bubble_percent": plain(round(found.bubble_percent, 3)),
+    }

@@ -5,38 +5,31 @@ In: flags. Out: a table or JSON; on request a trace, a picture and a page.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bpipe.balance.config import BALANCES, name_of
 from bpipe.commands.launch import launch_document, lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, picture_file, print_json, with_trace
-from bpipe.commands.side_by_side import Compared, laid_over, lines_of, values_of
-from bpipe.commands.terminal import BOLD, RED, columns, paint, progress_of
+from bpipe.commands.terminal import progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.parser import Parser
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.candidates import CLEARLY, HOSTS, Candidate, cells, describe, is_level
 from bpipe.plan.document import document
-from bpipe.plan.explain import (
-    HOSTS,
-    calibration_lines,
-    costly_halves,
-    describe,
-    pairs_apart,
-    replicas_apart,
-    tightness_warning,
-    uneven_by_counts,
-)
+from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refusals import refused_launch
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.predict.cluster import gib_text
-from bpipe.predict.error_bars import range_text
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
 from bpipe.predict.profile import Profile
@@ -44,7 +37,22 @@ from bpipe.predict.slice_lengths import lengths_of
 from bpipe.predict.slices import slice_bounds
 from bpipe.simulate.report import Simulation
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 SUFFIXES = (".svg", ".png")
+# Of more the totals stand above them, too.
+_MANY_RANKS = 16
+_SIDES = ("A", "B")
+_TOTALS = ("iteration s", "range s", "MFU %", "bubble, % of pipeline", "bubble, % of spans", "exposed s", "state")
+_COMPARED = (
+    *("configuration", "iteration s", "range s", "MFU %", "bubble, % of pipeline", "exposed s", "peak GiB", "of GiB"),
+    *("state", "least full GiB", "evictions"),
+)
+_RANK_TITLES = (
+    *("rank", "layers", "weights", "gradients", "optimizer", "activations", "hosted", "working", "fragm.", "overhead"),
+    *("peak", "evictions", "fits"),
+)
 
 COMMAND = Command(
     (
@@ -102,11 +110,10 @@ COMMAND = Command(
 class _Answer(NamedTuple):
     """A prediction, and what is said beside it."""
 
-    prediction: SetupPrediction
+    row: Candidate
     reading: Reading | None
     plan: fit.Fit | None
     apart: str | None
-    reasons: Sequence[str]
 
 
 def run(options: Options) -> None:
@@ -118,27 +125,57 @@ def run(options: Options) -> None:
     if options.format == "json":
         print_json(_answer_document(answer))
     else:
-        print("\n".join(_answer_lines(answer)))
+        tell(*lines(answer.reading), *(() if answer.plan is None else fit.plan_lines(answer.plan)))
+        tell(*_text(answer.row, answer.apart))
 
 
 def _compare(options: Options) -> None:
     """Print two predictions side by side."""
-    if _is_drawn(options):
+    if any(file is not None for file in (options.trace, options.plot, options.html)):
         raise ValueError("--compare predicts twice, and --trace, --plot and --html draw one: leave one of the two out")
     with progress_of("simulate"):
-        answers = [_answer(laid_over(options, settings, COMMAND)) for settings in options.compare]
-    sides = [
-        Compared(settings, one.prediction, one.apart, one.reasons)
-        for settings, one in zip(options.compare, answers, strict=True)
-    ]
+        answers = [_answer(_laid_over(options, settings)) for settings in options.compare]
+    sides = [answer.row for answer in answers]
     if options.format == "json":
-        print_json(values_of(sides, [_answer_document(one) for one in answers]))
-    else:
-        print("\n".join(lines_of(sides)))
+        documents = (_answer_document(answer) for answer in answers)
+        print_json({**dict(zip(_SIDES, documents, strict=True)), "verdict": _verdict(sides)})
+        return
+    columns = zip(*cells(_COMPARED, sides), strict=True)
+    settings = [("settings", *(given or "as it stands" for given in options.compare))]
+    tell(table(("", *_SIDES), [*settings, *((title, *pair) for title, pair in zip(_COMPARED, columns, strict=True))]))
+    for name, answer in zip(_SIDES, answers, strict=True):
+        said = [answer.apart] if answer.apart else []
+        tell(*(f"{name}: {text}" for text in (*said, *refusals(answer.row))))
+    tell(_verdict(sides))
 
 
-def _is_drawn(options: Options) -> bool:
-    return any(file is not None for file in (options.trace, options.plot, options.html))
+def _laid_over(options: Options, settings: str) -> Options:
+    """Return the options with settings in their place; a launch among these is in place of the other. The name of a
+    file alone is that launch."""
+    words = shlex.split(settings)
+    if len(words) == 1 and not words[0].startswith("-"):
+        words = ["--launch", *words]
+    base = Options(**{**vars(options), "compare": None})
+    if {"--", "--launch"} & set(words):
+        base = Options(**{**vars(base), "megatron": [], "launch": None})
+    groups = (
+        group._replace(flags=tuple(replace(flag, required=False) for flag in group.flags)) for group in COMMAND[0]
+    )
+    parser = Parser(prog="bpipe simulate --compare", add_help=False)
+    parser.declare(COMMAND._replace(groups=tuple(groups)))
+    parser.check_flags(words)
+    return parser.parse_args(words, base)
+
+
+def _verdict(sides: Sequence[Candidate]) -> str:
+    """Say which of the two is faster, of those that can run."""
+    unable = [name for name, side in zip(_SIDES, sides, strict=True) if not side.can_run]
+    first, second = (side.iteration_s for side in sides)
+    percent = 100 * (second / first - 1)
+    apart = f"B takes {abs(percent):.1f} % {'longer' if percent > 0 else 'less'} than A"
+    if is_level(max(first, second), min(first, second)):
+        apart += f", which is level: predictions tell no less than {100 * (CLEARLY - 1):.0f} % apart"
+    return f"{apart}; {' and '.join(unable)} cannot run." if unable else f"{apart}."
 
 
 def _answer(options: Options) -> _Answer:
@@ -148,8 +185,9 @@ def _answer(options: Options) -> _Answer:
     setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     setup, plan = budgeted(options, setup, profile)
     plot = picture_file(options.plot, SUFFIXES)
+    is_drawn = any(file is not None for file in (options.trace, options.plot, options.html))
     # As plan times its rows, so that one configuration has one time; a picture shows every action, and times are its.
-    simulation = simulation_of(setup, profile) if _is_drawn(options) else None
+    simulation = simulation_of(setup, profile) if is_drawn else None
     prediction = predict(setup, profile, simulation, options.flops_formula)
     if simulation is not None:
         _draw(simulation, setup, options.trace, plot)
@@ -157,27 +195,17 @@ def _answer(options: Options) -> _Answer:
             from bpipe.commands.simulate_page import page
 
             Path(options.html).write_bytes(page(prediction, simulation))
-    apart = pairs_apart(prediction, profile)
-    return _Answer(prediction, reading, plan, apart, refused_launch(setup, reading))
+    judged = Candidate(prediction, refused=refused_launch(setup, reading))
+    return _Answer(judged, reading, plan, pairs_apart(prediction, profile))
 
 
 def _answer_document(answer: _Answer) -> dict[str, Any]:
-    found = {**document(answer.prediction), "pairs_apart": answer.apart, "refused": list(answer.reasons)}
+    found = {**document(answer.row.prediction), "pairs_apart": answer.apart, "refused": list(answer.row.refused)}
     if answer.plan is not None:
         found["plan"] = fit.plan_values(answer.plan)
     if answer.reading is not None:
         found["launch"] = launch_document(answer.reading)
     return found
-
-
-def _answer_lines(answer: _Answer) -> list[str]:
-    return [
-        *lines(answer.reading),
-        *(() if answer.plan is None else fit.plan_lines(answer.plan)),
-        table(answer.prediction).removesuffix("\n"),
-        *([answer.apart] if answer.apart else ()),
-        *(f"the trainer refuses this: {reason}" for reason in answer.reasons),
-    ]
 
 
 def _draw(simulation: Simulation, setup: Setup, trace: str | None, plot: Path | None) -> None:
@@ -240,75 +268,39 @@ def _chosen(setup: Setup) -> str:
     return "".join(f" ({text})" for said, text in texts if said)
 
 
-def table(prediction: SetupPrediction) -> str:
-    """Return totals as text, then a line for each rank in GiB of one device."""
-    setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
+def _text(row: Candidate, apart: str | None) -> list[str | Table]:
+    """Return what is predicted: totals, GiB of one device of each rank, and what is said of it."""
+    setup, prediction = row.setup, row.prediction
     bounds = None if setup.balance is None else setup.balance.bounds
-    lines = [
+    head = (
         f"{setup.model.name}: tensor {setup.tensor}, {_context(setup)}pipeline {setup.pipeline}, data {setup.data}, "
         f"micro-batch {setup.micro_batch}, {'' if setup.fp8 is None else f'FP8 {setup.fp8.recipe}, '}"
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
         f"{setup.schedule}{_chosen(setup)}, balance {name_of(setup.balance)}{HOSTS[setup.hosts]}"
-        f"{'' if bounds is None else ' to ' + ','.join(map(str, bounds))}",
-        f"iteration {timing.iteration_s:.3f} s{range_text(setup, timing.iteration_s)}   MFU "
-        f"{100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s)   "
-        f"bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, {100 * timing.bubble_of_span:.1f} % of the "
-        f"ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
-    ]
-    lines += calibration_lines(setup.cluster)
-    if bandwidth:
-        lines.append(
-            f"each transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: to hide behind one forward it needs "
-            f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady "
-            f"phase); the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
-        )
-    lines += [
-        remark
-        for remark in (
-            costly_halves(prediction),
-            replicas_apart(setup),
-            uneven_by_counts(setup),
-            tightness_warning(prediction),
-        )
-        if remark
-    ]
-    needs = needs_of_setup(setup)
-    lines += [need for need in (FP8, SLICES) if need in needs]
-    titles = (
-        "rank",
-        "layers",
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "hosted",
-        "working",
-        "fragm.",
-        "overhead",
-        "peak",
-        "evictions",
+        f"{'' if bounds is None else ' to ' + ','.join(map(str, bounds))}"
     )
-    rows: list[tuple[str, ...]] = [titles, *(_cells(prediction, row) for row in prediction.memory)]
-    head, *drawn = columns(rows)
-    lines.append(paint(f"{head}  GiB, of {gib_text(prediction.memory[0].limit_bytes)}", BOLD))
-    lines += [
-        line if row.fits else paint(f"{line}  does not fit", RED)
-        for line, row in zip(drawn, prediction.memory, strict=True)
+    flops = f"MFU of {prediction.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s"
+    ranks = [_rank_cells(prediction, rank) for rank in prediction.memory]
+    needs = [need for need in needs_of_setup(setup) if need in (FP8, SLICES)]
+    totals = table(_TOTALS, cells(_TOTALS, [row]))
+    return [
+        head,
+        *([totals] if len(ranks) > _MANY_RANKS else ()),
+        "",
+        f"GiB of one device of each rank, of {gib_text(row.limit_bytes)}:",
+        table(_RANK_TITLES, ranks, ["" if rank.fits else "red" for rank in prediction.memory]),
+        "",
+        *calibration_lines(setup.cluster),
+        *needs,
+        *remarks(row, apart),
+        flops,
+        totals,
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _cells(prediction: SetupPrediction, row: RankMemory) -> tuple[str, ...]:
+def _rank_cells(prediction: SetupPrediction, rank: RankMemory) -> list[str]:
     """Write what one rank holds, in the order of the titles."""
-    setup = prediction.setup
-    layers = sum(setup.layers[stage] for stage in setup.stages_of(row.rank))
-    sizes = (
-        row.weights_bytes,
-        row.gradients_bytes,
-        row.optimizer_bytes,
-        row.activations_bytes,
-        row.hosted_bytes,
-        row.working_bytes,
-    )
-    held = map(gib_text, (*sizes, row.fragmentation_bytes, row.overhead_bytes, row.peak_bytes))
-    return (str(row.rank), str(layers), *held, str(prediction.transfers[row.rank]))
+    layers = sum(prediction.setup.layers[stage] for stage in prediction.setup.stages_of(rank.rank))
+    names = ("weights", "gradients", "optimizer", "activations", "hosted", "working", "fragmentation", "overhead")
+    sizes = (gib_text(getattr(rank, f"{name}_bytes")) for name in (*names, "peak"))
+    return [str(rank.rank), str(layers), *sizes, str(prediction.transfers[rank.rank]), "" if rank.fits else "no"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from bpipe.balance.config import name_of
-from bpipe.plan.explain import calibration_lines, describe, tightness_warning
+from bpipe.plan.candidates import describe
+from bpipe.plan.explain import calibration_lines, tightness_warning
 from bpipe.plan.predict import SetupPrediction
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.error_bars import range_words

@@ -1,20 +1,35 @@
-"""Write for a person at a terminal: colour, columns as wide as their widest cell, and that something takes long.
+"""Print for a person: text, tables, and how far something that takes long has come.
 
-In: text, cells. Out: text, plain elsewhere.
-
-What reads output by program gets no byte of this. Knows no command.
+On a terminal with its width and colours, as far as NO_COLOR and TERM allow; elsewhere in 120 columns without. Rich is
+imported where something is printed, so that modules of commands load without it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Event, Thread
+from itertools import zip_longest
+from typing import TYPE_CHECKING, TextIO
 
-BOLD, RED, GREEN = "1", "31", "32"
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# Columns where nobody looks at a terminal.
+WIDTH = 120
+# What a cell of a right-aligned column looks like.
+_NUMBER = re.compile(r"(-|[-+]?\d[\d.,]*( to \d[\d.,]*)?( ?[x%])?)?")
+# Texts up to this length are not broken, either, and longer ones get as much room.
+_SHORT = 24
+# Between two looks at how far it is, of which a search takes millions.
+_EVERY_S = 0.1
+
+Progress = Callable[[str, int, int], None]
 
 
 def is_terminal() -> bool:
@@ -22,47 +37,95 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def has_colours() -> bool:
-    """Return whether that terminal shows colours and nothing forbids them."""
-    return is_terminal() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+def has_colours(stream: TextIO | None = None) -> bool:
+    """Return whether standard output, or that stream, is a terminal that shows colours, and nothing forbids them."""
+    is_allowed = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return is_allowed and (stream or sys.stdout).isatty()
 
 
-def paint(text: str, code: str) -> str:
-    """Return the text in a colour, where there are colours."""
-    return f"\x1b[{code}m{text}\x1b[0m" if has_colours() else text
+def _console(stream: TextIO) -> Console:
+    from rich.console import Console
+
+    is_tty = stream.isatty()
+    return Console(
+        file=stream,
+        width=None if is_tty else WIDTH,
+        force_terminal=is_tty,
+        force_jupyter=False,
+        color_system="auto" if has_colours(stream) else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Join cells to lines, right-aligned below the first row's titles; by program a column stays as wide as its
-    title."""
-    widths = [max(map(len, cells)) if is_terminal() else len(cells[0]) for cells in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], styles: Sequence[str] = ()) -> Table:
+    """Return a table of cells, without columns that are empty. Columns of numbers are right-aligned and never broken,
+    long texts go on in the next line."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    columns = [(title, cells) for title, *cells in zip(titles, *rows, strict=True) if any(cells)]
+    for title, cells in columns:
+        are_numbers, width = all(map(_NUMBER.fullmatch, cells)), max(map(len, cells))
+        least = width if are_numbers else min(width, _SHORT)
+        made.add_column(title, justify="right" if are_numbers else "left", min_width=max(least, len(title)))
+    for row, style in zip_longest(zip(*(cells for _, cells in columns), strict=True), styles):
+        made.add_row(*row, style=style)
+    return made
+
+
+class Verbatim(str):
+    """Text that is copied, such as flags: its lines are never broken."""
+
+
+def tell(*parts: str | Table) -> None:
+    """Print tables and lines of text. Long lines go on in the next, as far indented as they begin."""
+    console = _console(sys.stdout)
+    with console.capture() as capture:
+        for part in parts:
+            if isinstance(part, Verbatim):
+                console.print(part, soft_wrap=True)
+            elif isinstance(part, str):
+                indent = " " * (len(part) - len(part.lstrip()))
+                lines = textwrap.wrap(
+                    part, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+                )
+                console.print("\n".join(lines), soft_wrap=True)
+            else:
+                _print_whole(part, console)
+    print("\n".join(line.rstrip() for line in capture.get().split("\n")), end="")
+
+
+def _print_whole(part: Table, console: Console) -> None:
+    """Print a table as wide as its numbers demand, even on a terminal that is narrower."""
+    width, unlimited = console.width, console.options.update(max_width=10_000)
+    console.width = max(width, console.measure(part, options=unlimited).minimum)
+    console.print(part, crop=False)
+    console.width = width
 
 
 @contextmanager
-def progress_of(what: str, begins_s: float = 2.0, every_s: float = 1.0) -> Iterator[None]:
-    """Say on stderr, if that is a terminal, that something takes longer than two seconds, and for how long it has.
+def progress_of(what: str) -> Iterator[Progress]:
+    """Show on stderr, if that is a terminal, for how long it has taken, and how far it is where the block says so.
 
     The line is gone once it is over.
     """
     if not sys.stderr.isatty():
-        yield
+        yield lambda what, done, total: None
         return
-    over, said, begun = Event(), Event(), time.monotonic()
+    from rich.progress import Progress, TimeElapsedColumn
 
-    def tell() -> None:
-        wait_s = begins_s
-        while not over.wait(wait_s):
-            said.set()
-            print(f"\r{what}: {time.monotonic() - begun:.0f} s ", end="", file=sys.stderr, flush=True)
-            wait_s = every_s
+    with Progress(
+        *Progress.get_default_columns()[:3], TimeElapsedColumn(), console=_console(sys.stderr), transient=True
+    ) as bar:
+        task, shown_at = bar.add_task(what, total=None), 0.0
 
-    teller = Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        over.set()
-        teller.join()
-        if said.is_set():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        def show(what: str, done: int, total: int) -> None:
+            nonlocal shown_at
+            now = time.monotonic()
+            if now - shown_at > _EVERY_S:
+                shown_at = now
+                bar.update(task, description=what, completed=done, total=total)
+
+        yield show

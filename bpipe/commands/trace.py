@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from bpipe.commands.launch import flags_of, words_of
 from bpipe.commands.shared import CONFIGURED, print_json
-from bpipe.commands.terminal import columns, progress_of
+from bpipe.commands.terminal import progress_of, table, tell
 from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Command, Flag, Group, Options, Task
 from bpipe.config.launch.megatron_command import Reading, read_command, split_command
@@ -112,7 +112,7 @@ def run(options: Options) -> None:
     if options.format == "json":
         print_json({**traced, "formulas": _formulas(subject)})
     else:
-        print("\n".join(_table(traced["stages"], subject)))
+        _tell(traced["stages"], subject)
 
 
 def _run_module(options: Options) -> None:
@@ -140,14 +140,19 @@ def _run_module(options: Options) -> None:
     if options.format == "json":
         print_json(found)
         return
-    stages: list[tuple[str, ...]] = [("stage", "parameters", "saved MiB", "movable MiB")]
-    for number, stage in enumerate(found["stages"]):
-        sizes = (f"{stage[name] / MIB:.1f}" for name in ("saved_bytes", "moved_bytes"))
-        stages.append((str(number), f"{stage['parameters']:,}", *sizes))
-    ranks: list[tuple[str, ...]] = [("rank", "peak MiB", "balanced MiB")]
-    for number, both in enumerate(zip(found["alone_bytes"], found["balanced_bytes"], strict=True)):
-        ranks.append((str(number), *(f"{nbytes / MIB:.1f}" for nbytes in both)))
-    print("\n".join([*columns(stages), "", *columns(ranks), "peak: micro-batches and host buffers, without weights"]))
+    stages = [
+        (str(number), f"{stage['parameters']:,}", _mib(stage["saved_bytes"]), _mib(stage["moved_bytes"]))
+        for number, stage in enumerate(found["stages"])
+    ]
+    both = zip(found["alone_bytes"], found["balanced_bytes"], strict=True)
+    ranks = [(str(number), *map(_mib, sizes)) for number, sizes in enumerate(both)]
+    tell(table(("stage", "parameters", "saved MiB", "movable MiB"), stages), "")
+    tell(table(("rank", "peak MiB", "balanced MiB"), ranks))
+    tell("peak: micro-batches and host buffers, without weights")
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:.1f}"
 
 
 def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -> None:
@@ -225,41 +230,23 @@ def _formulas(subject: TracedLaunch) -> dict[str, Any]:
     return {"parameters": stage_parameters(subject.setup), "saved_bytes": stage_bytes(subject.setup)}
 
 
-def _table(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]:
-    titles: tuple[str, ...] = (
-        "stage",
-        "parameters",
-        "saved MiB",
-        "by formula",
-        "off by",
-        "stays MiB",
-        "held MiB",
-        "peak MiB",
-    )
-    rows = [titles]
+def _tell(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> None:
+    titles = ("stage", "parameters", "saved MiB", "by formula", "off by", "stays MiB", "held MiB", "peak MiB")
     formulas: Sequence[int | None] = [None] * len(stages) if subject.setup is None else stage_bytes(subject.setup)
+    rows = []
     for number, (stage, formula) in enumerate(zip(stages, formulas, strict=True)):
         saved = stage["saved_bytes"]
-        apart = "" if formula is None else f"{(formula - saved) / saved:+.2%}"
-        sizes = (stage[name] / MIB for name in ("shared_bytes", "held_bytes", "peak_bytes"))
-        rows.append(
-            (
-                str(number),
-                f"{stage['parameters']:,}",
-                f"{saved / MIB:.1f}",
-                "" if formula is None else f"{formula / MIB:.1f}",
-                apart,
-                *(f"{size:.1f}" for size in sizes),
-            )
-        )
-    return [*columns(rows), *_remarks(stages, subject)]
+        by_formula = ("", "") if formula is None else (_mib(formula), f"{(formula - saved) / saved:+.2%}")
+        sizes = (_mib(stage[name]) for name in ("shared_bytes", "held_bytes", "peak_bytes"))
+        rows.append((str(number), f"{stage['parameters']:,}", _mib(saved), *by_formula, *sizes))
+    tell(table(titles, rows), *_remarks(stages, subject))
 
 
 def _remarks(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]:
     lines = [
-        "saved: what one micro-batch keeps for its backward and can be moved; stays: what other code holds, too; held: all",
-        "that its forward allocated and kept; peak: the most at once, its backward included. Megatron's own modules stand in",
-        "for Transformer Engine's, and save as much as fused kernels do.",
+        "saved: what one micro-batch keeps for its backward and can be moved; stays: what other code holds, too; held: all "
+        "that its forward allocated and kept; peak: the most at once, its backward included. Megatron's own modules stand "
+        "in for Transformer Engine's, and save as much as fused kernels do.",
     ]
     if subject.unknown is not None:
         lines.append(f"the formulas do not cover this launch: {subject.unknown}")

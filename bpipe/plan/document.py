@@ -17,16 +17,26 @@ from bpipe.predict.slices import slice_bounds
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import PAIR
 
+# What is said of every rank's memory.
+_OF_MEMORY = (
+    *("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "hosted_bytes", "working_bytes"),
+    *("fragmentation_bytes", "overhead_bytes", "peak_bytes", "limit_bytes", "fits", "is_tight"),
+)
+
 
 def configuration(setup: Setup) -> dict[str, Any]:
-    """Return the configuration, named as the command's flags are; what only some schedules take is there where they
-    do."""
+    """Return the configuration, named as the command's flags are; what only some have is there where they do."""
+    cluster, family, hybrid = setup.cluster, FAMILIES[setup.schedule], setup.model.hybrid
+    bounds = None if setup.balance is None else setup.balance.bounds
+    experts, routing = setup.model.experts, {**asdict(setup.routing), "expert_tensor": setup.expert_tensor}
+    has_groups = setup.group_size is not None or (family.takes_groups and family.splits)
+    types = setup.state_types
     return {
         "model": setup.model.name,
-        "cluster": f"{setup.cluster.device.name}:{setup.cluster.num_nodes}x{setup.cluster.devices_per_node}",
-        **_domain(setup),
+        "cluster": f"{cluster.device.name}:{cluster.num_nodes}x{cluster.devices_per_node}",
+        **_if(cluster.nodes_per_domain > 1, gpus_per_domain=cluster.devices_per_domain),
         "tensor": setup.tensor,
-        **_context(setup),
+        **_if(setup.context > 1, context=setup.context, cp_comm_type=setup.cp_comm_type),
         "pipeline": setup.pipeline,
         "data": setup.data,
         "micro_batch": setup.micro_batch,
@@ -34,66 +44,34 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "num_microbatches": setup.num_microbatches,
         "sequence": setup.sequence,
         "vocabulary": setup.padded_vocabulary,
-        **({**asdict(setup.routing), "expert_tensor": setup.expert_tensor} if setup.model.experts else {}),
+        **_if(experts is not None, **routing),
         "layers": list(setup.layers),
-        **_pattern(setup),
+        **({} if hybrid is None else {"pattern": hybrid.with_stages(setup.layers)}),
         "recompute": setup.recompute,
         "attention": setup.attention,
         "schedule": setup.schedule,
         "chunks": setup.num_chunks,
         "balance": name_of(setup.balance),
-        **_balance(setup),
+        **({} if bounds is None else {"bound": list(bounds)}),
+        **_if(setup.hosts != PAIR, hosts=setup.hosts),
         "precision": setup.precision,
-        **_fp8(setup),
-        **(asdict(setup.state_types) if setup.state_types.use_precision_aware_optimizer else {}),
+        **({} if setup.fp8 is None else {f"fp8_{name}": value for name, value in asdict(setup.fp8).items()}),
+        **_if(types.use_precision_aware_optimizer, **asdict(types)),
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,
         "kernels": setup.kernels,
-        **({"calibration_factor": setup.cluster.factor} if setup.cluster.factor != 1 else {}),
+        **_if(cluster.factor != 1, calibration_factor=cluster.factor),
         **asdict(setup.switches),
-        **_order(setup),
+        **_if(has_groups, group=setup.turn_size),
+        **_if(family.takes_delay, delay=setup.delay),
+        **({} if setup.slices == 1 else {"slices": setup.slices, "slice_lengths": lengths_of(slice_bounds(setup))}),
+        **_if(family.splits, keep_weights_halves=setup.keep_weights_halves),
+        **_if(setup.is_sharded, vocabulary_parallel=setup.vocabulary.value, input_shards=setup.input_shards),
     }
 
 
-def _balance(setup: Setup) -> dict[str, Any]:
-    bounds = None if setup.balance is None else setup.balance.bounds
-    bound = {} if bounds is None else {"bound": list(bounds)}
-    return bound if setup.hosts == PAIR else {**bound, "hosts": setup.hosts}
-
-
-def _order(setup: Setup) -> dict[str, Any]:
-    """Return what of the configuration decides the order of computations beside the schedule."""
-    family = FAMILIES[setup.schedule]
-    said: dict[str, Any] = {}
-    if setup.group_size is not None or (family.takes_groups and family.splits):
-        said["group"] = setup.turn_size
-    if family.takes_delay:
-        said["delay"] = setup.delay
-    if setup.slices > 1:
-        said |= {"slices": setup.slices, "slice_lengths": lengths_of(slice_bounds(setup))}
-    if family.splits:
-        said["keep_weights_halves"] = setup.keep_weights_halves
-    if setup.is_sharded:
-        said |= {"vocabulary_parallel": setup.vocabulary.value, "input_shards": setup.input_shards}
-    return said
-
-
-def _pattern(setup: Setup) -> dict[str, Any]:
-    hybrid = setup.model.hybrid
-    return {} if hybrid is None else {"pattern": hybrid.with_stages(setup.layers)}
-
-
-def _domain(setup: Setup) -> dict[str, Any]:
-    cluster = setup.cluster
-    return {"gpus_per_domain": cluster.devices_per_domain} if cluster.nodes_per_domain > 1 else {}
-
-
-def _fp8(setup: Setup) -> dict[str, Any]:
-    return {} if setup.fp8 is None else {f"fp8_{name}": value for name, value in asdict(setup.fp8).items()}
-
-
-def _context(setup: Setup) -> dict[str, Any]:
-    return {"context": setup.context, "cp_comm_type": setup.cp_comm_type} if setup.context > 1 else {}
+def _if(holds: bool, **values: Any) -> dict[str, Any]:
+    return values if holds else {}
 
 
 def document(prediction: SetupPrediction) -> dict[str, Any]:
@@ -124,18 +102,7 @@ def document(prediction: SetupPrediction) -> dict[str, Any]:
 def _stage(prediction: SetupPrediction, memory: RankMemory) -> dict[str, Any]:
     return {
         "stage": memory.rank,
-        "weights_bytes": memory.weights_bytes,
-        "gradients_bytes": memory.gradients_bytes,
-        "optimizer_bytes": memory.optimizer_bytes,
-        "activations_bytes": memory.activations_bytes,
-        "hosted_bytes": memory.hosted_bytes,
-        "working_bytes": memory.working_bytes,
-        "fragmentation_bytes": memory.fragmentation_bytes,
-        "overhead_bytes": memory.overhead_bytes,
-        "peak_bytes": memory.peak_bytes,
-        "limit_bytes": memory.limit_bytes,
-        "fits": memory.fits,
-        "is_tight": memory.is_tight,
+        **{name: getattr(memory, name) for name in _OF_MEMORY},
         "evictions": prediction.transfers[memory.rank],
         "exposed_transfer_s": prediction.timing.exposed_s[memory.rank],
     }

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from bpipe.plan.judge import Candidate, Closest
+from bpipe.plan.candidates import CLEARLY, Candidate, describe, grid_of
+from bpipe.plan.judge import Closest
 from bpipe.plan.predict import SetupPrediction, costs_of
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
@@ -23,19 +24,11 @@ from bpipe.predict.profile import Profile
 from bpipe.predict.replicas import update_seconds
 from bpipe.predict.saved_tensors import kept_share
 from bpipe.schedule.families.families import default_family
-from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
+from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
 
-# Half of the published runs of one model are further from their prediction than this, in either direction
-# (docs/validation.md).
-CLEARLY = 1.05
 # A share of an iteration that is worth a word.
 NOTICED = 0.01
-
-
-def is_level(seconds: float, other: float) -> bool:
-    """Return whether predictions cannot tell that it takes longer than the other."""
-    return seconds < CLEARLY * other
 
 
 class Verdict(NamedTuple):
@@ -45,49 +38,12 @@ class Verdict(NamedTuple):
     text: str
 
 
-# What a row or a heading says of hosts behind "balanced"; of pairs nothing.
-HOSTS = {
-    PAIR: "",
-    POOL: " in a pool",
-    HOST: " with node memory",
-    ALL: " in a pool with node memory",
-}
-
-
-def grid_of(setup: Setup) -> str:
-    """Return the parallel sizes of a setup as text."""
-    context = (
-        f" c={setup.context}{'' if setup.cp_comm_type == 'p2p' else f' by {setup.cp_comm_type}'}"
-        if setup.context > 1
-        else ""
-    )
-    return f"t={setup.tensor}{context} p={setup.pipeline} d={setup.data}"
-
-
-def describe(setup: Setup) -> str:
-    """Describe one configuration in a few words."""
-    chunks = f" v={setup.num_chunks}" if setup.num_chunks > 1 else ""
-    group = f" g={setup.group_size}" if setup.group_size else ""
-    lengths = "" if setup.slice_lengths == EVEN else " uneven"
-    slices = f" k={setup.slices}{lengths}" if setup.slices > 1 else ""
-    halves = " W at once" if setup.splits and not setup.keeps_halves else ""
-    balance = f" balanced{HOSTS[setup.hosts]}" if setup.balance is not None else ""
-    layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
-    shards = f" vocabulary {setup.vocabulary.value}{' and input' * setup.input_shards}" if setup.is_sharded else ""
-    divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
-    experts = f" ep={setup.routing.expert}{divided}" if setup.model.experts else ""
-    grid = f"{grid_of(setup)}{experts} b={setup.micro_batch}"
-    return (
-        f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{slices}{layers}{shards}{halves}{balance}"
-    )
-
-
-def only_balanced(found: Candidate) -> str | None:
+def only_balanced(row: Candidate) -> str | None:
     """Return why this row fits only with balancing; None for a row that needs none."""
-    if found.needs_bytes is None:
+    if row.unbalanced_bytes is None:
         return None
-    limit = found.prediction.memory[0].limit_bytes
-    return f"fits only with balancing: without it, the fullest rank needs {gib_text(found.needs_bytes)} of {gib_text(limit)} GiB"
+    needs = f"{gib_text(row.unbalanced_bytes)} of {gib_text(row.limit_bytes)} GiB"
+    return f"fits only with balancing: without it, the fullest rank needs {needs}"
 
 
 def uneven_by_counts(setup: Setup) -> str | None:
@@ -100,6 +56,38 @@ def uneven_by_counts(setup: Setup) -> str | None:
         "slices of differing lengths are balanced by their number, and host buffers are as large as the largest: "
         "--memory balances their bytes"
     )
+
+
+def transfer_rates(prediction: SetupPrediction) -> str | None:
+    """Return what transfers need and what their link has; None where nothing moves."""
+    bandwidth = prediction.bandwidth
+    if bandwidth is None:
+        return None
+    return (
+        f"each transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: to hide behind one forward it needs "
+        f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady "
+        f"phase); the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
+    )
+
+
+def remarks(row: Candidate, apart: str | None = None) -> list[str]:
+    """Return what is said of a row beside its numbers, a sentence each. `apart`: what `pairs_apart` says of it."""
+    prediction = row.prediction
+    every = (
+        transfer_rates(prediction),
+        only_balanced(row),
+        costly_halves(prediction),
+        replicas_apart(row.setup),
+        uneven_by_counts(row.setup),
+        tightness_warning(prediction),
+        apart,
+        *refusals(row),
+    )
+    return [remark for remark in every if remark]
+
+
+def refusals(row: Candidate) -> list[str]:
+    return [f"the trainer refuses this: {reason}" for reason in row.refused]
 
 
 def costly_halves(prediction: SetupPrediction) -> str | None:

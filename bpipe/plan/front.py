@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.plan.candidates import Candidate
 from bpipe.plan.document import document
-from bpipe.plan.explain import calibration_lines, describe
-from bpipe.plan.predict import SetupPrediction, costs_of, predict
+from bpipe.plan.predict import costs_of, predict
 from bpipe.plan.search import Progress, by_bound
 from bpipe.plan.shards import stands_still
 from bpipe.plan.slices import NUMBERS
@@ -38,14 +38,6 @@ MOST_TIMES = Fraction(2)
 _SHARDS, _SLICES = "--vocabulary", "--slices"
 
 
-class Point(NamedTuple):
-    """A configuration on the front: what its fullest rank needs, seconds of its iteration, and what that says of it."""
-
-    peak_bytes: int
-    iteration_s: float
-    prediction: SetupPrediction
-
-
 @dataclass(frozen=True, slots=True)
 class Front:
     """Pareto front: `points` by rising memory and falling time.
@@ -55,7 +47,7 @@ class Front:
     `num_configurations` were searched, `num_simulated` of them simulated. `not_searched`: what may beat a point.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[Candidate, ...]
     limit_bytes: int
     most_bytes: int
     num_configurations: int
@@ -89,8 +81,8 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
             known.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
     progress("front", len(candidates), len(candidates))
     points = (
-        Point(peak, timing.iteration_s, predict(setup, space.profile, formula=space.formula, timing=timing))
-        for peak, timing, setup in known.rows
+        Candidate(predict(setup, space.profile, formula=space.formula, timing=timing))
+        for _, timing, setup in known.rows
     )
     return Front(tuple(points), limit, most, len(candidates), known.num_added, not_searched(space))
 
@@ -173,48 +165,6 @@ class _Unbeaten:
             self.rows = sorted((*kept, (needs, timing, setup)), key=lambda row: row[0])
 
 
-# -- in words and for programs
-# ----------------------------------------------------------------------------------------------------------
-
-
-def front_lines(front: Front) -> list[str]:
-    """Return the table, which point wins, how far those beside it are, and what lies outside."""
-    head = f"{front.num_configurations} configurations, of which {front.num_simulated} were simulated"
-    if not front.points:
-        return [
-            f"{head}: none needs less than {gib_text(front.most_bytes)} GiB per device, {float(MOST_TIMES):g} times "
-            "its memory"
-        ]
-    lines = [f"{head}: the fastest for every amount of memory up to {gib_text(front.most_bytes)} GiB per device"]
-    lines += calibration_lines(front.points[0].prediction.setup.cluster)
-    for place, point in enumerate(front.points):
-        mark = "*" if place == front.winner else " " if point.peak_bytes <= front.limit_bytes else "-"
-        lines.append(
-            f"{mark}{place + 1:3}. {gib_text(point.peak_bytes):>6} GiB {point.iteration_s:9.3f} s  MFU "
-            f"{100 * point.prediction.mfu:5.2f} %  "
-            f"{describe_point(front, place)}"
-        )
-    return [*lines, *remarks(front)]
-
-
-def describe_point(front: Front, place: int) -> str:
-    """Describe one point in words, with the numbers of what it needs of the trainer."""
-    prediction, every = front.points[place].prediction, _needs(front)
-    numbers = "".join(f" [{every.index(need) + 1}]" for need in needs_of_setup(prediction.setup))
-    return f"{describe(prediction.setup)}{_moved(prediction)}{numbers}"
-
-
-def remarks(front: Front) -> list[str]:
-    """Return the lines below the table."""
-    needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
-    searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
-    return [*needs, standing(front), *([searched] if front.not_searched else [])]
-
-
-def _needs(front: Front) -> list[str]:
-    return list(dict.fromkeys(need for point in front.points for need in needs_of_setup(point.prediction.setup)))
-
-
 def standing(front: Front) -> str:
     """Return which point wins at the device's memory, and how far its neighbours are."""
     winner, has = front.winner, f"{gib_text(front.limit_bytes)} GiB"
@@ -244,15 +194,8 @@ def standing(front: Front) -> str:
     return " ".join(parts)
 
 
-def _apart(point: Point, limit: int) -> str:
+def _apart(point: Candidate, limit: int) -> str:
     return f"{gib_text(point.peak_bytes - limit)} GiB"
-
-
-def _moved(prediction: SetupPrediction) -> str:
-    bandwidth = prediction.bandwidth
-    if bandwidth is None:
-        return ""
-    return f", moves {bandwidth.transfer_bytes / 1e9:.2f} GB at {bandwidth.required_bytes_per_s / 1e9:.0f} GB/s"
 
 
 def front_document(front: Front) -> dict[str, Any]:
@@ -268,8 +211,8 @@ def front_document(front: Front) -> dict[str, Any]:
             {
                 "peak_bytes": point.peak_bytes,
                 **document(point.prediction),
-                "needs": needs_of_setup(point.prediction.setup),
-                "megatron_flags": megatron_flags(point.prediction.setup),
+                "needs": needs_of_setup(point.setup),
+                "megatron_flags": megatron_flags(point.setup),
             }
             for point in front.points
         ],

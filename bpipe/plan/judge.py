@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bpipe.plan.budget_fit import within_budget_or_none
+from bpipe.plan.candidates import Candidate
 from bpipe.plan.fewest_layers import OPEN, fewest_layers, with_block
-from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.shards import stands_still
 from bpipe.plan.space import Space
 from bpipe.predict.activations import moves_anything
@@ -26,18 +26,6 @@ from bpipe.predict.warm_up import least_warm_bytes
 
 # A plan by a budget takes a second for so many forwards.
 _FORWARDS_PLANNED = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A prediction of a row.
-
-    `needs_bytes`: what the fullest rank of a balanced setup would need without balancing; None where it is not
-    balanced.
-    """
-
-    prediction: SetupPrediction
-    needs_bytes: int | None
 
 
 class Closest(NamedTuple):

@@ -19,7 +19,8 @@ from math import inf
 from typing import NamedTuple
 
 from bpipe.plan.bounds import Bounds
-from bpipe.plan.judge import Candidate, Closest, FamilyResult, Judge
+from bpipe.plan.candidates import Candidate
+from bpipe.plan.judge import Closest, FamilyResult, Judge
 from bpipe.plan.predict import costs_of, predict
 from bpipe.plan.refusals import Launchable
 from bpipe.plan.shards import with_shards
@@ -214,7 +215,9 @@ class _Fastest:
             return
         # To tell that it was too much a part of it may have been enough.
         whole = peak_bytes(replace(setup, balance=None)) if "balanced" in mine else None
-        found = Candidate(predict(setup, self._space.profile, formula=self._space.formula, timing=timing), whole)
+        found = Candidate(
+            predict(setup, self._space.profile, formula=self._space.formula, timing=timing), unbalanced_bytes=whole
+        )
         if leads:
             family.fastest = found
         for rows in kept:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpipe.plan.explain import describe, describe_change
-from bpipe.plan.judge import Candidate, FamilyResult
+from bpipe.plan.candidates import Candidate, describe
+from bpipe.plan.explain import describe_change
+from bpipe.plan.judge import FamilyResult
 from bpipe.plan.search import Outcome
 from bpipe.predict.layout import Setup
 from bpipe.schedule.families.families import FAMILIES
@@ -44,22 +45,16 @@ TWO_PIPES = "bidirectional pipelines have run on CPUs only"
 _CLEARLY = 0.99
 
 
-def family_lines(outcome: Outcome) -> list[str]:
-    """Return a line for each family; none without rows or with one family."""
+def family_rows(outcome: Outcome) -> list[tuple[str, str]]:
+    """Return each family and what became of it; none without rows or with one family."""
     if not outcome.rows or len(outcome.families) < 2:
         return []
-    width = max(len(one.schedule) for one in outcome.families)
-    found = [f"     {one.schedule:{width}}  {_words(one, outcome)}" for one in _ordered(outcome)]
-    return [
-        "schedule families, each with its fastest configuration:",
-        *found,
-        *(f"     {need}" for need in trainer_needs(outcome)),
-    ]
+    return [(family.schedule, _words(family, outcome)) for family in _ordered(outcome)]
 
 
 def trainer_needs(outcome: Outcome) -> list[str]:
     """Return what the rows' schedules need of the trainer beyond the usual."""
-    found = {need for row in outcome.rows for need in needs_of_setup(row.prediction.setup)}
+    found = {need for row in outcome.rows for need in needs_of_setup(row.setup)}
     return [
         need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, SLICES, HYBRID) if need in found
     ]
@@ -85,7 +80,7 @@ def family_values(outcome: Outcome) -> list[dict[str, Any]]:
     return [
         {
             "schedule": one.schedule,
-            "iteration_time_s": None if one.fastest is None else one.fastest.prediction.timing.iteration_s,
+            "iteration_time_s": None if one.fastest is None else one.fastest.iteration_s,
             "others_at_least_s": one.bound_s,
             "fitting": one.num_fitting,
             "too_large": one.num_large,
@@ -101,7 +96,7 @@ def _ordered(outcome: Outcome) -> list[FamilyResult]:
 
     def key(one: FamilyResult) -> tuple[int, float]:
         if one.fastest is not None:
-            return 0, one.fastest.prediction.timing.iteration_s
+            return 0, one.fastest.iteration_s
         return (1, one.bound_s) if one.bound_s is not None else (2, 0.0)
 
     return sorted(outcome.families, key=key)
@@ -110,7 +105,7 @@ def _ordered(outcome: Outcome) -> list[FamilyResult]:
 def _words(one: FamilyResult, outcome: Outcome) -> str:
     best = outcome.rows[0]
     if one.fastest is not None:
-        seconds, bound = one.fastest.prediction.timing.iteration_s, one.bound_s
+        seconds, bound = one.fastest.iteration_s, one.bound_s
         # Only rows are certainly the fastest there are.
         others = (
             ""
@@ -120,7 +115,7 @@ def _words(one: FamilyResult, outcome: Outcome) -> str:
         return _beside(one.fastest, best) + others
     parts = []
     if one.num_large:
-        least, limit = one.least_bytes, best.prediction.memory[0].limit_bytes
+        least, limit = one.least_bytes, best.limit_bytes
         asked = " that could be among the rows" if one.num_slower else ""
         parts.append(
             f"{one.num_large} configurations{asked} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
@@ -133,10 +128,10 @@ def _words(one: FamilyResult, outcome: Outcome) -> str:
 
 
 def _beside(mine: Candidate, best: Candidate) -> str:
-    seconds = mine.prediction.timing.iteration_s
+    seconds = mine.iteration_s
     if mine is best:
-        return f"{seconds:.3f} s, the fastest: {describe(mine.prediction.setup)}"
-    slower = 100 * (seconds / best.prediction.timing.iteration_s - 1)
+        return f"{seconds:.3f} s, the fastest: {describe(mine.setup)}"
+    slower = 100 * (seconds / best.iteration_s - 1)
     return f"{seconds:.3f} s, {slower:.1f} % more: {describe_change(best.prediction, mine.prediction)}"
 
 

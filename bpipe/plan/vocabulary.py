@@ -16,6 +16,7 @@ from typing import Any
 from bpipe.balance.config import BalanceConfig
 from bpipe.plan.bounds import last_load
 from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.candidates import Candidate
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
 from bpipe.plan.shards import stands_still, with_shards
@@ -107,25 +108,22 @@ def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | N
     return redistribute_layers(setup.model.num_layers, setup.num_stages, output / layer) if layer else None
 
 
-def burden_lines(found: Burden, row: int) -> list[str]:
-    """Describe how much the vocabulary hurts in that row, then a line for each remedy, the best first."""
-    setup = found.prediction.setup
-    lines = [
-        f"The vocabulary hurts in row {row}: with {setup.padded_vocabulary} tokens the last stage's rank computes "
-        f"{found.load:.2f} times as long as the others, which wait for it. Remedies:"
-    ]
+def burden_text(found: Burden, row: int) -> str:
+    """Return in a sentence how much the vocabulary hurts in that row."""
+    return (
+        f"The vocabulary hurts in row {row}: with {found.prediction.setup.padded_vocabulary} tokens the last stage's rank "
+        f"computes {found.load:.2f} times as long as the others, which wait for it. Remedies:"
+    )
+
+
+def remedy_rows(found: Burden) -> list[Candidate]:
+    """Return a row for each remedy, the best first."""
+    rows = []
     for name in sorted(found.remedies, key=lambda one: (one != found.best, -found.gain(one))):
         remedy = found.remedies[name]
-        fullest = max(rank.peak_bytes for rank in remedy.memory) / 2**30
-        fits = "" if remedy.fits else ", which does not fit"
-        how = (
-            f"vocabulary {name}"
-            if name != REDISTRIBUTE
-            else f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
-        )
-        seconds, gain = remedy.timing.iteration_s, found.gain(name)
-        lines.append(f"     {how}: {seconds:.3f} s, {gain:.2f}x; its fullest rank holds {fullest:.1f} GiB{fits}")
-    return lines
+        layers = f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
+        rows.append(Candidate(remedy, layers if name == REDISTRIBUTE else f"vocabulary {name}"))
+    return rows
 
 
 def burden_document(found: Burden, row: int) -> dict[str, Any]:

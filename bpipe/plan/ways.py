@@ -1,7 +1,7 @@
 """Say what else would make a configuration fit, and what that costs.
 
-In: a Setup. Out: `Way`s, each one change of it with its prediction: those that fit first, of these the fastest first,
-and those that fill a device behind the others.
+In: a Setup. Out: candidates, each one change of it with its prediction: those that fit first, of these the fastest
+first, and those that fill a device behind the others.
 
 One change at a time, each as Megatron or this project has a flag for it: recomputation of parts or of as few layers as
 do, a smaller micro-batch, another cut, a layer moved, balancing over partners, a pool or host memory, schedules made for
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.plan.budget_fit import within_budget_or_none
+from bpipe.plan.candidates import Candidate
 from bpipe.plan.fewest_layers import fewest_layers, with_block
-from bpipe.plan.predict import SetupPrediction, predict
+from bpipe.plan.predict import predict
 from bpipe.plan.refusals import Others, guarded, refused
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
@@ -39,29 +40,9 @@ _CHUNKS = range(2, 9)
 _DEVICES = (PAIR, POOL)
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One change. `what` names it; `refused`: the trainer's reasons against it; `guarded`: it trains, checked where it
-    runs."""
-
-    what: str
-    prediction: SetupPrediction
-    refused: tuple[str, ...]
-    guarded: bool
-
-    @property
-    def fits(self) -> bool:
-        return self.prediction.fits and not self.refused
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether a device is so full that it may take longer than is predicted."""
-        return self.fits and self.prediction.is_tight
-
-
 def ways_to_fit(
     setup: Setup, others: Others = (), profile: Profile | None = None, planned: Callable[[Setup], Setup] | None = None
-) -> list[Way]:
+) -> list[Candidate]:
     """Return every way that needs clearly less than the setup, or keeps its budget: first those that fit, the fastest
     first, those that are tight behind the others, then what does not fit, by what it needs.
 
@@ -70,7 +51,7 @@ def ways_to_fit(
     """
     # A plan fills its budget.
     most = HELPFUL * peak_bytes(setup) if planned is None else inf
-    found: list[Way] = []
+    rows: list[Candidate] = []
     for what, change in _changes(setup, profile):
         try:
             changed = change() if planned is None else planned(change())
@@ -78,28 +59,24 @@ def ways_to_fit(
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
             continue
-        way = Way(what, prediction, refused(changed, others), guarded(changed, others))
-        if way.prediction.peak_bytes <= most and not any(_stands_for(other, way) for other in found):
-            found.append(way)
-    return sorted(found, key=_place)
+        row = Candidate(prediction, what, refused=refused(changed, others), is_guarded=guarded(changed, others))
+        if row.peak_bytes <= most and not any(_stands_for(other, row) for other in rows):
+            rows.append(row)
+    return sorted(rows, key=_place)
 
 
-def _place(way: Way) -> tuple[int, float]:
+def _place(row: Candidate) -> tuple[int, float]:
     """Where it stands in the list. What a tight one loses is not predicted, so its time is not compared."""
-    if not way.fits:
-        return 2, way.prediction.peak_bytes
-    return int(way.is_tight), float(way.prediction.timing.iteration_s)
+    return (int(row.is_tight), row.iteration_s) if row.can_run else (2, row.peak_bytes)
 
 
-def _stands_for(one: Way, other: Way) -> bool:
+def _stands_for(row: Candidate, other: Candidate) -> bool:
     """Return whether one has the other's figures, or none worse where they differ in how devices share alone."""
-    mine, its = (
-        (float(way.prediction.timing.iteration_s), way.prediction.peak_bytes, way.fits) for way in (one, other)
-    )
-    setups = one.prediction.setup, other.prediction.setup
-    plain = {replace(setup, balance=None, budget_bytes=None) for setup in setups}
-    alike = len(plain) == 1 and all(setup.balance is not None and setup.hosts in _DEVICES for setup in setups)
-    return mine == its or (alike and one.fits and mine[0] <= its[0] and mine[1] <= its[1])
+    mine, its = ((one.iteration_s, one.peak_bytes, one.can_run) for one in (row, other))
+    plain = {replace(one.setup, balance=None, budget_bytes=None) for one in (row, other)}
+    are_balanced = all(one.setup.balance is not None and one.setup.hosts in _DEVICES for one in (row, other))
+    alike = len(plain) == 1 and are_balanced
+    return mine == its or (alike and row.can_run and mine[0] <= its[0] and mine[1] <= its[1])
 
 
 def _changes(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:

@@ -8,20 +8,22 @@ Out: one `HeldCounts` a rank. Knows no model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
-from typing import NamedTuple
+from typing import Any
 
 from bpipe.build import ScheduleConfig, orders_of, unchecked
-from bpipe.schedule.action import READING, Action, Kind
+from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.host_buffers import host_buffers, num_buffers_for, stages_in_buffers
-from bpipe.schedule.memory import KeptMemory, Memory, StageMemory, live_bytes
 from bpipe.schedule.schedule import Schedule
 
 # Of slices there are hundreds of moments, of which few exceed most others: to compare all took a sixth of a search.
 _MOST_COMPARED = 16
+# What takes and gives nothing of a rank's own stages, and what does of what is kept of a micro-batch in slices.
+_ELSEWHERE = frozenset((*SHARDS, Kind.HOST, Kind.RETURN))
+_WITH_KEPT = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,24 @@ class HeldCounts:
 
 def held_by(schedule: Schedule) -> tuple[HeldCounts, ...]:
     """Return the counts of each rank."""
-    stages = [schedule.layout.stages_of(rank) for rank in range(schedule.num_ranks)]
-    digits = _digits_of(schedule, stages)
+    slices, stages = schedule.layout.slices, [schedule.layout.stages_of(rank) for rank in range(schedule.num_ranks)]
     return tuple(
-        HeldCounts(stages[rank], _moments(schedule, rank, digits), _buffers(schedule, rank, stages))
-        for rank in range(schedule.num_ranks)
+        HeldCounts(
+            stages[rank],
+            _moments([(*slot.computations, *slot.transfers) for slot in slots], stages[rank], slices),
+            _buffers(schedule, rank, stages),
+        )
+        for rank, slots in enumerate(schedule.ranks)
+    )
+
+
+def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
+    """Return the counts of each rank of a schedule without transfers, from its orders alone: bubbles change nothing
+    that is held."""
+    layout = config.layout
+    return tuple(
+        HeldCounts(own, _moments([(action,) for action in order], own, config.slices), ())
+        for own, order in ((layout.stages_of(rank), order) for rank, order in enumerate(orders_of(config)))
     )
 
 
@@ -71,152 +86,55 @@ def _buffers(
     return tuple((count, tuple(sorted(held))) for held, count in each.items())
 
 
-class _Digits(NamedTuple):
-    """Sizes that are each one digit of a number, so that the digits of what is held count micro-batches.
+def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], ...]:
+    """Return what is held while the actions of a slot run, as the memory rule counts it (`schedule.memory`): they take at
+    its start and give at its end. An I holds the larger of what was saved and of what it leaves, so both are tried."""
+    import numpy as np
 
-    `width` bits each, of which the uppermost stays free; of a rank's stages, `num` at most, first those held as saved,
-    from `saved` on, and those between the halves of a backward, from `between` on; behind both, of slices, their keys
-    and then the gradients of these.
-    """
-
-    memory: Memory
-    width: int
-    num: int
-    saved: int
-    between: int
-
-    def read(self, held: int, count: int) -> tuple[int, ...]:
-        """Return the counts of a rank with `count` stages, in the order of `HeldCounts.moments`."""
-        firsts = (self.saved, self.between, *((2 * self.num, 3 * self.num) if self.memory.kept else ()))
-        ones = (1 << self.width) - 1
-        rows = [[held >> self.width * (first + place) & ones for place in range(count)] for first in firsts]
-        if self.between == self.saved:
-            rows[1] = [0] * count
-        return tuple(digit for row in rows for digit in row)
-
-
-def _digits_of(schedule: Schedule, stages: Sequence[tuple[int, ...]]) -> list[_Digits]:
-    """While an I runs, its micro-batch is held as the larger of both sizes: with split backwards there are two ways,
-    which count it once as saved, once as between the halves."""
-    num, width, slices = max(map(len, stages)), schedule.num_microbatches.bit_length() + 1, schedule.layout.slices
-    place_of = {stage: place for of_rank in stages for place, stage in enumerate(of_rank)}
-    found = []
-    for saved, between in ((num, 0), (0, num)) if schedule.split_stages else ((0, 0),):
-        ones = [
-            [1 << width * (first + place_of[stage]) for first in (saved, between, 2 * num, 3 * num)]
-            for stage in range(schedule.num_stages)
-        ]
-        sizes = tuple(StageMemory(one, one, after) for one, after, *_ in ones for _ in range(slices))
-        kept = tuple(KeptMemory(keys, gradients) for *_, keys, gradients in ones) if slices > 1 else ()
-        memory = Memory(sizes, slices=slices, kept=kept, counts_hosted=False)
-        found.append(_Digits(memory, width, num, saved, between))
-    return found
-
-
-def _moments(schedule: Schedule, rank: int, digits: Sequence[_Digits]) -> tuple[tuple[int, ...], ...]:
-    """Return the memory rule asked with sizes of one digit each."""
-    count, most = len(schedule.layout.stages_of(rank)), _MOST_COMPARED if schedule.layout.slices > 1 else None
-    moments = set()
-    for one in digits:
-        held = set(live_bytes(schedule, rank, one.memory))
-        moments |= {one.read(number, count) for number in _unexceeded(held, one.width, 4 * one.num, most)}
-    return _highest(moments, most)
-
-
-def _highest(moments: Iterable[tuple[int, ...]], most: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return all moments that no other exceeds, or none of `most`."""
-    rows = list(moments)
-    width = max(map(max, rows)).bit_length() + 1
-    packed = {sum(count << width * place for place, count in enumerate(row)): row for row in rows}
-    return tuple(packed[number] for number in _unexceeded(packed, width, len(rows[0]), most))
-
-
-def _unexceeded(numbers: Iterable[int], width: int, num_digits: int, most: int | None) -> list[int]:
-    """Return the numbers of which no other has all digits as large, or none of `most`; the upper bit of every digit is
-    free: of a difference these bits tell."""
-    above = sum(1 << (place * width + width - 1) for place in range(num_digits))
-    kept: list[int] = []
-    compared: list[int] = []
-    # What exceeds another is larger as a number, too.
-    for number in sorted(numbers, reverse=True):
-        for place, other in enumerate(compared):
-            if (other - number) & above == above:
-                # What exceeds one exceeds most of those behind it: it is asked first.
-                if place:
-                    compared[place], compared[0] = compared[0], other
-                break
-        else:
-            kept.append(number)
-            if most is None or len(compared) < most:
-                compared.append(number | above)
-    return kept
-
-
-def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
-    """Return the counts of each rank of a schedule without transfers, from its orders alone: bubbles change nothing
-    that is held."""
-    layout = config.layout
-    rows = []
-    for rank, order in enumerate(orders_of(config)):
-        stages = layout.stages_of(rank)
-        moments = _moments_of(order, stages) if config.slices == 1 else _sliced_moments(order, stages, config.slices)
-        rows.append(HeldCounts(stages, moments, ()))
-    return tuple(rows)
-
-
-def _moments_of(order: Sequence[Action], stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """What is held when something is about to be given back: in between it only grows. Of an I also when it is over."""
-    place_of, counts = {stage: place for place, stage in enumerate(stages)}, [0] * (2 * len(stages))
-    found, has_grown = {tuple(counts)}, False
-    for action in order:
-        kind = action.kind
-        if kind is Kind.FORWARD:
-            counts[place_of[action.stage]] += 1
-            has_grown = True
-        elif kind in READING:
-            if has_grown:
-                found.add(tuple(counts))
-            place = place_of[action.stage]
-            if kind is Kind.BACKWARD_WEIGHT:
-                counts[len(stages) + place] -= 1
-            else:
-                counts[place] -= 1
-                counts[len(stages) + place] += kind is Kind.BACKWARD_INPUT
-            has_grown = kind is Kind.BACKWARD_INPUT
-    return _highest(found)
-
-
-def _sliced_moments(order: Sequence[Action], stages: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], ...]:
-    """Return the same of slices and of what is kept for them, which a backward takes at its start and gives at its
-    end (`schedule.memory`)."""
     num = len(stages)
-    place_of, counts = {stage: place for place, stage in enumerate(stages)}, [0] * (4 * num)
-    found, has_grown = {tuple(counts)}, False
-    for action in order:
-        kind, place, part = action.kind, place_of[action.stage], action.microbatch % slices
-        if kind is Kind.FORWARD:
-            counts[place] += 1
-            counts[2 * num + place] += part == 0
-            has_grown = True
-            continue
-        if kind is not Kind.BACKWARD_WEIGHT and part == slices - 1:
-            counts[3 * num + place] += 1
-            has_grown = True
-        if has_grown:
-            found.add(tuple(counts))
-        has_grown = False
-        if kind is Kind.BACKWARD_WEIGHT:
-            counts[num + place] -= 1
-            continue
-        counts[place] -= 1
-        if kind is Kind.BACKWARD_INPUT:
-            # What it leaves may be more than was saved, and stands beside what is kept until it is over.
-            counts[num + place] += 1
-            found.add(tuple(counts))
-        if part == 0:
-            counts[2 * num + place] -= 1
-            counts[3 * num + place] -= 1
-    return _highest(found, _MOST_COMPARED)
+    saved = {stage: place for place, stage in enumerate(stages)}
+    width = num * (2 if slices == 1 else 4)
+    keys, gradients = 2 * num, 3 * num
+    takes: list[int] = []
+    gives: list[int] = []
+    halves: list[int] = []
+    for number, actions in enumerate(slots):
+        for action in actions:
+            kind = action.kind
+            if kind in _ELSEWHERE:
+                continue
+            place = number * width + saved[action.stage]
+            if kind is Kind.FORWARD or kind is Kind.LOAD:
+                takes.append(place)
+            elif kind is Kind.BACKWARD_WEIGHT:
+                gives.append(place + num)
+            elif kind is Kind.BACKWARD_INPUT:
+                halves.append(place)
+            else:
+                gives.append(place)
+            if slices > 1 and kind in _WITH_KEPT:
+                part = action.microbatch % slices
+                if kind is Kind.FORWARD:
+                    takes += [place + keys] * (part == 0)
+                else:
+                    takes += [place + gradients] * (part == slices - 1)
+                    gives += [place + keys, place + gradients] * (part == 0)
+    taken, given, halved = (
+        np.bincount(places, minlength=width * len(slots)).reshape(-1, width) for places in (takes, gives, halves)
+    )
+    halved = np.roll(halved, num, axis=1) - halved
+    held = np.cumsum(taken - given + halved, axis=0) + given
+    return _highest(np.concatenate((held - halved, held)), None if slices == 1 else _MOST_COMPARED)
+
+
+def _highest(rows: Any, most: int | None) -> tuple[tuple[int, ...], ...]:
+    """Return all moments that no other exceeds, or none of `most`."""
+    kept: list[Any] = []
+    while len(rows) and len(kept) != most:
+        highest = rows[rows.sum(axis=1).argmax()]
+        kept.append(highest)
+        rows = rows[(rows > highest).any(axis=1)]
+    return tuple(tuple(row.tolist()) for row in (*kept, *rows))
 
 
 @lru_cache(maxsize=4096)

@@ -106,7 +106,7 @@ def printed(model: str, device: str, capsys: pytest.CaptureFixture[str]) -> list
     """What `bpipe plan` prints of a model on a device, by the flags that it prints: the answer's choices, and rows."""
     main(["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "3"])
     text = capsys.readouterr().out
-    choices = [[*of_all_rows(text), *shlex.split(flags)] for flags in re.findall(r"^ {8}(--.*)$", text, re.MULTILINE)]
+    choices = [[*of_all_rows(text), *shlex.split(flags)] for flags in re.findall(r"^\w+: (--.*)$", text, re.MULTILINE)]
     launches = [*choices, *(row.flags for row in rows_of(text))]
     return [setup_from(flags, device, PRESETS[model].vocabulary, "gpu") for flags in launches]
 

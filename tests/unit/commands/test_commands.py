@@ -24,12 +24,18 @@ BALANCED = [*SIMULATE, "--balance", "bpipe", "--precision", "fp16"]
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command prints, its words and numbers with one space between."""
     assert main(arguments) == 0
-    return capsys.readouterr().out
+    return " ".join(capsys.readouterr().out.split())
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(output(capsys, *arguments, "--format", "json"))
+    return found
 
 
 def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(output(capsys, *BALANCED, "--format", "json"))
+    found = document(capsys, *BALANCED)
     assert {
         "iteration_time_s",
         "mfu_percent",
@@ -44,7 +50,7 @@ def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None
     assert [stage["stage"] for stage in found["stages"]] == list(range(8))
     assert {"stage", "weights_bytes", "activations_bytes", "peak_bytes", "fits"} <= set(found["stages"][0])
     assert found["configuration"]["data"] == 1
-    plain = json.loads(output(capsys, *SIMULATE, "--precision", "fp16", "--format", "json"))
+    plain = document(capsys, *SIMULATE, "--precision", "fp16")
     assert (plain["fits"], plain["balanced"], plain["available_bytes_per_s"]) == (False, False, None)
 
 
@@ -55,10 +61,7 @@ def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -
     flags += ["--gbs", "32"]
     said = re.search(r"takes ([\d.]+) instead of ([\d.]+) s", output(capsys, *flags, "--balance", "bpipe"))
     assert said is not None
-    times = [
-        json.loads(output(capsys, *flags, "--balance", one, "--format", "json"))["iteration_time_s"]
-        for one in ("bpipe", "none")
-    ]
+    times = [document(capsys, *flags, "--balance", one)["iteration_time_s"] for one in ("bpipe", "none")]
     assert float(said[1]) - float(said[2]) == pytest.approx(times[0] - times[1], rel=0.1)
     assert "instead of" not in output(capsys, *flags)
     # Where replicas were apart before, balancing changes nothing of that.
@@ -81,9 +84,9 @@ def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFix
     }
     assert names
     assert plot.read_text().startswith("<svg")
-    found = json.loads(output(capsys, *split, "--format", "json"))
+    found = document(capsys, *split)
     assert found["configuration"]["keep_weights_halves"] == "linear"
-    at_once = json.loads(output(capsys, *split, "--keep-weights-halves", "none", "--format", "json"))
+    at_once = document(capsys, *split, "--keep-weights-halves", "none")
     assert at_once["configuration"]["keep_weights_halves"] == "none"
     assert found["at_once"] == {
         "iteration_s": pytest.approx(at_once["iteration_time_s"]),
@@ -102,8 +105,7 @@ SLICED = (
 def test_simulate_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "1f1b (4 slices of 16384 tokens), balance none" in output(capsys, *SLICED)
     found = {
-        name: json.loads(output(capsys, *SLICED, "--slice-lengths", name, "--format", "json"))
-        for name in ("even", "time", "28160,15872,11776,9728")
+        name: document(capsys, *SLICED, "--slice-lengths", name) for name in ("even", "time", "28160,15872,11776,9728")
     }
     assert found["even"]["configuration"]["slice_lengths"] == [16384] * 4
     assert found["time"]["iteration_time_s"] < 0.9 * found["even"]["iteration_time_s"]
@@ -122,10 +124,10 @@ def test_simulate_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 def test_simulate_slices_within_a_budget(capsys: pytest.CaptureFixture[str], lengths: str) -> None:
     """Less than the fullest needs: nothing is held beyond it, and bytes of slices leave."""
     sliced = (*SLICED, "--slice-lengths", lengths)
-    alone = [stage["peak_bytes"] for stage in json.loads(output(capsys, *sliced, "--format", "json"))["stages"]]
+    alone = [stage["peak_bytes"] for stage in document(capsys, *sliced)["stages"]]
     budget = (max(alone) + min(alone)) / 2 / 2**30
     within = (*sliced, "--balance", "bpipe", "--hosts", "all", "--memory", f"{budget:.1f}")
-    found = json.loads(output(capsys, *within, "--format", "json"))
+    found = document(capsys, *within)
     assert max(stage["peak_bytes"] for stage in found["stages"]) <= budget * 2**30 + 2**27 < max(alone)
     assert found["plan"]["moved_bytes"] > 0
     said = output(capsys, *within)
@@ -141,11 +143,11 @@ def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "grouped-interleaved (group 3), balance bpipe" in output(capsys, *grouped, "--group", "3")
     peaks = []
     for group in ("2", "4"):
-        found = json.loads(output(capsys, *grouped, "--group", group, "--format", "json"))
+        found = document(capsys, *grouped, "--group", group)
         assert found["configuration"]["group"] == int(group)
         peaks.append(max(stage["peak_bytes"] for stage in found["stages"]))
     assert peaks[0] < peaks[1]
-    assert json.loads(output(capsys, *grouped, "--format", "json"))["configuration"]["group"] == 2
+    assert document(capsys, *grouped)["configuration"]["group"] == 2
     assert main([*SIMULATE, "--group", "4"]) == 2
     assert "schedule 1f1b has no groups of micro-batches" in capsys.readouterr().err
 
@@ -156,19 +158,7 @@ def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(
 ) -> None:
     """It asked for a flag that `bpipe schedule` did without: "schedule v-half needs at least 2 chunks per rank, not
     1"."""
-    sizes = [
-        "simulate",
-        "--model",
-        "gpt3-13b",
-        "--cluster",
-        "a100-80g:8",
-        "--pp",
-        "4",
-        "--gbs",
-        "64",
-        "--format",
-        "json",
-    ]
+    sizes = "simulate --model gpt3-13b --cluster a100-80g:8 --pp 4 --gbs 64 --format json".split()
     found = json.loads(output(capsys, *sizes, "--schedule", schedule))
     assert found["configuration"]["chunks"] == 2
     assert found == json.loads(output(capsys, *sizes, "--schedule", schedule, "--vp", "2"))
@@ -176,27 +166,8 @@ def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(
 
 
 def test_simulate_refuses_chunks_of_a_launch_that_the_trainer_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    launch = [
-        "--num-layers",
-        "40",
-        "--hidden-size",
-        "5120",
-        "--num-attention-heads",
-        "40",
-        "--seq-length",
-        "2048",
-        "--bf16",
-    ]
-    launch += [
-        "--pipeline-model-parallel-size",
-        "4",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "8",
-        "--vocab-size",
-        "50257",
-    ]
+    launch = "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 --bf16".split()
+    launch += ("--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8 --vocab-size 50257").split()
     simulated = ["simulate", "--cluster", "a100-80g:1x4", "--", *launch]
     assert "v-half" in output(capsys, *simulated, "--bpipe-schedule", "v-half")
     for more, words in (
@@ -215,17 +186,7 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
 ) -> None:
     """Only ranks over their own evict; a launch says the same with the trainer's flag."""
     sizes = ["simulate", "--cluster", "a100-80g:1x4", "--vocab-size", "50257", "--format", "json"]
-    launch = [
-        "--num-layers",
-        "40",
-        "--hidden-size",
-        "5120",
-        "--num-attention-heads",
-        "40",
-        "--seq-length",
-        "2048",
-        "--bf16",
-    ]
+    launch = "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 --bf16".split()
     launch += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "8", "--bpipe"]
     found = [
         json.loads(output(capsys, *sizes, *flags, "--", *launch, *more))
@@ -245,12 +206,12 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
 
 
 def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = json.loads(output(capsys, *SIMULATE, "--precision", "fp16", "--format", "json"))
-    tightest = json.loads(output(capsys, *BALANCED, "--format", "json"))
+    plain = document(capsys, *SIMULATE, "--precision", "fp16")
+    tightest = document(capsys, *BALANCED)
     most = max(stage["peak_bytes"] for stage in plain["stages"]) / 2**30
     evictions = []
     for budget in (most + 1, most - 0.1, max(stage["peak_bytes"] for stage in tightest["stages"]) / 2**30 + 0.1):
-        found = json.loads(output(capsys, *BALANCED, "--memory", f"{budget:.2f}", "--format", "json"))
+        found = document(capsys, *BALANCED, "--memory", f"{budget:.2f}")
         assert found["fits"]
         assert [stage["peak_bytes"] for stage in found["stages"]] == found["plan"]["need_bytes"], (
             "the table and the plan differ"
@@ -261,13 +222,10 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
         evictions.append(sum(sent.values()))
     assert 0 == evictions[0] < evictions[1] < evictions[2]
     text = output(capsys, *BALANCED, "--memory", f"{most - 0.1:.2f}")
+    assert re.search(r"^by prediction within [\d.]+ GiB per device: [\d.]+ GiB are evicted per iteration rank 0", text)
     assert re.search(
-        r"^by prediction within [\d.]+ GiB per device: [\d.]+ GiB are evicted per iteration$", text, re.MULTILINE
-    )
-    assert re.search(
-        r"^rank 0 would need [\d.]+ GiB; rank 7 hosts [\d.]+ GiB of each of \d+ of its 64 micro-batches, in \d+ host buffers of",
+        r" rank 0 would need [\d.]+ GiB; rank 7 hosts [\d.]+ GiB of each of \d+ of its 64 micro-batches, in \d+ host buffers of",
         text,
-        re.MULTILINE,
     )
     assert "nothing has to leave, rank 0 is the fullest with" in output(capsys, *BALANCED, "--memory", "auto:200")
 
@@ -300,9 +258,7 @@ def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str],
     path = tmp_path / "profile.json"
     stage = {"forward_s": 0.14337, "backward_s": 0.2879, "transfer_s": 0.01563, "output_s": 0, "embedding_s": 0}
     path.write_text(json.dumps({"stages": [stage]}))
-    found = json.loads(
-        output(capsys, *BALANCED, "--profile", str(path), "--flops-formula", "papers", "--format", "json")
-    )
+    found = document(capsys, *BALANCED, "--profile", str(path), "--flops-formula", "papers")
     assert found["mfu_percent"] == pytest.approx(50.64, rel=0.025)
     assert found["exposed_transfer_s"] == 0
     assert found["required_bytes_per_s"] == pytest.approx(24.25e9, rel=0.01)
@@ -315,7 +271,7 @@ def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path
             {"stages": [{"micro_batch": b, "layers": 1, "forward_s": 0.01 * b, "backward_s": 0.02 * b} for b in (1, 2)]}
         )
     )
-    found = json.loads(output(capsys, *SIMULATE, "--profile", str(path), "--format", "json"))
+    found = document(capsys, *SIMULATE, "--profile", str(path))
     # Ten layers per stage, 64 micro-batches and 7 more, and what the profile leaves out.
     assert found["iteration_time_s"] == pytest.approx(71 * 10 * 0.06, rel=0.1)
     assert main([*SIMULATE[:-1], "unfused", "--mbs", "4", "--profile", str(path)]) == 2
@@ -348,19 +304,7 @@ def test_profiles_that_are_no_good(
 
 def test_a_trace_and_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace, svg, png = (str(tmp_path / name) for name in ("trace.json", "plot.svg", "plot.png"))
-    small = [
-        "simulate",
-        "--model",
-        "gpt3-13b",
-        "--cluster",
-        "a100-80g:4",
-        "--pp",
-        "4",
-        "--gbs",
-        "8",
-        "--balance",
-        "bpipe",
-    ]
+    small = "simulate --model gpt3-13b --cluster a100-80g:4 --pp 4 --gbs 8 --balance bpipe".split()
     output(capsys, *small, "--trace", trace, "--plot", svg)
     output(capsys, *small, "--plot", png)
     events: list[dict[str, Any]] = json.loads(Path(trace).read_text())["traceEvents"]
@@ -374,24 +318,13 @@ def test_a_trace_and_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [
-        "--num-layers",
-        "8",
-        "--hidden-size",
-        "1024",
-        "--num-attention-heads",
-        "16",
-        "--seq",
-        "1024",
-        "--vocab-size",
-        "50257",
-    ]
+    sizes = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq 1024 --vocab-size 50257".split()
     rest = ["--cluster", "h100-80g:1x4", "--pp", "4", "--gbs", "16"]
-    found = json.loads(output(capsys, "simulate", *sizes, *rest, "--format", "json"))
+    found = document(capsys, "simulate", *sizes, *rest)
     assert found["configuration"]["vocabulary"] == 50304
     assert main(["simulate", *rest]) == 2
     assert "no --model, and --num-layers, --hidden-size" in capsys.readouterr().err
-    assert "rank  layers  weights" in output(capsys, "simulate", *sizes, *rest)
+    assert "rank layers weights" in output(capsys, "simulate", *sizes, *rest)
 
 
 def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,78 +341,44 @@ def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -
         assert error.count("\n") == 1
 
 
-PLAN = [
-    "plan",
-    "--model",
-    "gpt3-96b",
-    "--cluster",
-    "a100-80g:4x8",
-    "--gbs",
-    "128",
-    "--attention",
-    "unfused",
-    "--precision",
-    "fp16",
-    # The first rows are among these: what more there is to search would only take longer.
-    "--max-chunks",
-    "2",
-    "--max-micro-batch",
-    "8",
-    "--schedule",
-    "1f1b",
-    "interleaved-1f1b",
-]
+PLAN = (
+    "plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --attention unfused --precision fp16 --max-chunks 2 "
+    "--max-micro-batch 8 --schedule 1f1b interleaved-1f1b"
+).split()
 
 
 def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [
-        "--num-layers",
-        "16",
-        "--hidden-size",
-        "8192",
-        "--num-attention-heads",
-        "64",
-        "--seq",
-        "4096",
-        "--vocab-size",
-        "32000",
-    ]
+    sizes = "--num-layers 16 --hidden-size 8192 --num-attention-heads 64 --seq 4096 --vocab-size 32000".split()
     small = ["plan", *sizes, "--cluster", "a100-80g:4", "--gbs", "16", "--max-micro-batch", "1", "--recompute", "none"]
+    found = document(capsys, *small, "--rows", "3")
+    families, first = found["families"], found["rows"][0]
+    assert {one["schedule"] for one in families} == set(SEARCHED)
+    assert families[0]["iteration_time_s"] == first["iteration_time_s"]
+    assert families[0]["schedule"] == first["configuration"]["schedule"]
+    assert sum(one["fitting"] for one in families) == found["searched"]["fitting"]
+    assert sum(one["slower"] for one in families) == found["searched"]["cut"]["slower"]
+    splits = any(FAMILIES[one["configuration"]["schedule"]].splits for one in found["rows"])
+    assert any("Transformer Engine" in need for need in found["needs"]) is splits
     text = output(capsys, *small, "--rows", "3")
-    families = text.split("schedule families, each with its fastest configuration:\n")[1].splitlines()
-    named = [line.split()[0] for line in families[: len(SEARCHED)]]
-    assert set(named) == set(SEARCHED)
-    assert "the fastest: " in families[0]
-    assert "% more: useful work per second of computing" in text or "by a lower bound" in text
-    document = json.loads(output(capsys, *small, "--rows", "3", "--format", "json"))
-    assert [one["schedule"] for one in document["families"]] == named
-    first = document["rows"][0]
-    assert document["families"][0]["iteration_time_s"] == first["iteration_time_s"]
-    assert document["families"][0]["schedule"] == first["configuration"]["schedule"]
-    assert sum(one["fitting"] for one in document["families"]) == document["searched"]["fitting"]
-    assert sum(one["slower"] for one in document["families"]) == document["searched"]["cut"]["slower"]
-    assert all(said in text for said in document["needs"])
-    splits = any(FAMILIES[one["configuration"]["schedule"]].splits for one in document["rows"])
-    assert any("Transformer Engine" in said for said in document["needs"]) is splits
+    assert all(words in text for words in (*found["needs"], *(f"{one['schedule']} {one['why']}" for one in families)))
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, *PLAN)
-    assert any(line.endswith("the 10 fastest:") for line in text.splitlines())
-    assert "\n     1f1b              31.8" in text
-    assert "\n     interleaved-1f1b  " in text
-    assert "fits only with balancing" in text
-    assert text.splitlines()[-1].startswith("Balancing gains 1.")
-    assert main([*PLAN, "--rows", "3", "--format", "json"]) == 0
-    printed = capsys.readouterr()
-    document = json.loads(printed.out)
-    rows = document["rows"]
+    """What it takes is said first and last, and its rows are those of a program."""
+    assert main(PLAN) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = document(capsys, *PLAN, "--rows", "3")
+    rows, answer = found["rows"], found["answer"]
+    first = next(line for line in lines if line.startswith("Take "))
+    assert lines[-1] == first
+    assert first.startswith(f"Take {answer['take']}: its iteration takes")
+    figures = ["1", f"{rows[0]['iteration_time_s']:.3f}", f"{rows[0]['mfu_percent']:.2f}"]
+    assert figures in [line.split()[:3] for line in lines]
     assert len(rows) == 3
-    assert document["verdict"]["kind"] == "gain"
-    assert document["searched"]["fitting"] > document["searched"]["only_balanced"] > 0
+    assert found["verdict"]["kind"] == "gain"
+    assert found["searched"]["fitting"] > found["searched"]["only_balanced"] > 0
     assert rows[0]["only_balanced"] is True
     assert rows[0]["unbalanced_peak_bytes"] > rows[0]["stages"][0]["limit_bytes"] > rows[0]["stages"][0]["peak_bytes"]
-    assert document["verdict"]["text"].startswith("Balancing gains")
     assert "--pipeline-model-parallel-size" in rows[0]["megatron_flags"]
     assert [row["iteration_time_s"] for row in rows] == sorted(row["iteration_time_s"] for row in rows)
 
@@ -487,12 +386,6 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_without_rows_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """It ended with 0, and a script could not tell; 2 stays for what was asked wrongly."""
     nothing = ["plan", "--model", "llama3-405b", "--cluster", "a100-80g:8", "--gbs", "16"]
-    assert main(nothing) == 3
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "None of these can run."
-    assert any(
-        re.fullmatch(r"0 of \d+ configurations fit into 75.2 GiB \(95 % of a device\)", line) for line in lines
-    ), "none is the fastest of none"
     assert main([*nothing, "--format", "json"]) == 3
     printed = capsys.readouterr()
     found = json.loads(printed.out)
@@ -504,18 +397,7 @@ def test_a_plan_without_rows_has_a_status_of_its_own(capsys: pytest.CaptureFixtu
 
 def test_heads_that_do_not_divide_the_hidden_size_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Their size was rounded down, and the answer was about a model of nobody's."""
-    sizes = [
-        "--num-layers",
-        "8",
-        "--hidden-size",
-        "1000",
-        "--num-attention-heads",
-        "7",
-        "--seq",
-        "128",
-        "--vocab-size",
-        "512",
-    ]
+    sizes = "--num-layers 8 --hidden-size 1000 --num-attention-heads 7 --seq 128 --vocab-size 512".split()
     run = ["simulate", *sizes, "--cluster", "h100-80g:8", "--gbs", "8", "--pp", "4"]
     assert main(run) == 2
     assert "--num-attention-heads 7 does not divide --hidden-size 1000" in capsys.readouterr().err
@@ -525,11 +407,11 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused(capsys: pytest.Cap
 def test_many_micro_batches_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """65,536 took 40 seconds, ten million were refused."""
     many = ["simulate", "--model", "llama3-8b", "--cluster", "h100-80g:8", "--pp", "8", "--balance", "bpipe"]
-    found = json.loads(output(capsys, *many, "--gbs", "65536", "--format", "json"))
+    found = document(capsys, *many, "--gbs", "65536")
     assert found["simulated_microbatches"] == 72
     # What is drawn is simulated to its end.
     drawn = ("--trace", str(tmp_path / "trace.json"))
-    few = json.loads(output(capsys, *many, "--gbs", "2048", *drawn, "--format", "json"))
+    few = document(capsys, *many, "--gbs", "2048", *drawn)
     assert few["simulated_microbatches"] == 2048
     assert found["iteration_time_s"] == pytest.approx(few["iteration_time_s"] * 32, rel=0.01)
     assert found["stages"][0]["peak_bytes"] == few["stages"][0]["peak_bytes"]
@@ -550,7 +432,7 @@ def test_plan_emits_flags(capsys: pytest.CaptureFixture[str]) -> None:
 def test_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = ["--gbs", "128", "--pp", "8", "--mbs", "1", "2", "--stage-mfu", "37.8", "55.2"]
     assert "gains 1.388x" in output(capsys, "estimate", *numbers)
-    found = json.loads(output(capsys, "estimate", *numbers, "--stage-seconds", "0.322", "0.441", "--format", "json"))
+    found = document(capsys, "estimate", *numbers, "--stage-seconds", "0.322", "0.441")
     assert found["sizes"][1]["iteration_time_s"] == pytest.approx(71 * 0.441)
 
 
@@ -559,7 +441,7 @@ def test_no_command_loads_torch_before_it_must() -> None:
     program = (
         f"import sys; import bpipe.cli as cli; [cli.main(arguments) for arguments in {arguments!r}]; import "
         f"bpipe.commands.profile; "
-        "sys.exit(' '.join({'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules)) or 0)"
+        "sys.exit(' '.join({'torch', 'megatron', 'matplotlib'} & set(sys.modules)) or 0)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -635,9 +517,9 @@ def test_profile_writes_what_simulate_reads(
     )
     rest = [*cut, "--cluster", f"a100-80g:1x{4 * int(tensor)}", "--pp", "4", "--gbs", "32", "--mbs", "2"]
     rest += ["--num-layers", "8"]
-    predicted = json.loads(output(capsys, "simulate", *model, *rest, "--kernels", "cpu", "--format", "json"))["stages"]
+    predicted = document(capsys, "simulate", *model, *rest, "--kernels", "cpu")["stages"]
     assert predicted[1]["activations_bytes"] == 3 * 2 * stages[1]["saved_bytes"], "three micro-batches of two layers"
-    found = json.loads(output(capsys, "simulate", *model, *rest, "--profile", str(path), "--format", "json"))
+    found = document(capsys, "simulate", *model, *rest, "--profile", str(path))
     assert found["iteration_time_s"] > 16 * 2 * (stages[1]["forward_s"] + stages[1]["backward_s"])
     assert main(["simulate", *model, *rest, "--profile", str(path), "--recompute", "full"]) == 2
     assert "measured with recompute none, but the setup has full" in capsys.readouterr().err
@@ -669,21 +551,17 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
     """
     cluster = tmp_path / "slow.toml"
 
-    def first(speed: int, batch: int, rows: int) -> str:
+    def first(speed: int, batch: int, rows: int) -> tuple[int, int, int]:
         cluster.write_text(
             f'nodes = 4\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = {speed}\n'
         )
-        words = (
-            f"--model llama-65b --gbs {batch} --memory 70 --schedule 1f1b --recompute none --balance bpipe --rows "
-            f"{rows} "
-        )
-        words += "--even-layers --max-micro-batch 2"
-        assert main(["plan", "--cluster", str(cluster), *words.split()]) == 0
-        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  1."))
+        words = f"--model llama-65b --gbs {batch} --memory 70 --schedule 1f1b --recompute none --balance bpipe"
+        words += f" --rows {rows} --even-layers --max-micro-batch 2"
+        best = document(capsys, "plan", "--cluster", str(cluster), *words.split())["rows"][0]["configuration"]
+        return best["pipeline"], best["data"], best["micro_batch"]
 
     # Of one row it was once that of 16 ranks, which is faster where all moves that can.
-    assert "p=8 d=2 b=1" in first(8, 64, 1)
-    assert "p=8 d=2 b=1" in first(40, 128, 4)
+    assert first(8, 64, 1) == first(40, 128, 4) == (8, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_what_fits_stands_first_and_of_that_the_fastest(capsys: pytest.CaptureFi
 def test_ways_that_come_to_the_same_stand_once() -> None:
     """Of GPT-3 96B's pairs each has room for what the other sends: a pool and host memory change nothing."""
     ways = ways_to_fit(SETUP)
-    names = [way.what for way in ways]
+    names = [way.name for way in ways]
     assert "balance within pairs" in names
     assert not {"balance over a pool", "evict to CPU memory"} & set(names)
     assert len(names) == len(set(names))
@@ -73,7 +73,7 @@ def test_ways_that_come_to_the_same_stand_once() -> None:
 def test_balancing_evenly_stands_for_what_fills_the_device_as_fast() -> None:
     """`fit` evicted only what had to leave, up to the last byte of the limit: 79.0 of 79.2 GiB, tight, where plain
     --bpipe needs 71.5 and takes as long."""
-    (even,) = [way for way in ways_to_fit(SETUP) if way.what.startswith("balance ")]
+    (even,) = [way for way in ways_to_fit(SETUP) if way.name.startswith("balance ")]
     assert even.prediction.setup.activation_budget is None
     assert even.fits
 
@@ -91,8 +91,8 @@ def test_a_way_launches_as_it_says() -> None:
             continue
         words = [word for flag, values in groups(megatron_flags(changed)) for word in (flag, *values)]
         again = setup_from(words, changed.cluster, changed.padded_vocabulary, changed.kernels)
-        assert predict(again).timing.iteration_s == pytest.approx(way.prediction.timing.iteration_s), way.what
-        assert peak_bytes(again) == way.prediction.peak_bytes, way.what
+        assert predict(again).timing.iteration_s == pytest.approx(way.prediction.timing.iteration_s), way.name
+        assert peak_bytes(again) == way.prediction.peak_bytes, way.name
         assert {flag for flag, _ in groups(words)} & CHOSEN
 
 
@@ -137,7 +137,7 @@ def test_a_budget_stands_for_the_devices_memory(capsys: pytest.CaptureFixture[st
 
 
 def test_a_layer_moved_and_schedules_made_for_a_bound_are_ways() -> None:
-    found = {way.what: way.prediction for way in ways_to_fit(replace(SETUP, layers=(12, *LAYERS[1:7], 8)))}
+    found = {way.name: way.prediction for way in ways_to_fit(replace(SETUP, layers=(12, *LAYERS[1:7], 8)))}
     assert found["layers 11,10,10,10,10,10,10,9"].setup.layers == (11, *LAYERS[1:7], 9)
     bounded = [name for name, family in FAMILIES.items() if family.within is not None]
     assert bounded
@@ -170,7 +170,7 @@ def test_a_budget_below_the_device_is_not_tight(capsys: pytest.CaptureFixture[st
 def test_balancing_stands_for_balancing_alone() -> None:
     """Of a launch that is balanced every way is: whatever was slower and held more than one before it was left out."""
     balanced = replace(SETUP, micro_batch=4, balance=BalanceConfig())
-    names = {way.what for way in ways_to_fit(balanced)}
+    names = {way.name for way in ways_to_fit(balanced)}
     assert {"recompute all layers", "micro-batch 2", "2 slices per sequence", "8 slices per sequence"} <= names
 
 
@@ -181,7 +181,7 @@ SENT = "balance within pairs, only what must leave"
 def test_what_a_way_plans_for_leaves_a_device_room() -> None:
     """`fit` offered --bpipe-memory 79.1 of 79.1 GiB and recomputed as few layers as filled a device to the last byte:
     all tight, where 75.1 and one layer more are not."""
-    ways = {way.what: way for way in ways_to_fit(NODES)}
+    ways = {way.name: way for way in ways_to_fit(NODES)}
     assert {what for what, way in ways.items() if way.is_tight} == {"balance within pairs"}
     assert ways[SENT].fits
     assert ways[SENT].prediction.setup.budget_bytes == (int(75.1 * GIB),) * 8
@@ -190,5 +190,5 @@ def test_what_a_way_plans_for_leaves_a_device_room() -> None:
 
 def test_where_no_plan_leaves_room_one_that_fills_the_device_is_offered() -> None:
     device = replace(NODES.cluster.device, memory_bytes=int(75.5 * GIB))
-    ways = {way.what: way for way in ways_to_fit(replace(NODES, cluster=replace(NODES.cluster, device=device)))}
+    ways = {way.name: way for way in ways_to_fit(replace(NODES, cluster=replace(NODES.cluster, device=device)))}
     assert ways[SENT].is_tight

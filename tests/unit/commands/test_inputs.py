@@ -102,18 +102,7 @@ def test_a_node_of_many_devices_can_be_said(capsys: pytest.CaptureFixture[str]) 
     assert main(["simulate", "--cluster", "h100-80g:1x32", "--model", "gpt3-13b", *["--pp", "8", "--gbs", "32"]]) == 0
 
 
-LAUNCH = [
-    "--num-layers",
-    "8",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "64",
-    "--vocab-size",
-    "128",
-]
+LAUNCH = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128".split()
 LAUNCH += ["--micro-batch-size", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
 LAYOUT = "--pipeline-model-parallel-layout"
 CONFIG: dict[str, Any] = {

@@ -1,46 +1,69 @@
-"""What takes long says so on a terminal, and leaves nothing there."""
+"""Tables and progress: no number is broken or cut off, and no byte of a colour goes where nobody looks."""
 
 from __future__ import annotations
 
 import io
+import re
 import sys
-import time
 
 import pytest
 
-from bpipe.commands.terminal import progress_of
+from bpipe.commands.terminal import WIDTH, Verbatim, progress_of, table, tell
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+class Stream(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: is_terminal  # type: ignore[method-assign]
 
 
-def test_what_takes_long_says_so_and_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with progress_of("simulate", 0.01, 0.01):
-        time.sleep(0.2)
-    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert said.startswith("\rsimulate: 0 s ")
-    assert said.count("simulate") > 2
-    assert said.endswith("\r\x1b[K")
+def printed(monkeypatch: pytest.MonkeyPatch, is_terminal: bool = False, columns: int = 80, **environment: str) -> str:
+    stream = Stream(is_terminal)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"COLUMNS": str(columns), "TERM": "xterm", **environment}.items():
+        monkeypatch.setenv(name, value)
+    rows = [("1", "9.250", "3.8 to 4.44", "", "a long text " * 20), ("12", "10,123", "", "", "b")]
+    tell(table(("", "seconds", "range s", "nothing", "text"), rows, ["red", ""]))
+    return stream.getvalue()
 
 
-def test_what_is_quick_or_read_by_program_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, begins_s in ((Terminal(), 60.0), (io.StringIO(), 0.0)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with progress_of("simulate", begins_s, 0.01):
-            time.sleep(0.05)
-        assert stream.getvalue() == ""
+def test_numbers_are_aligned_and_whole_on_any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal, columns in ((False, 10), (True, 200), (True, 60), (True, 20)):
+        text = re.sub(r"\x1b\[[\d;]*m", "", printed(monkeypatch, is_terminal, columns))
+        lines = text.splitlines()
+        assert "nothing" not in lines[0]
+        assert lines[1].startswith(" 1    9.250  3.8 to 4.44  a")
+        assert lines[-1].startswith("12   10,123               b")
+        assert max(map(len, lines)) <= (max(columns, 56) if is_terminal else WIDTH)
+        assert "".join(text.split()).count("alongtext") == 20
 
 
-def test_an_error_leaves_the_terminal_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        with progress_of("fit", 0.01, 0.01):
-            time.sleep(0.1)
-            raise ValueError("none")
+def test_colours_are_for_terminals_that_may_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[31m" in printed(monkeypatch, True)
+    for is_terminal, environment in (
+        (False, {"FORCE_COLOR": "1"}),
+        (True, {"NO_COLOR": "1"}),
+        (True, {"TERM": "dumb"}),
+    ):
+        assert "\x1b" not in printed(monkeypatch, is_terminal, **environment)
 
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with pytest.raises(ValueError, match="none"):
-        fail()
-    assert sys.stderr.getvalue().endswith("\r\x1b[K")  # type: ignore[attr-defined]
+
+def test_words_stay_whole_and_flags_in_their_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "   " + "--some-flag value " * 20
+    tell(words, Verbatim(words))
+    *wrapped, whole = capsys.readouterr().out.splitlines()
+    assert len(wrapped) == 4
+    assert all(line.startswith("   ") and len(line) <= WIDTH for line in wrapped)
+    assert whole == words.rstrip()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_for_terminals_and_leaves_nothing(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_of("plan") as progress:
+        progress("memory", 1, 4)
+    assert ("memory" in stream.getvalue() and "25%" in stream.getvalue()) is is_terminal
+    assert stream.getvalue().endswith("\x1b[2K") is is_terminal

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.plan.answer import Choice, ChoiceKind, answer, answer_document, answer_lines
-from bpipe.plan.explain import CLEARLY, calibration_lines
+from bpipe.plan.answer import LAUNCH, OURS, STOCK, accuracy, advice, answer, answer_document
+from bpipe.plan.candidates import CLEARLY, Candidate
+from bpipe.plan.explain import calibration_lines
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, error_bars, is_never_calibrated
@@ -24,56 +25,44 @@ def prediction() -> SetupPrediction:
 
 
 def choice(
-    kind: ChoiceKind, prediction: SetupPrediction, seconds: float, fits: bool = True, refused: bool = False
-) -> Choice:
+    name: str, prediction: SetupPrediction, seconds: float, fits: bool = True, refused: bool = False
+) -> Candidate:
     memory = tuple(replace(rank, limit_bytes=2 * rank.peak_bytes if fits else 1) for rank in prediction.memory)
     timed = replace(prediction, timing=replace(prediction.timing, iteration_s=seconds), memory=memory)
-    return Choice(kind, timed, "" if kind is ChoiceKind.LAUNCH else "the launch with --flag", ("a reason",) * refused)
+    return Candidate(timed, name, refused=("a reason",) * refused)
 
 
 LEVEL, FASTER = 1 / (CLEARLY - 0.01), 1 / (CLEARLY + 0.01)
 
 
 @pytest.mark.parametrize(
-    ("launch", "stock", "ours", "taken"),
+    ("launch", "stock", "ours", "taken", "words"),
     [
-        (1.0, LEVEL, LEVEL, ChoiceKind.LAUNCH),
-        (1.0, FASTER, LEVEL, ChoiceKind.STOCK),
-        (1.0, FASTER, FASTER * LEVEL, ChoiceKind.STOCK),
-        (1.0, 1.1, FASTER, ChoiceKind.OURS),
-        (1.0, FASTER, FASTER**2, ChoiceKind.OURS),
+        (1.0, LEVEL, LEVEL, LAUNCH, "Keep the launch"),
+        (1.0, FASTER, LEVEL, STOCK, "Take stock"),
+        (1.0, FASTER, FASTER * LEVEL, STOCK, "Take stock"),
+        (1.0, 1.1, FASTER, OURS, "Take bpipe"),
+        (1.0, FASTER, FASTER**2, OURS, "Take bpipe"),
     ],
 )
 def test_the_first_is_taken_that_nothing_is_clearly_faster_than(
-    prediction: SetupPrediction, launch: float, stock: float, ours: float, taken: ChoiceKind
+    prediction: SetupPrediction, launch: float, stock: float, ours: float, taken: str, words: str
 ) -> None:
-    seconds = {ChoiceKind.OURS: ours, ChoiceKind.LAUNCH: launch, ChoiceKind.STOCK: stock}
-    found = answer([choice(kind, prediction, each) for kind, each in seconds.items()])
-    assert [one.kind for one in found.choices] == list(ChoiceKind)
-    assert found.taken is not None
-    assert found.taken.kind is taken
-    (line,) = [line for line in answer_lines(found) if line.startswith(("Keep", "Take"))]
-    words = {ChoiceKind.LAUNCH: "Keep the launch", ChoiceKind.STOCK: "Take stock", ChoiceKind.OURS: "Take bpipe"}
-    assert line.startswith(words[taken])
-    assert ("predictions cannot tell" in line) is any(each < seconds[taken] for each in seconds.values())
-    assert answer_document(found)["take"] == taken.value
+    seconds = {OURS: ours, LAUNCH: launch, STOCK: stock}
+    found = answer(choice(name, prediction, each) for name, each in seconds.items())
+    assert [row.name for row in found.choices] == [LAUNCH, STOCK, OURS]
+    assert answer_document(found)["take"] == taken
+    assert advice(found).startswith(words)
+    assert ("predictions cannot tell" in advice(found)) is any(each < seconds[taken] for each in seconds.values())
 
 
 def test_what_does_not_fit_or_is_refused_is_never_taken(prediction: SetupPrediction) -> None:
-    launch = choice(ChoiceKind.LAUNCH, prediction, 1.0, fits=False)
-    stock, ours = choice(ChoiceKind.STOCK, prediction, 2.0), choice(ChoiceKind.OURS, prediction, 1.0, refused=True)
-    found = answer([launch, stock, ours])
-    assert found.taken is stock
-    lines = answer_lines(found)
-    assert "does not fit" in lines[0]
-    assert any("the trainer refuses this: a reason" in line for line in lines)
+    launch = choice(LAUNCH, prediction, 1.0, fits=False)
+    stock, ours = choice(STOCK, prediction, 2.0), choice(OURS, prediction, 1.0, refused=True)
+    assert answer([launch, stock, ours]).taken is stock
+    assert (launch.state, ours.state) == ("does not fit", "refused by the trainer")
     assert answer([launch]).taken is None
-    assert "None of these can run." in answer_lines(answer([launch]))
-
-
-def test_it_has_at_most_twelve_lines(prediction: SetupPrediction) -> None:
-    found = answer([choice(kind, prediction, 1.0, refused=kind is ChoiceKind.LAUNCH) for kind in ChoiceKind])
-    assert len(answer_lines(found)) <= 12
+    assert advice(answer([launch])) == "None of these can run."
 
 
 def test_error_bars_follow_the_kind_of_a_setup() -> None:
@@ -90,13 +79,12 @@ def test_error_bars_follow_the_kind_of_a_setup() -> None:
         CALIBRATED,
     ]
     assert error_bars(on["mi300x-192g"]) is None
-    choices = [Choice(ChoiceKind.STOCK, predict(on["mi300x-192g"]))]
-    assert "no measured run on" in answer_lines(answer(choices))[-1]
+    choices = [Candidate(predict(on["mi300x-192g"]), STOCK)]
+    assert "no measured run on" in accuracy(choices[0])
     never = {name: is_never_calibrated(one.cluster) for name, one in on.items()}
     assert never == {"h100-80g": False, "b200-180g": True, "mi300x-192g": True}
     for name, one in on.items():
-        said = answer_lines(answer([Choice(ChoiceKind.STOCK, predict(one))]))[-1]
-        assert ("Never calibrated" in said) is never[name]
+        assert ("Never calibrated" in accuracy(Candidate(predict(one)))) is never[name]
         assert any("never calibrated" in line for line in calibration_lines(one.cluster)) is never[name]
     assert not is_never_calibrated(replace(on["b200-180g"].cluster, factor=1.1))
     assert answer_document(answer(choices))["choices"]["stock"]["range_s"] is None

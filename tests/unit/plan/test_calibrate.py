@@ -16,34 +16,11 @@ from bpipe.config.launch.training_log import read_log
 from bpipe.plan.calibrate import Ran, steady
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
-TRAINED = [
-    "--num-layers",
-    "16",
-    "--hidden-size",
-    "2048",
-    "--num-attention-heads",
-    "16",
-    "--seq-length",
-    "2048",
-    "--swiglu",
-    "--bf16",
-]
-TRAINED += [
-    "--tensor-model-parallel-size",
-    "2",
-    "--pipeline-model-parallel-size",
-    "4",
-    "--num-layers-per-virtual-pipeline-stage",
-    "2",
-]
-TRAINED += [
-    "--no-overlap-p2p-communication",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "32",
-    "--sequence-parallel",
-]
+TRAINED = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --swiglu --bf16".split()
+TRAINED += (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"
+).split()
+TRAINED += "--no-overlap-p2p-communication --micro-batch-size 1 --global-batch-size 32 --sequence-parallel".split()
 TRAINED += ["--recompute-granularity", "selective", "--attention-backend", "flash"]
 CLUSTER = ["--cluster", "h100-80g:2x8"]
 

@@ -36,13 +36,13 @@ class Row(NamedTuple):
 
 def rows_of(printed: str) -> list[Row]:
     """The rows behind the answer, each with the flags of all rows."""
+    figures = re.findall(r"^ *\d+ +([\d.]+) +([\d.]+) +[\d.]+ +[\d.]+ ", printed, re.MULTILINE)
+    held = re.findall(r" \d+: GiB per rank, of [\d.]+: ([\d. x]+)", " ".join(printed.split()))
+    flags = re.findall(r"^   (--.*)$", printed, re.MULTILINE)
     found = []
-    for block in re.split(r"^(?=[ \d]{3}\. )", printed, flags=re.MULTILINE)[1:]:
-        seconds, mfu = re.findall(r"([\d.]+) s  MFU +([\d.]+) %", block)[0]
-        (peaks,) = re.findall(r"GiB per rank, of [\d.]+: (.*)", block)
-        (flags,) = re.findall(r"^     (--.*)$", block, re.MULTILINE)
+    for (seconds, mfu), peaks, own in zip(figures, held, flags, strict=True):
         each = [peak for number, peak in re.findall(r"(?:(\d+) x )?([\d.]+)", peaks) for _ in range(int(number or 1))]
-        found.append(Row(seconds, mfu, each, [*of_all_rows(printed), *shlex.split(flags)]))
+        found.append(Row(seconds, mfu, each, [*of_all_rows(printed), *shlex.split(own)]))
     return found
 
 

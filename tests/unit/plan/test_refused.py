@@ -175,35 +175,9 @@ def test_what_else_a_launch_says_is_asked_for_too() -> None:
     assert not any(row.prediction.setup.is_sharded for row in by_rank.rows)
 
 
-LAUNCH = [
-    "--num-layers",
-    "16",
-    "--hidden-size",
-    "4096",
-    "--num-attention-heads",
-    "32",
-    "--seq-length",
-    "2048",
-    "--vocab-size",
-    "131072",
-]
-LAUNCH += [
-    "--max-position-embeddings",
-    "2048",
-    "--bf16",
-    "--use-distributed-optimizer",
-    "--tensor-model-parallel-size",
-    "2",
-]
-LAUNCH += [
-    "--sequence-parallel",
-    "--pipeline-model-parallel-size",
-    "4",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "16",
-]
+LAUNCH = "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 131072".split()
+LAUNCH += "--max-position-embeddings 2048 --bf16 --use-distributed-optimizer --tensor-model-parallel-size 2".split()
+LAUNCH += "--sequence-parallel --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 16".split()
 
 
 def test_simulate_says_that_a_launch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

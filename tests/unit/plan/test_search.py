@@ -17,7 +17,8 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan import standings
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.budget_fit import within_budget_or_none
-from bpipe.plan.explain import describe, only_balanced, verdict
+from bpipe.plan.candidates import describe
+from bpipe.plan.explain import only_balanced, verdict
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts
@@ -73,7 +74,7 @@ def test_with_flash_attention_it_does_not_help(name: str) -> None:
     text = verdict(found).text
     assert text.startswith("Balancing does not help here")
     assert "bubble" in text
-    assert found.rows[0].needs_bytes is None
+    assert found.rows[0].unbalanced_bytes is None
 
 
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
@@ -455,7 +456,7 @@ def test_a_search_of_one_kind_claims_nothing_of_the_other() -> None:
     balanced = search(
         Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("bpipe",), max_micro_batch=2), num_rows=1
     )
-    assert balanced.rows[0].needs_bytes is not None
+    assert balanced.rows[0].unbalanced_bytes is not None
     assert verdict(balanced).kind == "not-compared"
     assert f"{balanced.cuts['unneeded']} more fit without it" in verdict(balanced).text
     roomy = search(
@@ -486,7 +487,7 @@ def test_a_gain_within_the_error_of_predictions_is_no_clear_gain() -> None:
         Space(PRESETS["gpt3-175b"], parse_cluster("h100-80g:8x8"), 256, 2048, max_chunks=2, max_micro_batch=2),
         num_rows=1,
     )
-    assert found.rows[0].needs_bytes is not None
+    assert found.rows[0].unbalanced_bytes is not None
     assert verdict(found).text.startswith("Balancing does not clearly help, as 1.0")
 
 
@@ -545,19 +546,7 @@ def test_experts_are_spread_over_every_number_of_devices() -> None:
 
 def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan chose t, p and the micro-batch, and nobody could ask it for theirs."""
-    plan = [
-        "plan",
-        "--model",
-        "gpt3-13b",
-        "--cluster",
-        "a100-80g:2x8",
-        "--gbs",
-        "32",
-        "--schedule",
-        "1f1b",
-        "--format",
-        "json",
-    ]
+    plan = "plan --model gpt3-13b --cluster a100-80g:2x8 --gbs 32 --schedule 1f1b --format json".split()
     plan += ["--vocabulary", "none"]
     assert main([*plan, "--tp", "2", "4", "--pp", "4", "--mbs", "1", "2", "--rows", "100"]) == 0
     found = json.loads(capsys.readouterr().out)

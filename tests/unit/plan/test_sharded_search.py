@@ -11,7 +11,7 @@ import pytest
 from bpipe.config.launch.megatron_command import read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.bounds import Bounds, last_load, lower_bound_s
-from bpipe.plan.explain import describe
+from bpipe.plan.candidates import describe
 from bpipe.plan.front import find_front
 from bpipe.plan.predict import costs_of
 from bpipe.plan.search import every_setup, search

@@ -13,7 +13,7 @@ from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.budget_fit import within_budget
-from bpipe.plan.explain import describe
+from bpipe.plan.candidates import describe
 from bpipe.plan.front import find_front, not_searched
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.refusals import refused

@@ -65,18 +65,7 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     cluster = tmp_path / "cluster.json"
     device = {"like": "a100-80g", "memory_gib": 24}
     cluster.write_text(json.dumps({"nodes": 1, "gpus_per_node": 8, "device": device}))
-    sizes = [
-        "--num-layers",
-        "32",
-        "--hidden-size",
-        "3072",
-        "--num-attention-heads",
-        "24",
-        "--seq",
-        "2048",
-        "--vocab-size",
-        "128000",
-    ]
+    sizes = "--num-layers 32 --hidden-size 3072 --num-attention-heads 24 --seq 2048 --vocab-size 128000".split()
     asked = [
         "plan",
         *sizes,
@@ -93,10 +82,10 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     ]
     asked += ["--vocabulary", "none"]
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     said = re.search(r"The vocabulary hurts in row (\d): with 128000 tokens the last stage's rank computes", text)
     assert said is not None
-    assert "     vocabulary 1: " in text
+    assert " vocabulary 1 " in text
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["vocabulary"]
     assert found["row"] == int(said[1])
@@ -108,18 +97,7 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 def test_simulate_predicts_shards(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [
-        "--num-layers",
-        "32",
-        "--hidden-size",
-        "3072",
-        "--num-attention-heads",
-        "24",
-        "--seq",
-        "2048",
-        "--vocab-size",
-        "256000",
-    ]
+    sizes = "--num-layers 32 --hidden-size 3072 --num-attention-heads 24 --seq 2048 --vocab-size 256000".split()
     asked = ["simulate", *sizes, "--untie-embeddings-and-output-weights", "--cluster", "a100-80g:1x8", "--pp", "8"]
     asked += ["--gbs", "128", "--precision", "fp16", "--format", "json"]
     seconds = {}

@@ -90,9 +90,8 @@ def test_the_plan_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     for memory in ("2.8", "2.4", "2.2"):
         how, told = requested_balance(asked(monkeypatch, memory))
         assert cli.main([*simulate, "--memory", memory, "--", *WORDS]) == 0
-        printed = capsys.readouterr().out.splitlines()
         assert told
-        assert list(told) == [line for line in printed if line in told]
+        assert " ".join(told) in " ".join(capsys.readouterr().out.split())
         assert how is not None
         schedule = build(replace(plain_config(), balance=how))
         moved.append(sum(num_transfers(schedule, rank).evictions for rank in range(4)))
@@ -125,8 +124,7 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
     by_bytes, _ = requested_balance(asked(monkeypatch, "2.6"))
     how, told = requested_balance(asked(monkeypatch, "2.6", "--bpipe-cluster", str(slow), bpipe_cluster=str(slow)))
     assert cli.main(simulate) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert list(told) == [line for line in printed if line in told]
+    assert " ".join(told) in " ".join(capsys.readouterr().out.split())
     assert by_bytes is not None
     assert how is not None
     assert by_bytes.windows is None

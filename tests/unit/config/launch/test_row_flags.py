@@ -118,12 +118,12 @@ def test_a_balanced_row_says_its_flag_and_how_it_is_cut(capsys: pytest.CaptureFi
     plan += ["--vocabulary", "none", "--recompute", "none"]
     assert main([*plan, *SIZES, "--seq", "8192", "--vocab-size", "51200", "--gbs", "32"]) == 0
     alone = capsys.readouterr().out.splitlines()
-    (row,) = [line for line in alone if line.startswith("     --tensor-model-parallel-size")]
+    (row,) = [line for line in alone if line.startswith("   --tensor-model-parallel-size")]
     assert " --bpipe " in f"{row} "
     assert "--pipeline-model-parallel-size" in row
     assert "--micro-batch-size" in row
     assert any(line.startswith("all rows: --num-layers 16 ") for line in alone)
     assert main([*plan, "--", *LAUNCH]) == 0
     beside = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("     the launch with ") and "--bpipe" in line for line in beside)
+    assert any(line.startswith("   the launch with ") and "--bpipe" in line for line in beside)
     assert not any(line.startswith("all rows") for line in beside)

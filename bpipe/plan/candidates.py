@@ -1,0 +1,163 @@
+"""Configurations as every command lists them: one row each, and the columns that tables are made of.
+
+In: predictions. Out: rows, and their cells as text. Predicts nothing and knows no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bpipe.plan.predict import SetupPrediction
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.error_bars import error_bars, range_words
+from bpipe.predict.layout import Setup
+from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
+from bpipe.schedule.layout import EVEN
+
+# Half of the published runs of one model are further from their prediction than this, in either direction
+# (docs/validation.md).
+CLEARLY = 1.05
+
+# What a row or a heading says of hosts behind "balanced"; of pairs nothing.
+HOSTS = {
+    PAIR: "",
+    POOL: " in a pool",
+    HOST: " with node memory",
+    ALL: " in a pool with node memory",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A configuration with its prediction, and what is known of it besides."""
+
+    prediction: SetupPrediction
+    name: str = ""
+    """What the command calls it: `launch`, `stock` or `bpipe` in an answer, the change in a list of changes."""
+    unbalanced_bytes: int | None = None
+    """What its fullest rank would need without balancing, if it fits only balanced."""
+    refused: tuple[str, ...] = ()
+    """The trainer's reasons against it."""
+    is_guarded: bool = False
+    """Whether the trainer takes it and checks it as it runs."""
+    flags: str = ""
+    """What launches it, in words."""
+
+    @property
+    def setup(self) -> Setup:
+        return self.prediction.setup
+
+    @property
+    def iteration_s(self) -> float:
+        return float(self.prediction.timing.iteration_s)
+
+    @property
+    def range_s(self) -> list[float] | None:
+        """Seconds between which a run is likely to take; None if no run of its kind is known."""
+        bars = error_bars(self.setup)
+        return None if bars is None else list(bars.range_s(self.iteration_s))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the fullest rank."""
+        return self.prediction.peak_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that a device may hold."""
+        return self.prediction.memory[0].limit_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.prediction.fits
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it fits and the trainer takes it."""
+        return self.fits and not self.refused
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it can run, and a device is so full that it may take longer than is predicted."""
+        return self.can_run and self.prediction.is_tight
+
+    @property
+    def state(self) -> str:
+        """What stands in its way or makes it doubtful, in words."""
+        states = {
+            "refused by the trainer": bool(self.refused),
+            "guarded": self.is_guarded,
+            "tight": self.is_tight,
+            "does not fit": not self.fits,
+        }
+        return ", ".join(words for words, holds in states.items() if holds)
+
+
+# By title, the cell of a row; the second row is the one that it is compared with.
+COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
+    "": lambda row, base: row.name,
+    "what": lambda row, base: row.name,
+    "iteration s": lambda row, base: f"{row.iteration_s:.3f}",
+    "range s": lambda row, base: range_words(row.setup, row.iteration_s),
+    "speed-up": lambda row, base: "" if row is base else f"{base.iteration_s / row.iteration_s:.2f}x",
+    "ratio": lambda row, base: f"{row.iteration_s / base.iteration_s:.2f}",
+    "MFU %": lambda row, base: f"{100 * row.prediction.mfu:.2f}",
+    "bubble %": lambda row, base: f"{100 * row.prediction.timing.bubble_of_makespan:.1f}",
+    "bubble, % of pipeline": lambda row, base: f"{100 * row.prediction.timing.bubble_of_pipeline:.1f}",
+    "bubble, % of spans": lambda row, base: f"{100 * row.prediction.timing.bubble_of_span:.1f}",
+    "exposed s": lambda row, base: f"{max(row.prediction.timing.exposed_s):.3f}",
+    "peak GiB": lambda row, base: gib_text(row.peak_bytes),
+    "saved GiB": lambda row, base: gib_text(base.peak_bytes - row.peak_bytes),
+    "of GiB": lambda row, base: gib_text(row.limit_bytes),
+    "least full GiB": lambda row, base: gib_text(min(rank.peak_bytes for rank in row.prediction.memory)),
+    "moved GB": lambda row, base: _of_bandwidth(row, "transfer_bytes", 2),
+    "needs GB/s": lambda row, base: _of_bandwidth(row, "required_bytes_per_s", 0),
+    "evictions": lambda row, base: str(sum(row.prediction.transfers)),
+    "state": lambda row, base: row.state,
+    "configuration": lambda row, base: describe(row.setup),
+}
+
+
+def cells(titles: Iterable[str], rows: Sequence[Candidate], base: Candidate | None = None) -> list[list[str]]:
+    """Return the cells of each row, compared with `base`, or else with the first row."""
+    return [[COLUMNS[title](row, base or rows[0]) for title in titles] for row in rows]
+
+
+def _of_bandwidth(row: Candidate, name: str, decimals: int) -> str:
+    """Write a rate of its transfers in GB; nothing if nothing moves."""
+    bandwidth = row.prediction.bandwidth
+    return "" if bandwidth is None else f"{getattr(bandwidth, name) / 1e9:.{decimals}f}"
+
+
+def is_level(seconds: float, other: float) -> bool:
+    """Return whether predictions cannot tell that it takes longer than the other."""
+    return seconds < CLEARLY * other
+
+
+def grid_of(setup: Setup) -> str:
+    """Return the parallel sizes of a setup as text."""
+    context = (
+        f" c={setup.context}{'' if setup.cp_comm_type == 'p2p' else f' by {setup.cp_comm_type}'}"
+        if setup.context > 1
+        else ""
+    )
+    return f"t={setup.tensor}{context} p={setup.pipeline} d={setup.data}"
+
+
+def describe(setup: Setup) -> str:
+    """Describe one configuration in a few words."""
+    chunks = f" v={setup.num_chunks}" if setup.num_chunks > 1 else ""
+    group = f" g={setup.group_size}" if setup.group_size else ""
+    lengths = "" if setup.slice_lengths == EVEN else " uneven"
+    slices = f" k={setup.slices}{lengths}" if setup.slices > 1 else ""
+    halves = " W at once" if setup.splits and not setup.keeps_halves else ""
+    balance = f" balanced{HOSTS[setup.hosts]}" if setup.balance is not None else ""
+    layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
+    shards = f" vocabulary {setup.vocabulary.value}{' and input' * setup.input_shards}" if setup.is_sharded else ""
+    divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
+    experts = f" ep={setup.routing.expert}{divided}" if setup.model.experts else ""
+    grid = f"{grid_of(setup)}{experts} b={setup.micro_batch}"
+    return (
+        f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{slices}{layers}{shards}{halves}{balance}"
+    )
