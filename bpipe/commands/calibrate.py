@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from bpipe.commands.launch import lines, reading_of
+from bpipe.commands.launch import lines, words_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, print_json
 from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import tell
@@ -71,7 +71,8 @@ def run(options: Options) -> None:
 def _reading(options: Options) -> Reading | None:
     """What the launch says, else the run's log, which fills in the vocabulary too where neither flag says the
     model's."""
-    reading = reading_of(options)
+    words = words_of(options)
+    reading = None if words is None else read_command(words)
     if options.run_of is None or not Path(options.run_of).is_file():
         return reading
     launch, vocabulary = _launch_of(Path(options.run_of))

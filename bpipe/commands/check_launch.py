@@ -6,12 +6,13 @@ The exit status is 2 where it is refused.
 
 from __future__ import annotations
 
-from bpipe.commands.launch import flags_of, words_of
+from bpipe.commands.launch import flags_of, judgement_of, words_of
 from bpipe.commands.shared import print_json
 from bpipe.commands.terminal import table, tell
 from bpipe.config.features.feature import Feature, State
 from bpipe.config.flags import configurations, outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.launch.validation import Judgement
 
 COMMAND = Command(
     (configurations.LAUNCHED, Group("", (outputs.FORMAT,))),
@@ -31,17 +32,34 @@ def run(options: Options) -> int:
     words = words_of(options)
     if words is None:
         raise ValueError("name the launch: --launch FILE, or its flags after --")
-    flags = flags_of(words, options)
-    features = states_of_launch(flags)
+    judgement = judgement_of(words)
+    flags = flags_of(words, judgement.unknown)
+    features = [*_refusals(judgement), *states_of_launch(flags)]
+    features = [one for one in features if not _is_repeated(one, features)]
     state = worst(features)
     if options.format == "json":
-        print_json({"state": state.value, "features": [_values(one) for one in features]})
+        judged = {"judged_by": judgement.by, "unknown_flags": list(judgement.unknown or ())}
+        print_json({"state": state.value, **judged, "features": [_values(one) for one in features]})
     else:
         if features:
-            rows = [(one.state.value, one.name, one.reason, _way_out(one)) for one in features]
+            rows = [(one.state.value, one.name, one.reason, one.remedy) for one in features]
             tell(table(("state", "feature", "reason", "way out"), rows))
-        tell(f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
+        tell(judgement.by, f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
     return 2 if state is State.REFUSED else 0
+
+
+def _refusals(judgement: Judgement) -> list[Feature]:
+    """Return what is refused beyond the table of features, as rows like those of the table."""
+    refusals = [("Megatron", judgement.refused)] if judgement.refused is not None else []
+    refusals += [("the trainer", line) for line in judgement.trainer]
+    return [Feature(name, lambda _: True, reason, "") for name, reason in refusals]
+
+
+def _is_repeated(feature: Feature, features: list[Feature]) -> bool:
+    """Whether the trainer refuses what a row of the table says, too."""
+    return feature.name == "the trainer" and any(
+        one is not feature and f": {one.reason}; " in feature.reason for one in features
+    )
 
 
 _NOTHING = ": none of its flags needs anything of this project"
@@ -50,10 +68,6 @@ _MEANS = {
     State.GUARDED: ": in the first iterations all that moves is checked, and the run ends at the first wrong byte",
     State.REFUSED: ": it would end at its start",
 }
-
-
-def _way_out(feature: Feature) -> str:
-    return feature.remedy if feature.state is not State.SUPPORTED else ""
 
 
 def _values(feature: Feature) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Let a Megatron launch say what other commands ask flags for.
 
-In: `-- FLAGS` or `--launch FILE`. Out: options, filled in.
+In: `-- FLAGS` or `--launch FILE`. Out: options, filled in, and what Megatron says of the launch where it is installed.
 
 An option that was given on the command line itself stands. Knows no flag of Megatron's.
 """
@@ -8,17 +8,26 @@ An option that was given on the command line itself stands. Knows no flag of Meg
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bpipe.config.flags.configurations import CONFIGURATION, MODEL, TRAINING
+from bpipe.config.flags.experts import EXPERTS
 from bpipe.config.flags.flag import Options
 from bpipe.config.launch.capture import read_launches
-from bpipe.config.launch.megatron_command import Reading, flags_of_command, read_command
-from bpipe.config.launch.megatron_names import without_own
+from bpipe.config.launch.megatron_command import Reading, devices_of, read_command, split_command
+from bpipe.config.launch.megatron_names import unknown_flags, unknown_note, without
+from bpipe.config.launch.validation import Judgement, judge
+from bpipe.predict.cluster_file import cluster_named
 from bpipe.values import printable
 
 # More than the launches of any script.
 _MOST_BYTES = 4_000_000
+REFUSES = "Megatron refuses this launch"
+# What Megatron's flags do not say, or what the launch leaves to its tokenizer.
+_OF_NO_LAUNCH = ("cluster", "calibration", "kernels", "memory", "min_bytes", "vocabulary")
 
 
 def words_of(options: Options) -> list[str] | None:
@@ -44,19 +53,59 @@ def words_of(options: Options) -> list[str] | None:
 
 
 def reading_of(options: Options) -> Reading | None:
-    """Return what the launch says, or None if no launch is given."""
+    """Return what the launch says, or None if no launch is given.
+
+    Raises ValueError for one that Megatron refuses, unless other options change it.
+    """
+    reading = judged_reading(options)
+    if reading is not None and reading.refused is not None:
+        if not _is_changed(options):
+            raise ValueError(f"{REFUSES}: {reading.refused}")
+        note = f"without the other options, {REFUSES}: {reading.refused}"
+        return replace(reading, notes=(note, *reading.notes), trainer=())
+    return reading
+
+
+def judged_reading(options: Options) -> Reading | None:
+    """Return what the launch says, and what Megatron says of it, or None if no launch is given."""
     words = words_of(options)
-    return None if words is None else read_command(words, is_captured=options.launch is not None)
+    if words is None:
+        return None
+    judgement = judgement_of(words, options.cluster)
+    try:
+        reading = read_command(words, judgement.unknown)
+    except ValueError:
+        if judgement.refused is not None:
+            raise ValueError(f"{REFUSES}: {judgement.refused}") from None
+        raise
+    notes = reading.notes if judgement.unknown is not None else (judgement.by, *reading.notes)
+    return replace(reading, notes=notes, refused=judgement.refused, trainer=judgement.trainer)
 
 
-def flags_of(words: list[str], options: Options) -> list[str]:
-    """Return Megatron's flags in a launch. Those that only its script has are named on stderr."""
-    if options.launch is None:
-        return flags_of_command(words)
-    flags, own = without_own(flags_of_command(words, is_captured=True))
-    for name in own:
-        print(f"from the launch: Megatron has no {printable(name)}: not considered", file=sys.stderr)
-    return flags
+def judgement_of(words: list[str], cluster: str | None = None) -> Judgement:
+    """Have Megatron judge a launch, on a cluster whose size its name tells, or on the launch's own devices."""
+    launcher, flags = split_command(words)
+    devices = devices_of(launcher)
+    if cluster is not None:
+        known = cluster_named(cluster, devices)
+        devices = (known.num_nodes, known.devices_per_node) if devices is not None or ":" in cluster else None
+    return judge(tuple(flags), devices, bool(launcher) or len(flags) < len(words))
+
+
+def _is_changed(options: Options) -> bool:
+    """Whether options beside the launch say anything of what Megatron would train."""
+    fields = (flag.field for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION) for flag in group.flags)
+    return any(getattr(options, field, None) not in (None, False) for field in fields if field not in _OF_NO_LAUNCH)
+
+
+def flags_of(words: list[str], unknown: Sequence[str] | None = None) -> list[str]:
+    """Return the flags of a launch that Megatron or this project has; a line on stderr names the others."""
+    _, flags = split_command(words)
+    if unknown is None:
+        unknown = unknown_flags(flags)
+    if unknown:
+        print(f"from the launch: {printable(unknown_note(unknown))}", file=sys.stderr)
+    return without(unknown, flags)
 
 
 def _content(name: str) -> bytes:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bpipe.balance.config import BALANCES
-from bpipe.commands.launch import reading_of
+from bpipe.commands.launch import REFUSES, judged_reading
 from bpipe.commands.plan_output import plan_notes, print_front, print_plan
 from bpipe.commands.shared import TRAINED, cluster_of, measured_of, picture_file
 from bpipe.commands.simulate import SUFFIXES, budgeted
@@ -31,7 +31,7 @@ from bpipe.plan.explain import verdict
 from bpipe.plan.front import find_front
 from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, state_types_of, switches_of
 from bpipe.plan.predict import predict
-from bpipe.plan.refusals import has_transformer_engine, refused
+from bpipe.plan.refusals import has_transformer_engine, refused_launch
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts
@@ -85,7 +85,7 @@ COMMAND = Command(
 
 
 def run(asked: Options) -> int:
-    reading = reading_of(asked)
+    reading = judged_reading(asked)
     # What the search chooses is no one's to say; `yours` below is the launch as it stands.
     every = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
     options = Options(
@@ -258,6 +258,8 @@ def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Set
 
 def _yours(asked: Options, reading: Reading) -> Candidate | str:
     """Return the launch as it stands, or why it cannot be on this cluster."""
+    if reading.refused is not None:
+        return f"{REFUSES}: {reading.refused}"
     chosen = ("recompute", "schedule", "balance", "vocabulary_parallel", *CUT)
     options = Options(**{**vars(asked), **dict.fromkeys(chosen)})
     others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves", "slices", "slice_lengths")
@@ -270,6 +272,6 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
         own = setup_of(every, _budgeted(cluster_of(every, reading), asked.memory))
         setup, _ = budgeted(every, replace(own, traced=traced), profile)
         prediction = predict(setup, profile, formula=every.flops_formula)
-        return Candidate(prediction, LAUNCH, refused=refused(setup, reading.others))
+        return Candidate(prediction, LAUNCH, refused=refused_launch(setup, reading))
     except ValueError as error:
         return str(error)

@@ -27,7 +27,7 @@ from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
-from bpipe.plan.refusals import refused
+from bpipe.plan.refusals import refused_launch
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.layout import Setup
@@ -195,8 +195,8 @@ def _answer(options: Options) -> _Answer:
             from bpipe.commands.simulate_page import page
 
             Path(options.html).write_bytes(page(prediction, simulation))
-    reasons = refused(setup, () if reading is None else reading.others)
-    return _Answer(Candidate(prediction, refused=reasons), reading, plan, pairs_apart(prediction, profile))
+    judged = Candidate(prediction, refused=refused_launch(setup, reading))
+    return _Answer(judged, reading, plan, pairs_apart(prediction, profile))
 
 
 def _answer_document(answer: _Answer) -> dict[str, Any]:

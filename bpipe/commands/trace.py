@@ -21,8 +21,9 @@ from bpipe.commands.shared import CONFIGURED, print_json
 from bpipe.commands.terminal import progress_of, table, tell
 from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Command, Flag, Group, Options, Task
-from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.megatron_command import Reading, read_command, split_command
 from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.megatron_names import unknown_flags
 from bpipe.extras import require
 from bpipe.plan.options import filled, routing_of, setup_of
 from bpipe.predict.cluster import DEVICES, Cluster
@@ -173,9 +174,11 @@ def _subject(options: Options) -> TracedLaunch:
     if words is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
         return TracedLaunch([*megatron_flags(setup), *_assumed(setup)], setup)
-    flags = flags_of(words, options)
+    # The program that builds the stages has flags of its own.
+    unknown = [flag for flag in unknown_flags(split_command(words)[1]) if not flag.startswith("--trace-")]
+    flags = flags_of(words, unknown)
     try:
-        reading = read_command(words, is_captured=options.launch is not None)
+        reading = read_command(words)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)
     except ValueError as error:
         return TracedLaunch([*flags, *_vocabulary(options.vocabulary)], None, str(error))

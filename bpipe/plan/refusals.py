@@ -14,6 +14,7 @@ from dataclasses import replace
 from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import asked_by, reasons, reasons_of, settings_of, sliced_reasons
 from bpipe.config.features.table import PLACED, SHARDED
+from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.space import is_in_order
 from bpipe.predict.layout import Setup
@@ -51,6 +52,12 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
     if setup.slices > 1:
         found += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
     return tuple(found)
+
+
+def refused_launch(setup: Setup, reading: Reading | None) -> tuple[str, ...]:
+    """Return the trainer's reasons against a launch as it is: those of the table, and what it was asked itself."""
+    reasons = refused(setup, () if reading is None else reading.others)
+    return (*reasons, *(reason for reason in (reading.trainer if reading else ()) if reason not in reasons))
 
 
 def guarded(setup: Setup, others: Others = ()) -> bool:

@@ -22,7 +22,7 @@ from bpipe.config.flags.values import AUTO
 from bpipe.config.launch.expert_flags import parts_of_flags
 from bpipe.config.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
 from bpipe.config.launch.layer_split import Split
-from bpipe.config.launch.megatron_names import mistyped, refuse_mistyped
+from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
 from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.config.launch.recompute_flags import scope_of_flags
 from bpipe.predict.choices import CP_COMM_TYPES
@@ -58,7 +58,8 @@ class Reading:
     `unmodelled`: by option, what of its flags is not modelled.
 
     `devices`: nodes and GPUs of each, where the launcher says so. `flags`: all of its flags. `others`: those that no
-    option covers, with values.
+    option covers, with values. `refused` and `trainer`: why Megatron and this project's trainer would end the launch at
+    its start, where they were asked.
     """
 
     options: dict[str, Any]
@@ -68,17 +69,20 @@ class Reading:
     devices: tuple[int, int] | None
     others: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
+    refused: str | None = None
+    trainer: tuple[str, ...] = ()
 
 
-def read_command(words: Sequence[str], is_captured: bool = False) -> Reading:
+def read_command(words: Sequence[str], unknown: Sequence[str] | None = None) -> Reading:
     """Read `torchrun ... script.py FLAGS`, or the flags alone.
 
     Args:
         words: the command line.
-        is_captured: whether a script launches this, which may have flags of its own: those are noted. Of flags that
-            somebody typed, an unknown one is an error.
+        unknown: flags that Megatron's parser was asked for and does not have; None if it was not asked.
     """
-    launcher, flags = _without_launcher(words)
+    launcher, flags = split_command(words)
+    if unknown is None:
+        unknown = unknown_flags(flags)
     found, rest = parser_of_launch(READ.values()).parse_known_args(flags, Options())
     others = _others(rest)
     for flag, value in others:
@@ -99,27 +103,13 @@ def read_command(words: Sequence[str], is_captured: bool = False) -> Reading:
     notes += [f"{flag} {PREDICTED_WITHOUT[flag]}" for flag in named if flag in PREDICTED_WITHOUT]
     known = (*REFUSED, *PREDICTED_WITHOUT)
     left = [flag for flag in named if flag not in known and not is_without_influence(flag)]
-    if is_captured:
-        notes += mistyped(left)
-    else:
-        refuse_mistyped(left)
+    notes += [unknown_note(unknown)] if unknown else []
     options["recompute"] = scope
-    return Reading(options, unmodelled, tuple(left), tuple(notes), _devices(launcher), tuple(others), tuple(flags))
+    return Reading(options, unmodelled, tuple(left), tuple(notes), devices_of(launcher), tuple(others), tuple(flags))
 
 
-def flags_of_command(words: Sequence[str], is_captured: bool = False) -> list[str]:
-    """Return the flags of `torchrun ... script.py FLAGS`, or of the flags alone; their values are not judged.
-
-    Raises ValueError for a name that is mistyped, unless a script launches this (`is_captured`).
-    """
-    _, flags = _without_launcher(words)
-    if not is_captured:
-        refuse_mistyped([word.partition("=")[0] for word in flags if word.startswith("--")])
-    return flags
-
-
-def _without_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the script, and the script's own flags."""
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the launcher's words, which are none for flags alone, and the flags of the script."""
     scripts = [place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
     modules = [place + 1 for place, word in enumerate(words) if word == "-m"]
     places = [*scripts[:1], *modules[-1:]]
@@ -147,8 +137,11 @@ def _others(rest: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _devices(launcher: Sequence[str]) -> tuple[int, int] | None:
-    """Of torchrun; None where it does not say both as numbers. Without --nnodes it is one node."""
+def devices_of(launcher: Sequence[str]) -> tuple[int, int] | None:
+    """Return the nodes of torchrun and the processes on each, or None if it does not give both as numbers.
+
+    Without --nnodes it is one node.
+    """
     values = {"nnodes": "1", "nproc_per_node": ""}
     for place, word in enumerate(launcher):
         name, _, value = word.partition("=")

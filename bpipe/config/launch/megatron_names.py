@@ -1,8 +1,7 @@
-"""Know every flag of the trainer by its name. In: a launch's flags. Out: what is wrong with one that was mistyped.
+"""Know every flag of the trainer by its name. In: a launch's flags. Out: those that nobody knows, and a warning.
 
-The names stand in `megatron_flags.txt`, one per line: those of the Megatron that this package installs, and ours; a test
-holds them to its parser. A script may have flags of its own, and a newer Megatron others: what is near no known name is
-passed. Knows no flag's meaning.
+The names are in `megatron_flags.txt`, one per line: those of the Megatron that this package installs, and ours; a test
+holds them to its parser. Knows no flag's meaning.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from bpipe.names import nearest
 
 # How near a known name a typo is. What a newer Megatron or a script adds to a known name is further away.
 _TYPO, _TYPO_OF_OURS = 0.87, 0.66
-MOST_OWN_FLAGS = 100
+_MOST_FLAGS = 20
 
 
 @cache
@@ -25,39 +24,39 @@ def names() -> frozenset[str]:
     )
 
 
-def refuse_mistyped(flags: Sequence[str]) -> None:
-    """Raise ValueError for a mistyped flag: the trainer would not start with it."""
-    for message in mistyped(flags):
-        raise ValueError(message)
+def unknown_flags(flags: Sequence[str]) -> list[str]:
+    """Return the names of flags that neither Megatron nor this project has. Raises ValueError for one like ours."""
+    unknown = [flag for flag in dict.fromkeys(word.partition("=")[0] for word in flags) if _is_unknown(flag)]
+    for flag in unknown:
+        if flag.startswith("--bpipe-"):
+            meant = nearest(flag, [name for name in names() if name.startswith("--bpipe")], _TYPO_OF_OURS)
+            raise ValueError(f"unknown flag {flag[:60]}{meant and ','}{meant or ': leave it out'}")
+    return unknown
 
 
-def without_own(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags that Megatron has, with their values, and the names of those that only a script has."""
+def _is_unknown(word: str) -> bool:
+    return word.startswith("--") and word not in names()
+
+
+def unknown_note(unknown: Sequence[str]) -> str:
+    """Return the warning of flags that may be the training script's own."""
+    shown = [f"{flag[:60]}{_meant(flag)}" for flag in unknown[:_MOST_FLAGS]]
+    more = [f"{len(unknown) - _MOST_FLAGS} more"] if unknown[_MOST_FLAGS:] else []
+    them = "them" if unknown[1:] else "it"
+    return f"Megatron's parser does not know {', '.join([*shown, *more])}; ignore this if your script adds {them}"
+
+
+def _meant(flag: str) -> str:
+    meant = nearest(flag, sorted(names()), _TYPO).strip()
+    return f" ({meant})" if meant else ""
+
+
+def without(unknown: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the flags of a launch but for unknown ones and their values."""
     kept: list[str] = []
-    own: list[str] = []
     is_known = True
     for word in flags:
         if word.startswith("--"):
-            name = word.partition("=")[0]
-            is_known = name in names()
-            own += [] if is_known else [name]
+            is_known = word.partition("=")[0] not in unknown
         kept += [word] if is_known else []
-    return kept, own
-
-
-def mistyped(flags: Sequence[str]) -> list[str]:
-    """Return a message for each flag that nobody knows and that is near a known one."""
-    known = names()
-    unknown = [flag for flag in flags if flag not in known]
-    if len(unknown) > MOST_OWN_FLAGS:
-        raise ValueError(
-            f"{len(unknown)} flags that Megatron does not have: a script may have at most {MOST_OWN_FLAGS} of its own"
-        )
-    messages = []
-    for flag in unknown:
-        ours = flag.startswith("--bpipe-")
-        near = [one for one in known if one.startswith("--bpipe")] if ours else sorted(known)
-        meant = nearest(flag, near, _TYPO_OF_OURS if ours else _TYPO)
-        if meant or ours:
-            messages.append(f"unknown flag {flag[:60]}{meant and ','}{meant or ': leave it out'}")
-    return messages
+    return kept

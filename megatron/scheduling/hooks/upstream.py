@@ -112,207 +112,94 @@ OF_CONFIGURATION = (
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It
 # cannot work without. A test holds this to the code.
 REQUIRED: dict[str, tuple[str, ...]] = {
-    "gpu_sharing": ("local_rank",),
-    "rank_order": (
-        *(
-            "context_parallel_size",
-            "pipeline_model_parallel_size",
-            "rank",
-            "tensor_model_parallel_size",
-            "use_tp_pp_dp_mapping",
-        ),
-        "world_size",
-    ),
-    "arguments": (
-        *("context_parallel_size", "distributed_timeout_minutes", "log_interval", "micro_batch_size"),
-        "padded_vocab_size",
-        *(
-            "pipeline_model_parallel_size",
-            "seq_length",
-            "tensor_model_parallel_size",
-            "tensorboard_log_interval",
-        ),
-        *("timing_log_level", "train_iters"),
-    ),
-    "loop_config": ("barrier_with_L1_time", "finalize_model_grads_func"),
-    "driver": ("timers",),
-    "schedule_choice": (
-        *("micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
-        "virtual_pipeline_model_parallel_size",
-    ),
-    "lengths": (
-        *(
-            "ffn_hidden_size",
-            "gated_linear_unit",
-            "hidden_size",
-            "kv_channels",
-            "moe_ffn_hidden_size",
-            "moe_router_topk",
-        ),
-        *("num_attention_heads", "num_moe_experts", "num_query_groups"),
-    ),
-    "budgets": ("padded_vocab_size", "step_batch_size_schedule", "vocab_size", "world_size"),
-    "sizes": (
-        *(
-            "data_parallel_size",
-            "global_batch_size",
-            "micro_batch_size",
-            "pipeline_model_parallel_size",
-            "step_batch_size_schedule",
-        ),
-        "virtual_pipeline_model_parallel_size",
-    ),
-    "pipes": (
-        *("context_parallel_size", "global_batch_size", "micro_batch_size", "num_virtual_stages_per_pipeline_rank"),
-        *(
-            "pipeline_model_parallel_size",
-            "tensor_model_parallel_size",
-            "use_mp_args_from_checkpoint_args",
-            "use_tp_pp_dp_mapping",
-        ),
-        "world_size",
-    ),
-    "derived_flags": (
-        *(
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "decoder_first_pipeline_num_layers",
-        ),
-        *(
-            "decoder_last_pipeline_num_layers",
-            "dist_ckpt_optim_fully_reshardable",
-            "num_layers",
-            "num_layers_per_virtual_pipeline_stage",
-        ),
-        *(
-            "num_virtual_stages_per_pipeline_rank",
-            "overlap_p2p_comm",
-            "pipeline_model_parallel_layout",
-            "pipeline_model_parallel_size",
-        ),
-        *("use_distributed_optimizer", "use_mp_args_from_checkpoint_args"),
-    ),
-    "redistribution": (
-        *(
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "decoder_first_pipeline_num_layers",
-        ),
-        *(
-            "decoder_last_pipeline_num_layers",
-            "hidden_size",
-            "hybrid_layer_pattern",
-            "make_vocab_size_divisible_by",
-            "mtp_num_layers",
-        ),
-        *(
-            "num_layers",
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "padded_vocab_size",
-        ),
-        *(
-            "pipeline_model_parallel_layout",
-            "pipeline_model_parallel_size",
-            "seq_length",
-            "tensor_model_parallel_size",
-            "vocab_size",
-        ),
-    ),
-    "executor": ("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "timers"),
-    "transfer_waits": ("batch_p2p_sync",),
-    "grad_sync": ("grad_sync_func", "no_sync_func", "param_sync_func"),
-    "delayed_wgrad": (
-        "add_bias_linear",
-        "delay_wgrad_compute",
-        "gradient_accumulation_fusion",
-        "overlap_grad_reduce",
-        "transformer_impl",
-    ),
-    "loops": ("microbatch_group_size_per_vp_stage",),
-    "links": ("pipeline_dtype",),
-    "routing": ("moe_expert_capacity_factor", "moe_router_topk", "num_moe_experts"),
-    "tokenizer": ("pad_vocab_size", "tokenizer_type", "vocab_size"),
-    "one_stage": (
-        *(
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "hidden_size",
-            "make_vocab_size_divisible_by",
-            "padded_vocab_size",
-            "params_dtype",
-            "pipeline_model_parallel_size",
-            "seed",
-        ),
-        *("seq_length", "sequence_parallel", "tensor_model_parallel_size"),
-        *("virtual_pipeline_model_parallel_size", "vocab_size", "world_size"),
-    ),
-    "stages": (
-        *("bf16", "context_parallel_size", "cp_comm_type", "ffn_hidden_size", "fp16", "fp4", "fp8"),
-        *("global_batch_size", "hidden_size", "hybrid_layer_pattern", "micro_batch_size", "moe_permute_fusion"),
-        *("moe_router_fusion", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "num_attention_heads"),
-        *(
-            "overlap_param_gather",
-            "perform_initialization",
-            "pipeline_model_parallel_size",
-            "recompute_modules",
-            "seq_length",
-        ),
-        *("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim", "tensor_model_parallel_size", "v_head_dim"),
-    ),
-    "profile": (
-        *(
-            "attention_backend",
-            "bf16",
-            "ffn_hidden_size",
-            "fp16",
-            "global_batch_size",
-            "hidden_size",
-            "num_attention_heads",
-            "num_layers",
-        ),
-        *(
-            "pipeline_model_parallel_size",
-            "recompute_granularity",
-            "seq_length",
-            "tensor_model_parallel_size",
-            "transformer_impl",
-        ),
-    ),
-    "pretrain_gpt": (
-        *(
-            "allow_ambiguous_pad_tokens",
-            "check_for_nan_in_loss_and_grad",
-            "context_parallel_size",
-            "create_attention_mask_in_dataloader",
-            "dataloader_inter_document_masking",
-        ),
-        *(
-            "data_cache_path",
-            "eod_mask_loss",
-            "full_validation",
-            "micro_batch_size",
-            "mid_level_dataset_surplus",
-            "mmap_bin_files",
-        ),
-        *(
-            "mock_data",
-            "mtp_num_layers",
-            "multiple_validation_sets",
-            "num_dataset_builder_threads",
-            "object_storage_cache_path",
-        ),
-        *(
-            "pipeline_model_parallel_size",
-            "reset_attention_mask",
-            "reset_position_ids",
-            "seed",
-            "seq_length",
-            "sft",
-            "split",
-        ),
-    ),
+    module: tuple(names.split())
+    for module, names in {
+        "gpu_sharing": "local_rank",
+        "rank_order": """
+            context_parallel_size pipeline_model_parallel_size rank tensor_model_parallel_size use_tp_pp_dp_mapping
+            world_size
+        """,
+        "arguments": """
+            context_parallel_size distributed_timeout_minutes log_interval micro_batch_size padded_vocab_size
+            pipeline_model_parallel_size seq_length tensor_model_parallel_size tensorboard_log_interval
+            timing_log_level train_iters
+        """,
+        "loop_config": "barrier_with_L1_time finalize_model_grads_func",
+        "driver": "timers",
+        "schedule_choice": """
+            micro_batch_size padded_vocab_size pipeline_model_parallel_size tensor_model_parallel_size
+            virtual_pipeline_model_parallel_size
+        """,
+        "lengths": """
+            ffn_hidden_size gated_linear_unit hidden_size kv_channels moe_ffn_hidden_size moe_router_topk
+            num_attention_heads num_moe_experts num_query_groups
+        """,
+        "budgets": "padded_vocab_size step_batch_size_schedule vocab_size world_size",
+        "sizes": """
+            data_parallel_size global_batch_size micro_batch_size pipeline_model_parallel_size
+            step_batch_size_schedule virtual_pipeline_model_parallel_size
+        """,
+        "pipes": """
+            context_parallel_size global_batch_size micro_batch_size num_virtual_stages_per_pipeline_rank
+            pipeline_model_parallel_size tensor_model_parallel_size use_mp_args_from_checkpoint_args
+            use_tp_pp_dp_mapping world_size
+        """,
+        "derived_flags": """
+            account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+            decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers dist_ckpt_optim_fully_reshardable
+            num_layers num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank overlap_p2p_comm
+            pipeline_model_parallel_layout pipeline_model_parallel_size use_distributed_optimizer
+            use_mp_args_from_checkpoint_args
+        """,
+        "redistribution": """
+            account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+            decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers hidden_size hybrid_layer_pattern
+            make_vocab_size_divisible_by mtp_num_layers num_layers num_layers_per_virtual_pipeline_stage
+            num_virtual_stages_per_pipeline_rank padded_vocab_size pipeline_model_parallel_layout
+            pipeline_model_parallel_size seq_length tensor_model_parallel_size vocab_size
+        """,
+        "executor": "barrier_with_L1_time calculate_per_token_loss finalize_model_grads_func timers",
+        "transfer_waits": "batch_p2p_sync",
+        "grad_sync": "grad_sync_func no_sync_func param_sync_func",
+        "delayed_wgrad": """
+            add_bias_linear delay_wgrad_compute gradient_accumulation_fusion overlap_grad_reduce transformer_impl
+        """,
+        "loops": "microbatch_group_size_per_vp_stage",
+        "links": "pipeline_dtype",
+        "routing": "moe_expert_capacity_factor moe_router_topk num_moe_experts",
+        "tokenizer": "pad_vocab_size tokenizer_type vocab_size",
+        "validation": """
+            context_parallel_size data_parallel_size decrease_batch_size_if_needed expert_gtp_weight_remat_size
+            expert_model_parallel_size expert_tensor_parallel_size global_batch_size gtp_weight_remat_size
+            hierarchical_context_parallel_sizes hybrid_context_parallel hybrid_layer_pattern micro_batch_size
+            num_distributed_optimizer_instances num_layers pipeline_model_parallel_size seq_length
+            step_batch_size_schedule tensor_model_parallel_size use_tp_pp_dp_mapping
+            virtual_pipeline_model_parallel_size world_size
+        """,
+        "one_stage": """
+            context_parallel_size expert_model_parallel_size expert_tensor_parallel_size hidden_size
+            make_vocab_size_divisible_by padded_vocab_size params_dtype pipeline_model_parallel_size seed seq_length
+            sequence_parallel tensor_model_parallel_size virtual_pipeline_model_parallel_size vocab_size world_size
+        """,
+        "stages": """
+            bf16 context_parallel_size cp_comm_type ffn_hidden_size fp16 fp4 fp8 global_batch_size hidden_size
+            hybrid_layer_pattern micro_batch_size moe_permute_fusion moe_router_fusion moe_router_load_balancing_type
+            moe_token_dispatcher_type multi_latent_attention num_attention_heads overlap_param_gather perform_initialization
+            pipeline_model_parallel_size qk_head_dim qk_pos_emb_head_dim recompute_modules seq_length
+            tensor_model_parallel_size v_head_dim
+        """,
+        "profile": """
+            attention_backend bf16 ffn_hidden_size fp16 global_batch_size hidden_size num_attention_heads num_layers
+            pipeline_model_parallel_size recompute_granularity seq_length tensor_model_parallel_size transformer_impl
+        """,
+        "pretrain_gpt": """
+            allow_ambiguous_pad_tokens check_for_nan_in_loss_and_grad context_parallel_size
+            create_attention_mask_in_dataloader data_cache_path dataloader_inter_document_masking eod_mask_loss
+            full_validation micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data mtp_num_layers
+            multiple_validation_sets num_dataset_builder_threads object_storage_cache_path
+            pipeline_model_parallel_size reset_attention_mask reset_position_ids seed seq_length sft split
+        """,
+    }.items()
 }
 
 
@@ -397,36 +284,34 @@ OPTIONAL: dict[str, str] = {
 }
 # 0.19.2 has these in one of the two only.
 _NOT_IN_ARGUMENTS = frozenset(
-    (
+    [
         "cpu_offloading",
         "cuda_graph_scope",
         "num_microbatches_with_partial_activation_checkpoints",
         "num_moe_experts",
         "variable_seq_lengths",
-    )
+    ]
 )
 _NOT_IN_CONFIGURATION = frozenset(
-    (
-        *(
-            "dataloader_inter_document_masking",
-            "fake_process_group",
-            "inprocess_restart",
-            "num_experts",
-            "perform_rl_step",
-            "sft",
-        ),
-        *("use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
-        *(
-            "ckpt_format",
-            "hybrid_layer_pattern",
-            "iterations_to_skip",
-            "load",
-            "non_persistent_ckpt_type",
-            "save",
-            "seq_length",
-            "untie_embeddings_and_output_weights",
-        ),
-    )
+    [
+        "ckpt_format",
+        "dataloader_inter_document_masking",
+        "fake_process_group",
+        "hybrid_layer_pattern",
+        "inprocess_restart",
+        "iterations_to_skip",
+        "load",
+        "non_persistent_ckpt_type",
+        "num_experts",
+        "perform_rl_step",
+        "save",
+        "seq_length",
+        "sft",
+        "untie_embeddings_and_output_weights",
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
+        "yaml_cfg",
+    ]
 )
 
 

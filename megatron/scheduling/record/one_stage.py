@@ -43,7 +43,7 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
         change(args)
     # One process stands for all: there is nobody to change places with.
     args.bpipe_placement = "none"
-    args.world_size = _ranks_of_a_stage(args) * args.pipeline_model_parallel_size
+    args.world_size = ranks_of_a_stage(args) * args.pipeline_model_parallel_size
     arguments.validate_args(args, {})
     upstream.require(args, "one_stage")
     if args.padded_vocab_size is None:
@@ -55,7 +55,7 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
     return args
 
 
-def _ranks_of_a_stage(args: Any) -> int:
+def ranks_of_a_stage(args: Any) -> int:
     """Return the fewest ranks of one stage: experts may lie on more than one replica of the rest."""
     of_experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
     return math.lcm(args.tensor_model_parallel_size * args.context_parallel_size, of_experts)
@@ -81,7 +81,7 @@ def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
 
     # A real store, nobody waits in it: Megatron also makes gloo groups, and torch 2.11 cannot make even those of one
     # rank with a fake one.
-    dist.init_process_group("fake", store=HashStore(), rank=place * _ranks_of_a_stage(args), world_size=args.world_size)
+    dist.init_process_group("fake", store=HashStore(), rank=place * ranks_of_a_stage(args), world_size=args.world_size)
     try:
         parallel_state.initialize_model_parallel(
             args.tensor_model_parallel_size,

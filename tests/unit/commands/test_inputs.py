@@ -143,7 +143,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--num-layers", "1000000000"], "num_layers is 1000000000, but must be at most 10000"),
         (["--num-experts", "4", "--moe-layer-freq", "(" * 50_000 + "[1]" + ")" * 50_000], "is not a pattern of layers"),
         (["--window-size", "9" * 400 + ",0"], f"--window-size {'9' * 40} is not a window of tokens before a token"),
-        ([f"--own-{number}" for number in range(5000)], "5000 flags that Megatron does not have"),
+        ([f"--bpipe-own-{number}" for number in range(5000)], "unknown flag --bpipe-own-0, did you mean"),
     ],
 )
 def test_a_launch_beyond_any_model_is_a_limit_in_words(

@@ -1,0 +1,405 @@
+"""Have Megatron's own parser and validation, and the trainer's, judge launches without a GPU.
+
+In: on stdin, as JSON, the flags of each launch and its nodes and devices of each, or null. Out: on stdout, as JSON, the
+version of Megatron and a judgement of each launch.
+
+    python -m megatron.scheduling.start.validation
+
+Only arguments are judged: no file is read but a schedule's, and what the machine of the training has (Transformer
+Engine, environment variables) is taken to be there. Beyond `validate_args` this asks the code that would refuse later
+in a start: the number of micro-batches, the process groups, the model's configuration, the layers of each stage and
+the first lines of the interleaved loop. `bpipe.config.launch.validation` starts this.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import resource
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron.scheduling import cpu
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.options import derived_flags
+from megatron.scheduling.options.arguments import config_from_args
+from megatron.scheduling.options.flags import add_arguments
+from megatron.scheduling.record import one_stage
+from megatron.scheduling.start import startup
+
+# What Megatron raises for arguments that it refuses. Anything else is a fault of this program, or of the machine.
+_REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError)
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+# What a model's configuration calls otherwise than the arguments.
+_FIELDS = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+# Variables that Megatron asks for with some flags. The training's own are not known here.
+_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUDA_GRAPHS_USE_NODE_PRIORITY": "1",
+    "NVTE_CPU_OFFLOAD_V1": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "",
+}
+_OF_FSDP = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
+# Newer than any version that Megatron asks for.
+_TRANSFORMER_ENGINE = "99.0"
+# Arguments that replace others by those of a file.
+_ELSEWHERE = {"yaml_cfg", "use_checkpoint_args"}
+_MOST_FLAGS = 5
+_MOST_BYTES = 4 * 2**30
+
+
+class _Refused(Exception):
+    """Megatron refuses the launch; the message says why and names the flags."""
+
+
+class _Accepted(Exception):
+    """A function of Megatron's has come past its checks."""
+
+
+def main() -> None:
+    launches = json.load(sys.stdin)
+    # A layout of 10^12 stages must not take the machine's memory.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        prepare()
+        judgements = [judge(flags, devices) for flags, devices in launches]
+    print(json.dumps({"version": upstream.running().release, "judgements": judgements}))
+
+
+def prepare() -> None:
+    """Make this process ready to judge. Must be called before `megatron.core` is imported."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    meta = torch.device("meta")
+    answers = {**cpu.answers_of_one_device(), "current_device": lambda: meta}
+    cpu.stand_in(meta, answers, cpu.accelerator_answers())
+    startup.prepare(repairing=False)
+    _assume_transformer_engine()
+
+
+def _assume_transformer_engine() -> None:
+    """Let Megatron's checks find Transformer Engine where it is not installed; nothing of it runs."""
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    if utils.get_te_version().release != (0, 0, 0):
+        return
+    utils._te_version = utils.PkgVersion(_TRANSFORMER_ENGINE)
+    for module in (rope_utils, moe_utils):
+        for name, kernel in list(vars(module).items()):
+            if name.startswith("fused_") and kernel is None:
+                setattr(module, name, _Accepted)
+
+
+def judge(flags: Sequence[str], devices: tuple[int, int] | None) -> dict[str, Any]:
+    """Judge one launch.
+
+    Args:
+        flags: the flags of its script.
+        devices: nodes and the devices of each; None for as few as it needs.
+
+    Returns:
+        `unknown`: flags that Megatron's parser does not have; `megatron`: why Megatron refuses the launch, or None;
+        `trainer`: why this project's trainer refuses it, a line per reason; `unasked`: what could not be judged here
+        and why, or None.
+    """
+    launch = _Launch(flags)
+    answer: dict[str, Any] = {"unknown": launch.unknown, "megatron": None, "trainer": [], "unasked": None}
+    with _environment(flags):
+        try:
+            answer["trainer"] = launch.judge(devices)
+        except _Refused as refusal:
+            answer["megatron"] = str(refusal)
+        except Exception as error:
+            answer["unasked"] = f"{type(error).__name__}: {_message(error)}"
+    return answer
+
+
+class _Launch:
+    """A launch on its way through Megatron's start."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        self.flags = flags
+        self.unknown: list[str] = []
+        # What each flag of Megatron's is called by its parser, and how it was given.
+        self._names: dict[str, str] = {}
+        self._given: dict[str, str] = {}
+
+    def _validated(self, devices: tuple[int, int] | None) -> Any:
+        """Return the arguments as Megatron starts with them; raise _Refused where it would end instead."""
+        from megatron.training import arguments
+
+        sys.argv = ["pretrain_gpt.py", *self.flags]
+        nodes, devices_per_node = devices or (1, 1)
+        world_size, local_size = str(nodes * devices_per_node), str(devices_per_node)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=local_size)
+        with self._refusing():
+            args = arguments.parse_args(self._complete_parser)
+        if devices is None:
+            args.world_size = one_stage.ranks_of_a_stage(args) * args.pipeline_model_parallel_size
+            os.environ["LOCAL_WORLD_SIZE"] = str(min(args.world_size, 8))
+        # One process stands for all, and a budget of a device's own memory is that of another device.
+        args.bpipe_placement = "none"
+        if args.bpipe_memory is not None and args.bpipe_memory.budget_bytes is None:
+            args.bpipe_memory = args.bpipe_cluster = None
+        derived_flags.complete(args)
+        with self._refusing():
+            arguments.validate_args(args, {})
+        # Some are made there.
+        upstream.require(args, "validation")
+        for check in (_check_microbatches, _check_groups, _check_model):
+            with self._refusing():
+                check(args)
+        return args
+
+    def judge(self, devices: tuple[int, int] | None) -> list[str]:
+        """Return why our trainer would end the launch, a line per reason; raise _Refused where Megatron would."""
+        try:
+            args = self._validated(devices)
+            config = config_from_args(args)
+        except ValueError as error:
+            return [line.strip() for line in str(error).splitlines() if line != "this run cannot start:"]
+        # The number of replicas says how many micro-batches there are, unless somebody says it.
+        if config.own is None and (devices is not None or "global_batch_size" in self._given):
+            with self._refusing("global_batch_size", "micro_batch_size", "pipeline_model_parallel_size"):
+                _check_interleaved_loop(args)
+        return []
+
+    def _complete_parser(self, parser: Any) -> Any:
+        """Add our flags, take out those that only the launch's script has, and let the parser raise its errors."""
+        add_arguments(parser)
+        known = parser._option_string_actions
+        kept: list[str] = []
+        is_known, name = True, ""
+        for word in self.flags:
+            if word.startswith("--"):
+                name = word.partition("=")[0]
+                is_known = name in known
+                if is_known:
+                    self._given[known[name].dest] = word
+                else:
+                    self.unknown.append(name)
+            elif is_known and name:
+                self._given[known[name].dest] += f" {word}"
+            kept += [word] if is_known else []
+        if _ELSEWHERE & self._given.keys():
+            raise OSError("its arguments are in a file that is not read here")
+        self._names = {action.dest: flag for flag, action in reversed(known.items())}
+        sys.argv[1:] = kept
+
+        def error(message: str) -> NoReturn:
+            raise _Refused(message)
+
+        parser.error = error
+        return parser
+
+    @contextlib.contextmanager
+    def _refusing(self, *names: str) -> Iterator[None]:
+        """Raise _Refused for what Megatron refuses, with the flags of `names` and of the check that failed."""
+        try:
+            yield
+        except _REFUSALS as error:
+            if _lacks_package(error):
+                raise OSError(_message(error)) from error
+            check, message = _failed_check(error), _message(error)
+            flags = self._flags_in(f"{check} {message}", names)
+            reason = message or check.split("\n")[0]
+            raise _Refused(f"{reason}{f' ({flags})' if flags else ''}") from error
+        except SystemExit:
+            raise _Refused(f"it ends without a reason ({' '.join(self._given.values())[:100]})") from None
+
+    def _flags_in(self, text: str, names: Sequence[str]) -> str:
+        """Return the flags whose arguments are in a text, as they were given or, if none was, by their names."""
+        flat = re.sub(r"\W+", "_", text).lower()
+        for name, field in _FIELDS.items():
+            flat = flat.replace(field, name)
+        wanted = [*names, *(_SIZES if "world_size" in flat else ())]
+        given = []
+        for name in sorted(self._given, key=len, reverse=True):
+            flat, times = re.subn(rf"(?<![a-z0-9]){name}(?![a-z0-9])", "", flat)
+            given += [name] if times or name in wanted else []
+        said = [words for name, words in self._given.items() if name in given]
+        said += [
+            self._names[name]
+            for name in re.findall(r"args\.(\w+) is not None", text.split("\n")[0])
+            if name in self._names
+        ]
+        if said:
+            return ", ".join(said[:_MOST_FLAGS])
+        longest_first = sorted((name for name in self._names if "_" in name), key=len, reverse=True)
+        missing = re.findall(rf"(?<![a-z0-9])(?:{'|'.join(longest_first)})(?![a-z0-9])", flat)
+        return ", ".join(self._names[name] for name in [*dict.fromkeys(missing)][:_MOST_FLAGS])
+
+
+def _check_microbatches(args: Any) -> None:
+    from megatron.core import num_microbatches_calculator as calculator
+
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(
+        rank=1,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size * args.gtp_weight_remat_size,
+        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+
+
+def _check_groups(args: Any) -> None:
+    """Let Megatron check the sizes of all groups, and stop it before it makes the first."""
+    from megatron.core import parallel_state
+    from torch._C._distributed_c10d import HashStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=args.world_size)
+    try:
+        with _stopping_at(parallel_state, "create_group"):
+            parallel_state.initialize_model_parallel(
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.virtual_pipeline_model_parallel_size,
+                gtp_remat_size=args.gtp_weight_remat_size,
+                expert_gtp_remat_size=args.expert_gtp_weight_remat_size,
+                context_parallel_size=args.context_parallel_size,
+                hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+                hybrid_context_parallel=args.hybrid_context_parallel,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _check_model(args: Any) -> None:
+    """Let Megatron configure the model, and count the layers of all stages."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    config = core_transformer_config_from_args(args)
+    if args.hybrid_layer_pattern is not None or config.pipeline_model_parallel_layout is not None:
+        return
+    chunks = config.virtual_pipeline_model_parallel_size
+    layers = [
+        get_num_layers_to_build(config, chunk, rank)
+        for rank in range(config.pipeline_model_parallel_size)
+        for chunk in ([None] if chunks is None else range(chunks))
+    ]
+    if sum(layers) != args.num_layers:
+        raise ValueError(
+            f"the stages have {sum(layers)} layers together, not num_layers: see decoder_first_pipeline_num_layers and "
+            "decoder_last_pipeline_num_layers"
+        )
+
+
+def _check_interleaved_loop(args: Any) -> None:
+    """Let Megatron's interleaved loop check the number of micro-batches, and stop it before the first of them."""
+    if args.virtual_pipeline_model_parallel_size is None or args.step_batch_size_schedule is not None:
+        return
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    config = core_transformer_config_from_args(args)
+    chunks: list[Any] = [torch.nn.Module() for _ in range(args.virtual_pipeline_model_parallel_size)]
+    for chunk in chunks:
+        chunk.config, chunk.model_type = config, None
+    stages, single = _group(args.pipeline_model_parallel_size), _group(1)
+    with _stopping_at(schedules, "get_pp_rank_microbatches"):
+        schedules.forward_backward_pipelining_with_interleaving(
+            forward_step_func=None,
+            data_iterator=[None] * len(chunks),
+            model=chunks,
+            num_microbatches=get_num_microbatches(),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            p2p_communicator=SimpleNamespace(config=config, pp_group=stages),
+            pg_collection=SimpleNamespace(tp=single, cp=single),
+        )
+
+
+def _group(size: int) -> SimpleNamespace:
+    return SimpleNamespace(size=lambda: size, rank=lambda: 0)
+
+
+@contextlib.contextmanager
+def _stopping_at(module: Any, name: str) -> Iterator[None]:
+    """Leave the block once it calls this function of a module of Megatron's."""
+    function: Callable[..., Any] = getattr(module, name)
+
+    def stop(*_: object, **__: object) -> NoReturn:
+        raise _Accepted
+
+    setattr(module, name, stop)
+    try:
+        yield
+    except _Accepted:
+        pass
+    finally:
+        setattr(module, name, function)
+
+
+@contextlib.contextmanager
+def _environment(flags: Sequence[str]) -> Iterator[None]:
+    """Set the variables that these flags need, and afterwards all as they were: Megatron sets some itself."""
+    before = dict(os.environ)
+    os.environ.update(_ENVIRONMENT)
+    if _OF_FSDP & {*flags}:
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _lacks_package(error: BaseException | None) -> bool:
+    """Whether an error comes from a package that this machine does not have."""
+    return error is not None and (
+        isinstance(error, ImportError) or _lacks_package(error.__cause__ or error.__context__)
+    )
+
+
+def _message(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _failed_check(error: BaseException) -> str:
+    """Return the conditions around the statement that raised an error, the innermost first, as they are in the source."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    line = frame.lineno or 0
+    checks = [
+        node
+        for node in ast.walk(ast.parse(Path(frame.filename).read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Assert, ast.If)) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return "\n".join(ast.unparse(node.test) for node in reversed(checks))
+
+
+if __name__ == "__main__":
+    main()
