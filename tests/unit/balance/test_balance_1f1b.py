@@ -7,11 +7,11 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.action import Kind
+from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.host_buffers import num_host_buffers
-from bpipe.schedule.memory import live_counts, peak_counts
+from bpipe.schedule.memory import live_counts, num_transfers, peak_counts
 from bpipe.schedule.schedule import Schedule
 
 SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
@@ -112,3 +112,45 @@ def test_the_smallest_bound_is_the_papers_once_the_pipeline_is_full(p: int) -> N
     for m in (*range(1, p + 3), 3 * p + 1):
         (bound,) = set(build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig())).bounds or ())
         assert bound == mu_opt(p) == (p + 3) // 2 if m >= p > 1 else bound <= mu_opt(p)
+
+
+def test_a_short_iteration_keeps_less() -> None:
+    """Four micro-batches never fill five ranks: the formula says 4, which is what they hold as they are."""
+    schedule = build(ScheduleConfig("1f1b", 5, 4, balance=BalanceConfig()))
+    assert schedule.bounds == (3,) * 5
+    assert peak_counts(schedule) == (3, 3, 3, 3, 2)
+
+
+# Exhaustive search under the same bound finds no fewer evictions: (p, m) -> one number an evictor.
+FEWEST = {
+    (4, 4): [1],
+    (4, 5): [2],
+    (4, 8): [3],
+    (4, 12): [5],
+    (5, 8): [2],
+    (6, 6): [2, 1],
+    (6, 10): [4, 3],
+    (6, 12): [5, 3],
+    (8, 8): [3, 2, 1],
+    (8, 10): [3, 3, 2],
+}
+
+
+@pytest.mark.parametrize(("p", "m"), FEWEST)
+def test_evictions_are_as_few_as_exhaustive_search_finds(p: int, m: int) -> None:
+    balanced = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
+    assert [num_transfers(balanced, stage).evictions for stage in range((p - 4) // 2 + 1)] == FEWEST[p, m]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_nothing_moves_below_four_stages(p: int) -> None:
+    schedule = build(ScheduleConfig("1f1b", p, 8, balance=BalanceConfig()))
+    assert not any(slot.transfers for row in schedule.ranks for slot in row)
+
+
+def test_balancing_leaves_its_input_alone() -> None:
+    plain = FAMILIES["1f1b"].generate(4, 8, 1)
+    before = repr(plain)
+    balanced = balance(plain, [3] * 4)
+    assert repr(plain) == before
+    assert balanced.ranks[0][2].transfers == (Action(0, Kind.EVICT, 1),)

@@ -19,7 +19,8 @@ from bpipe.balance.budget import (
     sent_bytes,
     smallest_level_of_pair,
 )
-from bpipe.balance.pairs import allocated_bytes
+from bpipe.balance.pairs import allocated_bytes, balance
+from bpipe.balance.pool import balance_over_pool
 from bpipe.plan.budget import smallest_bytes, within
 from bpipe.plan.budget_fit import predicted_devices
 from bpipe.plan.fit import plan_lines
@@ -30,12 +31,73 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import in_pairs
-from bpipe.schedule.memory import memory_of, num_transfers, peak_bytes
+from bpipe.schedule.memory import live_bytes, memory_of, num_transfers, peak_bytes
 from bpipe.schedule.schedule import Schedule, Slot
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     return FAMILIES[name].generate(num_stages, num_microbatches, num_chunks)
+
+
+def held(schedule: Schedule, activation_budget: ActivationBudget) -> tuple[int, ...]:
+    return tuple(sum(allocated_bytes(schedule, rank, activation_budget.memory)) for rank in range(schedule.num_ranks))
+
+
+def test_equal_sizes_in_bytes_are_counts() -> None:
+    plain = generate("1f1b", 8, 24)
+    counted = balance(plain, [5, 5, 5, 5, 8, 8, 8, 8])
+    assert (
+        balance_within(plain, ActivationBudget((5 * 70 + 69,) * 4 + (560,) * 4, memory_of([70] * 8))).ranks
+        == counted.ranks
+    )
+
+
+def test_nothing_leaves_where_there_is_room() -> None:
+    plain = generate("1f1b", 4, 8)
+    memory = memory_of([100, 90, 80, 300])
+    fitted = balance_within(plain, ActivationBudget(peak_bytes(plain, memory), memory))
+    assert fitted.ranks == plain.ranks
+    assert fitted.bounds == (4, 3, 2, 1)
+
+
+def test_the_heavy_rank_sends_wherever_it_is() -> None:
+    """With an output layer on the last chunk its rank is the evictor."""
+    plain = generate("interleaved-1f1b", 4, 8, 2)
+    sizes = [100] * 7 + [900]
+    memory = memory_of(sizes)
+    peaks = peak_bytes(plain, memory)
+    activation_budget = ActivationBudget((*(2 * peak for peak in peaks[:3]), peaks[3] - 1), memory)
+    fitted = balance_within(plain, activation_budget)
+    check(fitted)
+    assert [num_transfers(fitted, rank).evictions > 0 for rank in range(4)] == [False, False, False, True]
+    assert all(
+        most <= room for most, room in zip(held(fitted, activation_budget), activation_budget.room_bytes, strict=True)
+    )
+
+
+def test_part_of_a_microbatch() -> None:
+    """Half of each micro-batch moves: the evictor keeps the other half, the acceptor hosts only what moved."""
+    plain = generate("1f1b", 4, 8)
+    memory = memory_of([100] * 4, [50] * 4)
+    fitted = balance_within(plain, ActivationBudget((350, 400, 400, 400), memory))
+    check(fitted)
+    assert max(live_bytes(fitted, 0, memory)) == 350
+    assert allocated_bytes(fitted, 3, memory) == (100, 100)
+
+
+def test_whom_it_refuses() -> None:
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    cases = {
+        (0, 400, 400, 400): "rank 0 has no room for even one micro-batch",
+        (399, 400, 400, 99): "ranks 0 and 3 both have no room for their own micro-batches",
+        (150, 400, 400, 800): "rank 0 cannot keep to 150 bytes",
+        (300, 300, 300, 150): "rank 3, which hosts for rank 0, needs 300 bytes but has room for 150 bytes",
+    }
+    for activation_budget, reason in cases.items():
+        with pytest.raises(BudgetTooSmall, match=reason):
+            balance_within(plain, ActivationBudget(activation_budget, memory), (3, 2, 1, 0))
+    with pytest.raises(BudgetTooSmall, match="rank 2 has no partner"):
+        balance_within(generate("1f1b", 3, 8), ActivationBudget((300, 300, 99), memory_of([100] * 3)), (1, 0, 2))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -168,6 +230,17 @@ def test_no_part_and_no_plan_of_all_moves_fewer_bytes(p: int, m: int) -> None:
     assert less
 
 
+def test_parts_keep_rooms_that_whole_microbatches_do_not() -> None:
+    plain = generate("1f1b", 4, 8)
+    activation_budget = ActivationBudget((350, 400, 400, 200), memory_of([100] * 4))
+    with pytest.raises(BudgetTooSmall):
+        balance_within(plain, activation_budget, (3, 2, 1, 0))
+    chosen = fewest_moved(plain, activation_budget, ((50, 100),) * 4, (3, 2, 1, 0))
+    assert [size.moved_bytes for size in chosen.memory.stages] == [50, 100, 100, 100]
+    fitted = balance_within(plain, chosen, (3, 2, 1, 0))
+    assert held(fitted, chosen) == (350, 300, 200, 200)
+
+
 def test_a_budget_lets_no_more_leave_than_must() -> None:
     """Of ten layers those that are enough; the smallest budget is smaller than where whole micro-batches leave."""
     setup = setup_from_values(
@@ -196,3 +269,18 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
         moved.append((part.moved_bytes, all_of_it.moved_bytes))
     assert moved[0] == (0, 0)
     assert any(0 < part < 0.5 * all_of_it for part, all_of_it in moved)
+
+
+def test_host_buffers_with_a_reserve_take_room() -> None:
+    """What they take is counted where rooms are kept, and not what a transfer moves."""
+    plain = generate("1f1b", 4, 8)
+    memory = memory_of([800] * 4)
+    activation_budget = ActivationBudget((2400, 3200, 3200, 800 + 2 * 800), memory)
+    assert sent_bytes(balance_within(plain, activation_budget, (3, 2, 1, 0)), 0, memory) == 3 * 800
+    reserved = replace(memory, reserved=True)
+    with pytest.raises(BudgetTooSmall, match="needs 2600 bytes but has room for 2400"):
+        balance_within(plain, ActivationBudget(activation_budget.room_bytes, reserved), (3, 2, 1, 0))
+    enough = ActivationBudget((*activation_budget.room_bytes[:3], 800 + 2 * 900), reserved)
+    assert held(balance_within(plain, enough, (3, 2, 1, 0)), enough) == (2400, 2400, 1600, 2600)
+    pooled = balance_over_pool(plain, enough)
+    assert all(need <= room for need, room in zip(held(pooled, enough), enough.room_bytes, strict=True))

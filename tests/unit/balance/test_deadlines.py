@@ -11,13 +11,19 @@ import pytest
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
 from bpipe.balance.config import BalanceConfig, balanced
+from bpipe.balance.deadlines import balance_in_time
+from bpipe.balance.pairs import allocated_bytes
 from bpipe.plan import transfer_windows
 from bpipe.plan.fit import Fit, plan_lines, plan_values
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.hosts import PAIR, POOL
-from bpipe.schedule.memory import peak_bytes
+from bpipe.schedule.host_buffers import hosts_of
+from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
+from bpipe.schedule.memory import memory_of, num_transfers, peak_bytes
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,69 @@ def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | No
         return None
 
 
+BEHIND = {seed: case for seed in range(120) if (case := drawn(seed, (HOST, ALL))) is not None}
 # In the last nobody waits any more afterwards.
 CASES = {seed: case for seed in (*range(200), 437) if (case := drawn(seed)) is not None}
+
+
+def evictions(schedule: Schedule) -> set[tuple[int, int]]:
+    every = (action for row in schedule.ranks for slot in row for action in slot.transfers)
+    return {(action.stage, action.microbatch) for action in every if action.kind is Kind.EVICT}
+
+
+def test_what_is_taken_waits_less_and_keeps_every_room() -> None:
+    better, none_left = 0, 0
+    for seed, case in CASES.items():
+        schedule = balance_in_time(
+            case.planned, case.activation_budget, transfer_windows.windows_of(case.costs, case.plain.num_ranks)
+        )
+        check(schedule, case.costs.exchange)
+        for rank, room in enumerate(case.activation_budget.room_bytes):
+            assert sum(allocated_bytes(schedule, rank, case.activation_budget.memory)) <= room, f"{seed}: rank {rank}"
+            assert num_transfers(schedule, rank).evictions == num_transfers(case.planned, rank).evictions
+        found = transfer_windows.in_time(case.found, case.plain, case.costs)
+        assert found.moved_bytes <= case.found.moved_bytes
+        before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
+        assert found.exposed_s == tuple(map(float, after.exposed_s))
+        assert sum(after.exposed_s) <= sum(before.exposed_s)
+        assert max(after.exposed_s) <= max(before.exposed_s)
+        assert after.makespan_s <= before.makespan_s
+        better += sum(after.exposed_s) < sum(before.exposed_s)
+        none_left += not any(after.exposed_s) and any(before.exposed_s)
+        assert evictions(schedule) == evictions(case.planned)
+    assert len(CASES) > 30
+    assert better > 9
+    assert none_left > 0
+
+
+def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> None:
+    better = 0
+    for seed, case in BEHIND.items():
+        costs = transfer_windows.windows_of(case.costs, case.plain.num_ranks)
+        schedule = balance_in_time(case.planned, case.activation_budget, costs)
+        check(schedule, case.costs.exchange)
+        for rank, room in enumerate(case.activation_budget.room_bytes):
+            assert sum(allocated_bytes(schedule, rank, case.activation_budget.memory)) <= room, f"{seed}: rank {rank}"
+            assert sorted(hosts_of(schedule, rank).items()) == sorted(hosts_of(case.planned, rank).items())
+        if case.how.hosts == HOST:
+            # Whatever the other links are like.
+            elsewhere = replace(case.costs, links=replace(case.costs.links, inside=Link(1)))
+            assert (
+                balance_in_time(
+                    case.planned,
+                    case.activation_budget,
+                    replace(transfer_windows.windows_of(elsewhere, case.plain.num_ranks), hop_s=costs.hop_s),
+                )
+                == schedule
+            )
+            # As older records have it.
+            assert balance_in_time(case.planned, case.activation_budget, replace(costs, own_s=())) is case.planned
+        found = transfer_windows.in_time(case.found, case.plain, case.costs)
+        before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
+        assert sum(after.exposed_s) <= sum(before.exposed_s)
+        better += sum(after.exposed_s) < sum(before.exposed_s)
+    assert len(BEHIND) > 30
+    assert better > 9
 
 
 def test_an_iteration_too_long_to_look_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +150,62 @@ def test_an_iteration_too_long_to_look_at_is_said(monkeypatch: pytest.MonkeyPatc
         == f"whether transfers end before they are needed was not looked at, and none is issued earlier: {why}"
     )
     assert plan_values(found)["unjudged"] == why
+
+
+@pytest.mark.parametrize("links", [Links(), Links(Link(10**9))])
+def test_with_fast_links_the_plan_is_the_very_same(links: Links) -> None:
+    for case in CASES.values():
+        costs = replace(case.costs, links=links)
+        assert (
+            balance_in_time(
+                case.planned, case.activation_budget, transfer_windows.windows_of(costs, case.plain.num_ranks)
+            )
+            is case.planned
+        )
+        found = transfer_windows.in_time(case.found, case.plain, costs)
+        assert found.schedule is case.planned
+        assert found.how == case.how
+
+
+def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None:
+    """One half micro-batch of stage 0 leaves, beside a long forward; between two backwards, of a second each, is a
+    bubble of a second.
+
+    From the bubble behind the first backward on, five slots before this one's, there is room.
+    """
+    plain = FAMILIES["1f1b"].generate(6, 6, 1)
+    memory = memory_of([100] * 6, [50] * 6)
+    activation_budget = ActivationBudget((550, *(600,) * 5), memory)
+    planned = balanced(plain, BalanceConfig(activation_budget=activation_budget))
+    ((stage, microbatch),) = evictions(planned)
+    need = [cell.compute for cell in plain.ranks[0]].index(Action(stage, Kind.BACKWARD, microbatch))
+    (slot,) = (place for place, cell in enumerate(planned.ranks[0]) for one in cell.transfers if one.kind is Kind.LOAD)
+    assert need - slot == 5
+
+    def exposed(seconds: int) -> int:
+        """How long is waited for it, where a transfer takes so long."""
+        links = Links(Link(Fraction(50, seconds)))
+        stages = [StageCost(10 if rank == 0 else 1, 1, moved_bytes=50, saved_bytes=100) for rank in range(6)]
+        costs = Costs(tuple(stages), links)
+        assert balance_in_time(planned, activation_budget, transfer_windows.windows_of(costs, 6)) is planned
+        return int(max(simulate(planned, costs).exposed_s))
+
+    assert [exposed(seconds) for seconds in (1, 2, 3, 5, 6)] == [0, 0, 0, 0, 1]
+
+
+def test_what_is_waited_for_all_the_same_is_said() -> None:
+    case = next(
+        case
+        for case in CASES.values()
+        if any(transfer_windows.in_time(case.found, case.plain, case.costs).exposed_s or ())
+    )
+    found = transfer_windows.in_time(case.found, case.plain, case.costs)
+    assert found.exposed_s is not None
+    assert plan_lines(found)[-1].startswith("not every transfer ends before it is needed")
+    assert f"{max(found.exposed_s):.3f} s" in plan_lines(found)[-1]
+    assert plan_values(found)["exposed_s"] == list(found.exposed_s)
+    # Nobody asked, so nothing is said.
+    assert "exposed_s" not in plan_values(case.found)
 
 
 def test_windows_are_of_plans_within_rooms() -> None:

@@ -9,15 +9,16 @@ from itertools import combinations, product
 
 import pytest
 
-from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, balance_within
 from bpipe.balance.packing import Cost, Item, pack
-from bpipe.balance.pairs import allocated_bytes
+from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_pool, smallest_level
 from bpipe.balance.tiers import balance_over_hosts_within
 from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.hosts import POOL
+from bpipe.schedule.host_buffers import host_buffers, num_buffers_for
+from bpipe.schedule.hosts import POOL, write_hosts
 from bpipe.schedule.memory import live_bytes, memory_of
 from bpipe.schedule.schedule import Schedule
 
@@ -188,6 +189,40 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
+def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None:
+    """1F1B with equal stages: what two mirror images hold together is the same for all pairs, so nobody else has
+    more room."""
+    plain = generate("1f1b", p, m)
+    pooled, paired = balance_over_hosts_within(plain, POOL, None), balance(plain)
+    assert pooled.bounds == paired.bounds
+    assert pooled.ranks == paired.ranks
+    assert pooled.partners is not None
+
+
+def test_one_sends_to_several_and_several_to_one() -> None:
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    spread = balance_over_pool(plain, ActivationBudget((200, 300, 300, 300), memory))
+    check(spread)
+    assert write_hosts(spread.hosts or ()) == "2+3,none,none,none"
+    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
+    check(gathered)
+    assert write_hosts(gathered.hosts or ()) == "3,3,none,none"
+    assert allocated_bytes(gathered, 3, memory) == (100, 400)
+    with pytest.raises(BudgetTooSmall, match="rank 2, which hosts for rank 1, needs 400 bytes"):
+        balance_within(plain, ActivationBudget((300, 200, 200, 600), memory), (3, 2, 1, 0))
+
+
+def test_no_host_buffer_serves_two_ranks() -> None:
+    """Whoever puts something into it would have to wait for whoever takes something out, and neither knows of the
+    other."""
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
+    of = {rank: {buffer for stay, buffer in host_buffers(gathered, 3).items() if stay.stage == rank} for rank in (0, 1)}
+    assert not of[0] & of[1]
+    assert num_buffers_for(gathered, 3) == {0: 2, 1: 2}
+
+
 def test_whom_it_refuses() -> None:
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     cases = {
@@ -224,3 +259,26 @@ def test_the_smallest_level_is_kept_and_one_below_is_not() -> None:
     with pytest.raises(BudgetTooSmall) as error:
         at(level - 1)
     assert error.value.pair == worst
+
+
+def test_same_node_first() -> None:
+    """Rank 0's usual partner is on the other node: what has room on its own node comes first."""
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    activation_budget = ActivationBudget((300, 300, 400, 300), memory)
+    assert write_hosts(balance_over_pool(plain, activation_budget).hosts or ()) == "3,none,none,0"
+    apart = balance_over_pool(plain, activation_budget, (0, 1, 0, 1))
+    assert write_hosts(apart.hosts or ()) == "2,none,0,none"
+
+
+def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:
+    """Else a ring of ranks may wait for each other, each for its first."""
+    memory = memory_of([100 + 30 * (stage % 3) for stage in range(8)])
+    plain = generate("1f1b", 8, 24)
+    level, _ = smallest_level(lambda level: balance_over_pool(plain, ActivationBudget((level,) * 8, memory)), 1200)
+    pooled = balance_over_pool(plain, ActivationBudget((level,) * 8, memory))
+    assert any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
+    for slot in range(len(pooled.ranks[0])):
+        orders = [[(one.stage, one.microbatch) for one in row[slot].transfers] for row in pooled.ranks]
+        # Those of the lowest sender first, and each sender's as it has them itself.
+        in_order = [key for rank, order in enumerate(orders) for key in order if key[0] == rank]
+        assert all(order == [key for key in in_order if key in order] for order in orders)

@@ -6,15 +6,19 @@ less can be kept.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import combinations, product
 
 import pytest
 
-from bpipe.balance.pairs import choose_partners, pairs_of, smallest_bound
-from bpipe.schedule.action import Kind
+from bpipe.balance.pairs import balance, choose_partners, pairs_of, smallest_bound
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.memory import counts_of
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.layout import one_pipe
+from bpipe.schedule.memory import counts_of, peak_counts
 from bpipe.schedule.schedule import Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -26,6 +30,31 @@ Keys = frozenset[Key]
 # Of each rank of a pair, which are away, and which were.
 State = tuple[tuple[Keys, Keys], tuple[Keys, Keys]]
 NOTHING: Keys = frozenset()
+
+
+def drawn(seed: int) -> Schedule:
+    """Every rank's order drawn at random from what could come next."""
+    rng = random.Random(seed)
+    p, m = rng.choice((2, 2, 3, 4)), rng.randint(2, 5)
+    orders: list[list[Action]] = [[] for _ in range(p)]
+    done: set[Action] = set()
+    while len(done) < 2 * p * m:
+        ready = [
+            action
+            for rank, k, kind in product(range(p), range(m), (F, B))
+            if (action := Action(rank, kind, k)) not in done and all(need in done for need in needs(action, p))
+        ]
+        action = rng.choice(ready)
+        done.add(action)
+        orders[action.stage].append(action)
+    return place("drawn", m, one_pipe(range(p)), orders)
+
+
+def needs(action: Action, p: int) -> list[Action]:
+    rank, kind, k = action.stage, action.kind, action.microbatch
+    if kind is F:
+        return [Action(rank - 1, F, k)] if rank else []
+    return [Action(rank, F, k), *([Action(rank + 1, B, k)] if rank < p - 1 else [])]
 
 
 def subsets(items: list[Key]) -> Iterator[Keys]:
@@ -107,3 +136,21 @@ CHUNKS = [
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), [*SMALL, *LARGER, *CHUNKS])
 def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chunks: int) -> None:
     assert [found == least for found, least in bounds_of(FAMILIES[name].generate(p, m, chunks))] == [True] * (p // 2)
+
+
+def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
+    """Loads always stood right before their backwards, so that partners hosted longer than they had to: 2 % of these
+    kept one less."""
+    every = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
+    assert len(every) > 700
+    assert max(found - least for found, least in every) <= 1
+    assert sum(found > least for found, least in every) <= len(every) // 80
+
+
+@pytest.mark.parametrize(("seed", "bound"), [(54, 3), (61, 2), (110, 2), (248, 3), (263, 3)])
+def test_where_a_partner_has_room_only_for_a_while_loads_come_early(seed: int, bound: int) -> None:
+    """Bounds that were refused: what is hosted goes back as soon as its own rank has room for it again."""
+    schedule = drawn(seed)
+    balanced = balance(schedule, (bound,) * schedule.num_ranks)
+    check(balanced)
+    assert max(peak_counts(balanced)) <= bound < max(peak_counts(schedule))

@@ -22,10 +22,20 @@ from bpipe.schedule.check.transfers import check_host_buffers
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.text import read_csv, write_csv
-from bpipe.schedule.host_buffers import Residency, host_memory_buffers, hosts_of
-from bpipe.schedule.hosts import ALL, ARRANGEMENTS, HOST, PAIR
+from bpipe.schedule.host_buffers import (
+    Residency,
+    host_memory_buffers,
+    hosts_of,
+    num_buffers_for,
+    num_host_memory_buffers,
+)
+from bpipe.schedule.hosts import ALL, ARRANGEMENTS, HOST, PAIR, POOL, write_hosts
 from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
 from bpipe.schedule.schedule import Schedule
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
+from bpipe.simulate.host_buffers import with_host_buffers
+from bpipe.simulate.report import Simulation
 from tests.unit.balance.test_pool import generate, moved
 
 
@@ -59,6 +69,36 @@ def test_every_family_keeps_less_than_pairs_and_every_rule(name: str, hosts: str
         assert reading(writing(schedule)) == schedule
 
 
+def test_two_are_held_where_pairs_hold_three_and_none_can_hold_one() -> None:
+    """While one is computed on another is on its way."""
+    schedule = balanced("1f1b", 4, 8)
+    assert schedule.bounds == (2, 2, 2, 2)
+    assert write_hosts(schedule.hosts or ()) == "own,own,none,none"
+    assert peak_counts(schedule) == (2, 2, 2, 1)
+    assert [num_host_memory_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
+    with pytest.raises(ValueError, match=r"rank 0 cannot keep to 1 micro-batches.*CPU memory keeps for all ranks is 2"):
+        balanced("1f1b", 4, 8, bounds=(1,))
+    # With a rank of its own each does what it can.
+    assert peak_counts(balanced("1f1b", 4, 8, bounds=(2, 4, 4, 4))) == (2, 3, 2, 1)
+    with pytest.raises(BudgetTooSmall, match="rank 0 has no room for even one micro-batch"):
+        balance_over_hosts(generate("1f1b", 4, 8), HOST, ActivationBudget((0, 1, 1, 1), memory_of([1] * 4)))
+
+
+def test_one_rank_alone_keeps_what_no_partner_could() -> None:
+    alone = balanced("gpipe", 1, 6, bounds=(3,))
+    assert write_hosts(alone.hosts or ()) == "own"
+    assert peak_counts(alone) == (3,)
+
+
+def test_devices_come_before_a_nodes_memory() -> None:
+    """Rank 3 has room for one micro-batch of rank 0, and nobody for any of rank 1."""
+    schedule = balanced("1f1b", 4, 8, hosts=ALL)
+    assert write_hosts(schedule.hosts or ()) == "3+own,own,none,none"
+    assert num_buffers_for(schedule, 3) == {0: 1}
+    # With room enough on devices it is the pool's plan to the last action.
+    assert balanced("1f1b", 4, 8, hosts=ALL, bounds=(3,)) == balanced("1f1b", 4, 8, hosts=POOL, bounds=(3,))
+
+
 def test_what_an_arrangement_is_called() -> None:
     assert ARRANGEMENTS == ("pair", "pool", "host", "all")
     with pytest.raises(ValueError, match="unknown hosts 'own'"):
@@ -69,6 +109,26 @@ def test_what_an_arrangement_is_called() -> None:
 
 # -- buffers
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", [HOST, ALL])
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("chimera", 1)])
+def test_as_many_buffers_as_are_full_at_once(name: str, v: int, hosts: str) -> None:
+    schedule = balanced(name, 4, 12, v, hosts)
+    for rank in range(4):
+        mine = set(in_own(schedule, rank))
+        assert set(host_memory_buffers(schedule, rank)) == mine
+        full: set[tuple[int, int]] = set()
+        most, nth = 0, {}
+        for cell in schedule.ranks[rank]:
+            for one in cell.transfers:
+                key = (one.stage, one.microbatch)
+                if one.kind is Kind.EVICT:
+                    nth[key] = nth.get(key, -1) + 1
+                    full |= {key} if Residency(*key, nth[key]) in mine else set()
+            most = max(most, len(full))
+            full -= {(one.stage, one.microbatch) for one in cell.transfers if one.kind is Kind.LOAD}
+        assert num_host_memory_buffers(schedule, rank) == most
 
 
 def test_a_buffer_used_again_too_early_is_refused() -> None:
@@ -207,3 +267,47 @@ def _taken(stays: Sequence[tuple[int, int, int]], chosen: Sequence[int | None], 
 
 # -- simulated
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def times(schedule: Schedule, links: Links) -> Simulation:
+    return simulate(schedule, Costs((StageCost(4, 8, moved_bytes=8, saved_bytes=8),) * schedule.num_stages, links))
+
+
+def test_it_takes_the_link_to_the_nodes_memory_and_no_other() -> None:
+    """8 bytes at 2 bytes a second in each direction, while links between devices would take none, or for ever."""
+    schedule = balanced("1f1b", 4, 8)
+    for inside in (Link(), Link(1e-6)):
+        found = times(schedule, Links(inside=inside, host=Link(2)))
+        assert {one.end_s - one.start_s for row in found.transfers for one in row} == {4}
+    assert times(schedule, Links(host=Link(2))).makespan_s < times(schedule, Links(host=Link(1))).makespan_s
+
+
+def test_there_and_back_are_two_directions_each_one_after_the_other() -> None:
+    found = times(balanced("1f1b", 4, 12), Links(host=Link(1)))
+    rows = found.transfers
+    both = 0
+    for row in rows:
+        out, back = (
+            [(one.start_s, one.end_s) for one in row if one.action.kind is kind] for kind in (Kind.EVICT, Kind.LOAD)
+        )
+        for lane in (out, back):
+            assert all(before[1] <= after[0] for before, after in pairwise(sorted(lane)))
+        both += sum(a < d and c < b for a, b in out for c, d in back)
+    assert both
+
+
+def test_what_goes_to_a_device_does_not_wait_for_what_goes_to_memory() -> None:
+    """Two ports: with a link to memory that takes ages, what goes to rank 3 still ends at once."""
+    schedule = balanced("1f1b", 4, 8, hosts=ALL)
+    found = times(schedule, Links(inside=Link(8), host=Link(0.1)))
+    to_rank_3 = [one for one in found.transfers[3] if one.action.kind is Kind.HOST]
+    assert {one.end_s - one.start_s for one in to_rank_3} == {1}
+
+
+def test_a_load_waits_for_what_brought_it_there() -> None:
+    found = times(balanced("1f1b", 4, 8), Links(host=Link(1 / 3)))
+    for row in found.transfers:
+        ends = {(one.action.stage, one.action.microbatch): one.end_s for one in row if one.action.kind is Kind.EVICT}
+        loads = [one for one in row if one.action.kind is Kind.LOAD]
+        assert all(one.start_s >= ends[one.action.stage, one.action.microbatch] for one in loads)
+        assert all(buffer < 3 for _, buffer in with_host_buffers(found, 0))

@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.families.families import exchange_of
+from bpipe.schedule.hosts import ARRANGEMENTS
+from bpipe.schedule.memory import live_counts, peak_bytes
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed
+from tests.support.late_loads import with_late_loads
 
 EXCHANGES = [Exchange.POSTED, Exchange.MEGATRON_1F1B]
 UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)
@@ -53,6 +57,19 @@ def test_unit_costs_and_free_links_give_the_unit_grid(schedule: Schedule, exchan
     assert report.exposed_transfer_s == 0
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [one for one in schedules() if one.partners],
+    ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}",
+)
+def test_transfers_as_long_as_a_slot_hide_and_peak_as_the_schedule_says(schedule: Schedule) -> None:
+    report = simulate(schedule, uniform(schedule.num_stages, replace(UNIT, transfer_s=1)))
+    assert report.exposed_transfer_s == 0
+    assert report.makespan_s == len(schedule.ranks[0])
+    for rank in range(schedule.num_ranks):
+        assert report.peak_bytes(rank) == max(live_counts(schedule, rank))
+
+
 def test_two_ranks_by_hand() -> None:
     """f = 3, b = 5, a message of 2 bytes takes 1 + 2/4:
 
@@ -74,6 +91,66 @@ def test_two_ranks_by_hand() -> None:
     assert report.bubble_of_span == 1 - Fraction(32, 43)
 
 
+def test_a_blocking_exchange_keeps_the_sender() -> None:
+    schedule = build(ScheduleConfig("1f1b", 2, 2))
+    costs = Costs((StageCost(3, 5, sent_bytes=2),) * 2, Links(Link(2, 1)), exchange=Exchange.MEGATRON_1F1B)
+    report = simulate(schedule, costs)
+    # Rank 0 sends F0 from 3 to 5 before it computes F1; then it is there for both, the output of F1 and the gradient of
+    # B0, at 8; rank 1 is there for them at 13.
+    assert when(report, 0, "0F1").start_s == 5
+    assert when(report, 1, "1B0").end_s == 13
+    assert when(report, 0, "0B0").start_s == 15
+    assert when(report, 1, "1F1").start_s == 15
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_an_eviction_holds_up_the_next_computation_and_not_the_output(exchange: Exchange) -> None:
+    """0EVICT1 stands beside 0F2 and lasts five times as long: stage 1 has 0F2's output at once, stage 0 its memory
+    only then."""
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+    report = simulate(schedule, Costs((replace(UNIT, transfer_s=5),) * 4, exchange=exchange))
+    assert when(report, 0, "0EVICT1").start_s == when(report, 0, "0F2").start_s == 2
+    assert when(report, 1, "1F2").start_s == when(report, 0, "0F2").end_s == 3
+    assert when(report, 0, "0F3").start_s == when(report, 0, "0EVICT1").end_s == 7
+    assert report.peak_bytes(0) == max(live_counts(schedule, 0))
+
+
+def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None:
+    """Stage 5 is on another node: its last gradient is on the way for longer than stage 0 takes to ask for
+    micro-batch 10."""
+    schedule = with_late_loads(build(ScheduleConfig("1f1b", 6, 12, balance=BalanceConfig())))
+    links = Links(Link(2, 1), Link(2, 20), (0, 0, 0, 0, 0, 1))
+    costs = Costs(
+        (StageCost(1, 4, sent_bytes=2, moved_bytes=1, saved_bytes=1, transfer_s=1),) * 6,
+        links,
+        exchange=Exchange.MEGATRON_1F1B,
+    )
+    report = simulate(schedule, costs)
+    assert when(report, 5, "0RETURN10").start_s == when(report, 4, "4B11").start_s > when(report, 5, "5B11").end_s + 20
+
+
+@pytest.mark.parametrize("hosts", ARRANGEMENTS)
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1)])
+def test_memory_in_time_is_that_of_the_slots(name: str, chunks: int, hosts: str) -> None:
+    """An eviction in a bubble did not end before the load in the bubble behind it: into its own node's memory a rank
+    of 1F1B held one micro-batch more than its bound."""
+    schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks, balance=BalanceConfig(hosts=hosts)))
+    stage = StageCost(1, 2, weight_s=1, transfer_s=Fraction(1, 2), saved_bytes=1, moved_bytes=1)
+    costs = replace(uniform(4 * chunks, stage), exchange=exchange_of(name))
+    report = simulate(schedule, costs)
+    assert tuple(map(report.peak_bytes, range(4))) == peak_bytes(schedule, costs.memory)
+
+
+def test_the_last_stages_output_layer_the_reduction_and_the_update_count() -> None:
+    schedule = build(ScheduleConfig("1f1b", 4, 8))
+    plain = StageCost(2, 4, reduction_s=7, optimizer_s=1)
+    last = replace(plain, output_forward_s=1, output_backward_s=2, reduction_s=0, optimizer_s=3)
+    report = simulate(schedule, Costs((plain,) * 3 + (last,)))
+    # The last stage never waits between its first and its last computation: 3 forwards before it, 3 backwards after it.
+    assert report.pipeline_s == 3 * 2 + 8 * 9 + 3 * 4
+    assert report.makespan_s == report.pipeline_s + 7 + 3
+
+
 @given(p=st.integers(1, 6), m=st.integers(1, 12), forward=st.integers(1, 9), backward=st.integers(1, 9))
 @settings(max_examples=40)
 def test_equal_stages_take_the_textbook_time(p: int, m: int, forward: int, backward: int) -> None:
@@ -90,6 +167,27 @@ def test_what_a_transfer_costs_beyond_its_slot_is_exposed() -> None:
     assert hidden.exposed_transfer_s == 0
     assert exposed.exposed_s[0] > 0 == exposed.exposed_s[3]
     assert exposed.makespan_s > hidden.makespan_s
+
+
+def test_messages_and_transfers_share_a_port() -> None:
+    """Rank 0 sends outputs to rank 1 and evictions to rank 3 through one port, unless the one is inside its node and
+    the other is not."""
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+    sized = StageCost(6, 6, moved_bytes=6, saved_bytes=6, sent_bytes=1)
+    shared = simulate(schedule, uniform(4, sized, Links(Link(1))))
+    apart = simulate(schedule, uniform(4, sized, Links(Link(1), Link(1), (0, 0, 1, 1))))
+    # F1's output is ready at 12, and so is the eviction beside F2: the output goes first. F2's is ready at 18, and the
+    # eviction pauses.
+    assert (when(shared, 0, "0EVICT1").start_s, when(shared, 0, "0EVICT1").end_s) == (13, 20)
+    assert (when(apart, 0, "0EVICT1").start_s, when(apart, 0, "0EVICT1").end_s) == (12, 18)
+
+
+def test_a_slow_partner_is_waited_for() -> None:
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+    costs = Costs((StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),))
+    report = simulate(schedule, costs)
+    evict, host = when(report, 0, "0EVICT1"), when(report, 3, "0HOST1")
+    assert (evict.start_s, evict.end_s) == (host.start_s, host.end_s)
 
 
 def test_a_one_sided_transfer_waits_for_no_partner() -> None:
@@ -110,6 +208,21 @@ def test_a_one_sided_transfer_waits_for_no_partner() -> None:
     # What is fetched back has been put there, also where the putting takes longer than everything between.
     slow = simulate(schedule, Costs((replace(stages[0], transfer_s=50), *stages[1:]), one_sided=frozenset({0})))
     assert when(slow, 0, "0LOAD1").start_s >= when(slow, 0, "0EVICT1").end_s
+
+
+@pytest.mark.parametrize("one_sided", [frozenset[int](), frozenset({0})])
+def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_sided: frozenset[int]) -> None:
+    """Stage 0 of 4, 8 micro-batches: three evictions and three loads, nothing of them hidden."""
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+    costs = uniform(4, StageCost(10, 20, transfer_s=7))
+    hidden, report = (simulate(schedule, replace(costs, one_sided=one_sided, synchronous=how)) for how in (False, True))
+    assert hidden.exposed_s[0] == 0
+    assert report.exposed_s[0] >= 6 * 7
+    assert report.exposed_s[0] == 6 * 7 or not one_sided
+    for timed in report.transfers[0]:
+        overlapping = [one for one in report.computations[0] if one.start_s < timed.end_s and timed.start_s < one.end_s]
+        assert not overlapping, f"{timed.action} beside {overlapping}"
+    assert len(report.transfers[0]) == 6
 
 
 @given(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, balance_within
@@ -9,7 +12,7 @@ from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.memory import live_bytes, memory_of, peak_bytes
-from bpipe.simulate.cost import CollectiveCost, Costs, Number, ShardCost, StageCost
+from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, Number, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 from tests.unit.schedule.families.test_sharded_schedules import ONE, SPLIT, TWO, sharded
@@ -40,6 +43,44 @@ def test_one_micro_batch_by_hand(vocabulary: Vocabulary) -> None:
     assert times(simulation, Kind.SHARD_BACKWARD, 0) == [(10, 11) if vocabulary is TWO else (7, 8)] * 3
     # Algorithm 1 reduces from 8 to 11. With algorithm 2 T and the last B could both begin at 10: T does.
     assert times(simulation, Kind.BACKWARD, 0) == [(15, 17), (13, 15), (11, 13)]
+
+
+def test_shards_of_the_embedding_by_hand() -> None:
+    """IF until 1, embeddings with the first stage at 5; with links of half a second each way, half a second more for
+    everything."""
+    for latency, begin in ((0, 5), (0.5, 5.5)):
+        costs = Costs(
+            (StageCost(1, 2),) * 3, Links(Link(latency_s=latency)), shards=(ALL_ONE,), collectives=COLLECTIVES
+        )
+        simulation = simulate(sharded(3, 1, ONE, input_shards=True), costs)
+        assert times(simulation, Kind.INPUT_FORWARD, 0) == [(0, 1)] * 3
+        assert times(simulation, Kind.FORWARD, 0)[0] == (begin, begin + 1)
+        over = times(simulation, Kind.BACKWARD, 0)[0][1]
+        there = over + 5 + latency
+        assert times(simulation, Kind.INPUT_BACKWARD, 0) == [(over, over + 1), (there, there + 1), (there, there + 1)]
+
+
+def test_collectives_of_a_sort_take_turns() -> None:
+    """Statistics of 10 seconds: S0 and S1 end sooner after each other than that, and T1 waits for the second
+    gathering all the same."""
+    costs = Costs((StageCost(1, 2),) * 3, shards=(ShardCost(1, 1),), collectives=CollectiveCost(gather_s=10))
+    simulation = simulate(sharded(3, 6, ONE), costs)
+    begun = [times(simulation, Kind.SHARD_BACKWARD, k)[0][0] for k in range(6)]
+    assert all(after - before >= 10 for before, after in pairwise(begun))
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+def test_nobody_has_the_next_before_everybody_has_come_for_the_last(vocabulary: Vocabulary) -> None:
+    """A broadcast needs all its receivers, and each makes ready for one at a time."""
+    rng = random.Random(3)
+    p, m = 4, 12
+    for _ in range(5):
+        shards = tuple(ShardCost(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(p))
+        stages = tuple(StageCost(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(p))
+        simulation = simulate(sharded(p, m, vocabulary), Costs(stages, shards=shards))
+        for k in range(m - 1):
+            came = max(start for start, _ in times(simulation, Kind.SHARD_FORWARD, k))
+            assert all(start >= came for start, _ in times(simulation, Kind.SHARD_FORWARD, k + 1))
 
 
 def test_each_rank_may_have_a_cost_of_its_own() -> None:

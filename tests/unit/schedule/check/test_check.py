@@ -11,8 +11,9 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.case import Case, ScheduleError
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import RULES, check, check_no_deadlock
 from bpipe.schedule.check.transfers import check_host_buffers
+from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.text import read_action
 from bpipe.schedule.host_buffers import Residency, host_buffers
 from bpipe.schedule.hosts import host_memory_of, in_pairs, read_hosts
@@ -33,6 +34,10 @@ def changed(schedule: Schedule, *cells: tuple[int, int, str]) -> Schedule:
         compute = actions[0] if actions and actions[0].kind.value in "FBIW" else None
         rows[rank][slot] = Slot(compute, tuple(actions[1:] if compute else actions))
     return replace(schedule, ranks=tuple(tuple(row) for row in rows))
+
+
+def listing(text: str) -> list[Action]:
+    return [read_action(cell) for cell in text.split()]
 
 
 def refused(schedule: Schedule, exchange: Exchange = Exchange.MEGATRON_1F1B) -> ScheduleError:
@@ -235,6 +240,18 @@ def test_a_broken_rule_is_named_with_its_place(case: str) -> None:
     assert marked, "the grid shows the spot"
 
 
+def test_an_error_shows_the_grid_with_the_spot_marked() -> None:
+    error = refused(changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4")))
+    assert str(error).split("\n") == [
+        "activations present: rank 0, slot 13, 0B3: micro-batch 3 was evicted in slot 7 and is not loaded before this",
+        "  slot    9 10 11 12  13  14 15 16 17",
+        "rank 0 C B1 F5 B2 F6 [B3] F7 B4  . B5",
+        "       T       E5    [  ]       L5",
+        "rank 3 C F3 B3 F4 B4  F5  B5 F6 B6 F7",
+        "       T       H5               R5",
+    ]
+
+
 SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "nothing": (lambda one: replace(one, ranks=()), "0 ranks"),
     "ragged": (
@@ -287,3 +304,19 @@ def test_opposite_orders_on_a_pair_are_refused() -> None:
     error = refused(schedule)
     assert (error.rule, error.rank, error.slot, str(error.action)) == ("order on a pair", 0, 2, "0EVICT1")
     check(changed(schedule, (3, 2, "0HOST1 0HOST0")))
+
+
+def test_a_rank_that_runs_too_far_ahead_deadlocks_when_sends_block() -> None:
+    """Four forwards ahead of a stage that takes one: rank 0 sits in its send of F2, rank 1 in its send of B0.
+
+    Posted ones pass.
+    """
+    ahead = listing("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3")
+    behind = listing("1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
+    schedule = place("ahead", 4, one_pipe((0, 1)), [ahead, behind])
+    check(schedule, Exchange.POSTED)
+    error = refused(schedule, Exchange.MEGATRON_1F1B)
+    assert error.rule == "no deadlock"
+    assert "waits for the output of 0F2, which rank 1 never reaches" in str(error)
+    assert "rank 0 for rank 1 at slot 3, rank 1 for rank 0 at slot 3" in str(error)
+    assert check_no_deadlock in RULES

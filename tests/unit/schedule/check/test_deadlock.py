@@ -10,6 +10,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.check import board, deadlock
+from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import Blocked, WaitLevel, size_messages
 from bpipe.schedule.check.deadlock import blocked_ranks as blocked_in
 from bpipe.schedule.families.families import FAMILIES, exchange_of
@@ -19,6 +20,7 @@ from bpipe.schedule.lowering import lower
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.schedule.steps import Step, steps
+from tests.support.hand_made import far_ahead, host_first
 from tests.support.late_loads import with_late_loads
 from tests.support.levels import STOOD
 
@@ -39,6 +41,12 @@ def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
     return made
 
 
+def steps_without_start(schedule: Schedule, rank: int) -> Iterator[Step]:
+    """What stands before the first computation waits until the rank reaches it."""
+    start, first, *others = steps(schedule, rank)
+    return iter((Step(None), Step(first.compute, start.after + first.before, first.after), *others))
+
+
 @pytest.mark.parametrize("waits", [waits for waits in WaitLevel if waits <= WaitLevel.IN_EVERY_OPERATION])
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
 def test_no_plan_deadlocks(name: str, chunks: int, waits: WaitLevel) -> None:
@@ -57,6 +65,14 @@ def default_plans(
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
     sizes = [(p, m) for p in stages for m in (*(p * times for times in rounds), *(p + above for above in more))]
     return [build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig())) for p, m in sizes]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_no_default_plan_stands_still_however_strictly_it_waits(chunks: int) -> None:
+    """With one queue 13 of these 60 did, waiting at issue 23: a pair's last transfers stood in front of the last
+    gradient."""
+    for schedule in default_plans((4, 6, 8, 12, 16), chunks, (1, 2, 4, 8)):
+        assert not any(blocked_ranks(schedule, waits) for waits in STOOD)
 
 
 @pytest.mark.slow
@@ -119,6 +135,30 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
             assert {blocked.peer for blocked in found[stuck_from]} == {1, 6}
 
 
+def exchanges(name: str) -> list[Exchange]:
+    """Return how whoever runs a schedule of this name may pass messages."""
+    both = [Exchange.MEGATRON_INTERLEAVED, Exchange.MEGATRON_TURNS, Exchange.POSTED]
+    return both if name == "interleaved-1f1b" else [FAMILIES[name].exchange, Exchange.POSTED]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_default_plan_but_megatrons_1f1b_depends_on_communicators_made_before(name: str) -> None:
+    """Megatron's interleaved loop makes one for two ranks at a time, and our own loop's are there before it."""
+    family = FAMILIES[name]
+    for p, m in ((4, 8), (8, 16), (12, 24)):
+        for v in range(family.min_chunks, min(family.max_chunks or 2, 2) + 1):
+            for exchange in exchanges(name):
+                try:
+                    schedule = build(
+                        ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig(), exchange=exchange)
+                    )
+                except ScheduleError:
+                    # Some cannot be balanced in this loop: that is refused before anything runs.
+                    continue
+                stuck = bool(blocked_in(schedule, WaitLevel.ASYNCHRONOUS, exchange, births=True))
+                assert stuck == (exchange is Exchange.MEGATRON_1F1B and name == "1f1b" and p >= 8), (p, m, v, exchange)
+
+
 REFILLED = """\
 # bpipe schedule=1f1b microbatches=3 stage_to_rank=0,1 partners=1,0
 0F0,0F1,0F2 0EVICT1,,0B0,0LOAD1,0EVICT2,,0B1 0LOAD2,,0B2
@@ -140,6 +180,15 @@ def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch)
     assert not blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS)
 
 
+def test_with_one_queue_what_is_sent_far_ahead_of_its_receiver_stands_in_the_way() -> None:
+    """The third output stands at the head of rank 0's queue until rank 1 receives the second, and behind it what
+    rank 1 waits for."""
+    schedule = far_ahead()
+    blocked = {waits: blocked_in(schedule, waits, Exchange.POSTED) for waits in WaitLevel}
+    assert [bool(found) for found in blocked.values()] == [waits >= WaitLevel.ONE_QUEUE for waits in WaitLevel]
+    assert blocked[WaitLevel.ONE_QUEUE][0] == Blocked(0, 3, "the output of 0F2", 1)
+
+
 def test_with_launches_that_block_receives_are_not_posted_ahead() -> None:
     """CUDA_LAUNCH_BLOCKING=1: our own loop posts a receive before it sends what the other end waits for, and messages
     of the interleaved loop pass one by one; batches pass."""
@@ -151,6 +200,34 @@ def test_with_launches_that_block_receives_are_not_posted_ahead() -> None:
             schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks, balance=BalanceConfig(), exchange=exchange))
             assert bool(blocked_in(schedule, WaitLevel.BLOCKING_LAUNCHES, exchange)) is not goes_on
             assert not blocked_in(schedule, WaitLevel.ONE_QUEUE, exchange)
+
+
+def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
+    """It hears how long the storages are; two that host before they evict would wait for each other's."""
+    schedule = host_first()
+    for waits in STOOD:
+        assert bool(blocked_in(schedule, waits, Exchange.POSTED)) == (waits >= WaitLevel.AT_ISSUE)
+        blocked = blocked_in(schedule, waits, Exchange.POSTED, differing=True)
+        assert next((one.rank, one.peer, one.message) for one in blocked) == (0, 1, "transfer 0 from rank 1 to rank 0")
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_default_plan_stands_still_on_account_of_lengths(name: str, p: int, m: int) -> None:
+    """Whoever waits for each transfer where it starts waits for its lengths, too: no plan is refused that was not
+    before."""
+    for exchange in exchanges(name):
+        for hosts in ("pair", "pool"):
+            balanced = BalanceConfig(hosts=hosts)
+            try:
+                schedule = build(
+                    ScheduleConfig(
+                        name, p, m, num_chunks=FAMILIES[name].min_chunks, balance=balanced, exchange=exchange
+                    )
+                )
+            except ScheduleError:
+                continue
+            assert not blocked_in(schedule, WaitLevel.IN_EVERY_OPERATION, exchange, differing=True)
 
 
 POSTED = [
@@ -166,6 +243,21 @@ def test_no_family_stands_still_in_our_own_loop_however_strictly_it_waits(name: 
     for balancing in (None, BalanceConfig()):
         schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=balancing, exchange=Exchange.POSTED))
         assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in STOOD)
+
+
+def test_gpipe_does_not_deadlock() -> None:
+    assert not blocked_ranks(FAMILIES["gpipe"].generate(5, 7, 1))
+
+
+def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An acceptor that starts its half only at its first computation waits there for what waits for it."""
+    monkeypatch.setattr(lower, "each_step", steps_without_start)
+    schedules = plans("1f1b", 1, (4, 6, 8))
+    stuck = [schedule for schedule in schedules if blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION)]
+    assert stuck
+    assert not any(blocked_ranks(schedule, WaitLevel.AFTER_EXCHANGES) for schedule in stuck)
+    blocked = {one.rank for one in blocked_ranks(stuck[0])}
+    assert {0, stuck[0].num_ranks - 1} <= blocked
 
 
 RINGS = [{(0, 1), (1, 0)}, {(0, 1), (1, 2), (2, 0)}, {(0, 2), (1, 0), (2, 1), (2, 0)}]

@@ -4,27 +4,55 @@ timed and drawn."""
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import adopt
+from bpipe.cli import main
+from bpipe.draw.svg import write_svg
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.case import ScheduleError
+from bpipe.schedule.check.deadlock import blocked_ranks
 from bpipe.schedule.check.rules import check
-from bpipe.schedule.files.text import TextError, read_csv
+from bpipe.schedule.files.document import read_json, write_json
+from bpipe.schedule.files.grid import write_grid
+from bpipe.schedule.files.read import read
+from bpipe.schedule.files.text import TextError, read_csv, write_csv
 from bpipe.schedule.lowering.align import align
+from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.memory import live_bytes, live_counts, memory_of, peak_counts
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule, Slot
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
+from tests.support.levels import STOOD
 
 # What torch 2.15 prints for ScheduleDualPipeV with 2 ranks and 4 micro-batches: orders, not yet a grid.
 TORCH = """\
 0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,0I2,0W2,0I3,0W3
 1F0,2F0,1F1,2F1,1F2,2B0,(2F2;1B0)OVERLAP_F_B,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,2I3,1I3,2W3,1W3
 """
+GRID = """\
+# bpipe schedule=dualpipev microbatches=4 stage_to_rank=0,1,1,0
+slot       0   1   2   3   4   5   6       7       8       9      10  11  12  13  14  15
+rank 0 C 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1 3F2&0B0     3B2 3F3&0B1 3B3 0I2 0W2 0I3 0W3
+rank 1 C   . 1F0 2F0 1F1 2F1 1F2 2B0 2F2&1B0 1F3&2B1 2F3&1B1     2B2 1B2 2I3 1I3 2W3 1W3
+"""
 OVERLAPPED = align(read_csv(TORCH, "dualpipev"))
 PAIR = Slot(Action(0, Kind.FORWARD, 3), (), Action(3, Kind.BACKWARD, 1))
+
+
+def test_it_goes_both_ways_in_every_format() -> None:
+    assert OVERLAPPED.ranks[0][7] == PAIR
+    assert read_csv(write_csv(read_csv(TORCH))) == read_csv(TORCH)
+    assert write_csv(read_csv(TORCH)).replace(",\n", "\n") == TORCH
+    assert write_grid(OVERLAPPED) == GRID
+    assert read_json(write_json(OVERLAPPED)) == OVERLAPPED
+    assert '{"compute": "(0F3;3B1)OVERLAP_F_B", "transfers": []}' in write_json(OVERLAPPED)
+    assert read(write_json(OVERLAPPED)) == OVERLAPPED
 
 
 @pytest.mark.parametrize(
@@ -106,6 +134,81 @@ def test_a_pair_holds_both_until_it_is_over() -> None:
     assert peak_counts(OVERLAPPED) == (5, 5)
 
 
+def test_align_moves_the_pair_as_one() -> None:
+    """It waits for the later of its two inputs."""
+    schedule = align(read_csv("0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"))
+    assert write_csv(schedule) == "0F0,0F1,,0B0,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1,\n"
+    with pytest.raises(ValueError, match="wait for each other: rank 0 at 0F1 with 0B0"):
+        align(read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n"))
+
+
+def slow_times(schedule: Schedule, forward_s: int, backward_s: int, message_s: int) -> dict[Action, tuple[int, int]]:
+    """Start and end of every computation, by asking again and again: when is what it needs over? Weights' halves
+    take nothing else."""
+    owner, last = schedule.layout.placements[0], schedule.num_stages - 1
+    seconds = {
+        Kind.FORWARD: forward_s,
+        Kind.BACKWARD: backward_s,
+        Kind.BACKWARD_INPUT: backward_s - 1,
+        Kind.BACKWARD_WEIGHT: 1,
+    }
+    passed: dict[tuple[str, int, int], int] = {}
+    times: dict[Action, tuple[int, int]] = {}
+    clocks = [0] * schedule.num_ranks
+    queues = [[cell for cell in row if cell.compute] for row in schedule.ranks]
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            if not queue:
+                continue
+            arrivals = []
+            for one in queue[0].computations:
+                up = one.kind is Kind.FORWARD
+                other = one.stage - 1 if up else one.stage + 1
+                if one.kind is not Kind.BACKWARD_WEIGHT and 0 <= other <= last:
+                    over = passed.get(("F" if up else "B", other, one.microbatch))
+                    arrivals.append(None if over is None else over + (message_s if owner[other] != rank else 0))
+            if None in arrivals:
+                continue
+            at = max([clocks[rank], *(arrival for arrival in arrivals if arrival is not None)])
+            for one in queue[0].computations:
+                times[one] = at, at + seconds[one.kind]
+                at += seconds[one.kind]
+            for one in queue[0].computations:
+                if one.kind is not Kind.BACKWARD_WEIGHT:
+                    passed["F" if one.kind is Kind.FORWARD else "B", one.stage, one.microbatch] = at
+            clocks[rank] = at
+            queue.pop(0)
+    return times
+
+
+@pytest.mark.parametrize("message_s", [0, 3])
+def test_the_simulator_times_a_pair_as_one_operation(message_s: int) -> None:
+    cost = StageCost(Fraction(4), Fraction(9), weight_s=Fraction(1))
+    costs = Costs((cost,) * 4, Links(Link(latency_s=Fraction(message_s))))
+    report = simulate(OVERLAPPED, costs)
+    slow = slow_times(OVERLAPPED, 4, 9, message_s)
+    found = {timed.action: (timed.start_s, timed.end_s) for row in report.computations for timed in row}
+    if message_s == 0:
+        assert found == slow
+    # A rank has one port: messages that take time may wait for each other, never leave early.
+    assert all(found[action][0] >= slow[action][0] for action in slow)
+    assert len(found) == 4 * 4 * 2 + sum(one.kind is Kind.BACKWARD_WEIGHT for one in slow)
+
+
+def test_it_cannot_deadlock() -> None:
+    for waits in STOOD:
+        assert blocked_ranks(OVERLAPPED, waits) == ()
+    single = read_csv("0F0,0F1,,0B0,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1,\n")
+    check(single)
+
+
+def test_the_drawing_has_both() -> None:
+    plain, overlapped = write_svg(read_csv("0F0,0F1,0B0,0B1\n")), write_svg(read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"))
+    for word in ("F1", "B0"):
+        assert f">{word}<" in overlapped
+    assert overlapped.count("<polygon") == plain.count("<polygon")
+
+
 @pytest.mark.parametrize("hosts", ["host", "all"])
 def test_balancing_keeps_pairs_together_and_counts_both_of_one(hosts: str) -> None:
     """What leaves beside a pair is there until both are over, and what comes before one when they begin."""
@@ -117,3 +220,16 @@ def test_balancing_keeps_pairs_together_and_counts_both_of_one(hosts: str) -> No
     assert any(slot.overlapped and slot.transfers for row in balanced.ranks for slot in row)
     for exchange in (Exchange.POSTED, Exchange.TORCH):
         check(balanced, exchange)
+
+
+def test_a_loop_of_one_stage_a_rank_knows_no_pairs() -> None:
+    with pytest.raises(
+        ValueError, match="0F3 and 3B1 overlap, but the exchanges of megatron-1f1b handle one at a time"
+    ):
+        lower(OVERLAPPED, Exchange.MEGATRON_1F1B)
+
+
+def test_the_command_reads_torchs_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(TORCH.encode())))
+    assert main(["schedule", "--input", "-", "--align", "--format", "csv"]) == 0
+    assert capfd.readouterr().out.replace(",\n", "\n").replace("\n,1F0", "\n1F0") == TORCH

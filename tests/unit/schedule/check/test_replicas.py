@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.unit_grid import place
@@ -25,6 +26,10 @@ def refused(schedule: Schedule) -> ScheduleError:
     with pytest.raises(ScheduleError) as raised:
         check(schedule)
     return raised.value
+
+
+def test_mirror_images_keep_all_of_it() -> None:
+    check(schedule_of(RANK_0, RANK_1))
 
 
 BROKEN = {
@@ -60,6 +65,14 @@ def test_a_broken_rule_of_two_pipes_is_named_with_its_place(case: str) -> None:
     assert "[" in str(error), "the grid shows the spot"
 
 
+def test_halves_count_by_the_one_that_completes_gradients() -> None:
+    """I may come in any order that its needs allow; W is what adds the last of a micro-batch."""
+    first, second = "0F0 0F2 1F1 1F3 1I1 1I3 1W1 1W3 0B0 0B2", "0F1 0F3 1F0 1F2 1I0 1I2 1W0 1W2 0B1 0B3"
+    check(schedule_of(first, second))
+    error = refused(schedule_of(first.replace("1W1 1W3", "1W3 1W1"), second))
+    assert (error.rule, str(error.action)) == ("order of gradient sums", "1W3")
+
+
 def test_pipes_in_one_direction_are_no_mirror_images() -> None:
     orders = "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"
     error = refused(schedule_of(*orders, layout=Layout(((0, 1), (0, 1))), num_microbatches=2))
@@ -67,6 +80,28 @@ def test_pipes_in_one_direction_are_no_mirror_images() -> None:
     assert (
         "stage 0 is on ranks 0 and 0, but the second pipe must be the first one's mirror image: put it on ranks 0 and 1"
         in str(error)
+    )
+
+
+@pytest.mark.parametrize("m", [1, 3, 7, 9, 13])
+def test_with_one_micro_batch_more_in_the_first_pipe_sums_still_meet(m: int) -> None:
+    for name, v in (("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 3)):
+        for p in (2, 4, 6, 8):
+            build(ScheduleConfig(name, p, m, num_chunks=v))
+
+
+def test_one_pipe_is_asked_nothing() -> None:
+    """Megatron's own V takes stage 0's last backward last, and an order of our own may take any."""
+    check(
+        place(
+            "one",
+            2,
+            Layout(((0, 1),)),
+            [
+                [read_action(one) for one in ["0F0", "0F1", "0B1", "0B0"]],
+                [*map(read_action, ["1F0", "1F1", "1B1", "1B0"])],
+            ],
+        )
     )
 
 

@@ -37,6 +37,19 @@ def schedule(request: pytest.FixtureRequest) -> Schedule:
     return SCHEDULES[request.param]()
 
 
+def test_the_same_is_done_in_the_same_order_but_for_letting_go(schedule: Schedule) -> None:
+    for judged, run in zip(lower(schedule, Exchange.POSTED), lower_as_run(schedule, Exchange.POSTED), strict=True):
+        assert Counter(judged.instructions) == Counter(run.instructions)
+        others = [[one for one in program.instructions if not lets_go(one, program.rank)] for program in (judged, run)]
+        assert others[0] == others[1]
+        slots = [
+            [program.slot_of(index) for index, op in enumerate(program.ops) if op == Op.RUN]
+            for program in (judged, run)
+        ]
+        assert slots[0] == slots[1]
+        assert len(run.starts) == len(judged.starts)
+
+
 def lets_go(one: Instruction, rank: int) -> bool:
     return one.op is Op.WAIT and isinstance(one.operand, Message) and one.operand.parties[0] == rank
 
@@ -92,7 +105,34 @@ def most_kept(schedule: Schedule) -> int:
     return most
 
 
+def test_megatrons_loops_wait_as_they_do() -> None:
+    schedule = build(ScheduleConfig("1f1b", 4, 8))
+    for exchange in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_INTERLEAVED):
+        programs = [[program.instructions for program in made(schedule, exchange)] for made in (lower, lower_as_run)]
+        assert programs[0] == programs[1]
+
+
 SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 16)])
+def test_of_what_all_shards_share_little_is_kept(p: int, m: int, vocabulary: Vocabulary) -> None:
+    """The last rank keeps what it made until all have it, which statistics say; and each its part of a gradient
+    until it was taken."""
+    for program in lower_as_run(build(ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)), Exchange.POSTED):
+        dependencies, kept = program.messages.dependencies, set[int]()
+        most: Counter[str] = Counter()
+        for op, operand in zip(program.ops, program.operands, strict=True):
+            if isinstance(operand, int) and op == Op.WAIT:
+                kept.discard(operand)
+            elif isinstance(operand, int) and op == Op.SEND:
+                kept.add(operand)
+                most |= Counter(dependencies.sort(value) for value in kept)
+        assert most["statistics"] == 1
+        assert most["last gradient"] <= 3
+        assert program.rank < p - 1 or most["output"] <= 3
+        assert not kept
 
 
 @pytest.mark.parametrize("vocabulary", SPLIT)

@@ -35,6 +35,16 @@ def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) 
     assert not blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION, Exchange.POSTED)
 
 
+def test_a_line_takes_no_longer_than_it_must() -> None:
+    assert {len(row) for row in forwards_only(one_pipe(range(4)), 8).ranks} == {11}
+
+
+def test_round_robin_fills_and_then_never_waits() -> None:
+    """A rank of two chunks computes two a micro-batch."""
+    schedule = forwards_only(one_pipe([*range(4)] * 2), 16)
+    assert {len(row) for row in schedule.ranks} <= set(range(2 * 16, 2 * 16 + 8))
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 def test_shards_of_the_output_layer_follow_the_last_stage_in_one_order(num_microbatches: int) -> None:
     layout = Layout((tuple(range(4)),), Vocabulary.ONE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 
@@ -27,10 +28,152 @@ from bpipe.schedule.layout import Layout, Vocabulary
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.program import Exchange, Instruction, Message, Op, Program
 from bpipe.schedule.schedule import Schedule
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
 from tests.support.interleaving import fault_of
 from tests.unit.schedule.check.test_deadlock import REFILLED
 from tests.unit.schedule.check.test_overlap import OVERLAPPED
 from tests.unit.schedule.families.test_sharded_schedules import sharded
+
+# A step a line, as Megatron's loop says: warm-up, one forward and one backward in turn, cool-down.
+ONE_F_ONE_B = {
+    (2, 3): """\
+run 0F0
+send 0F0>1F0; wait 0F0>1F0; run 0F1
+send 0F1>1F1; post 1B0>0B0; wait 0F1>1F1; wait 1B0>0B0; run 0B0
+run 0F2
+send 0F2>1F2; post 1B1>0B1; wait 0F2>1F2; wait 1B1>0B1; run 0B1
+post 1B2>0B2; wait 1B2>0B2; run 0B2
+
+post 0F0>1F0; wait 0F0>1F0; run 1F0
+run 1B0
+send 1B0>0B0; post 0F1>1F1; wait 1B0>0B0; wait 0F1>1F1; run 1F1
+run 1B1
+send 1B1>0B1; post 0F2>1F2; wait 1B1>0B1; wait 0F2>1F2; run 1F2
+run 1B2
+send 1B2>0B2; wait 1B2>0B2
+""",
+    (3, 3): """\
+run 0F0
+send 0F0>1F0; wait 0F0>1F0; run 0F1
+send 0F1>1F1; wait 0F1>1F1; run 0F2
+send 0F2>1F2; post 1B0>0B0; wait 0F2>1F2; wait 1B0>0B0; run 0B0
+post 1B1>0B1; wait 1B1>0B1; run 0B1
+post 1B2>0B2; wait 1B2>0B2; run 0B2
+
+post 0F0>1F0; wait 0F0>1F0; run 1F0
+send 1F0>2F0; wait 1F0>2F0; post 0F1>1F1; wait 0F1>1F1; run 1F1
+send 1F1>2F1; post 2B0>1B0; wait 1F1>2F1; wait 2B0>1B0; run 1B0
+send 1B0>0B0; post 0F2>1F2; wait 1B0>0B0; wait 0F2>1F2; run 1F2
+send 1F2>2F2; post 2B1>1B1; wait 1F2>2F2; wait 2B1>1B1; run 1B1
+send 1B1>0B1; wait 1B1>0B1; post 2B2>1B2; wait 2B2>1B2; run 1B2
+send 1B2>0B2; wait 1B2>0B2
+
+post 1F0>2F0; wait 1F0>2F0; run 2F0
+run 2B0
+send 2B0>1B0; post 1F1>2F1; wait 2B0>1B0; wait 1F1>2F1; run 2F1
+run 2B1
+send 2B1>1B1; post 1F2>2F2; wait 2B1>1B1; wait 1F2>2F2; run 2F2
+run 2B2
+send 2B2>1B2; wait 2B2>1B2
+""",
+}
+
+# Two ranks, two chunks, two micro-batches: rank 0 runs all forwards before its first backward.
+INTERLEAVED = """\
+run 0F0; send 0F0>1F0; wait 0F0>1F0
+run 0F1; send 0F1>1F1; post 1F0>2F0; wait 0F1>1F1; wait 1F0>2F0
+run 2F0; send 2F0>3F0; post 1F1>2F1; wait 2F0>3F0; wait 1F1>2F1
+run 2F1; send 2F1>3F1; post 3B0>2B0; wait 2F1>3F1; wait 3B0>2B0
+run 2B0; send 2B0>1B0; post 3B1>2B1; wait 2B0>1B0; wait 3B1>2B1
+run 2B1; send 2B1>1B1; post 1B0>0B0; wait 2B1>1B1; wait 1B0>0B0
+run 0B0; post 1B1>0B1; wait 1B1>0B1
+run 0B1
+
+post 0F0>1F0; wait 0F0>1F0
+run 1F0; send 1F0>2F0; post 0F1>1F1; wait 1F0>2F0; wait 0F1>1F1
+run 1F1; send 1F1>2F1; post 2F0>3F0; wait 1F1>2F1; wait 2F0>3F0
+run 3F0; post 2F1>3F1; wait 2F1>3F1
+run 3B0; send 3B0>2B0; wait 3B0>2B0
+run 3F1; post 2B0>1B0; wait 2B0>1B0
+run 3B1; send 3B1>2B1; wait 3B1>2B1
+run 1B0; send 1B0>0B0; post 2B1>1B1; wait 1B0>0B0; wait 2B1>1B1
+run 1B1; send 1B1>0B1; wait 1B1>0B1
+"""
+
+# The last of three ranks with two chunks where the loop is told not to overlap, six micro-batches: three forwards, nine
+# turns of a forward and the backward behind it, three backwards. Behind the first group the ring closes: what rank 0
+# makes next comes from here.
+IN_TURNS = """\
+post 1F0>2F0; wait 1F0>2F0; run 2F0
+send 2F0>3F0; post 1F1>2F1; wait 2F0>3F0; wait 1F1>2F1; run 2F1
+send 2F1>3F1; post 1F2>2F2; wait 2F1>3F1; wait 1F2>2F2; run 2F2
+send 2F2>3F2; post 4F0>5F0; wait 2F2>3F2; wait 4F0>5F0; run 5F0
+run 5B0
+send 5B0>4B0; post 4F1>5F1; wait 5B0>4B0; wait 4F1>5F1; run 5F1
+run 5B1
+send 5B1>4B1; post 4F2>5F2; wait 5B1>4B1; wait 4F2>5F2; run 5F2
+run 5B2
+send 5B2>4B2; post 1F3>2F3; post 3B0>2B0; wait 5B2>4B2; wait 1F3>2F3; wait 3B0>2B0; run 2F3
+run 2B0
+send 2F3>3F3; send 2B0>1B0; post 1F4>2F4; post 3B1>2B1; wait 2F3>3F3; wait 2B0>1B0; wait 1F4>2F4; wait 3B1>2B1; run 2F4
+run 2B1
+send 2F4>3F4; send 2B1>1B1; post 1F5>2F5; post 3B2>2B2; wait 2F4>3F4; wait 2B1>1B1; wait 1F5>2F5; wait 3B2>2B2; run 2F5
+run 2B2
+send 2F5>3F5; send 2B2>1B2; post 4F3>5F3; wait 2F5>3F5; wait 2B2>1B2; wait 4F3>5F3; run 5F3
+run 5B3
+send 5B3>4B3; post 4F4>5F4; wait 5B3>4B3; wait 4F4>5F4; run 5F4
+run 5B4
+send 5B4>4B4; post 4F5>5F5; wait 5B4>4B4; wait 4F5>5F5; run 5F5
+run 5B5
+send 5B5>4B5; post 3B3>2B3; wait 5B5>4B5; wait 3B3>2B3; run 2B3
+send 2B3>1B3; post 3B4>2B4; wait 2B3>1B3; wait 3B4>2B4; run 2B4
+send 2B4>1B4; post 3B5>2B5; wait 2B4>1B4; wait 3B5>2B5; run 2B5
+send 2B5>1B5; wait 2B5>1B5
+"""
+
+# Micro-batch 2 takes the host buffer in which 1 was. Evictions are waited for before the next computation, or a load;
+# hosts before what they give back, and that before the buffer is filled again, or at the end; loads before their
+# backward.
+WITH_TRANSFERS = """\
+post 1B0>0B0
+run 0F0; send 0F0>1F0
+run 0F1; send 0F1>1F1
+send 0EVICT1; run 0F2; send 0F2>1F2
+wait 1B0>0B0; post 1B1>0B1; wait 0EVICT1; run 0B0; post 0LOAD1; send 0EVICT2
+wait 1B1>0B1; post 1B2>0B2; wait 0EVICT2; post 0LOAD2; wait 0LOAD1; run 0B1
+wait 1B2>0B2; wait 0LOAD2; run 0B2
+wait 0F0>1F0; wait 0F1>1F1; wait 0F2>1F2
+
+post 0F0>1F0
+wait 0F0>1F0; post 0F1>1F1; run 1F0
+wait 0F1>1F1; post 0F2>1F2; post 0HOST1; run 1F1
+run 1B0; send 1B0>0B0; wait 0HOST1; send 0RETURN1; wait 0RETURN1; post 0HOST2
+run 1B1; send 1B1>0B1
+wait 0F2>1F2; wait 0HOST2; send 0RETURN2; run 1F2
+run 1B2; send 1B2>0B2
+wait 1B0>0B0; wait 1B1>0B1; wait 1B2>0B2; wait 0RETURN2
+"""
+
+# Of two ranks one makes what both shards need: its own has it there.
+TWO_SHARDS = """\
+post 1F0>0S0+1S0
+run 0F0; send 0F0>1F0
+wait 1F0>0S0+1S0; post 1B0>0B0; run 0S0; send 0S0+1S0>0T0+1T0+1B0
+wait 0S0+1S0>0T0+1T0+1B0; run 0T0
+wait 1B0>0B0; run 0B0
+wait 0F0>1F0; wait 0S0+1S0>0T0+1T0+1B0
+
+post 0F0>1F0
+wait 0F0>1F0; run 1F0; send 1F0>0S0+1S0
+run 1S0; send 0S0+1S0>0T0+1T0+1B0
+wait 0S0+1S0>0T0+1T0+1B0; run 1T0
+wait 0S0+1S0>0T0+1T0+1B0; run 1B0; send 1B0>0B0
+wait 1F0>0S0+1S0; wait 0S0+1S0>0T0+1T0+1B0; wait 1B0>0B0
+"""
+SHARDS_OF_TWO = (
+    "# bpipe schedule=a microbatches=1 stage_to_rank=0,1 vocabulary=2\n0F0,,0S0,0T0,,0B0\n,1F0,1S0,1T0,1B0,\n"
+)
 
 SCHEDULES = {
     "1f1b": partial(build, ScheduleConfig("1f1b", 4, 6, balance=BalanceConfig())),
@@ -48,6 +191,66 @@ SCHEDULES = {
     "vocabulary": partial(sharded, 4, 5, Vocabulary.ONE),
     "vocabulary of two": partial(sharded, 2, 3, Vocabulary.TWO),
 }
+
+
+def written(programs: tuple[Program, ...]) -> str:
+    """A step a line, without those that do nothing, and ranks apart."""
+    ranks = []
+    for program in programs:
+        bounds = zip(program.starts, [*program.starts[1:], len(program.ops)], strict=True)
+        steps = ("; ".join(map(str, program.instructions[start:end])) for start, end in bounds)
+        ranks.append("".join(f"{step}\n" for step in steps if step))
+    return "\n".join(ranks)
+
+
+@pytest.mark.parametrize(("p", "m"), ONE_F_ONE_B)
+def test_megatrons_loop_for_one_stage_a_rank(p: int, m: int) -> None:
+    assert written(lower(build(ScheduleConfig("1f1b", p, m)), Exchange.MEGATRON_1F1B)) == ONE_F_ONE_B[p, m]
+
+
+def test_megatrons_loop_for_several_stages_a_rank() -> None:
+    assert (
+        written(lower(build(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2)), Exchange.MEGATRON_INTERLEAVED))
+        == INTERLEAVED
+    )
+
+
+def test_megatrons_interleaved_program_where_it_waits() -> None:
+    programs = written(lower(build(ScheduleConfig("interleaved-1f1b", 3, 6, num_chunks=2)), Exchange.MEGATRON_TURNS))
+    assert programs.split("\n\n")[2] == IN_TURNS
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(3, 2, 3), (3, 2, 9), (4, 2, 8), (4, 3, 12), (5, 2, 10)])
+def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v: int, m: int) -> None:
+    """A forward and a backward take as long on every rank.
+
+    Waiting behind each computation alone, the shorter waits for the longer.
+    """
+    schedule = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v))
+    free, gaps = Links(), Links(Link(gap_s=Fraction(1, 10)))
+    posted, turns, waiting = (
+        simulate(schedule, Costs((StageCost(1, 2),) * (p * v), links, exchange=exchange)).makespan_s
+        for links, exchange in (
+            (free, Exchange.POSTED),
+            (free, Exchange.MEGATRON_TURNS),
+            (gaps, Exchange.MEGATRON_TURNS),
+        )
+    )
+    assert turns == posted
+    # Every rank sends a message a turn at least.
+    assert waiting >= turns + Fraction(1, 10) * m * v
+
+
+@pytest.mark.parametrize(("p", "m", "group"), [(3, 5, 5), (3, 10, 5), (4, 12, 6), (4, 12, 8), (5, 20, 6)])
+def test_a_loop_in_turns_closes_its_ring_whatever_the_group(p: int, m: int, group: int) -> None:
+    schedule = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=2, group_size=group))
+    assert not blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION, Exchange.MEGATRON_TURNS)
+
+
+@pytest.mark.parametrize(("text", "expected"), [(REFILLED, WITH_TRANSFERS), (SHARDS_OF_TWO, TWO_SHARDS)])
+def test_our_executors_program(text: str, expected: str) -> None:
+    schedule = read_csv(text)
+    assert written(lower(schedule, Exchange.POSTED)) == expected
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -69,6 +272,28 @@ def test_what_passes_is_sent_once_and_waited_for(name: str) -> None:
                 waited.add(operand.value)
             elif isinstance(operand, Action) and (value := dependencies.operand_of(operand)) != NOTHING:
                 assert value in waited or routes[value].makers == (program.rank,)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_message_of_every_sender_is_posted_in_its_order(name: str) -> None:
+    programs = lower(SCHEDULES[name](), Exchange.POSTED)
+    for program in programs:
+        for sender in programs:
+            sent = [
+                operand
+                for operand in messages(sender, Op.SEND)
+                if not operand.is_collective and program.rank in operand.parties[1:]
+            ]
+            assert [
+                operand
+                for operand in messages(program, Op.POST)
+                if operand.parties[0] == sender.rank and not operand.is_collective
+            ] == sent
+            ahead = 0
+            for op, operand in program.instructions:
+                if operand in sent and program is not sender:
+                    ahead += {Op.POST: 1, Op.WAIT: -1}[op]
+                    assert ahead in (0, 1)
 
 
 def messages(program: Program, op: Op) -> Iterator[Message]:
