@@ -13,7 +13,7 @@ from scripts import size
 def test_a_sum_may_only_fall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = tmp_path / "bpipe" / "ir" / "a.py"
+    module = tmp_path / "bpipe" / "schedule" / "a.py"
     module.parent.mkdir(parents=True)
     module.write_text("one\ntwo\n")
     monkeypatch.setattr(size, "ROOT", tmp_path)
