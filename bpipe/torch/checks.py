@@ -18,6 +18,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.dependencies import Dependencies
 from bpipe.schedule.lowering.lower import lower_received
+from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.torch.upstream import RUN_VERSIONS, SEND_WAITS, Computation
@@ -88,3 +89,20 @@ def refuse_standstill(
             f"with {cause or 'messages over gloo'} ranks of {schedule.name} can wait for each other for ever: rank {first.rank} waits for "
             f"{first.message} at slot {first.slot}, which rank {first.peer} never reaches (waiting: {others}). {way}"
         )
+
+
+def why_unmoved(schedule: Schedule, rank: int, moved_bytes: Mapping[int, int], minimum_bytes: int) -> str | None:
+    """Return why a rank that was to evict moved nothing, or None if it did.
+
+    Args:
+        schedule: what has run.
+        rank: of the schedule.
+        moved_bytes: by stage, what the engine moved of a micro-batch.
+        minimum_bytes: of the smallest storage that moves.
+    """
+    if not num_transfers(schedule, rank).evictions or any(moved_bytes.values()):
+        return None
+    return (
+        f"rank {rank} moved nothing: every storage of its micro-batches has less than {minimum_bytes} bytes "
+        "(minimum_bytes of TransferConfig), or other code holds it. Its memory is as without balancing"
+    )

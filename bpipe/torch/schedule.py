@@ -30,7 +30,7 @@ from bpipe.schedule.action import Action
 from bpipe.schedule.families.families import default_family
 from bpipe.torch.buffers import ReceiveBuffers
 from bpipe.torch.calls import StepCalls
-from bpipe.torch.checks import refuse_standstill
+from bpipe.torch.checks import refuse_standstill, why_unmoved
 from bpipe.torch.memory_budget import Memory, RankBudgets
 from bpipe.torch.option_names import name_arguments
 from bpipe.torch.orders import (
@@ -168,7 +168,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             verifier=self.verifier,
         )
         self._report: StepRecord | None = None
-        self._is_closed = False
+        self._is_closed = self._has_run = False
         self._adopt(self.config, final=self._budget is None)
 
     def _adopt(self, config: ScheduleConfig, final: bool) -> None:
@@ -265,6 +265,11 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         with self._recorded(), self._called():
             made = super()._step_microbatches(*args, **kwargs)
             self.engine.end()
+        if not self._has_run:
+            self._has_run = True
+            minimum_bytes = self._engine_config.transfers.minimum_bytes
+            if reason := why_unmoved(self.schedule, self.rank, self.engine.moved_bytes, minimum_bytes):
+                logger.warning("bpipe: %s", reason)
         return made
 
     def _plan(self, budget: RankBudgets, *args: Any, **kwargs: Any) -> None:

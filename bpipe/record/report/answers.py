@@ -78,13 +78,27 @@ def _balancing(comparison: Comparison) -> str:
     if not any(slot.transfers for row in comparison.measured.schedule.ranks for slot in row):
         sizes = f"{counted(program.num_ranks, 'stage')} and {counted(program.num_microbatches, 'micro-batch', 'es')}"
         return f"With {sizes} there was nothing to balance."
+    if _moved_nothing(comparison):
+        return (
+            "Nothing moved: no storage of the micro-batches is as large as the smallest that moves, or other code holds "
+            "them. Memory is as without balancing."
+        )
     said = "; ".join(part for part in (_bought(comparison), _cost(comparison)) if part) + "."
     return said[0].upper() + said[1:]
+
+
+def _moved_nothing(comparison: Comparison) -> bool:
+    """Whether ranks were to evict, and none did."""
+    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes
+    evicting = [sizes[rank] for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
+    return bool(evicting) and all(size is not None and not any(size.moved_bytes.values()) for size in evicting)
 
 
 def _hosting(comparison: Comparison) -> str:
     """Who hosts for whom, how much, and why. Empty where nobody does."""
     schedule = comparison.measured.schedule
+    if _moved_nothing(comparison):
+        return ""
     senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
     told = [
         text

@@ -11,7 +11,7 @@ from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.waits import wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.program import Exchange
-from bpipe.torch.checks import received_in, refuse_standstill
+from bpipe.torch.checks import received_in, refuse_standstill, why_unmoved
 from bpipe.torch.orders import torch_orders
 from bpipe.torch.upstream import Computation, TorchAction
 from bpipe.transport.config import TransferConfig
@@ -80,3 +80,12 @@ def test_a_send_that_does_not_follow_what_makes_it_is_refused() -> None:
         ValueError, match=r"lists 0SEND_F0 on rank 0 after 0RECV_B0, not after the action whose result it sends"
     ):
         received_in(order, schedule)
+
+
+def test_a_rank_that_was_to_evict_and_moved_nothing_is_told_why() -> None:
+    """A small model trained balanced and moved 0 bytes without a word: all its storages were below 64 KiB."""
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+    assert "less than 65536 bytes" in (why_unmoved(schedule, 0, {0: 0}, 65536) or "")
+    assert "less than 65536 bytes" in (why_unmoved(schedule, 0, {}, 65536) or "")
+    assert why_unmoved(schedule, 0, {0: 1}, 65536) is None
+    assert why_unmoved(schedule, 3, {}, 65536) is None

@@ -72,6 +72,13 @@ def test_the_bottleneck_is_nearest_to_its_limit(tmp_path: Path) -> None:
     assert "weights not recorded" in report(tmp_path / "d", weights_bytes=None).answers[1]
 
 
+def test_a_run_in_which_nothing_moved_is_said_to_be_one(tmp_path: Path) -> None:
+    """All storages of a small model were below 64 KiB, and the report said that micro-batches were kept elsewhere."""
+    found = report(tmp_path, moved_bytes=0).answers
+    assert found[0].startswith("Nothing moved: ")
+    assert not any("hosts" in answer or "CPU memory" in answer for answer in found)
+
+
 def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
     """Nobody said what part of a micro-batch moves: a run that freed nothing looked like one that had."""
     found = report(tmp_path / "a", kept_bytes=2 * MOVED)
