@@ -76,13 +76,8 @@ def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.training import get_megatron_ddp_config
-    from torch._C._distributed_c10d import HashStore
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
-    # A real store, nobody waits in it: Megatron also makes gloo groups, and torch 2.11 cannot make even those of one
-    # rank with a fake one.
-    dist.init_process_group("fake", store=HashStore(), rank=place * ranks_of_a_stage(args), world_size=args.world_size)
-    try:
+    with fake_world(place * ranks_of_a_stage(args), args.world_size):
         parallel_state.initialize_model_parallel(
             args.tensor_model_parallel_size,
             args.pipeline_model_parallel_size,
@@ -102,6 +97,21 @@ def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
             get_megatron_ddp_config(args),
             data_parallel_random_init=False,
         )
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world whose other ranks are not there; behind the block there are no groups, Megatron's
+    neither."""
+    from megatron.core import parallel_state
+    from torch._C._distributed_c10d import HashStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    # A real store, nobody waits in it: Megatron also makes gloo groups, and torch 2.11 cannot make even those of one
+    # rank with a fake one.
+    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

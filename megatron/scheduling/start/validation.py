@@ -30,8 +30,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
+from bpipe.config.launch.megatron_names import without
 from megatron.scheduling import cpu
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options import derived_flags
@@ -191,19 +191,16 @@ class _Launch:
         """Add our flags, take out those that only the launch's script has, and let the parser raise its errors."""
         add_arguments(parser)
         known = parser._option_string_actions
-        kept: list[str] = []
-        is_known, name = True, ""
-        for word in self.flags:
+        names = (word.partition("=")[0] for word in self.flags if word.startswith("--"))
+        self.unknown += [name for name in names if name not in known]
+        kept = without(self.unknown, self.flags)
+        argument = ""
+        for word in kept:
             if word.startswith("--"):
-                name = word.partition("=")[0]
-                is_known = name in known
-                if is_known:
-                    self._given[known[name].dest] = word
-                else:
-                    self.unknown.append(name)
-            elif is_known and name:
-                self._given[known[name].dest] += f" {word}"
-            kept += [word] if is_known else []
+                argument = known[word.partition("=")[0]].dest
+                self._given[argument] = word
+            elif argument:
+                self._given[argument] += f" {word}"
         if _ELSEWHERE & self._given.keys():
             raise OSError("its arguments are in a file that is not read here")
         self._names = {action.dest: flag for flag, action in reversed(known.items())}
@@ -271,29 +268,22 @@ def _check_microbatches(args: Any) -> None:
 def _check_groups(args: Any) -> None:
     """Let Megatron check the sizes of all groups, and stop it before it makes the first."""
     from megatron.core import parallel_state
-    from torch._C._distributed_c10d import HashStore
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
-    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=args.world_size)
-    try:
-        with _stopping_at(parallel_state, "create_group"):
-            parallel_state.initialize_model_parallel(
-                args.tensor_model_parallel_size,
-                args.pipeline_model_parallel_size,
-                args.virtual_pipeline_model_parallel_size,
-                gtp_remat_size=args.gtp_weight_remat_size,
-                expert_gtp_remat_size=args.expert_gtp_weight_remat_size,
-                context_parallel_size=args.context_parallel_size,
-                hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
-                hybrid_context_parallel=args.hybrid_context_parallel,
-                expert_model_parallel_size=args.expert_model_parallel_size,
-                num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-            )
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    with one_stage.fake_world(0, args.world_size), _stopping_at(parallel_state, "create_group"):
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            gtp_remat_size=args.gtp_weight_remat_size,
+            expert_gtp_remat_size=args.expert_gtp_weight_remat_size,
+            context_parallel_size=args.context_parallel_size,
+            hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+            hybrid_context_parallel=args.hybrid_context_parallel,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        )
 
 
 def _check_model(args: Any) -> None:
