@@ -26,7 +26,7 @@ from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import predict
 from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import gib_text
-from bpipe.predict.error_bars import range_text
+from bpipe.predict.error_bars import range_words
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile
 
@@ -97,7 +97,8 @@ def _planned(setup: Setup, planned: Callable[[Setup], Setup]) -> tuple[Setup, st
 def _tell(now: Candidate, ways: Sequence[Candidate], launch: Reading) -> None:
     fits = "fits" if now.fits else "does not fit"
     peak, seconds = f"{gib_text(now.peak_bytes)} of {gib_text(now.limit_bytes)} GiB", f"{now.iteration_s:.3f} s"
-    tell(f"{describe(now.setup)}: {peak}, {fits}; {seconds}{range_text(now.setup, now.iteration_s)}")
+    measured = range_words(now.setup, now.iteration_s)
+    tell(f"{describe(now.setup)}: {peak}, {fits}; {seconds}{measured and f' ({measured})'}")
     if not ways:
         tell("nothing that was tried helps")
         return

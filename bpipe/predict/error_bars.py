@@ -63,12 +63,6 @@ def is_never_calibrated(cluster: Cluster) -> bool:
     return cluster.factor == 1 and _DENSE.get(cluster.device.name) not in _CALIBRATED_KINDS
 
 
-def range_text(setup: Setup, predicted_s: float) -> str:
-    """Return the range of a predicted time as it stands behind it; nothing where no run of its kind is known."""
-    words = range_words(setup, predicted_s)
-    return words and f" ({words})"
-
-
 def range_words(setup: Setup, predicted_s: float) -> str:
     """Return the range in seconds without brackets, its longest to three digits; nothing where none is known."""
     bars = error_bars(setup)

@@ -67,6 +67,11 @@ def judge(flags: tuple[str, ...], devices: tuple[int, int] | None, is_whole: boo
         if missing:
             return Judgement(f"judged without Megatron: flags without {', '.join(missing)} are no whole launch")
         flags += tuple(word for name, value in _ASSUMED.items() if name not in given for word in (name, value))
+    return _asked(flags, devices)
+
+
+def _asked(flags: tuple[str, ...], devices: tuple[int, int] | None) -> Judgement:
+    """Have the process judge that can import Megatron, and say why it did not if it cannot."""
     print("asking Megatron's own parser and validation, about five seconds", file=sys.stderr, flush=True)
     try:
         ended = subprocess.run(
