@@ -121,7 +121,7 @@ class Bounds:
         if place not in self._updates:
             if self._profile is None:
                 self._updates[place] = _longest(
-                    setup, [setup.cluster.factor * update for _, update in update_seconds(setup)]
+                    setup, [setup.time_factor * update for _, update in update_seconds(setup)]
                 )
             else:
                 self._updates[place] = _update_s(setup, self._profile)
@@ -147,7 +147,7 @@ class Bounds:
         if size not in self._parts:
             self._parts[size] = (
                 part_seconds(setup),
-                scaled(shard_seconds(setup), setup.cluster.factor) if setup.is_sharded else _NO_SHARDS,
+                scaled(shard_seconds(setup), setup.time_factor) if setup.is_sharded else _NO_SHARDS,
             )
         elif not {(kind, scope) for one in set(stages) for kind, scope, _ in one} <= self._parts[size][0].layers.keys():
             # Where some layers of a stage are recomputed, not every cut has all sorts.
@@ -156,7 +156,7 @@ class Bounds:
     def _stage(self, setup: Setup, size: object, layers: StageLayers, first: bool, last: bool) -> tuple[float, float]:
         key = size, setup.splits, layers, first, last
         if key not in self._stages:
-            cost = scaled(stage_cost(self._parts[size][0], layers, first, last), setup.cluster.factor)
+            cost = scaled(stage_cost(self._parts[size][0], layers, first, last), setup.time_factor)
             self._stages[key] = _both(cost, setup.splits)
         return self._stages[key]
 

@@ -94,7 +94,7 @@ def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
     costs = predict_costs(setup)
     if profile is None:
         return costs
-    return profile.apply(setup, costs, Exposed(*(setup.cluster.factor * seconds for seconds in exposed(setup))))
+    return profile.apply(setup, costs, Exposed(*(setup.time_factor * seconds for seconds in exposed(setup))))
 
 
 def simulation_of(setup: Setup, profile: Profile | None = None) -> Simulation:

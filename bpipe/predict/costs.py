@@ -100,7 +100,7 @@ def predict_costs(setup: Setup) -> Costs:
         costs = replace(
             costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup)
         )
-    return costs if setup.cluster.factor == 1 else costs.scaled(setup.cluster.factor)
+    return costs if setup.time_factor == 1 else costs.scaled(setup.time_factor)
 
 
 def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[StageCost]:

@@ -1,32 +1,36 @@
-"""Say how far measured times may lie from predicted ones.
+"""How far measured times lie from predicted ones, by kind of run.
 
-In: a Setup. Out: `ErrorBars` of runs of its kind, or None where no run of any is known.
-
-The figures are those of the runs in docs/validation.md, none of which was given a time; its script computes them anew,
-and a test holds this table to it. Knows no prediction.
+The figures are those of the runs in docs/validation.md; scripts/bench/predictions.py computes them, and a test compares
+them with this table. The formulas are too fast for some kinds of runs, so their predictions are multiplied by the
+median of the published runs of that kind.
 """
 
 from __future__ import annotations
 
 from math import floor, log10
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from bpipe.predict.cluster import Cluster
-from bpipe.predict.layout import Setup
+if TYPE_CHECKING:
+    from bpipe.predict.cluster import Cluster
+    from bpipe.predict.layout import Setup
 
 # Of so many runs and more the range leaves out 5 % of them at each end; of fewer it holds all.
 MANY_RUNS = 20
 
 
 class ErrorBars(NamedTuple):
-    """Range of measured times of `num_runs` runs of one kind, and their median: in percent, how much longer than
-    predicted they took."""
+    """Range of measured times of one kind of runs."""
 
     kind: str
     num_runs: int
     low: int
+    """Percent by which the quickest took longer than predicted; negative if it was quicker."""
     median: int
+    """The same of the median."""
     high: int
+    """The same of the slowest."""
+    time_factor: float = 1.0
+    """What the formulas' seconds of such runs are multiplied by."""
 
     def range_s(self, predicted_s: float) -> tuple[float, float]:
         """Return the least and the most seconds that a run predicted so is likely to take."""
@@ -35,8 +39,8 @@ class ErrorBars(NamedTuple):
 
 AMPERE = ErrorBars("dense models on A100s", 65, -5, 2, 11)
 HOPPER = ErrorBars("dense models on H100s", 7, -4, 1, 10)
-BLACKWELL = ErrorBars("dense models on Blackwell", 7, 11, 18, 27)
-EXPERTS = ErrorBars("models with experts", 6, 5, 17, 68)
+BLACKWELL = ErrorBars("dense models on Blackwell", 7, -6, 0, 7, time_factor=1.18)
+EXPERTS = ErrorBars("models with experts", 6, -10, 0, 44, time_factor=1.17)
 # Of every two runs of one source, one predicted with the factor of the other.
 CALIBRATED = ErrorBars("one source, one calibrating the other", 748, -6, 0, 6)
 
@@ -46,21 +50,29 @@ _DENSE = {
     **dict.fromkeys(("h100-80g", "h200-141g"), HOPPER),
     **dict.fromkeys(("b200-180g", "gb200-186g"), BLACKWELL),
 }
-# The generations whose runs decided the constants of predictions (`rates`).
-_CALIBRATED_KINDS = (AMPERE, HOPPER)
+
+
+def _kind(device: str, has_experts: bool) -> ErrorBars | None:
+    dense = _DENSE.get(device)
+    return EXPERTS if dense is not None and has_experts else dense
+
+
+def kind_factor(device: str, has_experts: bool) -> float:
+    """Return what the formulas' seconds are multiplied by for such models on such a device."""
+    kind = _kind(device, has_experts)
+    return 1.0 if kind is None else kind.time_factor
 
 
 def error_bars(setup: Setup) -> ErrorBars | None:
     """Return the error bars of a setup: of calibrated clusters those of calibrated runs."""
     if setup.cluster.factor != 1:
         return CALIBRATED
-    dense = _DENSE.get(setup.cluster.device.name)
-    return EXPERTS if dense is not None and setup.model.experts is not None else dense
+    return _kind(setup.cluster.device.name, setup.model.experts is not None)
 
 
 def is_never_calibrated(cluster: Cluster) -> bool:
     """Return whether no run on such a device had a say in the constants of predictions, and none of the user's has."""
-    return cluster.factor == 1 and _DENSE.get(cluster.device.name) not in _CALIBRATED_KINDS
+    return cluster.factor == 1 and cluster.device.name not in _DENSE
 
 
 def range_words(setup: Setup, predicted_s: float) -> str:

@@ -17,6 +17,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, ScheduleSpec, sized
 from bpipe.predict.choices import CHOICES, CP_COMM_TYPES, KEPT_HALVES
 from bpipe.predict.cluster import Cluster
+from bpipe.predict.error_bars import kind_factor
 from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_counts import without_layers
 from bpipe.predict.layer_variants import LayerKind, Routing
@@ -269,6 +270,12 @@ class Setup(ScheduleSpec):
         """Peak FLOP/s of a device by which MFU is counted: with FP8, that of 8-bit products."""
         device = self.cluster.device
         return device.peak_flops_per_s if self.fp8 is None or device.fp8_flops_per_s is None else device.fp8_flops_per_s
+
+    @property
+    def time_factor(self) -> float:
+        """What the formulas' seconds are multiplied by: for its kind of runs, and for this cluster if it is
+        calibrated."""
+        return self.cluster.factor * kind_factor(self.cluster.device.name, self.model.experts is not None)
 
     @property
     def data(self) -> int:

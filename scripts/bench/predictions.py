@@ -660,12 +660,12 @@ def _both(measured: float | None, predicted: float) -> str:
 
 def measured_bars() -> list[ErrorBars]:
     """Return how much longer than predicted runs took, by kind of run, as `bpipe plan` prints it."""
-    ratios: dict[str, list[float]] = {kind.kind: [] for kind in (AMPERE, HOPPER, BLACKWELL, EXPERTS)}
+    ratios: dict[ErrorBars, list[float]] = {kind: [] for kind in (AMPERE, HOPPER, BLACKWELL, EXPERTS)}
     for row in (*published(), *before_bloom(), *in_fp8(), *with_experts()):
         kind = error_bars(row.configuration)
         if row.quantity != PEAK_GB and kind is not None:
-            ratios[kind.kind].append(1 / row.seconds_ratio)
-    ratios[CALIBRATED.kind] = [
+            ratios[kind].append(1 / row.seconds_ratio)
+    ratios[CALIBRATED] = [
         other / first
         for rows in times_by_source().values()
         for first, other in permutations([1 / row.seconds_ratio for row in rows], 2)
@@ -673,12 +673,13 @@ def measured_bars() -> list[ErrorBars]:
     return [_bars(kind, of_kind) for kind, of_kind in ratios.items()]
 
 
-def _bars(kind: str, ratios: Sequence[float]) -> ErrorBars:
+def _bars(kind: ErrorBars, ratios: Sequence[float]) -> ErrorBars:
     percent = [100 * (ratio - 1) for ratio in ratios]
     low, high = min(percent), max(percent)
     if len(percent) >= MANY_RUNS:
         low, *_, high = statistics.quantiles(percent, n=20, method="inclusive")
-    return ErrorBars(kind, len(percent), *(round(value) for value in (low, statistics.median(percent), high)))
+    low, median, high = (round(value) for value in (low, statistics.median(percent), high))
+    return kind._replace(num_runs=len(percent), low=low, median=median, high=high)
 
 
 def times_by_source() -> dict[str, list[Row]]:
@@ -799,9 +800,10 @@ def calibration_table() -> str:
 
 def error_bars_table() -> str:
     body = (
-        (bars.kind, bars.num_runs, f"{bars.low:+}", f"{bars.median:+}", f"{bars.high:+}") for bars in measured_bars()
+        (bars.kind, bars.num_runs, bars.time_factor, f"{bars.low:+}", f"{bars.median:+}", f"{bars.high:+}")
+        for bars in measured_bars()
     )
-    return table("runs of|runs|from %|median|to", body)
+    return table("runs of|runs|formulas times|from %|median|to", body)
 
 
 def count_table() -> str:
