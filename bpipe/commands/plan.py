@@ -34,7 +34,7 @@ from bpipe.plan.predict import predict
 from bpipe.plan.refusals import has_transformer_engine, refused_launch
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.slices import usual_slices
-from bpipe.plan.space import Space, divisors, usual_contexts
+from bpipe.plan.space import Space, divisors, usual_contexts, with_free_switches
 from bpipe.predict.cluster import Cluster
 from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layout import Setup
@@ -162,7 +162,7 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
     if cluster.budget_bytes is None:
         cluster = replace(cluster, budget_bytes=roomy_bytes(cluster, options.kernels))
     profile, traced = measured_of(options)
-    return Space(
+    space = Space(
         model=model,
         cluster=cluster,
         global_batch=options.global_batch,
@@ -197,6 +197,7 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         has_transformer_engine=reading is None or has_transformer_engine(reading.flags),
         slices=_slices(asked, reading, model.sequence),
     )
+    return with_free_switches(space)
 
 
 def _slices(asked: Options, reading: Reading | None, sequence: int) -> tuple[int, ...]:

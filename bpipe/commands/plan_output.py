@@ -24,14 +24,11 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import common_flags, difference
 from bpipe.plan.answer import (
     Answer,
-    Stock,
     accuracy,
     advice,
     answer_document,
     answer_of,
     flags_of,
-    stock_document,
-    stock_of,
 )
 from bpipe.plan.candidates import CLEARLY, Candidate, cells, is_level
 from bpipe.plan.document import document
@@ -59,8 +56,6 @@ _OF_REMEDIES = ("", "iteration s", "speed-up", "peak GiB", "state")
 class PlanNotes(NamedTuple):
     """Facts shown beside the rows."""
 
-    stock: Stock
-    """Megatron's own best."""
     launch: Reading | None
     """The launch from which the rows' flags differ, if one is given."""
     hurts: tuple[Burden, int] | None = None
@@ -68,7 +63,7 @@ class PlanNotes(NamedTuple):
 
 
 def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
-    beside = PlanNotes(stock_of(outcome.space, outcome.rows), launch)
+    beside = PlanNotes(launch)
     # Of shards that were searched the rows say what they gain.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
     for number, row in enumerate(outcome.rows, 1):
@@ -85,7 +80,8 @@ def print_plan(
 
     `yours`: that launch, or why it cannot be on this cluster.
     """
-    found = answer_of(beside.stock, beside.launch, yours if isinstance(yours, Candidate) else None)
+    launched = yours if isinstance(yours, Candidate) else None
+    found = answer_of(outcome.stock, outcome.rows, outcome.space, beside.launch, launched)
     if form == "json":
         launch = {} if reading is None or yours is None else launch_values(yours, reading)
         print_json({"answer": answer_document(found), **plan_document(outcome, beside), **launch})
@@ -129,7 +125,6 @@ def plan_document(outcome: Outcome, beside: PlanNotes) -> dict[str, Any]:
         "searched": {
             "grids": num_grids(outcome.space),
             "configurations": outcome.num_configurations,
-            "sharded": outcome.num_sharded,
             "fitting": outcome.num_fitting,
             "only_balanced": outcome.num_only_balanced,
             "simulated": outcome.num_simulated,
@@ -145,11 +140,16 @@ def plan_document(outcome: Outcome, beside: PlanNotes) -> dict[str, Any]:
             }
             for row in outcome.rows
         ],
-        "stock": stock_document(beside.stock),
+        "stock": _stock_values(outcome.stock),
         "families": family_values(outcome),
         "needs": trainer_needs(outcome),
         "vocabulary": None if beside.hurts is None else burden_document(*beside.hurts),
     }
+
+
+def _stock_values(stock: Candidate | None) -> dict[str, Any]:
+    """Return stock Megatron's best as JSON values."""
+    return {"row": stock and {**document(stock.prediction), "megatron_flags": megatron_flags(stock.setup)}}
 
 
 def _plan_parts(outcome: Outcome, beside: PlanNotes, yours: Candidate | str | None) -> list[str | Table]:
@@ -209,9 +209,6 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
 
 def print_front(front: Front, space: Space, options: Options, plot: Path | None) -> None:
     """Draw and print. Raises ValueError for a row that is not there, or where there is nothing to draw."""
-    stock = stock_of(space, [] if front.winner is None else [front.points[front.winner]])
-    if front.winner is not None and stock.row is not None:
-        stock = replace(stock, row=front.winner + 1)
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
     if plot is not None:
         plot.write_bytes(_drawn(front, title, plot.suffix))
@@ -225,9 +222,11 @@ def print_front(front: Front, space: Space, options: Options, plot: Path | None)
             raise ValueError(f"--emit-args {row}: there are {len(front.points)} rows")
         print(shlex.join(megatron_flags(front.points[row - 1].setup)))
         return
-    found = answer_of(stock)
+    found = answer_of(front.stock, [] if front.winner is None else [front.points[front.winner]], space)
+    found = replace(found, row=found.row and front.winner + 1)
     if options.format == "json":
-        print_json({"answer": answer_document(found), "front": front_document(front), "stock": stock_document(stock)})
+        values = {"answer": answer_document(found), "front": front_document(front), "stock": _stock_values(front.stock)}
+        print_json(values)
         return
     parts: list[str | Table] = [_front_head(front)]
     if front.points:

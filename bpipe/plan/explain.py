@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bpipe.plan.candidates import CLEARLY, Candidate, describe, grid_of
 from bpipe.plan.judge import Closest
 from bpipe.plan.predict import SetupPrediction, costs_of
-from bpipe.plan.search import Outcome
+from bpipe.plan.search import COMPARED, Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import Cluster, gib_text
@@ -139,7 +139,7 @@ def replicas_apart(setup: Setup) -> str | None:
     if not replicas_share_nodes(plain):
         return None
     mine, without = (
-        setup.cluster.factor
+        setup.time_factor
         * max(sum(sum(update_seconds(one)[stage]) for stage in one.stages_of(rank)) for rank in range(one.pipeline))
         for one in (setup, plain)
     )
@@ -202,7 +202,7 @@ def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
 def verdict(outcome: Outcome) -> Verdict:
     """Return the gain, or why there is none; of a search for one kind only, no comparison; where there are no rows,
     what cut them."""
-    if not outcome.num_configurations:
+    if not outcome.num_configurations and outcome.closest is None:
         return Verdict("no-configuration", f"There is no configuration. {_what_cut(outcome)}")
     if not outcome.num_fitting:
         return _nothing(outcome)
@@ -214,18 +214,23 @@ def verdict(outcome: Outcome) -> Verdict:
         )
     if balances == {"bpipe"}:
         return _only_balanced_looked_at(outcome)
+    compared_s = COMPARED * outcome.rows[-1].iteration_s if outcome.cuts.keys() & {"slower", "skipped"} else None
     if outcome.balanced is None:
-        return Verdict(
-            "no-gain",
-            "Balancing does not help: no configuration fits only because of it. Those that do not fit would not fit with "
-            "equal shares either, or have no pair of ranks with anything to share.",
+        only = (
+            "fits only because of it"
+            if compared_s is None
+            else f"that fits only because of it takes less than {compared_s:.3g} s"
         )
+        return Verdict("no-gain", f"Balancing does not help: no configuration {only}.")
     count = f"{outcome.num_only_balanced} of the {outcome.num_fitting} configurations that fit need it"
     balanced = outcome.balanced.prediction
     if outcome.plain is None:
-        return Verdict(
-            "only-balanced", f"Nothing fits without balancing: {count}, and the best is {describe(balanced.setup)}."
+        nothing = (
+            "Nothing fits without balancing"
+            if compared_s is None
+            else f"Without balancing nothing takes less than {compared_s:.3g} s"
         )
+        return Verdict("only-balanced", f"{nothing}: {count}, and the best is {describe(balanced.setup)}.")
     plain = outcome.plain.prediction
     gain = plain.timing.iteration_s / balanced.timing.iteration_s
     ours = f"{balanced.timing.iteration_s:.2f} s ({describe(balanced.setup)})"

@@ -20,7 +20,7 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.document import document
 from bpipe.plan.predict import costs_of, predict
-from bpipe.plan.search import Progress, by_bound
+from bpipe.plan.search import Progress, by_bound, search, stock_space
 from bpipe.plan.shards import stands_still
 from bpipe.plan.slices import NUMBERS
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space
@@ -52,6 +52,8 @@ class Front:
     most_bytes: int
     num_configurations: int
     num_simulated: int
+    stock: Candidate | None = None
+    """The fastest that Megatron runs alone and that fits."""
     not_searched: tuple[str, ...] = ()
 
     @property
@@ -84,7 +86,8 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
         Candidate(predict(setup, space.profile, formula=space.formula, timing=timing))
         for _, timing, setup in known.rows
     )
-    return Front(tuple(points), limit, most, len(candidates), known.num_added, not_searched(space))
+    stock = search(stock_space(space), 1).stock
+    return Front(tuple(points), limit, most, len(candidates), known.num_added, stock, not_searched(space))
 
 
 def not_searched(space: Space) -> tuple[str, ...]:

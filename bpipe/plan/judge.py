@@ -20,12 +20,14 @@ from bpipe.plan.shards import stands_still
 from bpipe.plan.space import Space
 from bpipe.predict.activations import moves_anything
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes, rank_states
+from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes, predict_memory, rank_states
 from bpipe.predict.recompute import BLOCK
 from bpipe.predict.warm_up import least_warm_bytes
 
 # A plan by a budget takes a second for so many forwards.
 _FORWARDS_PLANNED = 10_000
+# Host buffers of an even plan are larger by up to this than a budget needs.
+_NEARLY = 1.03
 
 
 class Closest(NamedTuple):
@@ -43,19 +45,18 @@ class Closest(NamedTuple):
 
 @dataclass(slots=True)
 class FamilyResult:
-    """Result of one family. `fastest` was simulated; `bound_s` is a lower bound for everything that was not.
-
-    `num_large` need too much memory, at least `least_bytes` on their fullest rank; `num_slower` were skipped, because
-    none could be among the rows.
-    """
+    """Result of one family of schedules."""
 
     schedule: str
     num_fitting: int = 0
     num_large: int = 0
-    num_slower: int = 0
+    """Configurations that need too much memory."""
     least_bytes: int | None = None
+    """Bytes that these need at least on their fullest rank."""
     bound_s: float | None = None
+    """Lower bound of the seconds of all that was not simulated."""
     fastest: Candidate | None = None
+    """The fastest that was simulated."""
 
     def left(self, bound_s: float) -> None:
         """Note one that is not simulated and takes at least this long."""
@@ -75,7 +76,7 @@ class Judge:
     """
 
     def __init__(self, space: Space, cuts: Counter[str]) -> None:
-        self._recompute, self._profile = space.recompute, space.profile
+        self._space, self._recompute, self._profile = space, space.recompute, space.profile
         self._limit, self.cuts = space.cluster.limit_bytes, cuts
         self.families = {name: FamilyResult(name) for name in dict.fromkeys(space.schedules)}
         self.needs_bytes: int | None = None
@@ -117,14 +118,34 @@ class Judge:
 
     def is_slower(self, setup: Setup, bound_s: float) -> None:
         """Skip a setup that cannot be among the rows."""
-        family = self.families[setup.schedule]
         self.cuts["slower"] += 1
-        family.num_slower += 1
-        family.left(bound_s)
+        self.families[setup.schedule].left(bound_s)
 
-    def fitting(self, setup: Setup) -> Setup | None:
-        """Return the setup if it fits; where the number of layers that it recomputes is open, with as few as that
-        takes. None: it does not."""
+    def skip_branch(self, bound_s: float) -> None:
+        """Skip a branch of which nothing can be among the rows."""
+        self.cuts["skipped"] += 1
+        for family in self.families.values():
+            family.left(bound_s)
+
+    def cut_branch(self, plainest: Setup, least_bytes: int, is_state: bool) -> None:
+        """Drop a branch that needs too much memory whatever its schedule."""
+        self.cuts["branches"] += 1
+        for family in self.families.values():
+            family.needs(least_bytes)
+        self._large.append(Closest(is_state, max(self._states_of(plainest)) if is_state else least_bytes, plainest))
+
+    def fitting(self, setup: Setup, is_counted: bool = True) -> Setup | None:
+        """Return the setup if it fits; if the number of layers that it recomputes is open, with as few as that
+        takes. None: it does not.
+
+        `is_counted`: whether it is one of the space's.
+        """
+        if not is_counted:
+            other = Judge(replace(self._space, schedules=(setup.schedule,)), Counter())
+            other._asked, other._states = self._asked, self._states
+            found = other.fitting(setup)
+            self.needs_bytes = other.needs_bytes
+            return found
         if BLOCK not in self._recompute or setup.recompute != OPEN:
             return self._fitted(setup)
         most, self.needs_bytes = max(setup.layers), None
@@ -211,8 +232,11 @@ class Judge:
             return shared, False, setup
         if not moves_anything(setup):
             return None
-        even = peak_bytes(setup)
-        planned = self._by_budget(setup) if even > self._limit else None
+        peaks = [rank.peak_bytes for rank in predict_memory(setup)]
+        even = max(peaks)
+        # If all ranks together have no room, neither has any plan.
+        is_planned = even > self._limit and sum(peaks) <= _NEARLY * self._limit * len(peaks)
+        planned = self._by_budget(setup) if is_planned else None
         return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
 
     def _by_budget(self, setup: Setup) -> Setup | None:

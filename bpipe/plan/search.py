@@ -1,119 +1,136 @@
 """Find the fastest configurations of a space.
 
-In: the Space. Out: counts, and the best `SetupPrediction`s, fastest first.
+In: the Space. Out: counts, and the best `Candidate`s, fastest first.
 
-Every configuration is enumerated, and ordered by a lower bound of its time (no pipeline is faster than its slowest
-rank's work between the first arrival and the last departure). Of most schedules with whole backwards every one's memory
-is predicted; one with split backwards, two pipes, slices or shards of the vocabulary is asked for its memory only once it comes
-up and could be among the rows, for its schedule has to be made for that. What fits is simulated in the same order until
-no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
+Best first, by lower bounds of the iteration's time: of a whole branch (`plan.branches`), and of a configuration (no
+pipeline is faster than its slowest rank's work between the first arrival and the last departure). A branch is opened
+only while its bound is below the time of the slowest row, and its least memory within that time fits; a configuration
+is asked for its memory and simulated only then, too. So the rows are exactly those of simulating everything. What
+Megatron does alone is searched first, because it is quick and its times cut off most of the rest. Knows no command
+line.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
+from bpipe.balance.config import BALANCES
 from bpipe.plan.bounds import Bounds
-from bpipe.plan.candidates import Candidate
+from bpipe.plan.branches import BranchBounds, bound_branch
+from bpipe.plan.candidates import CLEARLY, Candidate
 from bpipe.plan.judge import Closest, FamilyResult, Judge
 from bpipe.plan.predict import costs_of, predict
-from bpipe.plan.refusals import Launchable
+from bpipe.plan.refusals import Launchable, runs_ours
 from bpipe.plan.shards import with_shards
 from bpipe.plan.slices import Slicer
-from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.space import Branch, Space, enumerate_branches, setups_of
 from bpipe.plan.timing import timing_within
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes
+from bpipe.schedule.families.families import DEFAULTS
+from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Vocabulary
 
 Progress = Callable[[str, int, int], None]
 
-
-class _Candidate(NamedTuple):
-    """A setup that may be worth simulating: none of its iterations is shorter than `bound_s`, `number` is its place in
-    the enumeration.
-
-    `judged`: it fits, and `needs_bytes` is what it would need without balancing; otherwise nobody has asked yet.
-    """
-
-    bound_s: float
-    number: int
-    setup: Setup
-    judged: bool
-    needs_bytes: int | None = None
+# The fastest with balancing, and the fastest without, are looked for among what does not clearly take longer than the
+# slowest row.
+COMPARED = CLEARLY
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a search. `rows`: the fastest.
-
-    `plain`, `balanced`: the fastest of either kind, where one fits. `closest`: where nothing fits.
-
-    `num_sharded` configurations have vocabulary shards, `num_only_balanced` fit only balanced. `cuts` counts what was
-    dropped, by the names of `space.CUTS`. `families`: all that were searched, in the space's order.
-    """
+    """Outcome of a search."""
 
     space: Space
+    rows: tuple[Candidate, ...]
+    """The fastest, fastest first."""
+    stock: Candidate | None
+    """The fastest that Megatron runs alone; None if none fits."""
+    plain: Candidate | None
+    """The fastest without balancing, unless it takes more than `COMPARED` times as long as the slowest row."""
+    balanced: Candidate | None
+    """The fastest that fits only balanced, likewise."""
+    closest: Closest | None
+    """What needs least memory, if nothing fits."""
+    families: tuple[FamilyResult, ...]
+    """Result of each family of schedules, in the space's order."""
     num_configurations: int
-    num_sharded: int
+    """Configurations that were looked at; what was not is slower than every row."""
     num_fitting: int
     num_only_balanced: int
+    """Of those that fit, the ones that do so only balanced."""
     num_simulated: int
-    rows: tuple[Candidate, ...]
-    plain: Candidate | None
-    balanced: Candidate | None
-    closest: Closest | None
     cuts: dict[str, int]
-    families: tuple[FamilyResult, ...] = ()
+    """Numbers of what was dropped, by the names of `space.CUTS`."""
 
 
-def by_bound(space: Space) -> list[tuple[float, Setup]]:
-    """Return all that the profile covers, each behind its lower bound of seconds, the lowest first."""
-    bounds = Bounds(space.profile)
-    return sorted(
-        ((bounds.seconds(setup), setup) for setup in every_setup(space, bounds, Counter())), key=lambda one: one[0]
-    )
+class Members:
+    """Configurations of a space's branches: all that the profile covers and the trainer takes."""
+
+    def __init__(self, space: Space, bounds: Bounds, cuts: Counter[str]) -> None:
+        self._space, self._bounds, self._cuts = space, bounds, cuts
+        self._launchable, self._slicer = Launchable(space.others), Slicer(space.slices)
+
+    def of(self, branch: Branch) -> Iterator[Setup]:
+        """Yield each, with shards of the vocabulary after the one that is whole."""
+        for setup in self._covered(branch):
+            taken = self._launchable.of(setup)
+            if taken is None:
+                self._cuts["refused"] += 1
+            else:
+                yield taken
+
+    def _covered(self, branch: Branch) -> Iterator[Setup]:
+        space = self._space
+        for setup in setups_of(space, branch, self._cuts):
+            if space.profile is not None and space.profile.conflict(setup) is not None:
+                self._cuts["profile"] += 1
+                continue
+            if Vocabulary.WHOLE.value in space.vocabularies:
+                if 1 in space.slices:
+                    yield setup
+                if space.profile is None:
+                    yield from self._slicer.of(setup)
+            if space.vocabulary_parallel is not None:
+                yield from with_shards(setup, space.vocabularies)
+            elif setup.pipeline > 1 and self._bounds.load(setup) > 1:
+                # Unless they were asked for, shards have to promise something.
+                whole_s = self._bounds.seconds(setup)
+                yield from (
+                    one for one in with_shards(setup, space.vocabularies) if self._bounds.seconds(one) < whole_s
+                )
 
 
 def every_setup(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
-    """Return all that the profile covers and the trainer takes, with shards of the vocabulary behind each that is
-    whole. `cuts` has the rest."""
-    launchable = Launchable(space.others)
-    for setup in _every_covered(space, bounds, cuts):
-        taken = launchable.of(setup)
-        if taken is None:
-            cuts["refused"] += 1
-        else:
-            yield taken
+    """Yield the configurations of all branches. `cuts` counts the rest."""
+    members = Members(space, bounds, cuts)
+    for branch in enumerate_branches(space, cuts):
+        yield from members.of(branch)
 
 
-def _every_covered(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
-    slicer = Slicer(space.slices)
-    for setup in enumerate_setups(space, cuts):
-        if space.profile is not None and space.profile.conflict(setup) is not None:
-            cuts["profile"] += 1
-            continue
-        if Vocabulary.WHOLE.value in space.vocabularies:
-            if 1 in space.slices:
-                yield setup
-            if space.profile is None:
-                yield from slicer.of(setup)
-        if space.vocabulary_parallel is not None:
-            yield from with_shards(setup, space.vocabularies)
-        elif setup.pipeline > 1 and bounds.load(setup) > 1:
-            # Where nobody chose, they have to promise something.
-            whole_s = bounds.seconds(setup)
-            yield from (one for one in with_shards(setup, space.vocabularies) if bounds.seconds(one) < whole_s)
+def by_bound(space: Space) -> list[tuple[float, Setup]]:
+    """Return all configurations with their lower bounds of seconds, the lowest first."""
+    bounds = Bounds(space.profile)
+    setups = every_setup(space, bounds, Counter())
+    return sorted(((bounds.seconds(setup), setup) for setup in setups), key=lambda pair: pair[0])
 
 
-def _is_asked_late(setup: Setup) -> bool:
-    """Return whether its orders are found by trying, so that even to ask what it holds takes long."""
-    return setup.splits or setup.num_pipes > 1 or setup.is_sharded or setup.slices > 1
+def stock_space(space: Space) -> Space:
+    """Return what Megatron does alone of the same model, cluster and choices."""
+    return replace(
+        space,
+        schedules=DEFAULTS,
+        balances=BALANCES[:1],
+        vocabulary_parallel=(Vocabulary.WHOLE.value,),
+        hosts=(PAIR,),
+        slices=(1,),
+    )
 
 
 def search(
@@ -122,118 +139,200 @@ def search(
     progress: Progress = lambda what, done, total: None,
     sending: Callable[[Setup], Setup] = lambda setup: setup,
 ) -> Outcome:
-    """Return the `num_rows` fastest, the fastest plain and the fastest balanced one."""
+    """Return the `num_rows` fastest, and the fastest of each kind.
+
+    Args:
+        space: What to search.
+        num_rows: Number of rows.
+        progress: Called with what is done, the number of branches done and that of all.
+        sending: Balances a configuration that fits anew, before it is simulated.
+    """
     cuts: Counter[str] = Counter()
-    judge, bounds = Judge(space, cuts), Bounds(space.profile)
-    setups = list(every_setup(space, bounds, cuts))
-    candidates: list[_Candidate] = []
-    for number, setup in enumerate(setups):
-        progress("memory", number, len(setups))
-        # Of an open number of layers the least take no longer than any others.
-        chosen = setup if _is_asked_late(setup) else judge.fitting(setup)
-        if chosen is not None:
-            judged = not _is_asked_late(setup)
-            needs = judge.needs_bytes if judged else None
-            candidates.append(_Candidate(bounds.seconds(chosen), number, chosen, judged, needs))
-    progress("memory", len(setups), len(setups))
-    # No two have one number.
-    heapq.heapify(candidates)
-    fastest, total = _Fastest(space, num_rows, sending), len(candidates)
-    while candidates:
-        progress("time", total - len(candidates), total)
-        candidate = heapq.heappop(candidates)
-        if candidate.judged:
-            fastest.take(candidate, judge.families[candidate.setup.schedule])
-        elif (asked := fastest.ask(candidate, judge, bounds)) is not None:
-            heapq.heappush(candidates, asked)
-    progress("time", total, total)
-    return Outcome(
-        space=space,
-        num_configurations=len(setups),
-        num_sharded=sum(setup.is_sharded for setup in setups),
-        num_fitting=sum(one.num_fitting for one in judge.families.values()),
-        num_only_balanced=judge.num_only_balanced,
-        num_simulated=fastest.num_simulated,
-        rows=fastest.rows("all"),
-        plain=next(iter(fastest.rows("plain")), None),
-        balanced=next(iter(fastest.rows("balanced")), None),
-        closest=judge.closest,
-        cuts={name: count for name, count in cuts.items() if count},
-        families=judge.standings(),
-    )
+    branches = list(enumerate_branches(space, cuts))
+    bounded = [bound_branch(space, branch) for branch in branches]
+    found = _Search(space, num_rows, cuts, sending)
+    alone, ours = Members(stock_space(space), found.bounds, Counter()), Members(space, found.bounds, cuts)
+
+    def others(branch: Branch) -> Iterator[Setup]:
+        return (setup for setup in ours.of(branch) if not _is_stock(setup))
+
+    total = 2 * len(branches)
+    found.take(branches, bounded, alone.of, _STOCK, lambda done: progress("stock Megatron", done, total))
+    found.take(branches, bounded, others, _OURS, lambda done: progress("all", len(branches) + done, total))
+    return found.outcome()
 
 
-class _Fastest:
-    """The fastest so far of all, of the plain and of the balanced ones. Candidates come by their bounds."""
+def _is_stock(setup: Setup) -> bool:
+    return setup.schedule in DEFAULTS and not runs_ours(setup)
 
-    def __init__(self, space: Space, num_rows: int, sending: Callable[[Setup], Setup]) -> None:
-        self._space, self._sending = space, sending
-        self._sizes = {"all": num_rows, "plain": 1, "balanced": 1}
-        # Of each kind the slowest of the fastest stands first: (-time, -number, row).
-        self._kept: dict[str, list[tuple[float, int, Candidate]]] = {kind: [] for kind in self._sizes}
-        self.num_simulated = 0
 
-    def rows(self, kind: str) -> tuple[Candidate, ...]:
-        return tuple(found for *_, found in sorted(self._kept[kind], key=lambda one: (-one[0], -one[1])))
+# Kinds of rows: those that what Megatron does alone may be among, and those of the rest.
+_STOCK, _OURS = ("stock", "all", "plain"), ("all", "plain", "balanced")
 
-    def ask(self, candidate: _Candidate, judge: Judge, bounds: Bounds) -> _Candidate | None:
-        """Of one that nobody asked for its memory, what is to be taken when its turn comes: what fits may be slower
-        than its bound."""
-        bound, number, setup, *_ = candidate
-        if self._too_late(("all",), bound):
-            judge.is_slower(setup, bound)
+
+class _Open(NamedTuple):
+    """What is still to be taken: a branch, by its number, or a configuration. No iteration is shorter than `bound_s`."""
+
+    bound_s: float
+    number: int
+    setup: Setup | None = None
+    needs_bytes: int | None = None
+    """What it would need without balancing, if it is known to fit with it."""
+    fits: bool = False
+
+
+class _Search:
+    """A search as far as it has come."""
+
+    def __init__(self, space: Space, num_rows: int, cuts: Counter[str], sending: Callable[[Setup], Setup]) -> None:
+        self._space, self._cuts, self._sending = space, cuts, sending
+        self._limit = space.cluster.limit_bytes
+        self.bounds, self._judge = Bounds(space.profile), Judge(space, cuts)
+        self._fastest = _Fastest(num_rows)
+        self._num_simulated = self._num_configurations = 0
+
+    def _kinds(self, setup: Setup) -> tuple[str, ...]:
+        """Return the kinds of rows that a configuration may be among."""
+        if _is_stock(setup):
+            space = self._space
+            is_asked = setup.schedule in space.schedules and BALANCES[0] in space.balances
+            is_asked = is_asked and Vocabulary.WHOLE.value in space.vocabularies and 1 in space.slices
+            return _STOCK if is_asked else ("stock",)
+        return ("all", "plain" if setup.balance is None else "balanced")
+
+    def take(
+        self,
+        branches: list[Branch],
+        bounded: list[BranchBounds],
+        members: Callable[[Branch], Iterable[Setup]],
+        kinds: tuple[str, ...],
+        progress: Callable[[int], None],
+    ) -> None:
+        """Take all members of these branches that may be among the rows of these kinds."""
+        heap = [_Open(one.seconds, number) for number, one in enumerate(bounded)]
+        heapq.heapify(heap)
+        number, done = len(branches), 0
+        while heap:
+            candidate = heapq.heappop(heap)
+            if candidate.setup is not None:
+                again = self._take(candidate, candidate.setup)
+                if again is not None:
+                    heapq.heappush(heap, again)
+                continue
+            progress(done)
+            done += 1
+            if not self._may_open(bounded[candidate.number], kinds):
+                continue
+            for setup in members(branches[candidate.number]):
+                number += 1
+                self._num_configurations += "all" in self._kinds(setup)
+                heapq.heappush(heap, _Open(self.bounds.seconds(setup), number, setup))
+
+    def _may_open(self, branch: BranchBounds, kinds: tuple[str, ...]) -> bool:
+        """Whether a configuration of the branch may be among the rows of these kinds, and fit."""
+        least, limit_s = branch.bytes_within(), self._fastest.limit_s(kinds)
+        is_large = least > self._limit
+        if not is_large and branch.seconds < limit_s and branch.bytes_within(limit_s) <= self._limit:
+            return True
+        # What Megatron does alone comes first, and every branch once more.
+        if kinds is _OURS and is_large:
+            self._judge.cut_branch(branch.setup, least, branch.state_bytes > self._limit)
+        elif kinds is _OURS:
+            self._judge.skip_branch(branch.seconds)
+        return False
+
+    def _take(self, candidate: _Open, setup: Setup) -> _Open | None:
+        """Ask it for its memory, or simulate it; return it if it is to come up again, with a higher bound."""
+        kinds, family = self._kinds(setup), self._judge.families.get(setup.schedule)
+        if candidate.bound_s >= self._fastest.limit_s(kinds):
+            if "all" in kinds:
+                self._judge.is_slower(setup, candidate.bound_s)
             return None
-        chosen = judge.fitting(setup)
-        if chosen is None:
-            return None
-        bound = bound if chosen == setup else bounds.seconds(chosen)
-        return _Candidate(bound, number, chosen, judged=True, needs_bytes=judge.needs_bytes)
+        if not candidate.fits:
+            chosen = self._judge.fitting(setup, is_counted="all" in kinds)
+            if chosen is None:
+                return None
+            bound_s = candidate.bound_s if chosen == setup else self.bounds.seconds(chosen)
+            return _Open(bound_s, candidate.number, chosen, self._judge.needs_bytes, fits=True)
+        self._num_simulated += 1
+        self._simulate(candidate, setup, kinds, family if "all" in kinds else None)
+        return None
 
-    def take(self, candidate: _Candidate, family: FamilyResult) -> None:
-        """Simulate it where it may be among those kept."""
-        bound, number, setup, _, needs = candidate
-        mine = ("all", "plain" if needs is None else "balanced")
-        if self._too_late(mine, bound):
-            family.left(bound)
-            return
-        self.num_simulated += 1
-        self._keep(setup if needs is None else self._sending(setup), number, mine, family)
-
-    def _keep(self, setup: Setup, number: int, mine: tuple[str, ...], family: FamilyResult) -> None:
-        """Among those it is one of, and as its family's fastest."""
-        timing = timing_within(setup, costs_of(setup, self._space.profile), self._most_s(mine, family))
+    def _simulate(self, candidate: _Open, setup: Setup, kinds: tuple[str, ...], family: FamilyResult | None) -> None:
+        """Keep it if it is among the fastest of a kind, or its family's fastest."""
+        if candidate.needs_bytes is not None:
+            setup = self._sending(setup)
+        fastest_s = inf if family is None or family.fastest is None else family.fastest.iteration_s
+        limit_s = self._fastest.limit_s(kinds)
+        if family is not None:
+            limit_s = max(limit_s, fastest_s)
+        timing = timing_within(setup, costs_of(setup, self._space.profile), limit_s)
         if timing is None:
             return
-        place = -timing.iteration_s, -number
-        kept = [
-            self._kept[kind]
-            for kind in mine
-            if len(self._kept[kind]) < self._sizes[kind] or place > self._kept[kind][0][:2]
-        ]
-        leads = family.fastest is None or timing.iteration_s < family.fastest.prediction.timing.iteration_s
+        place, leads = (timing.iteration_s, candidate.number), family is not None and timing.iteration_s < fastest_s
+        kept = self._fastest.kinds_with_room(kinds, place)
         if not kept and not leads:
             return
         # To tell that it was too much a part of it may have been enough.
-        whole = peak_bytes(replace(setup, balance=None)) if "balanced" in mine else None
-        found = Candidate(
+        whole = None if candidate.needs_bytes is None else peak_bytes(replace(setup, balance=None))
+        row = Candidate(
             predict(setup, self._space.profile, formula=self._space.formula, timing=timing), unbalanced_bytes=whole
         )
-        if leads:
-            family.fastest = found
-        for rows in kept:
-            heapq.heappush(rows, (*place, found))
-        for kind, size in self._sizes.items():
-            if len(self._kept[kind]) > size:
-                heapq.heappop(self._kept[kind])
+        if family is not None and leads:
+            family.fastest = row
+        self._fastest.keep(kept, place, row)
 
-    def _most_s(self, mine: tuple[str, ...], family: FamilyResult) -> float:
-        """Return the seconds beyond which it is none of those kept, nor its family's fastest."""
-        if family.fastest is None or any(len(self._kept[kind]) < self._sizes[kind] for kind in mine):
-            return inf
-        slowest = (-self._kept[kind][0][0] for kind in mine if self._sizes[kind])
-        return max(family.fastest.prediction.timing.iteration_s, *slowest)
+    def outcome(self) -> Outcome:
+        judge, rows = self._judge, self._fastest.rows
+        return Outcome(
+            space=self._space,
+            rows=rows("all"),
+            stock=next(iter(rows("stock")), None),
+            plain=next(iter(rows("plain")), None),
+            balanced=next(iter(rows("balanced")), None),
+            closest=judge.closest,
+            families=judge.standings(),
+            num_configurations=self._num_configurations,
+            num_fitting=sum(one.num_fitting for one in judge.families.values()),
+            num_only_balanced=judge.num_only_balanced,
+            num_simulated=self._num_simulated,
+            cuts={name: count for name, count in self._cuts.items() if count},
+        )
 
-    def _too_late(self, kinds: tuple[str, ...], bound: float) -> bool:
-        """Return whether nothing with this bound can be among those kept."""
-        kept = ((self._kept[kind], self._sizes[kind]) for kind in kinds)
-        return all(len(rows) == size and bound >= -rows[0][0] for rows, size in kept if size)
+
+class _Fastest:
+    """The fastest rows of each kind so far."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._sizes = {"all": num_rows, "stock": 1, "plain": 1, "balanced": 1}
+        self._rows: dict[str, list[tuple[tuple[float, int], Candidate]]] = {kind: [] for kind in self._sizes}
+
+    def rows(self, kind: str) -> tuple[Candidate, ...]:
+        return tuple(row for _, row in self._rows[kind])
+
+    def limit_s(self, kinds: Iterable[str]) -> float:
+        """Return the seconds from which on nothing is among the rows of these kinds."""
+        return max(map(self._limit_of, kinds))
+
+    def _limit_of(self, kind: str) -> float:
+        own = self._slowest_s(kind)
+        return own if kind in ("all", "stock") else min(own, COMPARED * self._slowest_s("all"))
+
+    def _slowest_s(self, kind: str) -> float:
+        rows, size = self._rows[kind], self._sizes[kind]
+        if not size:
+            return 0.0
+        return rows[-1][0][0] if len(rows) == size else inf
+
+    def kinds_with_room(self, kinds: Iterable[str], place: tuple[float, int]) -> list[str]:
+        """Return those of these kinds among whose rows this place is."""
+        return [
+            kind
+            for kind in kinds
+            if len(self._rows[kind]) < self._sizes[kind] or (self._sizes[kind] and place < self._rows[kind][-1][0])
+        ]
+
+    def keep(self, kinds: Iterable[str], place: tuple[float, int], row: Candidate) -> None:
+        for kind in kinds:
+            rows = sorted([*self._rows[kind], (place, row)], key=lambda kept: kept[0])
+            self._rows[kind] = rows[: self._sizes[kind]]

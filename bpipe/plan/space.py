@@ -28,7 +28,7 @@ from bpipe.predict.recompute import BLOCK, RECOMPUTE, read_scope
 from bpipe.predict.state_types import StateTypes
 from bpipe.predict.switches import Switches
 from bpipe.predict.trace import Traced
-from bpipe.schedule.families.families import DEFAULTS, FAMILIES
+from bpipe.schedule.families.families import DEFAULTS, FAMILIES, default_family
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Vocabulary, microbatches_of
@@ -110,6 +110,25 @@ class Space:
         """Modes of the output layer that may be tried: whole or in shards."""
         return VOCABULARIES if self.vocabulary_parallel is None else self.vocabulary_parallel
 
+    @property
+    def balancing(self) -> list[BalanceConfig | None]:
+        """Balanced or not, and with whom as hosts."""
+        ways = product(self.balances, dict.fromkeys(self.hosts))
+        return list(dict.fromkeys(None if name == BALANCES[0] else BalanceConfig(hosts=hosts) for name, hosts in ways))
+
+
+def with_free_switches(space: Space) -> Space:
+    """Return the space with all flags of Megatron that cost nothing: what is sent, reduced, gathered and scattered
+    overlaps with computation."""
+    switches = replace(
+        space.switches,
+        overlap_grad_reduce=True,
+        overlap_param_gather=space.distributed_optimizer,
+        no_overlap_p2p_communication=False,
+        tp_comm_overlap=space.kernels == "gpu" and space.has_transformer_engine,
+    )
+    return replace(space, switches=switches)
+
 
 # From so many tokens on a sequence is long enough that its activations may be what does not fit, and attention what
 # hides an exchange of keys and values; a device is left with no less than so many.
@@ -132,12 +151,14 @@ CUTS = {
     "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
     "layers": "choices of how many layers to recompute: it fits with none, or needs all layers of a stage",
+    "branches": "grids with a micro-batch size and recomputation: more memory than a device has, whatever the schedule",
     "memory": "configurations: more memory than a device has",
     "queues": "configurations with shards: ranks would wait for each other in the one queue of a device",
     "unneeded": "balanced configurations: they fit without balancing too",
     "refused": "configurations: the trainer refuses them with the flags of the launch",
-    "slower": "configurations with split backwards, two pipes, slices or shards: slower than every row by a lower bound, "
-    "so whether they fit was not checked",
+    "skipped": "grids with a micro-batch size and recomputation: slower than every row by a lower bound, whatever the "
+    "schedule",
+    "slower": "configurations: slower than every row by a lower bound, so whether they fit was not checked",
 }
 
 
@@ -147,15 +168,24 @@ def divisors(number: int) -> list[int]:
     return low + [number // one for one in reversed(low) if one * one != number]
 
 
-def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
-    """Return every configuration under the papers' constraints with the vocabulary whole, each unbalanced first and
-    then balanced. `cuts` counts what was not possible.
+class Branch(NamedTuple):
+    """One cut of the devices with a micro-batch size and what is recomputed; the schedule, its balancing, shards and
+    slices are open."""
 
-    Where a space has `BLOCK`, a setup with `OPEN` stands for all numbers of layers: the least of them.
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    micro_batch: int
+    recompute: str
+    routing: Routing
+
+
+def enumerate_branches(space: Space, cuts: Counter[str]) -> Iterator[Branch]:
+    """Yield every branch under the papers' constraints. `cuts` counts what was not possible.
+
+    If a space has `BLOCK`, a branch with `OPEN` stands for all numbers of layers: the least of them.
     """
-    cuts = Counter() if cuts is None else cuts
-    common = {one.name: getattr(space, one.name) for one in fields(space) if one.name != "slices"}
-    balances = _balanced(space)
     for tensor, context, pipeline, data in _grids(space, cuts):
         per_replica = space.global_batch // data
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
@@ -164,27 +194,38 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
             if not _is_asked(space.micro_batches, micro_batch):
                 cuts["asked"] += 1
                 continue
-            for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
-                for recompute, routing, balance in product(
-                    _scopes(space), _routings(space, tensor * context * data), balances
-                ):
-                    if balance is not None and pipeline == 1:
-                        cuts["pairs"] += 1
-                        continue
-                    chosen = {
-                        "tensor": tensor,
-                        "pipeline": pipeline,
-                        "micro_batch": micro_batch,
-                        "recompute": recompute,
-                    }
-                    others = {"context": context, "routing": routing, "balance": balance}
-                    yield setup_from_values({**common, **chosen, **others, **choice._asdict()})
+            for recompute, routing in product(_scopes(space), _routings(space, tensor * context * data)):
+                yield Branch(tensor, context, pipeline, data, micro_batch, recompute, routing)
 
 
-def _balanced(space: Space) -> list[BalanceConfig | None]:
-    """Balanced or not, and with whom as hosts."""
-    ways = product(space.balances, dict.fromkeys(space.hosts))
-    return list(dict.fromkeys(None if name == BALANCES[0] else BalanceConfig(hosts=hosts) for name, hosts in ways))
+def setups_of(space: Space, branch: Branch, cuts: Counter[str]) -> Iterator[Setup]:
+    """Yield a branch's configurations with whole vocabularies and sequences, each first without balancing and then
+    with it."""
+    num_microbatches = space.global_batch // branch.data // branch.micro_batch
+    for choice in _schedules(space, branch.pipeline, num_microbatches, cuts):
+        for balance in space.balancing:
+            if balance is not None and branch.pipeline == 1:
+                cuts["pairs"] += 1
+                continue
+            yield _setup(space, branch, balance=balance, **choice._asdict())
+
+
+def plainest(space: Space, branch: Branch) -> Setup:
+    """Return a branch's configuration with 1F1B and nothing of ours, which stands for all of them in bounds."""
+    layers = split_layers(space.model.num_layers, branch.pipeline, allow_uneven=True)
+    return _setup(space, branch, schedule=default_family(1), layers=layers)
+
+
+def _setup(space: Space, branch: Branch, **choice: object) -> Setup:
+    common = {one.name: getattr(space, one.name) for one in fields(space) if one.name != "slices"}
+    return setup_from_values({**common, **branch._asdict(), **choice})
+
+
+def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
+    """Yield all configurations of all branches."""
+    cuts = Counter() if cuts is None else cuts
+    for branch in enumerate_branches(space, cuts):
+        yield from setups_of(space, branch, cuts)
 
 
 def _routings(space: Space, devices: int) -> tuple[Routing, ...]:

@@ -84,7 +84,6 @@ def family_values(outcome: Outcome) -> list[dict[str, Any]]:
             "others_at_least_s": one.bound_s,
             "fitting": one.num_fitting,
             "too_large": one.num_large,
-            "slower": one.num_slower,
             "why": _words(one, outcome) if outcome.rows else None,
         }
         for one in _ordered(outcome)
@@ -116,7 +115,7 @@ def _words(one: FamilyResult, outcome: Outcome) -> str:
     parts = []
     if one.num_large:
         least, limit = one.least_bytes, best.limit_bytes
-        asked = " that could be among the rows" if one.num_slower else ""
+        asked = " that could be among the rows" if one.bound_s is not None else ""
         parts.append(
             f"{one.num_large} configurations{asked} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
             if least is not None

@@ -71,12 +71,15 @@ def _held(sizes: Sequence[_Size], counts: Sequence[int]) -> int:
 
 
 def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
-    """Return whether the first rank's partner is the last, and so on, and the first pair has something to share:
-    what ranks hold falls, by enough, and groups are whole, so that nobody takes other turns. Of one chunk with split
-    backwards ranks may hold alike, as what waits for its W is not in the warm-up."""
+    """Whether the first rank's partner is the last, and so on, and the first pair has something to share.
+
+    What ranks hold falls, by enough, and all groups of the warm-up are whole, so that all ranks take the same turns. Of
+    one chunk with split backwards ranks may hold alike, as what waits for its W is not in the warm-up.
+    """
     family, falls = FAMILIES[setup.schedule], all(map(gt, warm_up.lengths, warm_up.lengths[1:]))
-    width = setup.num_microbatches * setup.slices
-    told = falls and width % warm_up.group_size == 0 and not (family.splits and family.max_chunks == 1)
+    width, turn = setup.num_microbatches * setup.slices, warm_up.group_size
+    are_whole = width % turn == 0 or warm_up.lengths[0] <= warm_up.num_chunks * (width - width % turn - turn)
+    told = falls and are_whole and not (family.splits and family.max_chunks == 1)
     return setup.hosts == PAIR and setup.pipeline > 3 and told
 
 

@@ -1,0 +1,120 @@
+"""Lower bounds for all configurations of a branch at once, before any of them is made.
+
+The mean over the ranks of what they compute is no more than the slowest rank's, and the mean of what they hold no more
+than the fullest rank's. By Little's law ranks hold, on average, the bytes that enter per second times the seconds that
+they stay: from a layer's forward to its backward at least what all later layers take in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+
+from bpipe.plan.space import Branch, Space, plainest
+from bpipe.predict.costs import PartSeconds, part_seconds
+from bpipe.predict.layers.ends import shard_seconds
+from bpipe.predict.layers.layer import saved_within
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import rank_states, with_state
+from bpipe.predict.sizes import total
+from bpipe.schedule.hosts import IN_NODES
+from bpipe.schedule.layout import Vocabulary
+
+# Forward, backward, and the halves of the backward.
+LayerSeconds = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class BranchBounds:
+    """Lower bounds for every configuration of a branch."""
+
+    setup: Setup
+    """The plainest of them: 1F1B, with nothing of ours."""
+    seconds: float
+    """Seconds that no iteration is shorter than."""
+    state_bytes: int
+    """Bytes that a rank holds throughout, on average."""
+    saved_bytes: float
+    """Bytes that a rank holds of activations when the first backward begins, on average."""
+    held_byte_seconds: float
+    """Bytes that a rank holds of activations times the seconds it holds them, on average, per iteration."""
+
+    def bytes_within(self, seconds: float = inf) -> int:
+        """Return the least bytes of the fullest rank if an iteration takes no more than these seconds."""
+        held = max(self.saved_bytes, self.held_byte_seconds / seconds)
+        return with_state(self.setup, self.state_bytes, int(held))
+
+
+def bound_branch(space: Space, branch: Branch) -> BranchBounds:
+    """Return the bounds of a branch; what was measured is not made of parts, and has none but its state."""
+    setup = plainest(space, branch)
+    p, state = setup.pipeline, sum(rank_states(setup)) // branch.pipeline
+    if space.profile is not None or space.traced is not None:
+        return BranchBounds(setup, 0.0, state, 0.0, 0.0)
+    # Balanced ranks lie on other nodes, which matters only to what layers exchange between devices.
+    lie_apart = p > 1 and (setup.model.experts is not None or setup.context > 1)
+    ways = [setup, *(replace(setup, balance=one) for one in space.balancing if one is not None and lie_apart)]
+    parts = [part_seconds(one) for one in ways]
+    stages = min((_stage_seconds(setup, one, _whole_s) for one in parts), key=sum)
+    times = setup.time_factor * setup.num_microbatches
+    # Of what only other devices hold, or own memory, nothing is left to count.
+    leaves = any(one is not None and one.hosts in IN_NODES for one in space.balancing)
+    saved = [0] * p if leaves else [size / max(space.slices) for size in _stage_bytes(setup)]
+    return BranchBounds(
+        setup,
+        times * (sum(stages) / p + _ends_seconds(space, setup, parts[0])),
+        state,
+        sum(saved) / p,
+        times * _byte_seconds(setup, min((_stage_seconds(setup, one, _held_s) for one in parts), key=sum), saved) / p,
+    )
+
+
+def _whole_s(seconds: LayerSeconds) -> float:
+    """Seconds of a layer, forward and backward, the latter whole or in halves."""
+    forward, backward, input_half, weight_half = seconds
+    return forward + min(backward, input_half + weight_half)
+
+
+def _held_s(seconds: LayerSeconds) -> float:
+    """The same without weights' halves, which need not have been computed when an earlier layer's turn comes."""
+    forward, backward, input_half, _ = seconds
+    return forward + min(backward, input_half)
+
+
+def _stage_seconds(setup: Setup, parts: PartSeconds, of_layer: Callable[[LayerSeconds], float]) -> list[float]:
+    """Return seconds of every stage's layers."""
+    each = {one: of_layer(seconds) for one, seconds in parts.layers.items()}
+    return [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in setup.stage_layers]
+
+
+def _ends_seconds(space: Space, setup: Setup, parts: PartSeconds) -> float:
+    """Return seconds of the output layer and the embedding, on average over the ranks: whole or in shards."""
+    whole = (sum(parts.output) + sum(parts.embedding)) / setup.pipeline
+    if setup.pipeline == 1:
+        return whole
+    split = [Vocabulary(name) for name in space.vocabularies if name != Vocabulary.WHOLE.value]
+    shards = (shard_seconds(replace(setup, vocabulary=vocabulary)) for vocabulary in split)
+    return min([whole, *(float(shard.forward_s + shard.backward_s) for shard in shards)])
+
+
+def _stage_bytes(setup: Setup) -> list[int]:
+    """Return bytes that every stage's layers save of a micro-batch, however they are cut into chunks."""
+    # Of each chunk some layers are recomputed, so with more chunks more are.
+    setup = replace(setup, recompute="full") if setup.recomputed.method == "block" else setup
+    each = {
+        one: total(saved_within(setup, *one))
+        for one in dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
+    }
+    return [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in setup.stage_layers]
+
+
+def _byte_seconds(setup: Setup, stages: list[float], saved: list[float]) -> float:
+    """Return bytes times the seconds that they stay, of one micro-batch and all stages."""
+    total_byte_s = later_s = 0.0
+    for layers, own_s, size in zip(*map(reversed, (setup.stage_layers, stages, saved)), strict=True):
+        number = sum(number for *_, number in layers)
+        # Of layers that are alike half come later, on average.
+        total_byte_s += size * (later_s + (own_s * (number - 1) / (2 * number) if len(layers) == 1 else 0.0))
+        later_s += own_s
+    return total_byte_s
