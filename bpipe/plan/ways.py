@@ -1,12 +1,7 @@
-"""Say what else would make a configuration fit, and what that costs.
+"""Changes of a configuration that make it fit, or take less time: one list of all, alone and in pairs.
 
-In: a Setup. Out: candidates, each one change of it with its prediction: those that fit first, of these the fastest
-first, and those that fill a device behind the others.
-
-One change at a time, each as Megatron or this project has a flag for it: recomputation of parts or of as few layers as
-do, a smaller micro-batch, another cut, a layer moved, balancing over partners, a pool or host memory, schedules made for
-a bound, the vocabulary in shards, the distributed optimizer, slices. What cannot be, and what needs no less, is none.
-Predicts; knows no command line.
+Each change is one that Megatron or this project has a flag for: recomputation, the micro-batch, another cut, layers
+moved, balancing, schedules, chunks, shards of the vocabulary, types of gradients and optimizer state, overlaps, slices.
 """
 
 from __future__ import annotations
@@ -15,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 from bpipe.balance.config import BalanceConfig
+from bpipe.plan.bounds import lower_bound_s
 from bpipe.plan.budget_fit import within_budget_or_none
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.fewest_layers import fewest_layers, with_block
@@ -31,38 +28,123 @@ from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
 from bpipe.schedule.layout import Vocabulary
 
-Change = Callable[[], Setup]
+
+class _Change(NamedTuple):
+    """One change of a configuration."""
+
+    kind: str
+    """What it changes; a pair has two kinds."""
+    name: str
+    apply: Callable[[], Setup]
+    """Return the changed configuration. Raises ValueError if there is none."""
+    plan: Callable[[], Setup] | None = None
+    """The same without a plan by bytes, which takes long, for bounds of its time."""
+    hosts: str = PAIR
+    """Who hosts by that plan."""
+
+    def plain(self) -> Setup:
+        return (self.plan or self.apply)()
+
+
 # What needs hardly less is no help.
 HELPFUL = 0.99
 # How many chunks per rank schedules are tried with that are made for a bound.
 _CHUNKS = range(2, 9)
 # Who hosts where no memory of a node does.
 _DEVICES = (PAIR, POOL)
+# So many changes of each sort are tried in pairs: the fastest that fit, and of others the fastest and the smallest.
+_SEEDS = 4
 
 
 def ways_to_fit(
     setup: Setup, others: Others = (), profile: Profile | None = None, planned: Callable[[Setup], Setup] | None = None
 ) -> list[Candidate]:
-    """Return every way that needs clearly less than the setup, or keeps its budget: first those that fit, the fastest
-    first, those that are tight behind the others, then what does not fit, by what it needs.
+    """Return every change, alone or with another one, that helps: first those that fit, the fastest first, those that
+    are tight after the others, then what does not fit, by what it needs.
 
-    Of ways with the same figures, as hosts have where pairs have room, the first stands for all. `planned`: how
-    the launch plans what moves by its budget, which every way does, too.
+    A change alone helps if it needs clearly less memory, or fits and takes less time; a pair only if it is faster than
+    all single changes. Of changes with the same figures, as hosts have if pairs have room, the first stands for all.
+
+    Args:
+        setup: The configuration as it is.
+        others: Flags of the launch that the trainer may refuse.
+        profile: Measured costs of its stages, if there are any.
+        planned: How the launch plans what moves by its budget; every change does so, too.
     """
-    # A plan fills its budget.
-    most = HELPFUL * peak_bytes(setup) if planned is None else inf
-    rows: list[Candidate] = []
-    for what, change in _changes(setup, profile):
+    tried = _Tried(setup, others, profile, planned)
+    for change in _changes(setup, profile):
+        tried.take(change)
+    # Who hosts for whom among many ranks takes long to plan.
+    has_pairs = planned is None or setup.hosts in (PAIR, HOST)
+    for name in tried.seeds() if has_pairs else ():
+        for change in _changes(tried.changed[name], profile):
+            if change.plan is None or change.hosts in (PAIR, HOST):
+                tried.take(change, after=name)
+    return sorted((row for row in tried.rows if tried.helps(row)), key=_place)
+
+
+class _Tried:
+    """Changes that were tried."""
+
+    def __init__(
+        self, setup: Setup, others: Others, profile: Profile | None, planned: Callable[[Setup], Setup] | None
+    ) -> None:
+        self._others, self._profile, self._planned = others, profile, planned
+        self._now = predict(setup, profile)
+        self._setups, self._kinds = {setup}, dict[str, str]()
+        self.rows: list[Candidate] = []
+        self.changed: dict[str, Setup] = {}
+        """By name, the changed configurations, before they are planned."""
+
+    def seeds(self) -> list[str]:
+        """Return names of changes that others are tried after: of those that fit the fastest, and of those that do not
+        the fastest and the smallest. What a plan balances has no other change after it."""
+        rows = [row for row in self.rows if self.changed[row.name].activation_budget is None]
+        able, unable = ([row for row in rows if row.can_run is can_run] for can_run in (True, False))
+        sorts = sorted(able, key=_place), sorted(unable, key=_seconds), sorted(unable, key=_bytes)
+        return list(dict.fromkeys(row.name for of_sort in sorts for row in of_sort[:_SEEDS]))
+
+    def helps(self, row: Candidate) -> bool:
+        """Whether it needs clearly less, or fits and takes less time. A plan fills its budget."""
+        is_less = self._planned is not None or row.peak_bytes <= HELPFUL * self._now.peak_bytes
+        return is_less or (row.can_run and row.iteration_s < self._now.timing.iteration_s)
+
+    def _fastest_s(self) -> float:
+        """Return the seconds of the fastest that can run and is not tight."""
+        now_s = self._now.timing.iteration_s if self._now.fits and not self._now.is_tight else inf
+        return min((row.iteration_s for row in self.rows if row.can_run and not row.is_tight), default=now_s)
+
+    def take(self, change: _Change, after: str | None = None) -> None:
+        """Predict a change, alone or after another one; of a pair only if it may be the fastest."""
+        if after is not None and self._kinds[after] == change.kind:
+            return
         try:
-            changed = change() if planned is None else planned(change())
-            prediction = predict(changed, profile)
+            if after is not None and lower_bound_s(change.plain(), self._profile) >= self._fastest_s():
+                return
+            plain = change.apply()
+            changed = plain if self._planned is None else self._planned(plain)
+            if changed in self._setups or (after is not None and peak_bytes(changed) > min(changed.limit_bytes)):
+                return
+            self._setups.add(changed)
+            prediction = predict(changed, self._profile)
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
-            continue
-        row = Candidate(prediction, what, refused=refused(changed, others), is_guarded=guarded(changed, others))
-        if row.peak_bytes <= most and not any(_stands_for(other, row) for other in rows):
-            rows.append(row)
-    return sorted(rows, key=_place)
+            return
+        name = change.name if after is None else f"{after}; {change.name}"
+        refusals = refused(changed, self._others)
+        row = Candidate(prediction, name, refused=refusals, is_guarded=guarded(changed, self._others))
+        is_worth_a_row = after is None or (row.can_run and row.iteration_s < self._fastest_s())
+        if is_worth_a_row and not any(_stands_for(other, row) for other in self.rows):
+            self._kinds[name], self.changed[name] = change.kind, plain
+            self.rows.append(row)
+
+
+def _seconds(row: Candidate) -> float:
+    return row.iteration_s
+
+
+def _bytes(row: Candidate) -> int:
+    return row.peak_bytes
 
 
 def _place(row: Candidate) -> tuple[int, float]:
@@ -79,117 +161,176 @@ def _stands_for(row: Candidate, other: Candidate) -> bool:
     return mine == its or (alike and row.can_run and mine[0] <= its[0] and mine[1] <= its[1])
 
 
-def _changes(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
+def _changes(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
     yield from _recomputed(setup)
     if setup.micro_batch > 1:
-        half = setup.micro_batch // 2
-        yield f"micro-batch {half}", lambda: replace(setup, micro_batch=half)
-    if not setup.distributed_optimizer:
-        yield "distributed optimizer", lambda: replace(setup, distributed_optimizer=True)
+        yield _with(setup, "batch", f"micro-batch {setup.micro_batch // 2}", micro_batch=setup.micro_batch // 2)
+    yield _with(setup, "batch", f"micro-batch {2 * setup.micro_batch}", micro_batch=2 * setup.micro_batch)
+    yield from _types(setup)
     yield from _cut(setup)
     yield from _layer_moved(setup)
-    yield from _bounded(setup)
+    yield from _schedules(setup)
     yield from _balanced(setup, profile)
     yield from _sharded(setup)
     for slices in (2, 4, 8):
         if slices > setup.slices:
-            yield f"{slices} slices per sequence", _with(setup, slices=slices)
+            yield _with(setup, "slices", f"{slices} slices per sequence", slices=slices)
 
 
-def _with(setup: Setup, **changes: object) -> Change:
-    return lambda: replace(setup, **changes)  # type: ignore[arg-type]
+def _with(setup: Setup, kind: str, name: str, **changes: object) -> _Change:
+    return _Change(kind, name, lambda: replace(setup, **changes))  # type: ignore[arg-type]
 
 
-def _recomputed(setup: Setup) -> Iterator[tuple[str, Change]]:
-    """More recomputation: each part of a layer, as few layers as are enough, all."""
+def _types(setup: Setup) -> Iterator[_Change]:
+    """Types of gradients and of what the optimizer keeps, and flags that cost nothing."""
+    if not setup.distributed_optimizer:
+        yield _with(setup, "optimizer", "distributed optimizer", distributed_optimizer=True)
+    switches, types = setup.switches, setup.state_types
+    if setup.precision == "bf16" and not switches.grad_reduce_in_bf16:
+        yield _with(setup, "gradients", "gradients in 16 bits", switches=replace(switches, grad_reduce_in_bf16=True))
+    if setup.distributed_optimizer and not types.use_precision_aware_optimizer:
+        moments = replace(types, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+        yield _with(setup, "optimizer", "moments of Adam in 16 bits", state_types=moments)
+    if setup.fp8 is not None and not setup.fp8.param_gather:
+        yield _with(setup, "weights", "weights gathered in 8 bits", fp8=replace(setup.fp8, param_gather=True))
+    overlaps = replace(switches, overlap_grad_reduce=True, overlap_param_gather=setup.distributed_optimizer)
+    if overlaps != switches:
+        yield _with(setup, "overlap", "overlap of reductions and gathers with computation", switches=overlaps)
+
+
+def _recomputed(setup: Setup) -> Iterator[_Change]:
+    """None, each part of a layer more, as few layers as are enough, all."""
     recomputed = setup.recomputed
-    if recomputed.method is not None:
+    if setup.recompute != "none":
+        yield _with(setup, "recompute", "recompute nothing", recompute="none")
+    if recomputed.method is not None and recomputed.method != "uniform":
         return
     for module in MODULES:
-        if module not in recomputed.modules:
-            text = "selective:" + "+".join(one for one in MODULES if one in (*recomputed.modules, module))
-            yield f"recompute {module}", _with(setup, recompute=text)
-    numbers = (_enough_layers(setup, min(limits)) for limits in _limits(setup))
-    number = next(filter(None, numbers), None)
+        if recomputed.method is None and module not in recomputed.modules:
+            text = "selective:" + "+".join(name for name in MODULES if name in (*recomputed.modules, module))
+            yield _with(setup, "recompute", f"recompute {module}", recompute=text)
+    number = next(filter(None, (_enough_layers(setup, min(limits)) for limits in _limits(setup))), None)
     if number is not None:
-        yield f"recompute {number} layer{'s' * (number > 1)} of each stage", lambda: with_block(setup, number)
-    yield "recompute all layers", _with(setup, recompute="full")
+        name = f"recompute {number} layer{'s' * (number > 1)} of each stage"
+        yield _Change("recompute", name, lambda: with_block(setup, number))
+    if recomputed.method is None:
+        yield _with(setup, "recompute", "recompute all layers", recompute="full")
 
 
 def _enough_layers(setup: Setup, limit: int) -> int | None:
     """The fewest layers of each stage, but not all, whose recomputation is enough."""
-    return fewest_layers(max(setup.layers) - 1, lambda number: peak_bytes(with_block(setup, number)) <= limit)
+    try:
+        return fewest_layers(max(setup.layers) - 1, lambda number: peak_bytes(with_block(setup, number)) <= limit)
+    except ValueError:
+        return None
 
 
-def _cut(setup: Setup) -> Iterator[tuple[str, Change]]:
+def _cut(setup: Setup) -> Iterator[_Change]:
     """The same devices with twice the tensor, context or pipeline parallelism, for fewer replicas, or in place of one of
     the others."""
     t, p, c = setup.tensor, setup.pipeline, setup.context
-    yield f"tensor parallel {2 * t}", _with(setup, tensor=2 * t, sequence_parallel=True)
-    yield f"context parallel {2 * c}", _with(setup, context=2 * c)
-    yield f"pipeline parallel {2 * p}", _as_long(setup, t, 2 * p)
+    yield _with(setup, "cut", f"tensor parallel {2 * t}", tensor=2 * t, sequence_parallel=True)
+    yield _with(setup, "cut", f"context parallel {2 * c}", context=2 * c)
+    yield _as_long(setup, f"pipeline parallel {2 * p}", t, 2 * p)
     if t > 1:
-        yield f"tensor parallel {t // 2}, pipeline parallel {2 * p}", _as_long(setup, t // 2, 2 * p)
+        yield _as_long(setup, f"tensor parallel {t // 2}", t // 2, p)
+        yield _as_long(setup, f"tensor parallel {t // 2}, pipeline parallel {2 * p}", t // 2, 2 * p)
     if p > 1:
-        yield f"tensor parallel {2 * t}, pipeline parallel {p // 2}", _as_long(setup, 2 * t, p // 2)
+        yield _as_long(setup, f"pipeline parallel {p // 2}", t, p // 2)
+        yield _as_long(setup, f"tensor parallel {2 * t}, pipeline parallel {p // 2}", 2 * t, p // 2)
 
 
-def _as_long(setup: Setup, tensor: int, pipeline: int) -> Change:
+def _as_long(setup: Setup, name: str, tensor: int, pipeline: int) -> _Change:
     """Another pipeline, its layers shared out as evenly as can be."""
 
     def change() -> Setup:
-        layers = split_layers(setup.model.num_layers, pipeline * setup.num_chunks, allow_uneven=True)
-        if layers is None:
-            raise ValueError(f"{setup.model.num_layers} layers are too few for {pipeline} ranks")
         budgets = setup.budget_bytes and (min(setup.budget_bytes),) * pipeline
         return replace(
-            setup, tensor=tensor, pipeline=pipeline, layers=layers, sequence_parallel=tensor > 1, budget_bytes=budgets
+            setup,
+            tensor=tensor,
+            pipeline=pipeline,
+            layers=_layers_over(setup, pipeline, setup.num_chunks),
+            sequence_parallel=tensor > 1,
+            budget_bytes=budgets,
         )
 
-    return change
+    return _Change("cut", name, change)
 
 
-def _layer_moved(setup: Setup) -> Iterator[tuple[str, Change]]:
-    """One from the rank that needs most to the one that needs least, where a rank has one stage."""
+def _layers_over(setup: Setup, pipeline: int, chunks: int) -> tuple[int, ...]:
+    """Return the layers of every stage. Raises ValueError if they are too few."""
+    layers = split_layers(setup.model.num_layers, pipeline * chunks, allow_uneven=True)
+    if layers is None:
+        raise ValueError(f"{setup.model.num_layers} layers are too few for {pipeline} ranks with {chunks} chunks")
+    return layers
+
+
+def _layer_moved(setup: Setup) -> Iterator[_Change]:
+    """One from the rank that needs most to the one that needs least, if each rank has one stage."""
     if setup.num_stages != setup.pipeline:
         return
     needs = [rank.peak_bytes for rank in predict_memory(setup)]
     most, least = needs.index(max(needs)), needs.index(min(needs))
     if setup.layers[most] > 1 and most != least:
         layers = tuple(count - (rank == most) + (rank == least) for rank, count in enumerate(setup.layers))
-        yield f"layers {','.join(map(str, layers))}", _with(setup, layers=layers)
+        yield _with(setup, "layers", f"layers {','.join(map(str, layers))}", layers=layers)
 
 
-def _bounded(setup: Setup) -> Iterator[tuple[str, Change]]:
-    """Of each family whose schedules are made for a bound, with as many chunks as need least."""
-    if setup.is_sharded or FAMILIES[setup.schedule].num_pipes > 1:
+def _schedules(setup: Setup) -> Iterator[_Change]:
+    """Other numbers of chunks, and of each family whose schedules are made for a bound, the number that needs least."""
+    own = FAMILIES[setup.schedule]
+    if own.num_pipes > 1:
+        return
+    for chunks in _CHUNKS:
+        name = setup.schedule if chunks in own.chunks(_CHUNKS[-1]) else default_family(chunks)
+        if chunks != setup.num_chunks and FAMILIES[name].max_chunks != 1:
+            yield _Change("schedule", f"{name} with {chunks} chunks", _in_chunks(setup, name, chunks))
+    if setup.num_chunks > 1:
+        name = default_family(1)
+        yield _Change("schedule", name, _in_chunks(setup, name, 1))
+    if setup.is_sharded:
         return
     for name in (name for name, family in FAMILIES.items() if family.within is not None and name != setup.schedule):
-        found: list[tuple[int, Setup]] = []
+        made: list[tuple[int, int, Setup]] = []
         for chunks in _CHUNKS:
-            layers = split_layers(setup.model.num_layers, setup.pipeline * chunks)
-            if layers is not None:
-                with suppress(ValueError):
-                    changed = replace(setup, schedule=name, num_chunks=chunks, layers=layers, group_size=None, delay=0)
-                    found.append((peak_bytes(changed), changed))
-        if found:
-            _, least = min(found, key=lambda each: each[0])
-            yield f"{name} with {least.num_chunks} chunks", lambda least=least: least  # type: ignore[misc]
+            with suppress(ValueError):
+                changed = _in_chunks(setup, name, chunks)()
+                made.append((peak_bytes(changed), chunks, changed))
+        if made:
+            _, chunks, least = min(made, key=lambda entry: entry[:2])
+            yield _Change("schedule", f"{name} with {chunks} chunks", lambda least=least: least)  # type: ignore[misc]
 
 
-def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
+def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
+    return lambda: replace(
+        setup,
+        schedule=name,
+        num_chunks=chunks,
+        layers=_layers_over(setup, setup.pipeline, chunks),
+        group_size=None,
+        delay=0,
+    )
+
+
+def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
     """Balancing: evenly, and with only what must leave. Of what is balanced, over further hosts."""
     known = () if setup.balance is None else (PAIR, setup.hosts)
     names = {PAIR: "balance within pairs", POOL: "balance over a pool", HOST: "evict to CPU memory"}
     for hosts, name in {**names, ALL: "balance over a pool and CPU memory"}.items():
         if hosts in known:
             continue
-        balanced = replace(setup, balance=BalanceConfig(hosts=hosts))
+
+        def even(hosts: str = hosts) -> Setup:
+            return replace(setup, balance=BalanceConfig(hosts=hosts))
+
         if hosts in _DEVICES:
-            yield name, lambda balanced=balanced: balanced  # type: ignore[misc]
-        yield (
+            yield _Change("balance", name, even)
+        yield _Change(
+            "balance",
             f"{name}, only what must leave",
-            lambda balanced=balanced: _planned(balanced, profile),  # type: ignore[misc]
+            lambda even=even: _planned(even(), profile),  # type: ignore[misc]
+            even,
+            hosts,
         )
 
 
@@ -201,18 +342,25 @@ def _limits(setup: Setup) -> Iterator[tuple[int, ...]]:
 
 
 def _planned(setup: Setup, profile: Profile | None) -> Setup:
-    """Balanced with what must leave. Raises ValueError where no plan keeps the limits."""
+    """Balanced with what must leave. Raises ValueError if no plan keeps the limits."""
     plans = (within_budget_or_none(setup, limits, profile) for limits in _limits(setup))
-    found = next(filter(None, plans), None)
-    if found is None:
+    plan = next(filter(None, plans), None)
+    if plan is None:
         raise ValueError("no plan keeps the limits")
-    return found
+    return plan
 
 
-def _sharded(setup: Setup) -> Iterator[tuple[str, Change]]:
-    """The vocabulary in shards over all ranks, in a schedule that has a place for them."""
-    if setup.is_sharded:
-        return
+def _sharded(setup: Setup) -> Iterator[_Change]:
+    """The vocabulary in shards over all ranks, in a schedule that has a place for them: the output layer, and the
+    embedding, too."""
     family = setup.schedule if FAMILIES[setup.schedule].sharded is not None else default_family(setup.num_chunks)
-    for shards in (Vocabulary.ONE, Vocabulary.TWO):
-        yield f"vocabulary in shards ({shards.value})", _with(setup, schedule=family, vocabulary=shards)
+    for vocabulary in (Vocabulary.ONE, Vocabulary.TWO):
+        for inputs, name in ((False, "output layer"), (True, "output layer and embedding")):
+            yield _with(
+                setup,
+                "vocabulary",
+                f"{name} in shards ({vocabulary.value})",
+                schedule=family,
+                vocabulary=vocabulary,
+                input_shards=inputs,
+            )

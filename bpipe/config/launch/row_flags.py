@@ -53,6 +53,12 @@ CHOSEN = frozenset(
     )
 )
 
+# What a change of a launch may say besides (`bpipe fit`); the search leaves it as it is.
+_CHANGED = CHOSEN | {
+    *("--use-distributed-optimizer", "--grad-reduce-in-bf16", "--use-precision-aware-optimizer", "--fp8-param-gather"),
+    *("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
+}
+
 # A flag with its values.
 Group = tuple[str, tuple[str, ...]]
 
@@ -100,8 +106,8 @@ def common_flags(setup: Setup) -> tuple[str, ...]:
 def difference(setup: Setup, reading: Reading) -> LaunchDifference:
     """Return what to change of a launch."""
     same = _said_alike(setup, reading)
-    before = {flag: values for flag, values in groups(reading.flags) if flag in CHOSEN and flag not in same}
-    after = {flag: values for flag, values in groups(chosen_flags(setup)) if flag not in same}
+    before = {flag: values for flag, values in groups(reading.flags) if flag in _CHANGED and flag not in same}
+    after = {flag: values for flag, values in groups(megatron_flags(setup)) if flag in _CHANGED and flag not in same}
     given = [(flag, values) for flag, values in after.items() if not _means(before.get(flag, _default(flag)), values)]
     kept = (*_KEPT, *(("--bpipe-cluster",) if "--bpipe-memory" in after else ()))
     left_out = [flag for flag in before if flag not in after and flag not in kept]
