@@ -23,6 +23,7 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes, predict_memory, rank_states
 from bpipe.predict.recompute import BLOCK
 from bpipe.predict.warm_up import least_warm_bytes
+from bpipe.schedule.hosts import PAIR
 
 # A plan by a budget takes a second for so many forwards.
 _FORWARDS_PLANNED = 10_000
@@ -234,8 +235,9 @@ class Judge:
             return None
         peaks = [rank.peak_bytes for rank in predict_memory(setup)]
         even = max(peaks)
-        # If all ranks together have no room, neither has any plan.
-        is_planned = even > self._limit and sum(peaks) <= _NEARLY * self._limit * len(peaks)
+        # If all ranks together have no room, or the fullest and the emptiest as a pair, no plan has.
+        mean = max(sum(peaks) / len(peaks), (even + min(peaks)) / 2 if setup.hosts == PAIR else 0)
+        is_planned = even > self._limit and mean <= _NEARLY * self._limit
         planned = self._by_budget(setup) if is_planned else None
         return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
 

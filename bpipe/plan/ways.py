@@ -281,7 +281,9 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
     own = FAMILIES[setup.schedule]
     if own.num_pipes > 1:
         return
-    for chunks in _CHUNKS:
+    layers = setup.model.num_layers
+    even = [chunks for chunks in _CHUNKS if layers % (setup.pipeline * chunks) == 0]
+    for chunks in even or _CHUNKS:
         name = setup.schedule if chunks in own.chunks(_CHUNKS[-1]) else default_family(chunks)
         if chunks != setup.num_chunks and FAMILIES[name].max_chunks != 1:
             yield _Change("schedule", f"{name} with {chunks} chunks", _in_chunks(setup, name, chunks))
@@ -292,7 +294,7 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
         return
     for name in (name for name, family in FAMILIES.items() if family.within is not None and name != setup.schedule):
         made: list[tuple[int, int, Setup]] = []
-        for chunks in _CHUNKS:
+        for chunks in even or _CHUNKS:
             with suppress(ValueError):
                 changed = _in_chunks(setup, name, chunks)()
                 made.append((peak_bytes(changed), chunks, changed))
