@@ -157,9 +157,12 @@ def _plan_parts(outcome: Outcome, beside: PlanNotes, yours: Candidate | str | No
     cluster = outcome.space.cluster
     share = f"{100 * cluster.limit_bytes / cluster.device.memory_bytes:.0f} % of a device"
     limit = f"{gib_text(cluster.limit_bytes)} GiB ({share})"
-    head = f"{outcome.num_fitting} of {outcome.num_configurations} configurations fit into {limit}"
+    head = f"no configuration fits into {limit}"
     if outcome.rows:
-        head += f", {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest:"
+        head = (
+            f"{outcome.num_fitting} of {outcome.num_configurations} configurations that may be among the fastest fit into "
+            f"{limit}, {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest:"
+        )
     rows = [replace(row, name=str(number)) for number, row in enumerate(outcome.rows, 1)]
     parts: list[str | Table] = [f"the launch as it is: {yours}"] if isinstance(yours, str) else []
     shown = [*([yours] if isinstance(yours, Candidate) else ()), *rows]

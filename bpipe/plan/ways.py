@@ -19,6 +19,7 @@ from bpipe.plan.candidates import Candidate
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import Others, guarded, refused
+from bpipe.plan.shards import has_one_queue, stands_still
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes
@@ -126,6 +127,8 @@ class _Tried:
             if changed in self._setups or (after is not None and peak_bytes(changed) > min(changed.limit_bytes)):
                 return
             self._setups.add(changed)
+            if stands_still(changed):
+                return
             prediction = predict(changed, self._profile)
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
@@ -187,10 +190,10 @@ def _types(setup: Setup) -> Iterator[_Change]:
         yield _with(setup, "optimizer", "distributed optimizer", distributed_optimizer=True)
     switches, types = setup.switches, setup.state_types
     if setup.precision == "bf16" and not switches.grad_reduce_in_bf16:
-        yield _with(setup, "gradients", "gradients in 16 bits", switches=replace(switches, grad_reduce_in_bf16=True))
+        yield _with(setup, "gradients", "gradients in 16 bits (rounds differently)", switches=replace(switches, grad_reduce_in_bf16=True))
     if setup.distributed_optimizer and not types.use_precision_aware_optimizer:
         moments = replace(types, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-        yield _with(setup, "optimizer", "moments of Adam in 16 bits", state_types=moments)
+        yield _with(setup, "optimizer", "moments of Adam in 16 bits (rounds differently)", state_types=moments)
     if setup.fp8 is not None and not setup.fp8.param_gather:
         yield _with(setup, "weights", "weights gathered in 8 bits", fp8=replace(setup.fp8, param_gather=True))
     overlaps = replace(switches, overlap_grad_reduce=True, overlap_param_gather=setup.distributed_optimizer)
@@ -356,8 +359,12 @@ def _sharded(setup: Setup) -> Iterator[_Change]:
     """The vocabulary in shards over all ranks, in a schedule that has a place for them: the output layer, and the
     embedding, too."""
     family = setup.schedule if FAMILIES[setup.schedule].sharded is not None else default_family(setup.num_chunks)
+    one_queue = has_one_queue(setup)
     for vocabulary in (Vocabulary.ONE, Vocabulary.TWO):
         for inputs, name in ((False, "output layer"), (True, "output layer and embedding")):
+            if one_queue and (inputs or vocabulary is Vocabulary.TWO):
+                # The trainer refuses it.
+                continue
             yield _with(
                 setup,
                 "vocabulary",

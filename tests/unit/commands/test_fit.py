@@ -21,6 +21,7 @@ from bpipe.plan.candidates import Candidate, describe
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import refused
+from bpipe.plan.shards import has_one_queue, stands_still
 from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layer_counts import split_layers
@@ -192,10 +193,8 @@ def test_what_a_way_plans_for_leaves_a_device_room() -> None:
     """`fit` offered --bpipe-memory 79.1 of 79.1 GiB and recomputed as few layers as filled a device to the last byte:
     all tight, where 75.1 and one layer more are not."""
     ways = {way.name: way for way in ways_to_fit(NODES)}
-    assert {what for what, way in ways.items() if way.is_tight} == {
-        "balance within pairs",
-        "moments of Adam in 16 bits",
-    }
+    assert ways["balance within pairs"].is_tight
+    assert not ways[SENT].is_tight
     assert ways[SENT].fits
     assert ways[SENT].prediction.setup.budget_bytes == (int(75.1 * GIB),) * 8
     assert "recompute 4 layers of each stage" in ways
@@ -249,7 +248,8 @@ def test_nothing_one_flag_away_is_better_than_the_first_row(setup: Setup) -> Non
             row = Candidate(predict(other), refused=refused(other))
         except ValueError:
             continue
-        if row.can_run and not row.is_tight:
+        queued = has_one_queue(other) and (other.input_shards or other.vocabulary is Vocabulary.TWO)
+        if row.can_run and not (row.is_tight or queued or stands_still(other)):
             assert first.iteration_s <= row.iteration_s * 1.001, describe(other)
 
 

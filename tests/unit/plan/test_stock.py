@@ -74,7 +74,7 @@ def test_it_stands_beside_every_plan(more: list[str], capsys: pytest.CaptureFixt
     assert document["stock"]["row"]["configuration"]["schedule"] in DEFAULTS
     choices = document["answer"]["choices"]
     assert "--bpipe" not in choices["stock"]["flags"]
-    assert "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap" in choices["stock"]["flags"]
+    assert "--overlap-grad-reduce --overlap-param-gather" in choices["stock"]["flags"]
     assert document["answer"]["take"] in choices
     row = document["answer"]["row"]
     assert row is None or document["rows"][row - 1]["iteration_time_s"] == choices["bpipe"]["iteration_s"]
