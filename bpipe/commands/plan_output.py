@@ -225,8 +225,10 @@ def print_front(front: Front, space: Space, options: Options, plot: Path | None)
             raise ValueError(f"--emit-args {row}: there are {len(front.points)} rows")
         print(shlex.join(megatron_flags(front.points[row - 1].setup)))
         return
-    found = answer_of(front.stock, [] if front.winner is None else [front.points[front.winner]], space)
-    found = replace(found, row=found.row and front.winner + 1)
+    winner = front.winner
+    found = answer_of(front.stock, [] if winner is None else [front.points[winner]], space)
+    if found.row is not None and winner is not None:
+        found = replace(found, row=winner + 1)
     if options.format == "json":
         values = {"answer": answer_document(found), "front": front_document(front), "stock": _stock_values(front.stock)}
         print_json(values)

@@ -54,19 +54,21 @@ def bound_branch(space: Space, branch: Branch) -> BranchBounds:
         return BranchBounds(setup, 0.0, state, 0.0, 0.0)
     # Balanced ranks lie on other nodes, which matters only to what layers exchange between devices.
     lie_apart = p > 1 and (setup.model.experts is not None or setup.context > 1)
-    ways = [setup, *(replace(setup, balance=one) for one in space.balancing if one is not None and lie_apart)]
+    balances = [balance for balance in space.balancing if balance is not None and lie_apart]
+    ways = [setup, *(replace(setup, balance=balance) for balance in balances)]
     parts = [part_seconds(one) for one in ways]
     stages = min((_stage_seconds(setup, one, _whole_s) for one in parts), key=sum)
     times = setup.time_factor * setup.num_microbatches
-    # Of what only other devices hold, or own memory, nothing is left to count.
+    held = min((_stage_seconds(setup, one, _held_s) for one in parts), key=sum)
+    # If CPU memory may host, nothing has to be on any device.
     leaves = any(one is not None and one.hosts in IN_NODES for one in space.balancing)
-    saved = [0] * p if leaves else [size / max(space.slices) for size in _stage_bytes(setup)]
+    saved = [0.0] * p if leaves else [size / max(space.slices) for size in _stage_bytes(setup)]
     return BranchBounds(
         setup,
         times * (sum(stages) / p + _ends_seconds(space, setup, parts[0])),
         state,
         sum(saved) / p,
-        times * _byte_seconds(setup, min((_stage_seconds(setup, one, _held_s) for one in parts), key=sum), saved) / p,
+        times * _byte_seconds(setup, held, saved) / p,
     )
 
 

@@ -190,7 +190,12 @@ def _types(setup: Setup) -> Iterator[_Change]:
         yield _with(setup, "optimizer", "distributed optimizer", distributed_optimizer=True)
     switches, types = setup.switches, setup.state_types
     if setup.precision == "bf16" and not switches.grad_reduce_in_bf16:
-        yield _with(setup, "gradients", "gradients in 16 bits (rounds differently)", switches=replace(switches, grad_reduce_in_bf16=True))
+        yield _with(
+            setup,
+            "gradients",
+            "gradients in 16 bits (rounds differently)",
+            switches=replace(switches, grad_reduce_in_bf16=True),
+        )
     if setup.distributed_optimizer and not types.use_precision_aware_optimizer:
         moments = replace(types, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
         yield _with(setup, "optimizer", "moments of Adam in 16 bits (rounds differently)", state_types=moments)
