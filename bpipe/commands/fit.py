@@ -97,7 +97,7 @@ def _planned(setup: Setup, planned: Callable[[Setup], Setup]) -> tuple[Setup, st
 def _tell(now: Candidate, ways: Sequence[Candidate], launch: Reading) -> None:
     fits = "fits" if now.fits else "does not fit"
     peak, seconds = f"{gib_text(now.peak_bytes)} of {gib_text(now.limit_bytes)} GiB", f"{now.iteration_s:.3f} s"
-    measured = range_words(now.setup, now.iteration_s)
+    measured = range_words(now.setup.error_bars, now.iteration_s)
     tell(f"{describe(now.setup)}: {peak}, {fits}; {seconds}{measured and f' ({measured})'}")
     if not ways:
         tell("nothing that was tried helps")

@@ -59,7 +59,7 @@ def _figures(prediction: SetupPrediction, fullest: RankMemory) -> list[list[str]
     """Return the four at the head of the page."""
     setup, timing = prediction.setup, prediction.timing
     longest = max(range(setup.pipeline), key=timing.exposed_s.__getitem__)
-    measured = range_words(setup, timing.iteration_s)
+    measured = range_words(setup.error_bars, timing.iteration_s)
     moved = f"rank {longest}" if any(prediction.transfers) else "nothing is evicted"
     return [
         ["peak", f"{gib_text(fullest.peak_bytes)} GiB", f"rank {fullest.rank}, of {gib_text(fullest.limit_bytes)}"],

@@ -16,7 +16,6 @@ from bpipe.config.launch.row_flags import chosen_flags, difference
 from bpipe.plan.candidates import CLEARLY, Candidate, is_level
 from bpipe.plan.refusals import Others, guarded, runs_ours
 from bpipe.plan.space import Space
-from bpipe.predict.error_bars import error_bars
 from bpipe.predict.layout import Setup
 
 # Of rows this near to each other the one that asks less of the trainer is the better advice.
@@ -124,7 +123,7 @@ def _apart(row: Candidate, other: Candidate) -> str:
 
 def accuracy(row: Candidate) -> str:
     """Return in a sentence how far predictions may be off."""
-    cluster, bars = row.setup.cluster, error_bars(row.setup)
+    cluster, bars = row.setup.cluster, row.setup.error_bars
     if bars is None:
         return f"Never calibrated: no measured run on {cluster.device.name} is known, so times may be far off."
     differed = f"differed from their prediction by {bars.low:+d} to {bars.high:+d} % (plus is slower)"

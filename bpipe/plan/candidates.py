@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bpipe.plan.predict import SetupPrediction
 from bpipe.predict.cluster import gib_text
-from bpipe.predict.error_bars import error_bars, range_words
+from bpipe.predict.error_bars import range_words
 from bpipe.predict.layout import Setup
 from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
 from bpipe.schedule.layout import EVEN
@@ -55,7 +55,7 @@ class Candidate:
     @property
     def range_s(self) -> list[float] | None:
         """Seconds between which a run is likely to take; None if no run of its kind is known."""
-        bars = error_bars(self.setup)
+        bars = self.setup.error_bars
         return None if bars is None else list(bars.range_s(self.iteration_s))
 
     @property
@@ -99,7 +99,7 @@ COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "": lambda row, base: row.name,
     "what": lambda row, base: row.name,
     "iteration s": lambda row, base: f"{row.iteration_s:.3f}",
-    "range s": lambda row, base: range_words(row.setup, row.iteration_s),
+    "range s": lambda row, base: range_words(row.setup.error_bars, row.iteration_s),
     "speed-up": lambda row, base: "" if row is base else f"{base.iteration_s / row.iteration_s:.2f}x",
     "ratio": lambda row, base: f"{row.iteration_s / base.iteration_s:.2f}",
     "MFU %": lambda row, base: f"{100 * row.prediction.mfu:.2f}",

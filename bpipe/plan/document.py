@@ -77,8 +77,10 @@ def _if(holds: bool, **values: Any) -> dict[str, Any]:
 def document(prediction: SetupPrediction) -> dict[str, Any]:
     """Return one prediction as JSON values. `stages` has one entry for each pipeline rank."""
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
+    bars = setup.error_bars
     return {
         "iteration_time_s": timing.iteration_s,
+        "range_s": None if bars is None else list(bars.range_s(timing.iteration_s)),
         "simulated_microbatches": timing.simulated,
         "mfu_percent": 100 * prediction.mfu,
         "mfu_formula": prediction.formula,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from bpipe.predict.cluster import Cluster
-    from bpipe.predict.layout import Setup
 
 # Of so many runs and more the range leaves out 5 % of them at each end; of fewer it holds all.
 MANY_RUNS = 20
@@ -57,17 +56,15 @@ def _kind(device: str, has_experts: bool) -> ErrorBars | None:
     return EXPERTS if dense is not None and has_experts else dense
 
 
-def kind_factor(device: str, has_experts: bool) -> float:
-    """Return what the formulas' seconds are multiplied by for such models on such a device."""
-    kind = _kind(device, has_experts)
-    return 1.0 if kind is None else kind.time_factor
+def time_factor(cluster: Cluster, has_experts: bool) -> float:
+    """Return what the formulas' seconds are multiplied by for such models on a cluster."""
+    kind = _kind(cluster.device.name, has_experts)
+    return cluster.factor if kind is None else cluster.factor * kind.time_factor
 
 
-def error_bars(setup: Setup) -> ErrorBars | None:
-    """Return the error bars of a setup: of calibrated clusters those of calibrated runs."""
-    if setup.cluster.factor != 1:
-        return CALIBRATED
-    return _kind(setup.cluster.device.name, setup.model.experts is not None)
+def error_bars(cluster: Cluster, has_experts: bool) -> ErrorBars | None:
+    """Return the error bars of such models on a cluster: of calibrated clusters those of calibrated runs."""
+    return CALIBRATED if cluster.factor != 1 else _kind(cluster.device.name, has_experts)
 
 
 def is_never_calibrated(cluster: Cluster) -> bool:
@@ -75,9 +72,8 @@ def is_never_calibrated(cluster: Cluster) -> bool:
     return cluster.factor == 1 and cluster.device.name not in _DENSE
 
 
-def range_words(setup: Setup, predicted_s: float) -> str:
+def range_words(bars: ErrorBars | None, predicted_s: float) -> str:
     """Return the range in seconds without brackets, its longest to three digits; nothing where none is known."""
-    bars = error_bars(setup)
     if bars is None:
         return ""
     least_s, most_s = bars.range_s(predicted_s)

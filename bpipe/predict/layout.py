@@ -17,7 +17,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, ScheduleSpec, sized
 from bpipe.predict.choices import CHOICES, CP_COMM_TYPES, KEPT_HALVES
 from bpipe.predict.cluster import Cluster
-from bpipe.predict.error_bars import kind_factor
+from bpipe.predict.error_bars import ErrorBars, error_bars, time_factor
 from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_counts import without_layers
 from bpipe.predict.layer_variants import LayerKind, Routing
@@ -275,7 +275,12 @@ class Setup(ScheduleSpec):
     def time_factor(self) -> float:
         """What the formulas' seconds are multiplied by: for its kind of runs, and for this cluster if it is
         calibrated."""
-        return self.cluster.factor * kind_factor(self.cluster.device.name, self.model.experts is not None)
+        return time_factor(self.cluster, self.model.experts is not None)
+
+    @property
+    def error_bars(self) -> ErrorBars | None:
+        """How far runs of its kind lay from their predictions; None if no run of its kind is known."""
+        return error_bars(self.cluster, self.model.experts is not None)
 
     @property
     def data(self) -> int:

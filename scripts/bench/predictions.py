@@ -32,7 +32,7 @@ from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.costs import predict_costs
-from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, MANY_RUNS, ErrorBars, error_bars
+from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, MANY_RUNS, ErrorBars
 from bpipe.predict.flops import mfu, training_flops
 from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_counts import split_layers
@@ -662,7 +662,7 @@ def measured_bars() -> list[ErrorBars]:
     """Return how much longer than predicted runs took, by kind of run, as `bpipe plan` prints it."""
     ratios: dict[ErrorBars, list[float]] = {kind: [] for kind in (AMPERE, HOPPER, BLACKWELL, EXPERTS)}
     for row in (*published(), *before_bloom(), *in_fp8(), *with_experts()):
-        kind = error_bars(row.configuration)
+        kind = row.configuration.error_bars
         if row.quantity != PEAK_GB and kind is not None:
             ratios[kind].append(1 / row.seconds_ratio)
     ratios[CALIBRATED] = [

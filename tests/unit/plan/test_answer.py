@@ -11,7 +11,7 @@ from bpipe.plan.candidates import CLEARLY, Candidate
 from bpipe.plan.explain import calibration_lines
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, error_bars, is_never_calibrated
+from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, is_never_calibrated
 from bpipe.predict.layer_variants import Experts
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
@@ -71,14 +71,14 @@ def test_error_bars_follow_the_kind_of_a_setup() -> None:
     }
     experts = replace(SETUP, model=replace(PRESETS["llama3-8b"], num_layers=40, experts=Experts(8, 2, 14336)))
     calibrated = replace(SETUP, cluster=replace(SETUP.cluster, factor=1.1))
-    assert [error_bars(one) for one in (SETUP, on["h100-80g"], on["b200-180g"], experts, calibrated)] == [
+    assert [one.error_bars for one in (SETUP, on["h100-80g"], on["b200-180g"], experts, calibrated)] == [
         AMPERE,
         HOPPER,
         BLACKWELL,
         EXPERTS,
         CALIBRATED,
     ]
-    assert error_bars(on["mi300x-192g"]) is None
+    assert on["mi300x-192g"].error_bars is None
     choices = [Candidate(predict(on["mi300x-192g"]), STOCK)]
     assert "no measured run on" in accuracy(choices[0])
     never = {name: is_never_calibrated(one.cluster) for name, one in on.items()}
