@@ -1,8 +1,4 @@
-"""Make room in a pipelined loop's configuration for an engine beside it, for as long as the loop runs.
-
-In: the model's configuration, which Megatron's loop reads. Out: the same, with what it was in place again afterwards;
-and seconds for Megatron's timers. Knows no engine and no schedule.
-"""
+"""Change the configuration that Megatron's loop reads while the loop runs, and time what the engine does meanwhile."""
 
 from __future__ import annotations
 
@@ -26,9 +22,9 @@ from megatron.scheduling.options.arguments import TIMERS_LEVEL
 def no_barrier(config: Any) -> Iterator[None]:
     """Leave out the barrier with which Megatron's loop begins at --timing-log-level 1.
 
-    In a program's first iteration an acceptor waits before it for its partner to say how large its activations are, and
-    the partner, behind the barrier, would never compute them. All ranks change over at once, so all leave the barrier
-    out.
+    In a program's first iteration an acceptor waits before the barrier until its partner says how large its activations
+    are, and the partner would compute them only after the barrier. All ranks change programs at once, so all leave the
+    barrier out.
     """
     kept, config.barrier_with_L1_time = config.barrier_with_L1_time, False
     try:
@@ -41,8 +37,8 @@ def no_barrier(config: Any) -> Iterator[None]:
 def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> Iterator[None]:
     """Call `communicated` when the loop has sent its last message to a neighbour and is about to finalise gradients.
 
-    Not later: finalising adds up the embedding gradients of the first and the last stage, so one of a pair would wait
-    there for the other, and that one for its activations. A loop without such a function does none of this, and
+    Later is too late: finalising sums the embedding gradients of the first and the last stage, so one of a pair would
+    wait there for the other, which waits for its activations. A loop that does not finalise has no such sum, and
     `Engine.end` is early enough.
     """
     finalize = config.finalize_model_grads_func
@@ -51,11 +47,11 @@ def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> Ite
         return
 
     @functools.wraps(finalize)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         communicated()
         return finalize(*args, **kwargs)
 
-    config.finalize_model_grads_func = told
+    config.finalize_model_grads_func = run
     try:
         yield
     finally:
@@ -63,13 +59,13 @@ def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> Ite
 
 
 def streams_of_layers(config: Any) -> Sequence[Any]:
-    """Return the streams beside compute's on which layers of this configuration save and read activations; none before
-    the first is made."""
-    asked, streams = Settings(config), []
-    if asked.moe_shared_expert_overlap:
+    """Return the streams, other than the computation's, on which layers of this configuration save and read
+    activations; a stream that has not been made yet is missing."""
+    settings, streams = Settings(config), []
+    if settings.moe_shared_expert_overlap:
         experts = sys.modules.get("megatron.core.transformer.moe.shared_experts")
         streams.append(None if experts is None else experts.SharedExpertMLP.stream)
-    if asked.overlap_moe_expert_parallel_comm:
+    if settings.overlap_moe_expert_parallel_comm:
         streams.append(get_comm_stream())
     return [stream for stream in streams if stream is not None]
 
@@ -77,8 +73,8 @@ def streams_of_layers(config: Any) -> Sequence[Any]:
 class OwnTime:
     """Seconds of this rank's main thread, by name.
 
-    Megatron's own timers cannot run around a transfer: starting and stopping one waits for the whole device, and so for
-    the transfer.
+    Megatron's own timers cannot run around a transfer: starting and stopping one waits for the whole device, and thus
+    for the transfer.
     """
 
     def __init__(self) -> None:
@@ -94,14 +90,13 @@ class OwnTime:
             self._spent_s[name] += time.perf_counter() - begin_s
 
     def tell(self, timers: Any) -> None:
-        """Add what was spent since the last time to Megatron's timers of these names.
+        """Add the seconds since the last call to Megatron's timers of these names.
 
-        Below their level it hands out ones that keep nothing.
+        Below their level Megatron returns timers that keep nothing.
         """
         for name in TIMERS:
-            spent_s = self._spent_s.pop(name, None)
-            if spent_s is None:
-                continue
-            timer = timers(name, log_level=TIMERS_LEVEL)
-            if not isinstance(timer, DummyTimer):
-                timer.set_elapsed(timer.elapsed(reset=False) + spent_s)
+            if name in self._spent_s:
+                spent_s = self._spent_s.pop(name)
+                timer = timers(name, log_level=TIMERS_LEVEL)
+                if not isinstance(timer, DummyTimer):
+                    timer.set_elapsed(timer.elapsed(reset=False) + spent_s)

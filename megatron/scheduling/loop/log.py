@@ -1,8 +1,4 @@
-"""Tell the training log what balancing does, each thing once.
-
-In: a schedule, and what an engine measured. Out: lines on standard output, from rank 0 or from the rank that knows.
-Decides nothing.
-"""
+"""Lines for the training log about what balancing does, each printed once, by rank 0 or by the rank that knows."""
 
 from __future__ import annotations
 
@@ -15,15 +11,17 @@ from megatron.core import parallel_state
 
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
+from bpipe.runtime.measurements import DifferingSums
 from bpipe.schedule.host_buffers import residencies_by_host
-from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import MeasuredLink
 from bpipe.transport.table import sufficiency
 
+# The log reports this many iterations whose micro-batches found too little room; the report has all.
+MOST_TOLD = 5
+
 
 class FirstIterations:
-    """Lines about what only a first iteration shows of what leaves, and only a second one of whether the link keeps
-    up."""
+    """Lines about what moves, after the first iteration, and about whether the link keeps up, after the second."""
 
     def __init__(self, minimum_bytes: int) -> None:
         self._minimum_bytes = minimum_bytes
@@ -33,21 +31,27 @@ class FirstIterations:
         self._last_engine: Engine | None = None
 
     def ended(self, engine: Engine, rank: int, links: Mapping[int, MeasuredLink]) -> None:
-        """Note that an iteration's loop is over; `links` are this rank's, by the other's place."""
+        """Note that an iteration's loop is over; `links` are this rank's, by the position of the other."""
         now_s = time.perf_counter()
         if not self._told and pipeline_begins_with_rank_0():
             for stage in (stage for stage, nbytes in engine.moved_bytes.items() if not nbytes):
-                say(nothing_moves(stage, self._minimum_bytes), everywhere=True)
+                line = (
+                    f"stage {stage} moves nothing: no storage that a forward saves is both at least "
+                    f"{self._minimum_bytes} bytes (--bpipe-min-bytes) and its micro-batch's alone; training as usual"
+                )
+                say(line, everywhere=True)
             for share in (share for share in engine.shares.values() if share.moved_bytes):
                 say(share.sentence, everywhere=True)
         self._told = True
         moved = sum(engine.moved_bytes.values())
         if self._last_s is not None and moved and engine is self._last_engine and not self._judged:
-            # Two iterations of one program lie behind: the time between their ends is that of an iteration.
+            # Two iterations of one program are over: the time between their ends is that of an iteration.
             self._judged = True
             schedule = engine.schedule
-            window_s = microbatch_s(schedule, rank, now_s - self._last_s)
-            # Of several the slowest.
+            slots = schedule.ranks[rank]
+            # Of one micro-batch, if every slot takes equally long.
+            busy = sum(slot.compute is not None for slot in slots) / len(slots)
+            window_s = (now_s - self._last_s) * busy / schedule.num_microbatches
             speeds = {
                 host.rank: links[host.rank].bytes_per_s[links[host.rank].transport]
                 for host in residencies_by_host(schedule, rank)
@@ -58,22 +62,34 @@ class FirstIterations:
         self._last_s, self._last_engine = now_s, engine
 
 
-def microbatch_s(schedule: Schedule, rank: int, iteration_s: float) -> float:
-    """Return seconds of one micro-batch on a rank, where every slot takes equally long."""
-    slots = schedule.ranks[rank]
-    return iteration_s * sum(slot.compute is not None for slot in slots) / len(slots) / schedule.num_microbatches
+class Differing:
+    """Sums over all iterations of one rank whose micro-batches differ in size, and lines about the first of them."""
 
+    def __init__(self) -> None:
+        self.sums = DifferingSums()
+        self._num_told = 0
 
-def nothing_moves(stage: int, minimum_bytes: int) -> str:
-    """Return a line for a stage whose activations were to leave, and are too small for it, or not its own."""
-    return (
-        f"stage {stage} moves nothing: no storage that a forward saves is both at least {minimum_bytes} bytes "
-        "(--bpipe-min-bytes) and its micro-batch's alone; training as usual"
-    )
+    def ended(self, engine: Engine, rank: int) -> None:
+        """Note that an iteration's loop is over."""
+        sizing = engine.sizing
+        if sizing is None or not sizing.differing:
+            return
+        stayed = sizing.stayed
+        self.sums.add(engine)
+        if stayed.microbatches and self._num_told < MOST_TOLD and pipeline_begins_with_rank_0():
+            self._num_told += 1
+            last = "; the report lists further ones" if self._num_told == MOST_TOLD else ""
+            say(
+                f"stage {rank}: {stayed.microbatches} micro-batches ({stayed.nbytes / 1e6:.4g} MB in all) were too "
+                "large for their host buffers and stayed here; the next iteration has room for them. The bound was "
+                f"exceeded by at most {stayed.passed_microbatches} "
+                f"micro-batch{'es' * (stayed.passed_microbatches != 1)} ({stayed.passed_bytes / 1e6:.4g} MB){last}",
+                everywhere=True,
+            )
 
 
 def verified(certificate: Certificate, engine: Engine, rank: int) -> Iterator[str]:
-    """Return a line on what was checked of a rank whose activations leave, how much of what it saved moves, and what
+    """Return a line on what was checked of a rank whose activations leave: how much of what it saved moves, and what
     stays, by the kind of node that saved it."""
     if not certificate.microbatches:
         return
@@ -90,11 +106,11 @@ def verified(certificate: Certificate, engine: Engine, rank: int) -> Iterator[st
 
 
 def pipeline_begins_with_rank_0() -> bool:
-    """Return whether this rank belongs to the pipeline that speaks for all."""
+    """Whether this rank belongs to the pipeline that speaks for all."""
     return 0 in dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
 
 def say(line: str, everywhere: bool = False) -> None:
-    """Print one line in the training log, from rank 0 or from the rank that calls."""
+    """Print one line in the training log, from rank 0 or from every rank that calls."""
     if everywhere or dist.get_rank() == 0:
         print(f"bpipe: {line}", flush=True)

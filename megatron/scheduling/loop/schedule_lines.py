@@ -1,6 +1,4 @@
-"""Say of a schedule, for the training log, what it moves or why it moves nothing, and what was chosen.
-
-In: a schedule. Out: lines.
+"""Lines for the training log about a schedule: what it moves, or why it moves nothing, and what was chosen.
 
 In the log a rank of the schedule is called a stage, by its position. Imports no torch and no Megatron.
 """
@@ -23,7 +21,7 @@ from bpipe.schedule.schedule import Schedule
 
 
 def describe(schedule: Schedule) -> str:
-    """Return one log line: what balancing does, or why it does nothing."""
+    """Return one line: what balancing does, or why it does nothing."""
     p, m = schedule.num_ranks, schedule.num_microbatches
     if not moves_anything(schedule):
         return (
@@ -31,20 +29,16 @@ def describe(schedule: Schedule) -> str:
             f"training as usual"
         )
     pairs = ", ".join(
-        f"{s} -> {_place(host)} ({len(stays)} of {m}, {_buffers(schedule, host, s)})"
+        f"{s} -> {host.rank if host.on_device else 'its own memory'} "
+        f"({len(stays)} of {m}, {_num_buffers(schedule, host, s)} host buffers)"
         for s in range(p)
         for host, stays in residencies_by_host(schedule, s).items()
     )
     return f"{schedule.name}, {p} stages, {m} micro-batches: {_held(schedule)}; evicting {pairs}"
 
 
-def _place(host: Host) -> str:
-    return str(host.rank) if host.on_device else "its own memory"
-
-
-def _buffers(schedule: Schedule, host: Host, rank: int) -> str:
-    count = num_buffers_for(schedule, host.rank)[rank] if host.on_device else num_host_memory_buffers(schedule, rank)
-    return f"{count} host buffers"
+def _num_buffers(schedule: Schedule, host: Host, rank: int) -> int:
+    return num_buffers_for(schedule, host.rank)[rank] if host.on_device else num_host_memory_buffers(schedule, rank)
 
 
 def why_nothing_moves(schedule: Schedule) -> str:
@@ -55,18 +49,17 @@ def why_nothing_moves(schedule: Schedule) -> str:
     fullest = f"{plain(max(peaks))} micro-batches{' of a chunk' * (schedule.num_chunks > 1)}"
     if min(peaks) == max(peaks):
         return f"every stage holds {fullest}, so there is nothing to share"
-    # A bound may have been given that is above what pairs can keep.
+    # A bound may have been given that is higher than what pairs can keep.
     if max(balance(without_transfers(schedule)).bounds or ()) < max(peaks):
         return "no stage holds more than its bound"
     return f"pairing stages cannot get all of them below the {fullest} that the fullest stage holds alone"
 
 
 def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
-    """Return log lines about an order that was chosen for a bound, or that is in its usual groups where none were asked
-    for.
+    """Return lines about an order that was chosen for a bound, or about the default groups.
 
-    Peaks and bounds are in micro-batches of a chunk. The bubble is of computations that last as the choice assumed;
-    shards have no costs there, so none is given.
+    Peaks and bounds are in micro-batches of a chunk. The bubble is that of the costs that the choice assumed; shards have
+    none, so no bubble is given.
     """
     family = None if program.written is not None else FAMILIES[program.schedule]
     if family is None or family.within is None or program.group_size is not None:
@@ -80,15 +73,12 @@ def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
         ]
     assert program.limit is not None
     groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(choice.groups))
-    bubble = (
-        ""
-        if schedule.layout.shard_kinds
-        else f", bubble {float(iteration_time(schedule, program.costs).bubble_percent):.1f} %"
-    )
+    bubble = ""
+    if not schedule.layout.shard_kinds:
+        bubble = f", bubble {float(iteration_time(schedule, program.costs).bubble_percent):.1f} %"
     return [
         f"{schedule.name}, chosen for a bound of {program.limit.bound} micro-batches of a chunk{_at(program.costs)}: "
-        f"groups: {groups}; "
-        f"{choice.rule}; {_held(schedule)}{bubble}"
+        f"groups: {groups}; {choice.rule}; {_held(schedule)}{bubble}"
     ]
 
 
@@ -104,9 +94,7 @@ def _number(cost: int | Fraction) -> str:
 
 
 def _held(schedule: Schedule) -> str:
-    """Return the most that any rank holds: one that hosts at one time and is full at another has room for both all
-    the time."""
+    """Return the most that any rank holds. Host buffers stay, even if the rank is full at another time."""
     held, occupied = max(peak_counts(schedule)), max(allocated_counts(schedule))
-    return f"at most {plain(held)} held" + (
-        f" ({plain(occupied)} with host buffers, which stay)" if occupied > held else ""
-    )
+    buffers = f" ({plain(occupied)} with host buffers, which stay)" if occupied > held else ""
+    return f"at most {plain(held)} held{buffers}"
