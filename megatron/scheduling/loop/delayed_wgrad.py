@@ -1,17 +1,11 @@
-"""Let Transformer Engine's layers put their weights' half off themselves: they can, and are asked for it when they are
-built.
+"""Make Transformer Engine's layers defer their weights' half themselves, which they do if they are built for it.
 
-In: Megatron's validated arguments before the model is built; later the model. Out: what to replace, and the modules
-that keep a W. Knows no schedule. Written from the documented interface (`delay_wgrad_compute`, `backward_dw`); never
-run with Transformer Engine itself, which needs a GPU.
-
-Such a module keeps what it puts off first come first served, one entry a pass: so the W of a chunk must come in the
-order of its I.
+Written from the documented interface (`delay_wgrad_compute`, `backward_dw`); never run with Transformer Engine itself,
+which needs a GPU. Such a module is a queue with one entry per pass, so the W of a chunk must come in the order of its I.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -22,17 +16,19 @@ from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import Delaying
 from megatron.scheduling.start.refusals import end_where
 
-# From these versions on: any delay, one whose gradients are not added up inside the product, one beside an overlapped
-# reduction.
+# Versions from which on gradients can be deferred: at all, without being added up inside the product, and together with
+# an overlapped reduction.
 _ANY, _NOT_FUSED, _OVERLAPPED = "2.3.0", "2.7.0", "2.8.0"
 
 
 def ask(args: Any) -> dict[patches.Patch, patches.Wrap]:
-    """Let this run's model delay, if its layers are Transformer Engine's; returns what to replace while it is built.
+    """Let the layers of this run's model defer, if they are Transformer Engine's, and raise ValueError if they cannot.
 
-    Raises ValueError where they cannot. Megatron's own flag asks for another schedule too, so it is set behind
-    Megatron's back: for the reduction of gradients in the arguments, for layers in their configuration, which is held
-    back from the flag while it judges itself.
+    Megatron's own flag asks for another schedule too. So it is set only in the arguments, for the reduction of gradients,
+    and in the configuration of layers, from which it is hidden while the configuration checks itself.
+
+    Returns:
+        Patches that must be in place while the model is built.
     """
     if args.transformer_impl != "transformer_engine":
         return {}
@@ -55,26 +51,20 @@ def ask(args: Any) -> dict[patches.Patch, patches.Wrap]:
         )
     end_where(problems)
     args.delay_wgrad_compute = True
-    return {patches.CONFIGURED: _without_judging_the_delay}
+    return {patches.CONFIGURED: patches.replaced_by(_check_without_delay)}
 
 
-def _without_judging_the_delay(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(post_init)
-    def run(self: Any) -> None:
-        wanted, self.delay_wgrad_compute = self.delay_wgrad_compute, False
-        post_init(self)
-        self.delay_wgrad_compute = wanted
-
-    return run
+def _check_without_delay(post_init: Callable[[Any], None], config: Any) -> None:
+    wanted, config.delay_wgrad_compute = config.delay_wgrad_compute, False
+    post_init(config)
+    config.delay_wgrad_compute = wanted
 
 
 def delaying(modules: Iterable[torch.nn.Module]) -> tuple[Delaying, ...]:
-    """Return the modules of a chunk that may keep a W: all of Transformer Engine's that know how."""
+    """Return the modules of a chunk that may keep a W: not Megatron's own, which pass the call on or do nothing."""
     return tuple(
-        cast(Delaying, module) for module in modules if hasattr(module, "backward_dw") and _is_engines(type(module))
+        cast(Delaying, module)
+        for module in modules
+        if hasattr(module, "backward_dw")
+        and any(base.__module__.split(".")[0] == "transformer_engine" for base in type(module).__mro__)
     )
-
-
-def _is_engines(kind: type) -> bool:
-    """Not Megatron's own modules, which pass the call on to those, or do nothing."""
-    return any(one.__module__.split(".")[0] == "transformer_engine" for one in kind.__mro__)
