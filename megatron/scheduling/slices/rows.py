@@ -1,10 +1,7 @@
-"""Give a script the whole row for every slice, and make one report of its slices' reports.
+"""Give a script the whole row for every slice, and join the reports of its slices.
 
-In: Megatron's iterators and loss functions.
-
-Out: the same, so that a forward step of any script runs once a slice and nothing is counted twice. Tensor-parallel
-ranks make room for a whole sequence before they are told of one, so what is cut is cut behind the script, in front of
-the model (`stages`).
+So the forward step of any script runs once per slice, and nothing is counted twice. Tensor-parallel ranks allocate a whole
+sequence before they receive one, so rows are cut after the script, before the model (`stages`).
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ from megatron.scheduling.slices.cuts import Cutting, SequenceSlice
 
 
 class RepeatedRows:
-    """Rows of a data iterator, given for the first slice of a micro-batch and again for each of the others."""
+    """A data iterator whose rows are repeated for each slice of a micro-batch."""
 
     def __init__(self, iterator: Iterator[Any], cutting: Cutting) -> None:
         self._iterator, self._cutting = iterator, cutting
-        self._given: list[Any] = []
+        self._rows: list[Any] = []
         self._now: SequenceSlice | None = None
         self._place = 0
 
@@ -31,16 +28,16 @@ class RepeatedRows:
 
     def __next__(self) -> Any:
         now = self._cutting.now
-        assert now is not None, "data is asked for outside of a slice"
+        assert now is not None, "data is requested outside of a slice"
         if now != self._now:
             self._now, self._place = now, 0
             if now.number == 0:
-                self._given = []
+                self._rows = []
         if now.number == 0:
-            self._given.append(next(self._iterator))
-        row = self._given[self._place]
+            self._rows.append(next(self._iterator))
+        row = self._rows[self._place]
         self._place += 1
-        # Scripts change what they were given.
+        # Scripts change their rows.
         return dict(row) if isinstance(row, dict) else row
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +51,7 @@ class Reports:
         self._reports: list[Any] = []
 
     def add(self, report: Any, is_last: bool) -> list[Any]:
-        """Return the micro-batch's report with that of its last slice, nothing before."""
+        """Add a slice's report. Return the micro-batch's report after its last slice, and nothing before."""
         self._reports.append(report)
         if not is_last:
             return []
@@ -69,11 +66,11 @@ def _joined(reports: list[Any]) -> Any:
     if isinstance(reports[0], Mapping):
         return {name: _joined([report[name] for report in reports]) for name in reports[0]}
     if isinstance(reports[0], tuple):
-        # A sum over tokens and their number, as older scripts have it.
+        # A sum over tokens and their number, as in older scripts.
         return tuple(
             _joined(list(parts)) if place == 0 else parts[0] for place, parts in enumerate(zip(*reports, strict=True))
         )
     if isinstance(reports[0], torch.Tensor) and reports[0].numel() == 2:
-        # A sum over the slice's tokens, and the number of the whole micro-batch's.
+        # A sum over the slice's tokens, and the number of tokens of the whole micro-batch.
         return torch.stack([torch.stack([report[0] for report in reports]).sum(), reports[0][1]])
     return sum(reports[1:], reports[0])
