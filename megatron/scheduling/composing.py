@@ -1,8 +1,6 @@
-"""Put together what a configuration asks for: the driver, whose loop runs, and who else replaces functions of Megatron.
+"""Put together what a configuration asks for: the driver, the loop, and all patches.
 
-In: a configuration, and Megatron's arguments where there are any. Out: a `Composition`, which installs all of it and
-takes it out again. The only place that knows which parts there are: the launcher and `install` differ in what they were
-told, and in nothing else.
+The launcher and `install` differ only in Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -12,30 +10,37 @@ from pathlib import Path
 from typing import Any
 
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.hooks.loops import Hooks
 from megatron.scheduling.loop.delayed_wgrad import ask
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
-from megatron.scheduling.memory.replanning import Learner
-from megatron.scheduling.memory.watermark import Watermark
+from megatron.scheduling.loop.megatron_loops import Hooks
+from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import wraps_of
 from megatron.scheduling.record.run_report import Monitor, Reporter
+from megatron.scheduling.replanning import Learner
 
 
 @dataclass(frozen=True)
 class Composition:
-    """Parts of one training that belong together. `reporter` is None where nothing is to be written."""
+    """The parts of one training."""
 
     driver: Driver
+    """Runs iterations."""
+
     loop: Loop | Hooks
+    """Our own loop, or the hooks in Megatron's."""
+
     reporter: Reporter | None
+    """Writes the report, if there is one."""
+
     wraps: dict[patches.Patch, patches.Wrap]
+    """All patches."""
 
     def install(self) -> patches.Installed:
-        """Replace Megatron's functions.
+        """Replace Megatron's functions; removing the patches ends the loop and the driver, too, which is collective.
 
-        Taking them out ends the loop and the driver, too, which is collective. Raises Unfit for another Megatron.
+        Raises Unfit for another Megatron.
         """
         installed = patches.install(self.wraps)
         installed.closing(self.driver.close)
@@ -46,13 +51,13 @@ class Composition:
 def compose(config: SchedulingConfig, args: Any = None) -> Composition:
     """Compose all that the configuration asks for.
 
-    Without Megatron's arguments, layers are not asked to put weights' gradients off.
+    Without Megatron's arguments, Transformer Engine's layers do not defer weights' gradients.
     """
     watermark = None if config.report is None else Watermark(Path(config.report), config)
     driver = Driver(config, watermark)
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
     placed = wraps_of(config.positions)
-    # Of the functions that it calls the loop only checks the signature.
+    # The loop has these too, but only to check their signatures.
     called = {patch: placed[patch] for patch in patches.LEAVES if patch in placed}
     wraps = placed | loop.wraps() | called
     if args is not None and patches.LINEAR in wraps:
