@@ -1,8 +1,7 @@
-"""Route tokens on a device whose scores have no values: loads are even, as the formulas of `bpipe.predict` take them.
+"""Route tokens evenly on a device whose scores have no values, as the formulas of `bpipe.predict` assume.
 
-In: Megatron's dispatchers, imported. Out: the same dispatchers, with every expert given its share of the tokens. How
-many tokens go where is the only thing that a dispatcher asks of the scores' values: these numbers are real, and on the
-host. All else it computes itself, with sizes that follow from them. Knows no model.
+A dispatcher needs scores only for how many tokens go where. These numbers are real, on the host, and equal for all experts;
+the dispatcher computes everything else itself.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Megatron's dispatchers import this by name, to tell each other how many tokens they send.
+# Megatron's dispatchers import this by name, to exchange how many tokens they send.
 _GATHER = "gather_from_sequence_parallel_region"
 
 
 def even_loads(config: Any, tokens: int, experts: int) -> torch.Tensor:
-    """Return how many of so many tokens go to each of the first `experts`; what does not divide is spread."""
-    sent, every = tokens * int(config.moe_router_topk), int(config.num_moe_experts)
-    loads = (torch.arange(experts + 1) * sent // every).diff()
+    """Return how many of `tokens` go to each of the first `experts`; a remainder is spread."""
+    num_sent, num_experts = tokens * int(config.moe_router_topk), int(config.num_moe_experts)
+    loads = (torch.arange(experts + 1) * num_sent // num_experts).diff()
     capacity = config.moe_expert_capacity_factor
-    return loads if capacity is None else loads.clamp(max=math.ceil(sent / every * capacity))
+    return loads if capacity is None else loads.clamp(max=math.ceil(num_sent / num_experts * capacity))
 
 
 class _EvenLoads(TorchFunctionMode):
-    """Answers what is asked of a map of tokens and experts (one row per token): its sums, and what it selects."""
+    """Computes sums of a map of tokens and experts (one row per token), and its selections."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -39,13 +38,13 @@ class _EvenLoads(TorchFunctionMode):
             return even_loads(self._config, *args[0].shape)
         if function is torch.Tensor.masked_select:
             values, mask = args
-            # Both are transposed here: a row an expert.
+            # Both are transposed here: one row per expert.
             return _Selection.apply(values, mask, int(even_loads(self._config, mask.shape[1], mask.shape[0]).sum()))
         return function(*args, **(kwargs or {}))
 
 
 class _Selection(torch.autograd.Function):
-    """The shape of torch's selection by a mask: it saves what it selects from, and the mask."""
+    """Torch's selection by a mask, which saves its input and the mask, without values."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
@@ -58,7 +57,7 @@ class _Selection(torch.autograd.Function):
 
 
 def route_evenly() -> None:
-    """Let dispatchers count even loads. Call once, when Megatron is imported."""
+    """Let dispatchers count even loads. Call once, after Megatron was imported."""
     from megatron.core.transformer.moe import token_dispatcher
 
     plain = getattr(token_dispatcher, _GATHER)
@@ -79,8 +78,8 @@ def _evenly(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _gathered(plain: Callable[..., Any], given: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-    """Numbers on the host are those of every rank: all route alike."""
-    if given.device.type == "cpu":
-        return given.repeat(group.size())
-    return plain(given, *args, group=group, **kwargs)
+def _gathered(plain: Callable[..., Any], numbers: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    """Return a tensor on the host for every rank: all ranks route alike."""
+    if numbers.device.type == "cpu":
+        return numbers.repeat(group.size())
+    return plain(numbers, *args, group=group, **kwargs)
