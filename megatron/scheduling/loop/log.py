@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -62,12 +63,12 @@ class FirstIterations:
         self._last_s, self._last_engine = now_s, engine
 
 
+@dataclass
 class Differing:
     """Sums over all iterations of one rank whose micro-batches differ in size, and lines about the first of them."""
 
-    def __init__(self) -> None:
-        self.sums = DifferingSums()
-        self._num_told = 0
+    sums: DifferingSums = field(default_factory=DifferingSums)
+    _num_told: int = 0
 
     def ended(self, engine: Engine, rank: int) -> None:
         """Note that an iteration's loop is over."""

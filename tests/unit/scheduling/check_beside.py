@@ -32,11 +32,12 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import one_f_one_b
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling.hooks import loop_config, patches
-from megatron.scheduling.hooks.loops import Hooks
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.loop import loop_config
 from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.log import FirstIterations
+from megatron.scheduling.loop.megatron_loops import Hooks
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.record.log import FirstIterations
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL

@@ -41,9 +41,8 @@ from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.layout import EVEN, WORK
 from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices import attention, cuts, key_value_cache, support
-from megatron.scheduling.slices.lengths import attention_share, bounds_of
-from megatron.scheduling.slices.state import Slicing
+from megatron.scheduling.slices import attention, cuts, key_value_cache, state
+from megatron.scheduling.slices.state import Slicing, attention_share, bounds_of
 
 LENGTH, ROWS, VOCABULARY = 96, 2, 128
 # What may be between the losses, and between the worst gradients of any parameter, relative to its largest value.
@@ -522,29 +521,29 @@ class _Alone(torch.nn.Module):
 def layers_that_see_their_own_slice_alone_are_refused() -> None:
     with sliced(even_bounds(LENGTH, 2)):
         model = model_of(USUAL, torch.float32)
-        support.judge([model])
+        state.judge([model])
         model.decoder.layers[1].self_attention.core_attention = _Alone()
         with pytest.raises(
             ValueError,
             match="this model cannot be cut:\n  _Alone sees only the keys of its own slice: use Megatron's",
         ):
-            support.judge([model])
+            state.judge([model])
         model.decoder.layers[1].self_attention = _Alone()
         with pytest.raises(
             ValueError, match="_Alone is not one of Megatron's attention classes and sees only its own slice"
         ):
-            support.judge([model])
+            state.judge([model])
         model = model_of(USUAL, torch.float32)
         model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
         with pytest.raises(
             ValueError, match="SelfAttention has the mask padding, but earlier slices cannot see later ones"
         ):
-            support.judge([model])
+            state.judge([model])
         model.decoder.layers[0].cross_attention = _Alone()
         with pytest.raises(ValueError, match="TransformerLayer attends to another sequence"):
-            support.judge([model])
+            state.judge([model])
     with pytest.raises(ValueError, match="DotProductAttention sees only the keys of its own slice"):
-        support.judge([model_of(USUAL, torch.float32)])
+        state.judge([model_of(USUAL, torch.float32)])
 
 
 def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
