@@ -44,7 +44,8 @@ class Composition:
         """
         installed = patches.install(self.wraps)
         installed.closing(self.driver.close)
-        installed.closing(self.loop.close)
+        if isinstance(self.loop, Loop):
+            installed.closing(self.loop.close)
         return installed
 
 

@@ -92,7 +92,7 @@ def remark(line: str) -> None:
 
 
 # Modules that read a model's configuration; the others read Megatron's arguments.
-OF_CONFIGURATION = "driver executor grad_sync links loop_config megatron_loops routing state transfer_waits".split()
+OF_CONFIGURATION = "driver executor grad_sync links megatron_loops stand_in state transfer_waits".split()
 
 # By module, the attributes of Megatron's arguments or of a model's configuration that it cannot work without.
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -108,7 +108,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
             pipeline_model_parallel_size seq_length tensor_model_parallel_size tensorboard_log_interval
             timing_log_level train_iters
         """,
-        "loop_config": "barrier_with_L1_time finalize_model_grads_func",
         "driver": "timers",
         "schedule_choice": """
             micro_batch_size padded_vocab_size pipeline_model_parallel_size tensor_model_parallel_size
@@ -148,9 +147,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "delayed_wgrad": """
             add_bias_linear delay_wgrad_compute gradient_accumulation_fusion overlap_grad_reduce transformer_impl
         """,
-        "megatron_loops": "microbatch_group_size_per_vp_stage",
+        "megatron_loops": "barrier_with_L1_time finalize_model_grads_func microbatch_group_size_per_vp_stage",
         "links": "pipeline_dtype",
-        "routing": "moe_expert_capacity_factor moe_router_topk num_moe_experts",
+        "stand_in": "moe_expert_capacity_factor moe_router_topk num_moe_experts",
         "tokenizer": "pad_vocab_size tokenizer_type vocab_size",
         "validation": """
             context_parallel_size data_parallel_size decrease_batch_size_if_needed expert_gtp_weight_remat_size

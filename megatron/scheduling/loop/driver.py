@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.utils import get_comm_stream
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
+from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import guarded
 from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
@@ -41,10 +44,18 @@ from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.halves import Halves, Keep
-from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say, verified
-from megatron.scheduling.loop.loop_config import OwnTime, streams_of_layers
+from megatron.scheduling.loop.log import (
+    Differing,
+    FirstIterations,
+    describe,
+    grouped,
+    pipeline_begins_with_rank_0,
+    say,
+    verified,
+)
 from megatron.scheduling.loop.measurements import (
     FirstMeasured,
+    OwnTime,
     Waiting,
     Weighing,
     kept_at_peak,
@@ -52,7 +63,6 @@ from megatron.scheduling.loop.measurements import (
     most_by_place,
     moved_by_place,
 )
-from megatron.scheduling.loop.schedule_lines import describe, grouped
 from megatron.scheduling.loop.transfer_waits import refuse_standstill, without_p2p_sync
 from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -267,7 +277,7 @@ class Driver:
                 timed=self._own_time.of,
                 shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
                 verifier=self._verifier,
-                beside=functools.partial(streams_of_layers, config),
+                beside=functools.partial(_streams_of_layers, config),
                 links={place: one.link.transport for place, one in self._connections.items() if one.link},
             )
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
@@ -439,3 +449,15 @@ class Driver:
         else:
             moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
         return rule_by_slice(engine.schedule, saved, moved, meter.after_each_bytes, meter.shard_bytes)
+
+
+def _streams_of_layers(config: Any) -> Sequence[Any]:
+    """Return the streams, other than the computation's, on which layers of this configuration save and read
+    activations; a stream that has not been made yet is missing."""
+    settings, streams = Settings(config), []
+    if settings.moe_shared_expert_overlap:
+        experts = sys.modules.get("megatron.core.transformer.moe.shared_experts")
+        streams.append(None if experts is None else experts.SharedExpertMLP.stream)
+    if settings.overlap_moe_expert_parallel_comm:
+        streams.append(get_comm_stream())
+    return [stream for stream in streams if stream is not None]

@@ -40,8 +40,7 @@ from megatron.scheduling.loop.delayed_wgrad import delaying
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.grad_sync import Marks, Syncing
 from megatron.scheduling.loop.links import connect_neighbours, connect_shards
-from megatron.scheduling.loop.loop_config import no_barrier
-from megatron.scheduling.loop.megatron_loops import as_list, group_of
+from megatron.scheduling.loop.megatron_loops import as_list, group_of, no_barrier
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import require_built_here
 from megatron.scheduling.placement.embedding_ranks import refuse_group

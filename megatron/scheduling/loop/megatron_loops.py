@@ -29,7 +29,6 @@ from bpipe.schedule.families.family import Family
 from megatron.scheduling.hooks import patches, upstream
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.links import make_communicators
-from megatron.scheduling.loop.loop_config import call_before_finalizing, no_barrier
 
 # Its hooks of autograd hold what they are given, or keep it on the host.
 OFFLOADING = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
@@ -61,14 +60,11 @@ class Hooks:
             patches.COMBINED_STEP: patches.by_name(self._combined),
         }
 
-    def close(self, failed: bool) -> None:
-        """Do nothing: nothing is left once the functions are put back."""
-
     def _run(self, family: Family, loop: Callable[..., Any], **kwargs: Any) -> Any:
         if kwargs.get("forward_only"):
             return loop(**kwargs)
         driver, config = self._driver, get_model_config(as_list(kwargs["model"])[0])
-        for module in ("megatron_loops", "loop_config", "links"):
+        for module in ("megatron_loops", "links"):
             upstream.require(config, module)
         try:
             with (
@@ -144,6 +140,46 @@ class Hooks:
             driver.after(forward, outputs, as_list(arguments["input_tensor"]), _pieces_of(outputs[0]))
         driver.sent(first)
         return result
+
+
+@contextlib.contextmanager
+def no_barrier(config: Any) -> Iterator[None]:
+    """Leave out the barrier with which Megatron's loop begins at --timing-log-level 1.
+
+    In a program's first iteration an acceptor waits before the barrier until its partner says how large its activations
+    are, and the partner would compute them only after the barrier. All ranks change programs at once, so all leave the
+    barrier out.
+    """
+    kept, config.barrier_with_L1_time = config.barrier_with_L1_time, False
+    try:
+        yield
+    finally:
+        config.barrier_with_L1_time = kept
+
+
+@contextlib.contextmanager
+def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> Iterator[None]:
+    """Call `communicated` when the loop has sent its last message to a neighbour and is about to finalise gradients.
+
+    Later is too late: finalising sums the embedding gradients of the first and the last stage, so one of a pair would
+    wait there for the other, which waits for its activations. A loop that does not finalise has no such sum, and
+    `Engine.end` is early enough.
+    """
+    finalize = config.finalize_model_grads_func
+    if finalize is None:
+        yield
+        return
+
+    @functools.wraps(finalize)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        communicated()
+        return finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = run
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = finalize
 
 
 def _pieces_of(output: Any) -> Pieces:

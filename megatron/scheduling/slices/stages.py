@@ -15,8 +15,7 @@ import torch
 from bpipe.runtime.stage import Tensors
 from bpipe.schedule.action import Action
 from megatron.scheduling.loop.chunks import Call, ChunkStages
-from megatron.scheduling.slices.cuts import Cutting, SequenceSlice
-from megatron.scheduling.slices.rows import RepeatedRows, Reports
+from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, Reports, SequenceSlice
 from megatron.scheduling.slices.state import Slicing
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 

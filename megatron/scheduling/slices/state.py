@@ -32,13 +32,8 @@ class Slicing:
         self._judged = False
 
     @property
-    def kept_bytes(self) -> int:
-        """Keys, values and their gradients that this rank keeps now."""
-        return self._kept.nbytes
-
-    @property
     def peak_kept_bytes(self) -> int:
-        """The most of them at once so far."""
+        """The most keys, values and their gradients that this rank has kept at once."""
         return self._kept.peak_bytes
 
     @property

@@ -32,7 +32,7 @@ from bpipe.runtime.graph import hiding
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup
-from megatron.scheduling.trace import routing, stand_in
+from megatron.scheduling.trace import stand_in
 
 # Flags for what a machine without a GPU cannot build.
 _WITHOUT_GPU = ("--transformer-impl", "local")
@@ -156,7 +156,7 @@ def prepare() -> None:
     stand_in.install()
     startup.prepare()
     stand_in.shape_modules()
-    routing.route_evenly()
+    stand_in.route_evenly()
 
 
 def trace(flags: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Megatron's own modules are then built and run at any size; no number is right, but every size is. Kernels that only a GPU has
 are replaced by functions that save tensors of the same shapes: the fused softmax, flash attention, dropout with masks of one
-byte. Must be installed before Megatron is imported.
+byte. Tokens go evenly to all experts, as the formulas of `bpipe.predict` assume: a dispatcher needs scores only for how many
+tokens go where, and these numbers are real and on the host.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import math
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron.scheduling import cpu
 
@@ -28,6 +32,8 @@ ARGUMENTS = tuple(
 )
 # Megatron's fused softmax imports these modules, by the kind of mask.
 _SOFTMAX_KERNELS = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda", "scaled_softmax_cuda")
+# Megatron's dispatchers import this by name, to exchange how many tokens they send.
+_GATHER = "gather_from_sequence_parallel_region"
 # Several of Megatron's modules import this function by name.
 _ROTATE = "apply_rotary_pos_emb"
 # Transformer Engine's layers do not split these projections of latent attention over tensor-parallel ranks.
@@ -182,3 +188,70 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.empty_like(gradients[0]), None
+
+
+def even_loads(config: Any, tokens: int, experts: int) -> torch.Tensor:
+    """Return how many of `tokens` go to each of the first `experts`; a remainder is spread."""
+    num_sent, num_experts = tokens * int(config.moe_router_topk), int(config.num_moe_experts)
+    loads = (torch.arange(experts + 1) * num_sent // num_experts).diff()
+    capacity = config.moe_expert_capacity_factor
+    return loads if capacity is None else loads.clamp(max=math.ceil(num_sent / num_experts * capacity))
+
+
+class _EvenLoads(TorchFunctionMode):
+    """Computes sums of a map of tokens and experts (one row per token), and its selections."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._config = config
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.sum and args[0].dtype is torch.bool and args[0].is_meta:
+            return even_loads(self._config, *args[0].shape)
+        if function is torch.Tensor.masked_select:
+            values, mask = args
+            # Both are transposed here: one row per expert.
+            return _Selection.apply(values, mask, int(even_loads(self._config, mask.shape[1], mask.shape[0]).sum()))
+        return function(*args, **(kwargs or {}))
+
+
+class _Selection(torch.autograd.Function):
+    """Torch's selection by a mask, which saves its input and the mask, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.save_for_backward(values, mask)
+        return values.new_empty(number)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.empty_like(ctx.saved_tensors[0]), None, None
+
+
+def route_evenly() -> None:
+    """Let dispatchers count even loads. Call once, after Megatron was imported."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    plain = getattr(token_dispatcher, _GATHER)
+    setattr(token_dispatcher, _GATHER, functools.partial(_gathered, plain))
+    for owner, name in (
+        (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess"),
+        (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess"),
+    ):
+        setattr(owner, name, _evenly(getattr(owner, name)))
+
+
+def _evenly(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any) -> Any:
+        with _EvenLoads(self.config):
+            return method(self, *args)
+
+    return run
+
+
+def _gathered(plain: Callable[..., Any], numbers: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    """Return a tensor on the host for every rank: all ranks route alike."""
+    if numbers.device.type == "cpu":
+        return numbers.repeat(group.size())
+    return plain(numbers, *args, group=group, **kwargs)

@@ -32,6 +32,33 @@ from megatron.scheduling.loop.chunks import Call
 _DROP = "train without --bpipe-vocabulary-input"
 
 
+def undrawn(config: Any) -> Any:
+    """Return a configuration by which a layer draws no weights: that would change all later random numbers."""
+    config = copy.copy(config)
+    config.perform_initialization = False
+    return config
+
+
+def mark(weight: Any, config: Any) -> None:
+    """Mark a shard's weight as Megatron marks that of the whole layer."""
+    weight.is_embedding_or_output_parameter = True
+    if config.use_mup:
+        weight.is_embedding_parameter = True
+
+
+def reduce(tensor: torch.Tensor, scatters: bool, group: Any) -> torch.Tensor:
+    """Return the sum over tensor-parallel ranks, or this rank's part of the sequence of it."""
+    sum_ = reduce_scatter_to_sequence_parallel_region if scatters else reduce_from_tensor_model_parallel_region
+    return sum_(tensor, group=group)  # type: ignore[no-any-return]
+
+
+def piece(key: str, data: torch.Tensor, shard: int, rows: Rows, replica_id: tuple[int, int, int]) -> ShardedTensor:
+    """Return a shard's entry in a checkpoint: its rows of the whole weight."""
+    return ShardedTensor.from_rank_offsets(
+        key, data, (0, shard, rows.num_shards), replica_id=replica_id, allow_shape_mismatch=True
+    )
+
+
 class GivenEmbeddings(torch.nn.Module):
     """Word embeddings of a first stage that all shards have looked up."""
 
@@ -53,10 +80,8 @@ class GivenEmbeddings(torch.nn.Module):
                 f"{_DROP}"
             )
         if self._scatters:
-            return reduce_scatter_to_sequence_parallel_region(  # type: ignore[no-any-return]
-                given.transpose(0, 1).contiguous(), group=self._tensor_group
-            )
-        return reduce_from_tensor_model_parallel_region(given, group=self._tensor_group)  # type: ignore[no-any-return]
+            given = given.transpose(0, 1).contiguous()
+        return reduce(given, self._scatters, self._tensor_group)
 
 
 class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
@@ -65,14 +90,11 @@ class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
     def __init__(self, model: Any, rows: Rows, number: int) -> None:
         """Make rows without values."""
         self.rows, self.number = rows, number
-        # Drawing numbers here would change all later ones, such as those of dropout.
-        undrawn = copy.copy(model.config)
-        undrawn.perform_initialization = False
         super().__init__(
             num_embeddings=rows.each * rows.tensor,
             embedding_dim=model.config.hidden_size,
             init_method=model.config.init_method,
-            config=undrawn,
+            config=undrawn(model.config),
             tp_group=model.pg_collection.tp,
         )
         self.config = model.config
@@ -111,20 +133,12 @@ class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
         """Return the rows of the whole table, under its key and of its shape."""
         assert metadata is not None, "Megatron says which ranks have replicas"
         key, replica = f"{prefix}weight", metadata["dp_cp_group"].rank()
-        offsets = (0, self.number, self.rows.num_shards)
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, self.weight, offsets, replica_id=(0, 0, replica), allow_shape_mismatch=True
-            )
-        }
+        return {key: piece(key, self.weight, self.number, self.rows, (0, 0, replica))}
 
 
 def place(first: Any, last: Any, shard: EmbeddingShard) -> None:
     """Put a shard into a rank's last chunk, in place of the whole layer, and `GivenEmbeddings` into the first stage."""
-    # As Megatron marks the whole layer's.
-    shard.weight.is_embedding_or_output_parameter = True
-    if last.config.use_mup:
-        shard.weight.is_embedding_parameter = True
+    mark(shard.weight, last.config)
     if first.pre_process:
         given = GivenEmbeddings(first)
         if first is last:

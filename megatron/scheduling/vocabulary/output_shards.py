@@ -7,19 +7,13 @@ rank draws by a seed of its own. Then the last rank deals its rows out.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.utils import unwrap_model
 
 from bpipe.config.features.feature import Settings
@@ -69,13 +63,10 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         config, pipeline = model.config, model.pg_collection.pp
         self.rows = Rows(model.vocab_size, model.pg_collection.tp.size(), pipeline.size())
         self.number = self.rows.shard(model.pg_collection.tp.rank(), pipeline.rank())
-        # Drawing numbers here would change all later ones, such as those of dropout.
-        undrawn = copy.copy(config)
-        undrawn.perform_initialization = False
         super().__init__(
             config.hidden_size,
             self.rows.each * self.rows.tensor,
-            config=undrawn,
+            config=input_shards.undrawn(config),
             init_method=config.init_method,
             bias=False,
             gather_output=False,
@@ -110,10 +101,7 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         It is the sum over these ranks, of this rank's part of s, as in Megatron's own backward. It may share memory with
         the part.
         """
-        scaled = self._scaled(part)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(scaled, group=self.tp_group)  # type: ignore[no-any-return]
-        return reduce_from_tensor_model_parallel_region(scaled, group=self.tp_group)  # type: ignore[no-any-return]
+        return input_shards.reduce(self._scaled(part), self.sequence_parallel, self.tp_group)
 
     def backward_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the weight's gradient from that of logits [s, b, r], as in Megatron's own backward; `x` is the input of
@@ -167,12 +155,7 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
             return {}
         if self.tied:
             return {key: tied_shards.entry(self.weight, self.number, self.rows, prefix, replica)}
-        offsets = (0, self.number, self.rows.num_shards)
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, self.weight, offsets, replica_id=(0, 0, replica), allow_shape_mismatch=True
-            )
-        }
+        return {key: input_shards.piece(key, self.weight, self.number, self.rows, (0, 0, replica))}
 
 
 class Splitting:
@@ -257,10 +240,7 @@ def split(first: Any, model: Any, embeds: int | None = None) -> None:
         whole = first.embedding.word_embeddings.weight
     with torch.no_grad():
         _deal(None if whole is None else whole.data, shard.weight.data, model.pg_collection.pp, -1)
-    # As Megatron marks the whole layer's.
-    shard.weight.is_embedding_or_output_parameter = True
-    if model.config.use_mup:
-        shard.weight.is_embedding_parameter = True
+    input_shards.mark(shard.weight, model.config)
     if embeds is not None:
         _split_embedding(first, model, shard, embeds)
     elif shard.tied:

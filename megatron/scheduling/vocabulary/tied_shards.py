@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 
 from bpipe.runtime.vocabulary.rows import Rows
 from bpipe.transport.distributed import gather_into
+from megatron.scheduling.vocabulary.input_shards import piece
 
 _OUTPUT, _EMBEDDING = "output_layer.", "embedding.word_embeddings."
 # Rows on other ranks than the first are copies of its own.
@@ -40,7 +41,7 @@ def tie(first: Any, last: Any, weight: torch.nn.Parameter, rows: Rows) -> None:
 def entry(weight: torch.nn.Parameter, shard: int, rows: Rows, prefix: str, replica: int) -> ShardedTensor:
     """Return the sharded tensor of a rank's rows, a copy of the embedding's; `replica` is the rank among equal ones."""
     key = f"{prefix.removesuffix(_OUTPUT)}{_EMBEDDING}weight"
-    return _piece(key, weight, shard, rows, (_COPY, 0, replica))
+    return piece(key, weight, shard, rows, (_COPY, 0, replica))
 
 
 def sum_gradients(chunks: Sequence[torch.nn.Module], weight: torch.nn.Parameter, embeds: int) -> None:
@@ -85,19 +86,13 @@ def _gradient(chunk: Any, weight: Any) -> torch.Tensor | None:
     return gradient
 
 
-def _piece(key: str, data: torch.Tensor, shard: int, rows: Rows, replica_id: tuple[int, int, int]) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(
-        key, data, (0, shard, rows.num_shards), replica_id=replica_id, allow_shape_mismatch=True
-    )
-
-
 def _file_in_pieces(embedding: Any, tensor_rank: int, rows: Rows) -> None:
     """A checkpoint has all pieces of one weight in one size, whichever rank saves them."""
     state_of_whole = embedding.sharded_state_dict
 
     def build(key: str, whole: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
         parts = whole.chunk(rows.pipeline)
-        return [_piece(key, part, rows.shard(tensor_rank, place), rows, replica_id) for place, part in enumerate(parts)]
+        return [piece(key, part, rows.shard(tensor_rank, place), rows, replica_id) for place, part in enumerate(parts)]
 
     def in_pieces(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {

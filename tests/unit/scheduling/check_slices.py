@@ -316,7 +316,7 @@ def in_slices(
         if len(waiting) > 1:
             _backwards(slicing, *waiting.pop(0), back)
     _backwards(slicing, *waiting.pop(0), back)
-    assert slicing.kept_bytes == 0, "keys are kept of a micro-batch that is over"
+    assert slicing._kept.nbytes == 0, "keys are kept of a micro-batch that is over"
     return total
 
 
@@ -449,14 +449,14 @@ def kept_keys_take_what_is_predicted() -> None:
                         row,
                     )
                 )
-            held.append(slicing.kept_bytes)
+            held.append(slicing._kept.nbytes)
         for each in (2, 1, 0):
             with slicing.cutting.at(each):
                 made[each].backward()
-            held.append(slicing.kept_bytes)
+            held.append(slicing._kept.nbytes)
         assert held == [both] * 3 + [2 * both] * 3, held
         slicing.free(0, 0)
-        assert (slicing.kept_bytes, slicing.peak_kept_bytes) == (0, 2 * both)
+        assert (slicing._kept.nbytes, slicing.peak_kept_bytes) == (0, 2 * both)
         assert slicing.kept_memory == {0: KeptMemory(both, both)}
 
 
