@@ -185,15 +185,10 @@ def _replace_rng() -> None:
     _replace(torch.cuda, default_generators=_Generators())
 
 
-def _is_cuda(device: object) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.split(":")[0] == "cuda"
-
-
 def _meant(value: Any, device: torch.device) -> Any:
     """Return `device` for a name of CUDA, also with an index, and everything else unchanged."""
-    return device if _is_cuda(value) else value
+    name = value.type if isinstance(value, torch.device) else value
+    return device if isinstance(name, str) and name.split(":")[0] == "cuda" else value
 
 
 _FACTORIES = """

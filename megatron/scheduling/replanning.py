@@ -31,25 +31,23 @@ from megatron.scheduling.options.budgets import budget_of
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Measured memory of one process. On a CPU nothing is known of what comes and goes."""
+    """Measured memory of one process. On a CPU nothing is known of what comes and goes.
+
+    Attributes:
+        place: The process's rank in the schedule.
+        measured: What it measured of micro-batches.
+        fixed_bytes: What stays.
+        working_bytes: What came and went, other than micro-batches.
+        update_bytes: What came and went while weights were updated.
+        fragmentation: How much more the allocator reserved than it gave out, as a share.
+    """
 
     place: int
-    """The process's rank in the schedule."""
-
     measured: FirstMeasured
-    """What it measured of micro-batches."""
-
     fixed_bytes: int
-    """What stays."""
-
     working_bytes: int
-    """What came and went, other than micro-batches."""
-
     update_bytes: int
-    """What came and went while weights were updated."""
-
     fragmentation: Fraction
-    """How much more the allocator reserved than it gave out, as a share."""
 
 
 class Learner:

@@ -23,27 +23,23 @@ class Patch:
 
     Parameters that a later Megatron adds must have defaults. Unless the patch `observes` or `hands_on`, a call that
     gives one of them another value is refused.
+
+    Attributes:
+        name: May be an attribute of a class, with a dot.
+        parameters: Parameters in the tested version; of a function that is only observed, those that are read.
+        bound_in: Other modules of Megatron that import the name.
+        observes: Whether the wrapper passes on whatever it is given, so that other parameters do not matter.
+        hands_on: Whether the wrapper passes values of later parameters on to Megatron.
+        asked_by_scripts: Whether the function is replaced in every module that has imported its name.
     """
 
     module: str
-
     name: str
-    """May be an attribute of a class, with a dot."""
-
     parameters: tuple[str, ...]
-    """Parameters in the tested version; of a function that is only observed, those that are read."""
-
     bound_in: tuple[str, ...] = ()
-    """Other modules of Megatron that import the name."""
-
     observes: bool = False
-    """Whether the wrapper passes on whatever it is given, so that other parameters do not matter."""
-
     hands_on: bool = False
-    """Whether the wrapper passes values of later parameters on to Megatron."""
-
     asked_by_scripts: bool = False
-    """Whether the function is replaced in every module that has imported its name."""
 
 
 def patch(module: str, name: str, parameters: str = "", **options: Any) -> Patch:
@@ -258,7 +254,14 @@ class Installed:
         replacement: Any = _of_known_parameters(patch, original, wrap(original))
         if isinstance(inspect.getattr_static(owner, name), staticmethod):
             replacement = staticmethod(replacement)
-        for module in (patch.module, *patch.bound_in, *_importers(patch, original)):
+        modules = dict.fromkeys((patch.module, *patch.bound_in))
+        if patch.asked_by_scripts:
+            # Also in scripts and other modules that have imported it.
+            loaded = list(sys.modules.items())
+            modules |= {
+                name: None for name, module in loaded if getattr(module, "__dict__", {}).get(patch.name) is original
+            }
+        for module in modules:
             owner, name = _owner_of(module, patch.name)
             self._originals.append((owner, name, inspect.getattr_static(owner, name)))
             setattr(owner, name, replacement)
@@ -285,23 +288,9 @@ class Installed:
 
 
 def _owner_of(module: str, name: str) -> tuple[Any, str]:
-    """Return the owner of a name, which may have dots, and the last part of the name.
-
-    Raises AttributeError if there is no such owner.
-    """
+    """Return the owner of a name, which may have dots, and the last part of the name."""
     *owners, last = name.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), last
-
-
-def _importers(patch: Patch, function: object) -> list[str]:
-    """Return the other modules, scripts among them, that have imported a function that scripts ask."""
-    if not patch.asked_by_scripts:
-        return []
-    return [
-        name
-        for name, module in list(sys.modules.items())
-        if name not in (patch.module, *patch.bound_in) and getattr(module, "__dict__", {}).get(patch.name) is function
-    ]
 
 
 def _of_known_parameters(patch: Patch, function: Callable[..., Any], replacement: Any) -> Any:

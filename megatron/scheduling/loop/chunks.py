@@ -19,49 +19,46 @@ from megatron.scheduling.loop.halves import Halves
 
 @dataclass
 class Call:
-    """Arguments of a call of Megatron's pipelined loop, and its results."""
+    """Arguments of a call of Megatron's pipelined loop, and its results.
+
+    Attributes:
+        config: Megatron's configuration of the model.
+        models: By chunk.
+        data: By chunk.
+        losses: What the loop returns.
+        num_tokens: What finalising gradients gets.
+    """
 
     config: Any
-    """Megatron's configuration of the model."""
-
     models: list[torch.nn.Module]
-    """By chunk."""
-
     data: list[Iterator[Any] | None]
-    """By chunk."""
-
     forward_step_func: Callable[..., Any]
     num_microbatches: int
     cp_size: int
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
-
     losses: list[Any] = field(default_factory=list)
-    """What the loop returns."""
-
     num_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
-    """What finalising gradients gets."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a program."""
+    """One rank's part of a program.
+
+    Attributes:
+        chunks: By stage, the index of its model.
+        last_stage: The pipeline's last stage, wherever it is.
+        split: Stages and micro-batches whose backward is split.
+        halves: Runs the second halves.
+        numbers: How many numbers of actions a micro-batch of the call has: one for each pipe and slice.
+    """
 
     chunks: Mapping[int, int]
-    """By stage, the index of its model."""
-
     last_stage: int
-    """The pipeline's last stage, wherever it is."""
-
     split: Set[Key]
-    """Stages and micro-batches whose backward is split."""
-
     halves: Halves
-    """Runs the second halves."""
-
     numbers: int = 1
-    """How many numbers of actions a micro-batch of the call has: one for each pipe and slice."""
 
 
 class ChunkStages:

@@ -43,26 +43,10 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
+from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves, Keep
-from megatron.scheduling.loop.log import (
-    Differing,
-    FirstIterations,
-    describe,
-    grouped,
-    pipeline_begins_with_rank_0,
-    say,
-    verified,
-)
-from megatron.scheduling.loop.measurements import (
-    FirstMeasured,
-    OwnTime,
-    Waiting,
-    Weighing,
-    kept_at_peak,
-    latest_by_place,
-    most_by_place,
-    moved_by_place,
-)
+from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say
+from megatron.scheduling.loop.measurements import FirstMeasured, OwnTime, Waiting, Weighing
 from megatron.scheduling.loop.transfer_waits import refuse_standstill, without_p2p_sync
 from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -161,16 +145,15 @@ class Driver:
             raise
         finally:
             self._active = None
-        self._ended(engine)
-        self._print_timers(config.timers)
+        self._ended(engine, config.timers)
         if recorder is not None:
             assert self._meter is not None
             iteration = iteration_of(engine, self._meter, recorder, program, self._number, begin_s)
             # The CPU's stand-in has no counter and returns 0.
             self.recorded = replace(iteration, device_peak_bytes=torch.cuda.max_memory_allocated() or None)
 
-    def _ended(self, engine: Engine) -> None:
-        """Note the peaks of an iteration, and print the lines of its end."""
+    def _ended(self, engine: Engine, timers: Any) -> None:
+        """Note the peaks of an iteration, and print the lines of its end and timers, which is collective over the world."""
         if self._learns:
             # The CPU's stand-in has no counters and returns 0.
             self._most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -181,13 +164,20 @@ class Driver:
         self._first_iterations.ended(engine, self.rank, links)
         lines: list[str] = []
         if self._verifier is not None and self._verifier.first_over:
-            lines += verified(self._verifier.certificate, engine, self.rank)
+            lines += log.verified(self._verifier.certificate, engine, self.rank)
         if self._weighing is not None:
             lines += self._weighing.lines()
         if lines and pipeline_begins_with_rank_0():
             for line in lines:
                 say(line, everywhere=True)
         self._weighing = None
+        self._num_iterations += 1
+        if timers is not None:
+            self._own_time.tell(timers)
+            # Megatron prints a fixed list of its own timers; ours come after the loop, as often.
+            interval = self._config.timers_interval
+            if interval is not None and self._num_iterations % interval == 0:
+                timers.log(list(TIMERS), normalizer=interval)
 
     @property
     def running(self) -> bool:
@@ -253,12 +243,12 @@ class Driver:
         engine = self._engines.get(program)
         if engine is None:
             schedule = built(program)
-            for line in grouped(program, schedule):
+            for line in log.grouped(program, schedule):
                 say(line)
             if self._config.balance:
                 for line in () if self._engines else self._config.plan:
                     say(line)
-                say(describe(schedule))
+                say(log.describe(schedule))
             transfers = self._transfers = replace(self._transfers, differing=self.differing or differ(config))
             transports = self._transports(schedule, config)
             refuse_standstill(schedule, program.passing, transfers, self.device, self.links)
@@ -336,16 +326,6 @@ class Driver:
     def _waiting(self, backward: Action) -> Sequence[torch.UntypedStorage]:
         return self.halves.storages(backward.key)
 
-    def _print_timers(self, timers: Any) -> None:
-        """Print our timers, after the loop, as often as Megatron prints the fixed list of its own. Collective over the
-        world."""
-        self._num_iterations += 1
-        if timers is not None:
-            self._own_time.tell(timers)
-        interval = self._config.timers_interval
-        if interval is not None and timers is not None and self._num_iterations % interval == 0:
-            timers.log(list(TIMERS), normalizer=interval)
-
     @property
     def reached(self) -> tuple[int, tuple[Share, ...]]:
         """The most bytes that the last iteration held, and the share of each stage that moves."""
@@ -375,10 +355,11 @@ class Driver:
         peak, sizing, slicing = meter.peak_bytes, engine.sizing, self.slicing
         if slicing is not None:
             k, kept = slicing.number, slicing.kept_memory
-            saved = (most_by_place if self.differing else latest_by_place)(meter.each_bytes, k)
+            by_place = measurements.most_by_place if self.differing else measurements.latest_by_place
+            saved = by_place(meter.each_bytes, k)
             moved_each = {} if sizing is None else sizing.moved_each
-            moved = moved_by_place(moved, moved_each, saved, k, self.differing)
-            peak += kept_at_peak(engine.schedule, self.rank, saved, kept)
+            moved = measurements.moved_by_place(moved, moved_each, saved, k, self.differing)
+            peak += measurements.kept_at_peak(engine.schedule, self.rank, saved, kept)
         return FirstMeasured(
             saved_bytes=saved,
             moved_bytes=moved,

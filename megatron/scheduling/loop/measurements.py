@@ -33,40 +33,34 @@ Waiting = Callable[[Action], Sequence[torch.UntypedStorage]]
 
 @dataclass(frozen=True)
 class FirstMeasured:
-    """Measured memory of one rank in its first iteration."""
+    """Measured memory of one rank in its first iteration.
+
+    Attributes:
+        saved_bytes: Saved by the forward of one micro-batch, by stage, or by place if micro-batches are cut into
+            slices.
+        moved_bytes: Moved of one micro-batch, likewise, of the stages that evicted.
+        after_input_bytes: Held of one micro-batch between the halves of its backward, by stage.
+        shard_bytes: Held of one micro-batch between S and T.
+        received_bytes: Received for one micro-batch.
+        peak_bytes: Held at most, host buffers included.
+        allocated_bytes: Peak of the device's allocator until the loop's end, before weights were updated; 0 on a CPU.
+        reserved_bytes: Peak of what the allocator reserved until then, likewise.
+        lent_bytes: Host buffers outside of that allocator.
+        parts: Parts that could move in place of all, by stage: `Sizing.parts`.
+        kept: What each stage keeps of a micro-batch that is cut into slices.
+    """
 
     saved_bytes: Mapping[int, int]
-    """Saved by the forward of one micro-batch, by stage, or by place if micro-batches are cut into slices."""
-
     moved_bytes: Mapping[int, int]
-    """Moved of one micro-batch, likewise, of the stages that evicted."""
-
     after_input_bytes: Mapping[int, int]
-    """Held of one micro-batch between the halves of its backward, by stage."""
-
     shard_bytes: int
-    """Held of one micro-batch between S and T."""
-
     received_bytes: int
-    """Received for one micro-batch."""
-
     peak_bytes: int
-    """Held at most, host buffers included."""
-
     allocated_bytes: int
-    """Peak of the device's allocator until the loop's end, before weights were updated; 0 on a CPU."""
-
     reserved_bytes: int
-    """Peak of what the allocator reserved until then, likewise."""
-
     lent_bytes: int = 0
-    """Host buffers outside of that allocator."""
-
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Parts that could move in place of all, by stage: `Sizing.parts`."""
-
     kept: Mapping[int, KeptMemory] = field(default_factory=dict)
-    """What each stage keeps of a micro-batch that is cut into slices."""
 
 
 def latest_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:

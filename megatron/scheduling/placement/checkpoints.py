@@ -61,10 +61,6 @@ def separate_copies(state: dict[str, Any]) -> dict[str, Any]:
     return dict_list_map_outplace(separate, state)  # type: ignore[no-any-return]
 
 
-def _save(save: Callable[..., Any], sharded_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    return save(first_replicas(sharded_state_dict), *args, **kwargs)
-
-
 def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     state = load(*args, **kwargs)
     # On request it also returns which keys did not match.
@@ -92,7 +88,9 @@ def _refuse_state(*args: Any, **kwargs: Any) -> NoReturn:
 
 # For a rank that may have a weight, or a part of it, twice.
 ONCE: dict[patches.Patch, patches.Wrap] = {
-    patches.SAVE: patches.replaced_by(_save),
+    patches.SAVE: patches.replaced_by(
+        lambda save, sharded_state_dict, *args, **kwargs: save(first_replicas(sharded_state_dict), *args, **kwargs)
+    ),
     patches.LOAD: patches.replaced_by(_load),
 }
 # If ranks have other weights than without our flags, a checkpoint must store each weight by its name.
