@@ -46,9 +46,9 @@ def install(config: SchedulingConfig, *, samples_by_chunk: bool = False) -> Inst
             "install(config, samples_by_chunk=True)"
         )
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
-    from megatron.scheduling.composing import compose
+    from megatron.scheduling import composing
 
-    return compose(config).install()
+    return composing.install(config)[0]
 
 
 def samples_of(config: SchedulingConfig, chunk: int) -> int:

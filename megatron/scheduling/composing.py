@@ -1,11 +1,7 @@
-"""Put together what a configuration asks for: the driver, the loop, and all patches.
-
-The launcher and `install` differ only in Megatron's arguments.
-"""
+"""Put together and install what a configuration asks for: the driver, the loop, and all patches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +17,17 @@ from megatron.scheduling.record.run_report import Monitor, Reporter
 from megatron.scheduling.replanning import Learner
 
 
-@dataclass(frozen=True)
-class Composition:
-    """The parts of one training."""
+def install(config: SchedulingConfig, args: Any = None) -> tuple[patches.Installed, Reporter | None]:
+    """Replace Megatron's functions by all that the configuration asks for.
 
-    driver: Driver
-    """Runs iterations."""
+    Removing the patches ends the loop and the driver, too, which is collective. Raises Unfit for another Megatron.
 
-    loop: Loop | Hooks
-    """Our own loop, or the hooks in Megatron's."""
+    Args:
+        config: What to balance, and how.
+        args: Megatron's arguments. Without them, Transformer Engine's layers do not defer weights' gradients.
 
-    reporter: Reporter | None
-    """Writes the report, if there is one."""
-
-    wraps: dict[patches.Patch, patches.Wrap]
-    """All patches."""
-
-    def install(self) -> patches.Installed:
-        """Replace Megatron's functions; removing the patches ends the loop and the driver, too, which is collective.
-
-        Raises Unfit for another Megatron.
-        """
-        installed = patches.install(self.wraps)
-        installed.closing(self.driver.close)
-        if isinstance(self.loop, Loop):
-            installed.closing(self.loop.close)
-        return installed
-
-
-def compose(config: SchedulingConfig, args: Any = None) -> Composition:
-    """Compose all that the configuration asks for.
-
-    Without Megatron's arguments, Transformer Engine's layers do not defer weights' gradients.
+    Returns:
+        The patches, and what writes the report, if there is one.
     """
     watermark = None if config.report is None else Watermark(Path(config.report), config)
     driver = Driver(config, watermark)
@@ -70,4 +45,8 @@ def compose(config: SchedulingConfig, args: Any = None) -> Composition:
         wraps |= Monitor(config, driver).wraps()
     if config.memory is not None and config.memory.learns:
         wraps |= Learner(config, driver).wraps(wraps)
-    return Composition(driver, loop, reporter, wraps)
+    installed = patches.install(wraps)
+    installed.closing(driver.close)
+    if isinstance(loop, Loop):
+        installed.closing(loop.close)
+    return installed, reporter

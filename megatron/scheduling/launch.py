@@ -163,14 +163,12 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         exits.need_folder(config.report)
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
-    from megatron.scheduling.composing import compose
+    from megatron.scheduling import composing
     from megatron.scheduling.placement.embeddings import Refused, refuse_group
 
     with _or_end():
         refuse_group(config.positions, given.get("pg_collection"))
-        composed = compose(config, args)
-        installed = composed.install()
-    reporter = composed.reporter
+        installed, reporter = composing.install(config, args)
     watch = Watch()
     watch.begin()
     try:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from bpipe.build import ScheduleConfig
 from bpipe.config.features.feature import Settings
 from bpipe.runtime.checkpoints import leave_aside
 from bpipe.runtime.graph_pieces import Pieces
@@ -66,9 +65,12 @@ class Hooks:
         driver, config = self._driver, get_model_config(as_list(kwargs["model"])[0])
         for module in ("megatron_loops", "links"):
             upstream.require(config, module)
+        if family is interleaved.FAMILY and Settings(config).overlap_moe_expert_parallel_comm:
+            family = combined.FAMILY
+        program = driver.program(family, kwargs["num_microbatches"], group_of(config, family, self._num_ranks))
         try:
             with (
-                driver.iteration(self._program(family, kwargs["num_microbatches"], config), config),
+                driver.iteration(program, config),
                 no_barrier(config) if driver.changed_over else contextlib.nullcontext(),
                 call_before_finalizing(config, driver.communicated),
             ):
@@ -82,11 +84,6 @@ class Hooks:
         finally:
             self._forward_of.clear()
         return result
-
-    def _program(self, family: Family, num_microbatches: int, config: Any) -> ScheduleConfig:
-        if family is interleaved.FAMILY and Settings(config).overlap_moe_expert_parallel_comm:
-            family = combined.FAMILY
-        return self._driver.program(family, num_microbatches, group_of(config, family, self._num_ranks))
 
     def _forward(self, arguments: Mapping[str, Any], step: Callable[[], Any]) -> Any:
         driver = self._driver

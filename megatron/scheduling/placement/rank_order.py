@@ -37,8 +37,15 @@ def apply(args: Any) -> None:
     except ValueError:
         # It is reported before training begins, with whatever else is wrong.
         return
-    topology = None if placed is None else topology_of(args, placed[1].num_pipes)
-    if topology is not None and placed is not None:
+    # By default Megatron's validation sets the shards of a weight. It refuses sizes that do not fit the world itself.
+    shards, tensor = Settings(args).tensor_parallel_num_weight_shards, args.tensor_model_parallel_size
+    if placed is None or shards not in (None, tensor):
+        return
+    # Replicas of several pipes stay together, like ranks that share a sequence: they are Megatron's next dimension.
+    context, pipeline = placed[1].num_pipes * args.context_parallel_size, args.pipeline_model_parallel_size
+    data, rest = divmod(args.world_size, tensor * context * pipeline)
+    if not rest:
+        topology = Topology(tensor, context, pipeline, data, _gpus_per_node(args.world_size))
         args.rank = _take(args.rank, topology, args.use_tp_pp_dp_mapping, *placed)
 
 
@@ -126,13 +133,8 @@ def place(
             "replicas of the two pipes must be neighbours in data parallelism, and pipeline_before_data separates "
             "them: leave it out"
         )
-    topology = Topology(
-        tensor=tensor,
-        context=pipes * context,
-        pipeline=pipeline // pipes,
-        data=world // (tensor * context * pipeline),
-        gpus_per_node=_gpus_per_node(world),
-    )
+    data = world // (tensor * context * pipeline)
+    topology = Topology(tensor, pipes * context, pipeline // pipes, data, _gpus_per_node(world))
     placed = None if pipeline < 4 else (mirrored_pairs(pipeline), Positions(pipeline))
     if config is not None:
         if pipeline != config.num_ranks:
@@ -163,26 +165,6 @@ def _take(
 
 def _gpus_per_node(world: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
-
-
-def topology_of(args: Any, num_pipes: int = 1) -> Topology | None:
-    """Return the run's sizes; None if they do not fit the world, which Megatron refuses, or if weights are sharded in
-    another dimension.
-
-    Replicas of several pipes stay together, like ranks that share a sequence: they are Megatron's next dimension.
-    """
-    block = num_pipes * args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
-    # By default Megatron's validation sets the shards of a weight.
-    shards = Settings(args).tensor_parallel_num_weight_shards
-    if args.world_size % block or shards not in (None, args.tensor_model_parallel_size):
-        return None
-    return Topology(
-        tensor=args.tensor_model_parallel_size,
-        context=num_pipes * args.context_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        data=args.world_size // block,
-        gpus_per_node=_gpus_per_node(args.world_size),
-    )
 
 
 def rank_of(part: Part, topology: Topology, pipeline_before_data: bool) -> int:

@@ -6,6 +6,7 @@ start it. docs/report.md explains the scalars.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -104,14 +105,10 @@ def _bubble(notes: Iteration) -> float | None:
     return max(0.0, 1 - busy_s / notes.elapsed_s)
 
 
-def _counter(name: str) -> Callable[[Iteration], float | None]:
-    """Return a function that reads a counter of the device's allocator; on a CPU it returns None."""
-
-    def read(notes: Iteration) -> float | None:
-        device = torch.device(torch.cuda.current_device())
-        return None if device.type == "cpu" else float(torch.cuda.memory_stats(device).get(name, 0))
-
-    return read
+def _counter(name: str, _: Iteration) -> float | None:
+    """Return a counter of the device's allocator, or None on a CPU."""
+    device = torch.device(torch.cuda.current_device())
+    return None if device.type == "cpu" else float(torch.cuda.memory_stats(device).get(name, 0))
 
 
 _BY_STAGE: dict[str, Callable[[Iteration], float | None]] = {
@@ -121,6 +118,6 @@ _BY_STAGE: dict[str, Callable[[Iteration], float | None]] = {
     "bpipe-link-gb-per-s": _link_speed,
     "bpipe-stayed-bytes": lambda notes: float(notes.stayed_bytes),
     "bpipe-bubble": _bubble,
-    "bpipe-allocator-peak-bytes": _counter("allocated_bytes.all.peak"),
-    "bpipe-allocator-retries": _counter("num_alloc_retries"),
+    "bpipe-allocator-peak-bytes": functools.partial(_counter, "allocated_bytes.all.peak"),
+    "bpipe-allocator-retries": functools.partial(_counter, "num_alloc_retries"),
 }

@@ -65,15 +65,8 @@ def ranks_of_a_stage(args: Any) -> int:
 
 
 @contextlib.contextmanager
-def stage(args: Any, place: int) -> Iterator[torch.nn.Module]:
-    """Return the first tensor-parallel rank's part of the stage at `place` in the pipeline, with the trainer's wrappers."""
-    with chunks(args, place) as (model,):
-        yield model
-
-
-@contextlib.contextmanager
 def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
-    """Return the model's chunks on the first rank at `place` in the pipeline, likewise."""
+    """Return the model's chunks on the first rank at `place` in the pipeline, with the trainer's wrappers."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args

@@ -118,9 +118,12 @@ def median_seconds[T](
 
 
 def measure(args: Any) -> list[dict[str, float | int]]:
-    """Return an entry for each micro-batch size, without `transfer_s` if there is no second device."""
+    """Return an entry for each micro-batch size, without `transfer_s` if there is no second device.
+
+    Gradients are not reduced, as for all but an iteration's last micro-batch.
+    """
     entries: list[dict[str, float | int]] = []
-    with one_stage.stage(args, _INNER) as model, _no_reduction(model):
+    with one_stage.chunks(args, _INNER) as (model,), model.no_sync():
         for micro_batch in args.profile_micro_batches:
             runner = one_stage.Runner(args, model, micro_batch)
             output = runner.forward()
@@ -131,16 +134,11 @@ def measure(args: Any) -> list[dict[str, float | int]]:
             entry: dict[str, float | int] = {"micro_batch": micro_batch, "layers": args.profile_layers}
             entry |= {"forward_s": times[0], "backward_s": times[1], "saved_bytes": saved}
             entries.append(entry | _transfer(saved, args.profile_repeats))
-    with one_stage.stage(args, _LAST) as model, _no_reduction(model):
+    with one_stage.chunks(args, _LAST) as (model,), model.no_sync():
         for entry, micro_batch in zip(entries, args.profile_micro_batches, strict=True):
             runner = one_stage.Runner(args, model, micro_batch)
             entry["output_s"] = sum(median_seconds(args.profile_repeats, runner.after_layers, runner.backward))
     return entries
-
-
-def _no_reduction(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Accumulate gradients without reducing them, as for all but an iteration's last micro-batch."""
-    return model.no_sync()  # type: ignore[no-any-return]
 
 
 def _transfer(num_bytes: int, repeats: int) -> dict[str, float]:

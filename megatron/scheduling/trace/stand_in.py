@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.scheduling import cpu
+from megatron.scheduling.hooks.patches import replaced_by
 
 META = torch.device("meta")
 
@@ -238,16 +239,12 @@ def route_evenly() -> None:
         (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess"),
         (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess"),
     ):
-        setattr(owner, name, _evenly(getattr(owner, name)))
+        setattr(owner, name, replaced_by(_run_evenly)(getattr(owner, name)))
 
 
-def _evenly(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(self: Any, *args: Any) -> Any:
-        with _EvenLoads(self.config):
-            return method(self, *args)
-
-    return run
+def _run_evenly(method: Callable[..., Any], dispatcher: Any, *args: Any) -> Any:
+    with _EvenLoads(dispatcher.config):
+        return method(dispatcher, *args)
 
 
 def _gathered(plain: Callable[..., Any], numbers: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:

@@ -9,9 +9,8 @@ micro-batches when an iteration begins, with a model that only notes its argumen
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -206,26 +205,11 @@ def noted_steps(call: Call, chunk: int) -> list[NotedStep]:
 
     Raises ValueError for a step that computes with its model's output.
     """
-    model, steps = call.models[chunk], []
-    for _ in range(call.num_microbatches):
-        nothing = torch.zeros((), requires_grad=True)
-        with _not_computing(model, nothing) as calls:
-            output, loss_function = call.forward_step_func(call.data[chunk], model)
-        if output is not nothing or len(calls) != 1:
-            raise ValueError(
-                "--bpipe-vocabulary-input: this script's step must call its model exactly once and return the model's "
-                f"output unchanged, because it is called before there is an output: {_DROP}"
-            )
-        ((args, kwargs),) = calls
-        steps.append(NotedStep(args, kwargs, loss_function))
-    return steps
+    return [_note_step(call, call.models[chunk], call.data[chunk]) for _ in range(call.num_microbatches)]
 
 
-@contextlib.contextmanager
-def _not_computing(
-    model: torch.nn.Module, nothing: torch.Tensor
-) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Let a model, which may be wrapped, only note its arguments and return `nothing`."""
+def _note_step(call: Call, model: torch.nn.Module, data: Any) -> NotedStep:
+    nothing = torch.zeros((), requires_grad=True)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -235,9 +219,16 @@ def _not_computing(
     # Hides the method of the class.
     model.forward = note
     try:
-        yield calls
+        output, loss_function = call.forward_step_func(data, model)
     finally:
         del model.forward
+    if output is not nothing or len(calls) != 1:
+        raise ValueError(
+            "--bpipe-vocabulary-input: this script's step must call its model exactly once and return the model's "
+            f"output unchanged, because it is called before there is an output: {_DROP}"
+        )
+    ((args, kwargs),) = calls
+    return NotedStep(args, kwargs, loss_function)
 
 
 def gather_tokens(steps: list[NotedStep] | None, pipeline: Any, place: int) -> list[torch.Tensor]:
