@@ -40,11 +40,12 @@ def install(config: SchedulingConfig, args: Any = None) -> tuple[patches.Install
         wraps |= ask(args)
     reporter = None if watermark is None else Reporter(config, driver, watermark)
     if reporter is not None:
-        wraps |= reporter.wraps()
+        wraps[patches.TRAIN_STEP] = patches.by_name(reporter.step)
     elif config.metrics_interval is not None and (config.balance or config.own is not None):
-        wraps |= Monitor(config, driver).wraps()
+        wraps[patches.TRAIN_STEP] = patches.by_name(Monitor(config, driver).step)
     if config.memory is not None and config.memory.learns:
-        wraps |= Learner(config, driver).wraps(wraps)
+        observe, inner = patches.by_name(Learner(config, driver).step), wraps.get(patches.TRAIN_STEP)
+        wraps[patches.TRAIN_STEP] = observe if inner is None else lambda step: observe(inner(step))
     installed = patches.install(wraps)
     installed.closing(driver.close)
     if isinstance(loop, Loop):

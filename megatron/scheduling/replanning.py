@@ -20,7 +20,6 @@ from bpipe.predict.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import KeptMemory, Memory, memory_of
 from bpipe.schedule.schedule import Schedule
-from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.log import say
 from megatron.scheduling.loop.measurements import FirstMeasured
@@ -58,12 +57,8 @@ class Learner:
         self._driver = driver
         self._learned = False
 
-    def wraps(self, others: Mapping[patches.Patch, patches.Wrap]) -> dict[patches.Patch, patches.Wrap]:
-        """Return a wrapper of Megatron's training step, around the other wrapper of it, if there is one."""
-        inner = others.get(patches.TRAIN_STEP, lambda function: function)
-        return {patches.TRAIN_STEP: lambda function: patches.by_name(self._step)(inner(function))}
-
-    def _step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+    def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """Run Megatron's training step."""
         if self._learned:
             return run()
         before = held(arguments["model"], arguments["optimizer"])

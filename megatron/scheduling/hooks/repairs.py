@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import os
@@ -14,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from megatron.scheduling.hooks.patches import replaced_by
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,8 @@ def _torch_norm_with_sequence_parallelism() -> bool:
         pass
     else:
         return False
-    plain = WrappedTorchNorm.__new__
 
-    @functools.wraps(plain)
-    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(plain: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
             return plain(cls, config, *args, **kwargs)
         without = copy.copy(config)
@@ -92,7 +91,7 @@ def _torch_norm_with_sequence_parallelism() -> bool:
             parameter.sequence_parallel = True
         return norm
 
-    WrappedTorchNorm.__new__ = marked
+    WrappedTorchNorm.__new__ = replaced_by(new)(WrappedTorchNorm.__new__)
     return True
 
 
@@ -120,34 +119,30 @@ def _resume_distributed_optimizer_with_torch_adam() -> bool:
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return False
     kind = distrib_optimizer.DistributedOptimizer
-    plain_state_dict, plain_load = kind.state_dict, kind.load_state_dict
 
-    @functools.wraps(plain_state_dict)
-    def state_dict(self: Any) -> Any:
+    def state_dict(plain: Any, self: Any) -> Any:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 state = self.optimizer.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0)
                     state.update({key: torch.zeros_like(parameter) for key in self.optimizer_state_keys})
-        return plain_state_dict(self)
+        return plain(self)
 
-    @functools.wraps(plain_load)
-    def load_state_dict(self: Any, loaded: Any) -> None:
+    def load_state_dict(plain: Any, self: Any, loaded: Any) -> None:
         step = float(loaded["optimizer"]["param_groups"][0]["step"])
-        plain_load(self, loaded)
+        plain(self, loaded)
         for state in self.optimizer.state.values():
             state["step"] = torch.tensor(step)
 
-    plain_set = torch.no_grad()(kind._set_main_param_and_optimizer_states)
-
-    @functools.wraps(plain_set)
-    def set_states(self: Any, model_param: Any, tensors: Any) -> None:
+    def set_states(plain: Any, self: Any, model_param: Any, tensors: Any) -> None:
         # Megatron skips entries that are no tensors.
-        plain_set(self, model_param, {"step": None, **tensors})
+        with torch.no_grad():
+            plain(self, model_param, {"step": None, **tensors})
 
-    kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
-    kind._set_main_param_and_optimizer_states = set_states
+    kind.state_dict = replaced_by(state_dict)(kind.state_dict)
+    kind.load_state_dict = replaced_by(load_state_dict)(kind.load_state_dict)
+    kind._set_main_param_and_optimizer_states = replaced_by(set_states)(kind._set_main_param_and_optimizer_states)
     return True
 
 
@@ -166,8 +161,7 @@ def _save_padded_buckets_by_layer() -> bool:
     if plain is None or list(inspect.signature(plain).parameters) != known or not _cuts_as_with_padding(plain):
         return False
 
-    @functools.wraps(plain)
-    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sharded(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         padded = [buffer.param_index_map for buffer in self.buffers]
         try:
             for buffer in self.buffers:
@@ -177,7 +171,7 @@ def _save_padded_buckets_by_layer() -> bool:
             for buffer, index in zip(self.buffers, padded, strict=True):
                 buffer.param_index_map = index
 
-    kind.sharded_param_state_fully_reshardable = sharded
+    kind.sharded_param_state_fully_reshardable = replaced_by(sharded)(plain)
     return True
 
 

@@ -18,7 +18,7 @@ from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, RunInfo, 
 from bpipe.record.write import append, write_whole
 from bpipe.runtime.failures import Failure
 from bpipe.runtime.run_record import PeakFlops, RunRecord, peak_of
-from megatron.scheduling.hooks import patches, upstream
+from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.log import say
 from megatron.scheduling.loop.watermark import Watermark, held
@@ -35,10 +35,8 @@ class Monitor:
         self._writers = Writers(config.positions, config.metrics_interval)
         self._looked = False
 
-    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        return {patches.TRAIN_STEP: patches.by_name(self._step)}
-
-    def _step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+    def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """Run Megatron's training step."""
         iteration = arguments["iteration"] + 1
         if not self._looked:
             self._looked = True
@@ -65,10 +63,8 @@ class Reporter:
         self._started = False
         self._first, self._last = 0, 0
 
-    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        return {patches.TRAIN_STEP: patches.by_name(self._step)}
-
-    def _step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+    def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """Run Megatron's training step."""
         iteration = arguments["iteration"] + 1
         if self._record is None:
             self._record = self._begin(iteration, arguments)
