@@ -117,8 +117,8 @@ def measure_process(
     outside = max(0, total - free - torch.cuda.memory_reserved(device) - measured.lent_bytes)
     going = max(1, measured.allocated_bytes - before.now_bytes)
     working = max(0, going + measured.lent_bytes - measured.peak_bytes)
-    most = torch.cuda.max_memory_allocated(device)
-    updating = max(0, most + measured.lent_bytes - state) if most > measured.allocated_bytes else 0
+    peak = torch.cuda.max_memory_allocated(device)
+    updating = max(0, peak + measured.lent_bytes - state) if peak > measured.allocated_bytes else 0
     lost = Fraction(max(0, measured.reserved_bytes - measured.allocated_bytes), going)
     return ProcessMemory(place, measured, state + outside, working, updating, lost)
 
@@ -161,7 +161,7 @@ def _parts(measured: Sequence[FirstMeasured], memory: Memory) -> tuple[tuple[int
 
 def _most(measured: Iterable[Mapping[int, int]]) -> dict[int, int]:
     """Return the most that any process has measured of each stage."""
-    most: dict[int, int] = {}
+    largest: dict[int, int] = {}
     for sizes in measured:
-        most |= {stage: max(size, most.get(stage, 0)) for stage, size in sizes.items()}
-    return most
+        largest |= {stage: max(size, largest.get(stage, 0)) for stage, size in sizes.items()}
+    return largest

@@ -157,8 +157,8 @@ def _save_padded_buckets_by_layer() -> bool:
 
     kind = distrib_optimizer.DistributedOptimizer
     plain = getattr(kind, "sharded_param_state_fully_reshardable", None)
-    known = "self model_sharded_state_dict is_loading metadata".split()
-    if plain is None or list(inspect.signature(plain).parameters) != known or not _cuts_as_with_padding(plain):
+    parameters = "self model_sharded_state_dict is_loading metadata".split()
+    if plain is None or list(inspect.signature(plain).parameters) != parameters or not _cuts_as_with_padding(plain):
         return False
 
     def sharded(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -55,9 +55,9 @@ def ask(args: Any) -> dict[patches.Patch, patches.Wrap]:
 
 
 def _check_without_delay(post_init: Callable[[Any], None], config: Any) -> None:
-    wanted, config.delay_wgrad_compute = config.delay_wgrad_compute, False
+    delay, config.delay_wgrad_compute = config.delay_wgrad_compute, False
     post_init(config)
-    config.delay_wgrad_compute = wanted
+    config.delay_wgrad_compute = delay
 
 
 def delaying(modules: Iterable[torch.nn.Module]) -> tuple[Delaying, ...]:

@@ -268,7 +268,7 @@ class Driver:
                 shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
                 verifier=self._verifier,
                 beside=functools.partial(_streams_of_layers, config),
-                links={place: one.link.transport for place, one in self._connections.items() if one.link},
+                links={place: to.link.transport for place, to in self._connections.items() if to.link},
             )
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
             self._engines[program] = engine

@@ -240,10 +240,10 @@ class Halves:
 
         @functools.wraps(linear)
         def run(input: torch.Tensor, weight: Any, bias: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            given = signature.bind(input, weight, bias, *args, **kwargs).arguments
+            arguments = signature.bind(input, weight, bias, *args, **kwargs).arguments
             # A parameter that is not known here may affect the weight's gradient.
-            unknown = any(given.get(name, default) != default for name, default in further.items())
-            if unknown or not self._can_wait(input, weight, bias, given.get("grad_output_buffer")):
+            unknown = any(arguments.get(name, default) != default for name, default in further.items())
+            if unknown or not self._can_wait(input, weight, bias, arguments.get("grad_output_buffer")):
                 return linear(input, weight, bias, *args, **kwargs)
             output = linear(input, weight.detach(), None if bias is None else bias.detach(), *args, **kwargs)  # [1]
             node: Any = output.grad_fn

@@ -25,7 +25,7 @@ def connect_neighbours(
     Collective over the world.
     """
     rank, ways = dist.get_rank(), pipelines(positions)
-    pairs = sorted((min(both), max(both)) for way in ways for both in ((way[low], way[high]) for low, high in edges))
+    pairs = sorted((min(pair), max(pair)) for way in ways for pair in ((way[low], way[high]) for low, high in edges))
     groups = connect_edges(pairs, _backend(device), timeout_s, device)
     pipeline = next(way for way in ways if rank in way)
     return {pipeline.index(neighbour): edge for neighbour, edge in groups.items()}

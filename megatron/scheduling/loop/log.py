@@ -206,6 +206,6 @@ def _number(cost: int | Fraction) -> str:
 
 def _held(schedule: Schedule) -> str:
     """Return the most that any rank holds. Host buffers stay, even if the rank is full at another time."""
-    held, occupied = max(peak_counts(schedule)), max(allocated_counts(schedule))
-    buffers = f" ({plain(occupied)} with host buffers, which stay)" if occupied > held else ""
-    return f"at most {plain(held)} held{buffers}"
+    peak, occupied = max(peak_counts(schedule)), max(allocated_counts(schedule))
+    buffers = f" ({plain(occupied)} with host buffers, which stay)" if occupied > peak else ""
+    return f"at most {plain(peak)} held{buffers}"

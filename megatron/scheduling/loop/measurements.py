@@ -69,12 +69,12 @@ def latest_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:
 
 
 def most_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:
-    """Return the most bytes of each place."""
-    most: dict[int, int] = {}
+    """Return the largest bytes of each place."""
+    largest: dict[int, int] = {}
     for (stage, number), nbytes in sizes.items():
         place = stage * slices + number % slices
-        most[place] = max(nbytes, most.get(place, 0))
-    return most
+        largest[place] = max(nbytes, largest.get(place, 0))
+    return largest
 
 
 def moved_by_place(

@@ -123,8 +123,8 @@ class Hooks:
             stage = (arguments.get("f_model_chunk_id") or 0) * self._num_ranks + driver.rank
             forward = Action(stage, Kind.FORWARD, arguments["current_microbatch"])
         if arguments["b_model"] is not None:
-            made = self._forward_of.pop(id(as_list(arguments["b_output_tensor"])[0]))
-            backward = Action(made.stage, Kind.BACKWARD, made.microbatch)
+            earlier = self._forward_of.pop(id(as_list(arguments["b_output_tensor"])[0]))
+            backward = Action(earlier.stage, Kind.BACKWARD, earlier.microbatch)
         first = forward or backward
         assert first is not None, "a step of combined 1F1B computes nothing"
         driver.before(first, backward if forward is not None else None)

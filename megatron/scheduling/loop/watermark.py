@@ -99,8 +99,8 @@ def _to_come(optimizers: Iterable[Any]) -> int | None:
         for group, parameter in _parameters(optimizer):
             if optimizer.state.get(parameter):
                 continue
-            known = _MOMENTS.get(type(optimizer).__name__)
-            moments = int(bool(group["momentum"])) if "momentum" in group else known
+            of_kind = _MOMENTS.get(type(optimizer).__name__)
+            moments = int(bool(group["momentum"])) if "momentum" in group else of_kind
             if moments is None:
                 return None
             total += moments * _MOMENT_BYTES * parameter.numel()
@@ -172,18 +172,18 @@ class Watermark:
         self,
         iteration: int,
         error: BaseException,
-        at: Action | None,
+        running: Action | None,
         meter: Meter,
         engine: Engine | None,
         program: ScheduleConfig | None,
     ) -> None:
-        """Note that the training ends. `at` was running; it is None outside of the pipelined loop."""
+        """Note that the training ends. `running` is None outside of the pipelined loop."""
         self._append(
             meter,
             engine,
             program,
             iteration=iteration,
-            action=None if at is None else str(at),
+            action=None if running is None else str(running),
             error=cause_of(error),
             out_of_memory=isinstance(error, torch.OutOfMemoryError),
         )

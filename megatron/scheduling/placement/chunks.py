@@ -217,7 +217,7 @@ class Placed:
             self._indexing = False
         if parallel_state.get_pipeline_model_parallel_rank() > 0 or _packed():
             return iterators
-        return tuple([None] * len(each) if isinstance(each, list) else None for each in iterators)
+        return tuple([None] * len(kind) if isinstance(kind, list) else None for kind in iterators)
 
     @contextlib.contextmanager
     def _reading(self, provider: Any) -> Iterator[None]:

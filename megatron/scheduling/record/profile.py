@@ -143,11 +143,11 @@ def measure(args: Any) -> list[dict[str, float | int]]:
 
 def _transfer(num_bytes: int, repeats: int) -> dict[str, float]:
     """Time a copy to a second GPU, or in the CPU's memory; a single GPU has nowhere to copy to."""
-    here = torch.device(torch.cuda.current_device())
-    if here.type == "cuda" and torch.cuda.device_count() < 2:
+    own = torch.device(torch.cuda.current_device())
+    if own.type == "cuda" and torch.cuda.device_count() < 2:
         return {}
-    there = here if here.type == "cpu" else torch.device("cuda", (here.index + 1) % torch.cuda.device_count())
-    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in (here, there))
+    other = own if own.type == "cpu" else torch.device("cuda", (own.index + 1) % torch.cuda.device_count())
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in (own, other))
     return {"transfer_s": median_seconds(repeats, lambda: target.copy_(source))[0]}
 
 

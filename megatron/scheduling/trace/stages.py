@@ -62,10 +62,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        known = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        earlier = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage.device.type == self._device:
+            if storage._cdata not in earlier and storage.device.type == self._device:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most_bytes = max(self.most_bytes, self.bytes_now)
         return result

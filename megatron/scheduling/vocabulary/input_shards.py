@@ -72,15 +72,15 @@ class GivenEmbeddings(torch.nn.Module):
         self._given = embeddings
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
-        given, self._given = self._given, None
-        if given is None:
+        embeddings, self._given = self._given, None
+        if embeddings is None:
             raise ValueError(
                 "with --bpipe-vocabulary-input a model can embed only what its pipeline's ranks have looked up: "
                 f"{_DROP}"
             )
         if self._scatters:
-            given = given.transpose(0, 1).contiguous()
-        return reduce(given, self._scatters, self._tensor_group)
+            embeddings = embeddings.transpose(0, 1).contiguous()
+        return reduce(embeddings, self._scatters, self._tensor_group)
 
 
 class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
@@ -139,11 +139,11 @@ def place(first: Any, last: Any, shard: EmbeddingShard) -> None:
     """Put a shard into a rank's last chunk, in place of the whole layer, and `GivenEmbeddings` into the first stage."""
     mark(shard.weight, last.config)
     if first.pre_process:
-        given = GivenEmbeddings(first)
+        embeddings = GivenEmbeddings(first)
         if first is last:
-            shard.given = given
+            shard.given = embeddings
         else:
-            first.embedding.word_embeddings = given
+            first.embedding.word_embeddings = embeddings
     if not last.pre_process:
         last.embedding = MegatronModule(last.config)
     last.embedding.word_embeddings = shard

@@ -53,7 +53,7 @@ class FurtherLosses:
     ) -> None:
         """Log losses [b, s] of each further token, and whether its label had the largest logit."""
         logits, computed = iter(largest), iter(losses)
-        known = {
+        replaced = {
             "hidden_states": torch.zeros(1 + len(losses), 1, 1, device=losses[0].device),
             "output_layer": lambda *_, **__: (next(logits), None),
             "compute_language_model_loss": lambda *_: next(computed),
@@ -61,7 +61,7 @@ class FurtherLosses:
         }
         self._logs = True
         try:
-            process(**{**arguments, **known}, is_training=True)
+            process(**{**arguments, **replaced}, is_training=True)
         finally:
             self._logs = False
 

@@ -48,7 +48,7 @@ Log = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 class Noted(NamedTuple):
     """Inputs of all losses of a micro-batch."""
 
-    each: tuple[LossInputs, ...]
+    tokens: tuple[LossInputs, ...]
     """Those of the next token, then those of each further one."""
 
     log: Log | None
@@ -134,15 +134,15 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
 
     def noted(self) -> Noted:
         """Return what the model's forward noted. Raises ValueError if it computed no losses."""
-        each, log = self._noted, self._log
+        tokens, log = self._noted, self._log
         self._noted, self._hidden, self._log = [], None, None
-        if len(each) != 1 + (self.config.mtp_num_layers or 0):
+        if len(tokens) != 1 + (self.config.mtp_num_layers or 0):
             raise ValueError(
                 "with --bpipe-vocabulary no rank has all logits of a micro-batch, but this script requests them "
                 "from its model: call the model with labels, or train without --bpipe-vocabulary"
             )
         # Megatron computes the losses of further tokens first.
-        return Noted((each[-1], *each[:-1]), log)
+        return Noted((tokens[-1], *tokens[:-1]), log)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
