@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.loop.delayed_wgrad import ask
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
+from megatron.scheduling.loop.halves import ask
 from megatron.scheduling.loop.megatron_loops import Hooks
 from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig

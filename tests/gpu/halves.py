@@ -61,8 +61,7 @@ def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[lis
     from megatron.core.pipeline_parallel import schedules
 
     from megatron.scheduling.hooks import patches
-    from megatron.scheduling.loop.delayed_wgrad import ask, delaying
-    from megatron.scheduling.loop.halves import Halves
+    from megatron.scheduling.loop.halves import Halves, ask, delaying
     from megatron.scheduling.record import one_stage
 
     args = one_stage.parse(flags, lambda parser: parser)

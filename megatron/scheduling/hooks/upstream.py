@@ -144,7 +144,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "executor": "barrier_with_L1_time calculate_per_token_loss finalize_model_grads_func timers",
         "transfer_waits": "batch_p2p_sync",
         "grad_sync": "grad_sync_func no_sync_func param_sync_func",
-        "delayed_wgrad": """
+        "halves": """
             add_bias_linear delay_wgrad_compute gradient_accumulation_fusion overlap_grad_reduce transformer_impl
         """,
         "megatron_loops": "barrier_with_L1_time finalize_model_grads_func microbatch_group_size_per_vp_stage",

@@ -36,9 +36,9 @@ from bpipe.transport.edges import Edges
 from bpipe.transport.lanes import CopyLane
 from megatron.scheduling.hooks import patches, upstream
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
-from megatron.scheduling.loop.delayed_wgrad import delaying
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.grad_sync import Marks, Syncing
+from megatron.scheduling.loop.halves import delaying
 from megatron.scheduling.loop.links import connect_neighbours, connect_shards
 from megatron.scheduling.loop.megatron_loops import as_list, group_of, no_barrier
 from megatron.scheduling.options.arguments import SchedulingConfig

@@ -9,6 +9,10 @@ make it exact:
       deferred embedding. So tensor-parallel communication stays Megatron's.
   [3] W is one backward over all linear layers of a micro-batch. What several uses of a weight bring is summed before its
       parameter's hooks run once, in the order in which a whole backward sums it.
+
+Transformer Engine's layers defer W themselves if they are built for it (`ask`). That is written from the documented
+interface (`delay_wgrad_compute`, `backward_dw`) and was never run with Transformer Engine, which needs a GPU. Such a layer is
+a queue with one entry per pass, so the W of a chunk must come in the order of its I.
 """
 
 from __future__ import annotations
@@ -18,22 +22,26 @@ import enum
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers
-from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+from megatron.core.utils import is_te_min_version, prepare_input_tensors_for_wgrad_compute
 
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Key
 from megatron.scheduling.hooks import patches
+from megatron.scheduling.start.refusals import end_where
 
 # The attribute of a linear layer's autograd node with the parameters that its forward did not see.
 _CUT_OFF = "_bpipe_cut_off"
 _WAY_OUT = "train with --bpipe-keep-weights-halves none"
+# Versions from which on gradients can be deferred: at all, without being added up inside the product, and together with
+# an overlapped reduction.
+_ANY, _NOT_FUSED, _OVERLAPPED = "2.3.0", "2.7.0", "2.8.0"
 
 
 class Keep(enum.StrEnum):
@@ -333,3 +341,52 @@ def _run(halves: list[_Half]) -> None:
 
 def _named(key: Key) -> str:
     return f"stage {key[0]}, micro-batch {key[1]}"
+
+
+def ask(args: Any) -> dict[patches.Patch, patches.Wrap]:
+    """Let the layers of this run's model defer, if they are Transformer Engine's, and raise ValueError if they cannot.
+
+    Megatron's own flag asks for another schedule too. So it is set only in the arguments, for the reduction of gradients,
+    and in the configuration of layers, from which it is hidden while the configuration checks itself.
+
+    Returns:
+        Patches that must be in place while the model is built.
+    """
+    if args.transformer_impl != "transformer_engine":
+        return {}
+    needed = [
+        (_ANY, "", True),
+        (_NOT_FUSED, " without --gradient-accumulation-fusion", not args.gradient_accumulation_fusion),
+        (_OVERLAPPED, " with --overlap-grad-reduce", args.overlap_grad_reduce),
+    ]
+    problems = [
+        f"Transformer Engine defers weight gradients{when} only from version {version} on; use "
+        "--bpipe-keep-weights-halves none"
+        for version, when, applies in needed
+        if applies and not is_te_min_version(version)
+    ]
+    if args.overlap_grad_reduce and args.add_bias_linear:
+        problems.append(
+            "Transformer Engine defers a bias's gradient together with its weight's, and an overlapped reduction "
+            "would start too early; use --disable-bias-linear, drop --overlap-grad-reduce, or use "
+            "--bpipe-keep-weights-halves none"
+        )
+    end_where(problems)
+    args.delay_wgrad_compute = True
+    return {patches.CONFIGURED: patches.replaced_by(_check_without_delay)}
+
+
+def _check_without_delay(post_init: Callable[[Any], None], config: Any) -> None:
+    delay, config.delay_wgrad_compute = config.delay_wgrad_compute, False
+    post_init(config)
+    config.delay_wgrad_compute = delay
+
+
+def delaying(modules: Iterable[torch.nn.Module]) -> tuple[Delaying, ...]:
+    """Return the modules of a chunk that may keep a W: not Megatron's own, which pass the call on or do nothing."""
+    return tuple(
+        cast(Delaying, module)
+        for module in modules
+        if hasattr(module, "backward_dw")
+        and any(base.__module__.split(".")[0] == "transformer_engine" for base in type(module).__mro__)
+    )

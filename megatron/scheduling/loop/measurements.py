@@ -69,7 +69,7 @@ def latest_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:
 
 
 def most_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:
-    """Return the largest bytes of each place."""
+    """Return the most bytes of each place."""
     largest: dict[int, int] = {}
     for (stage, number), nbytes in sizes.items():
         place = stage * slices + number % slices
