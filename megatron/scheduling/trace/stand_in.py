@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -144,16 +144,6 @@ def _attend(
     return forward(self, query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
 
 
-class _Alone:
-    """A group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 def shape_modules() -> None:
     """Give Megatron's own layers the shapes of fused ones. Call once, after Megatron was imported."""
     from megatron.core.tensor_parallel import random
@@ -170,7 +160,7 @@ def shape_modules() -> None:
 
 def _init_linear(self: Any, init: Any, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
     if tp_comm_buffer_name in _WHOLE:
-        kwargs["tp_group"] = _Alone()
+        kwargs["tp_group"] = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     init(self, *args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
 
 
