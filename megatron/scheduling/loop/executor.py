@@ -43,7 +43,7 @@ from megatron.scheduling.loop.links import connect_neighbours, connect_shards
 from megatron.scheduling.loop.megatron_loops import as_list, group_of, no_barrier
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import require_built_here
-from megatron.scheduling.placement.embedding_ranks import refuse_group
+from megatron.scheduling.placement.embeddings import refuse_group
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
 from megatron.scheduling.start.refusals import end_where
 from megatron.scheduling.vocabulary.mtp import FurtherLosses

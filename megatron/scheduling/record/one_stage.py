@@ -65,7 +65,7 @@ def ranks_of_a_stage(args: Any) -> int:
 
 
 @contextlib.contextmanager
-def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
+def chunks(args: Any, place: int) -> Iterator[Sequence[Any]]:
     """Return the model's chunks on the first rank at `place` in the pipeline, with the trainer's wrappers."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
