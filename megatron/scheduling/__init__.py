@@ -18,17 +18,25 @@ __all__ = ["install", "place", "samples_of"]
 
 
 def install(config: SchedulingConfig, *, samples_by_chunk: bool = False) -> Installed:
-    """Balance every pipelined iteration from now on. `.remove()` of the result puts Megatron's own functions back
-    and gives memory back: all ranks call it, with `failed=True` where an error ends the training.
+    """Balance every pipelined iteration from now on, in a training loop of your own.
 
-    Call it before `pretrain`, which looks the pipelined loop up once, and for a schedule whose stages are not where
-    Megatron has them before process groups and models are made. Raises RuntimeError where the installed Megatron
-    differs from the one that was tried, naming what differs. Nothing was parsed, so the first iteration looks at the
-    model's configuration: a ValueError says what of it cannot be balanced. The process groups may exist by then, so no
-    rank is moved: that is `place`'s, before. What needs Megatron's trainer (a report, a budget, the optimizer's state
-    on other ranks) is refused by name, with a ValueError. `samples_by_chunk`: each chunk's data iterator has the
-    samples of the replica that `samples_of` names. Raises ValueError for two pipes without it, because nothing could
-    notice.
+    Call it before `pretrain`, which looks the pipelined loop up once, and, for a schedule that places stages differently
+    from Megatron, before process groups and models are made. No arguments were parsed, so the first iteration checks
+    the model's configuration and raises ValueError for what cannot be balanced. No rank is moved: `place` does that,
+    earlier.
+
+    Args:
+        config: What to balance, and how.
+        samples_by_chunk: Whether each chunk's data iterator has the samples of the replica that `samples_of` names.
+
+    Returns:
+        The patches. Their `remove()` puts Megatron's own functions back and frees memory: all ranks call it, with
+        `failed=True` if an error ends the training.
+
+    Raises:
+        RuntimeError: The installed Megatron differs from the tested one. The message says how.
+        ValueError: The configuration asks for what needs Megatron's trainer (a report, a budget), or there are two
+            pipes without `samples_by_chunk`, because nothing could detect wrong samples.
     """
     config.refuse_what_needs_the_trainer()
     if config.positions.num_pipes > 1 and not samples_by_chunk:
@@ -38,14 +46,16 @@ def install(config: SchedulingConfig, *, samples_by_chunk: bool = False) -> Inst
             "install(config, samples_by_chunk=True)"
         )
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
-    from megatron.scheduling.composing import compose
+    from megatron.scheduling import composing
 
-    return compose(config).install()
+    return composing.install(config)[0]
 
 
 def samples_of(config: SchedulingConfig, chunk: int) -> int:
-    """Return the data-parallel replica whose samples a chunk of this rank reads, once there are process groups: its
-    own, or of two pipes also the other one's of the same stages."""
+    """Return the data-parallel replica whose samples a chunk of this rank reads, once there are process groups.
+
+    It is the rank's own or, with two pipes, maybe that of the other rank with the same stages.
+    """
     from megatron.core import parallel_state
 
     return config.positions.replica_of(int(parallel_state.get_data_parallel_rank()), chunk)

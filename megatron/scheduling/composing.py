@@ -1,67 +1,53 @@
-"""Put together what a configuration asks for: the driver, whose loop runs, and who else replaces functions of Megatron.
-
-In: a configuration, and Megatron's arguments where there are any. Out: a `Composition`, which installs all of it and
-takes it out again. The only place that knows which parts there are: the launcher and `install` differ in what they were
-told, and in nothing else.
-"""
+"""Put together and install what a configuration asks for: the driver, the loop, and all patches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.hooks.loops import Hooks
-from megatron.scheduling.loop.delayed_wgrad import ask
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
-from megatron.scheduling.memory.replanning import Learner
-from megatron.scheduling.memory.watermark import Watermark
+from megatron.scheduling.loop.halves import ask
+from megatron.scheduling.loop.megatron_loops import Hooks
+from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import wraps_of
 from megatron.scheduling.record.run_report import Monitor, Reporter
+from megatron.scheduling.replanning import Learner
 
 
-@dataclass(frozen=True)
-class Composition:
-    """Parts of one training that belong together. `reporter` is None where nothing is to be written."""
+def install(config: SchedulingConfig, args: Any = None) -> tuple[patches.Installed, Reporter | None]:
+    """Replace Megatron's functions by all that the configuration asks for.
 
-    driver: Driver
-    loop: Loop | Hooks
-    reporter: Reporter | None
-    wraps: dict[patches.Patch, patches.Wrap]
+    Removing the patches ends the loop and the driver, too, which is collective. Raises Unfit for another Megatron.
 
-    def install(self) -> patches.Installed:
-        """Replace Megatron's functions.
+    Args:
+        config: What to balance, and how.
+        args: Megatron's arguments. Without them, Transformer Engine's layers do not defer weights' gradients.
 
-        Taking them out ends the loop and the driver, too, which is collective. Raises Unfit for another Megatron.
-        """
-        installed = patches.install(self.wraps)
-        installed.closing(self.driver.close)
-        installed.closing(self.loop.close)
-        return installed
-
-
-def compose(config: SchedulingConfig, args: Any = None) -> Composition:
-    """Compose all that the configuration asks for.
-
-    Without Megatron's arguments, layers are not asked to put weights' gradients off.
+    Returns:
+        The patches, and what writes the report, if there is one.
     """
     watermark = None if config.report is None else Watermark(Path(config.report), config)
     driver = Driver(config, watermark)
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
     placed = wraps_of(config.positions)
-    # Of the functions that it calls the loop only checks the signature.
+    # The loop has these too, but only to check their signatures.
     called = {patch: placed[patch] for patch in patches.LEAVES if patch in placed}
     wraps = placed | loop.wraps() | called
     if args is not None and patches.LINEAR in wraps:
         wraps |= ask(args)
     reporter = None if watermark is None else Reporter(config, driver, watermark)
     if reporter is not None:
-        wraps |= reporter.wraps()
+        wraps[patches.TRAIN_STEP] = patches.by_name(reporter.step)
     elif config.metrics_interval is not None and (config.balance or config.own is not None):
-        wraps |= Monitor(config, driver).wraps()
+        wraps[patches.TRAIN_STEP] = patches.by_name(Monitor(config, driver).step)
     if config.memory is not None and config.memory.learns:
-        wraps |= Learner(config, driver).wraps(wraps)
-    return Composition(driver, loop, reporter, wraps)
+        observe, inner = patches.by_name(Learner(config, driver).step), wraps.get(patches.TRAIN_STEP)
+        wraps[patches.TRAIN_STEP] = observe if inner is None else lambda step: observe(inner(step))
+    installed = patches.install(wraps)
+    installed.closing(driver.close)
+    if isinstance(loop, Loop):
+        installed.closing(loop.close)
+    return installed, reporter

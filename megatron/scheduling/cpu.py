@@ -1,12 +1,9 @@
-"""Answer for the CUDA runtime on a machine without a GPU, so that Megatron's own trainer runs there unmodified.
+"""Replace the CUDA runtime on a machine without a GPU, so that Megatron's own trainer runs there unmodified.
 
-In: a process in which `megatron` has not been imported yet. Out: the same process, where "cuda" means the CPU, or
-another device that somebody brings with answers of its own (`stand_in`). Knows nothing of schedules or transfers.
-Installed only when no CUDA device exists, never imported otherwise.
+"cuda" then means the CPU, or another device with answers of its own (`stand_in`). Never imported if there is a CUDA device.
 
-Every replacement is explicit and visible in `_CUDA` and below. A TorchFunctionMode would be shorter but is
-thread-local: autograd's and the data loader's threads would escape it. It must come before Megatron's import, because
-Megatron binds some of these names (`from torch.cuda import _lazy_call`) when it is imported.
+A TorchFunctionMode would be shorter but is thread-local: autograd's and the data loader's threads would escape it. All this
+must happen before Megatron's import, because Megatron binds some of these names then (`from torch.cuda import _lazy_call`).
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +20,11 @@ import torch
 
 _CPU = torch.device("cpu")
 
-# Megatron's flags that a machine without a GPU needs. A user there should not have to know them; what the user gives
-# wins.
-ARGUMENTS: tuple[str, ...] = (
-    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--use-cpu-initialization"),
-    *("--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
-    *("--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
+# Megatron's flags that a machine without a GPU needs; the user's win.
+ARGUMENTS: tuple[str, ...] = tuple(
+    """--distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-masked-softmax-fusion
+    --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion
+    --no-rope-fusion --no-persist-layer-norm""".split()
 )
 
 
@@ -40,9 +36,7 @@ def install() -> None:
 def stand_in(device: torch.device, cuda: Mapping[str, Any], accelerator: Mapping[str, Any]) -> None:
     """Let "cuda" mean `device`, and `torch.cuda` and `torch.accelerator` give these answers.
 
-    Once, before Megatron is imported.
-
-    A second call does nothing. Random numbers are those of the host's generator.
+    Call once, before Megatron is imported; a second call does nothing. Random numbers are those of the host's generator.
     """
     if standing_in():
         return
@@ -50,8 +44,7 @@ def stand_in(device: torch.device, cuda: Mapping[str, Any], accelerator: Mapping
         raise RuntimeError(
             "the CPU stand-in must be installed before megatron.core is imported: call cpu_runtime.install() first"
         )
-    # Compiling element-wise fusions for a handful of small CPU steps costs more than it saves, and needs a C++ compiler
-    # at run time.
+    # Compiling element-wise fusions costs more than it saves in a few small steps, and needs a C++ compiler.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _replace(torch.cuda, **cuda)
@@ -66,12 +59,12 @@ def stand_in(device: torch.device, cuda: Mapping[str, Any], accelerator: Mapping
 
 
 def standing_in() -> str | None:
-    """Return the type of the device that stands in for CUDA's in this process, or None."""
+    """Return the type of the device that replaces CUDA's in this process, or None."""
     return getattr(torch.cuda, "_bpipe_stand_in", None)
 
 
 class _Inert:
-    """A stream or an event on a device that runs everything in order: every wait is already over."""
+    """A stream or an event of a device that runs everything in order: every wait is already over."""
 
     cuda_stream = 0
     device = _CPU
@@ -95,13 +88,10 @@ class _Inert:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    record = wait = wait_event = wait_stream = synchronize = _nothing
+    record = wait = wait_event = wait_stream = synchronize = __exit__ = _nothing
 
     def __enter__(self) -> _Inert:
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        return None
 
 
 class _Generators:
@@ -120,88 +110,66 @@ def _replace(owner: object, **replacements: Any) -> None:
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """Return a function of its own for every name: torch's compiler tables refuse one object under two names."""
+    """Return a new function for every name: torch's compiler tables refuse one object under two names."""
     return lambda *args, **kwargs: value
+
+
+def _answers(value: Any, names: str) -> dict[str, Any]:
+    return {name: _answer(value) for name in names.split()}
 
 
 class _Device(contextlib.nullcontext[None]):
     """`torch.cuda.device(index)`: a class, because torch asks whether something is an instance of it."""
 
 
-def _context() -> Callable[..., Any]:
-    """Return a context manager that changes nothing, for `torch.cuda.stream`."""
-
-    @contextlib.contextmanager
-    def unchanged(*args: Any) -> Iterator[None]:
-        yield
-
-    return unchanged
-
-
 def answers() -> dict[str, Any]:
-    """Return what `torch.cuda` answers whatever stands in for its devices."""
+    """Return the answers of `torch.cuda` that do not depend on the device in its place."""
     return {
-        "is_available": _answer(True),
-        "is_initialized": _answer(True),
-        "is_bf16_supported": _answer(True),
-        "is_current_stream_capturing": _answer(False),
-        "init": _answer(None),
-        "_lazy_init": _answer(None),
+        **_answers(True, "is_available is_initialized is_bf16_supported"),
+        **_answers(False, "is_current_stream_capturing"),
+        **_answers(None, "init _lazy_init ipc_collect"),
+        **_answers(0, "device_memory_used"),
         "_lazy_call": lambda call, **kwargs: call(),
         "get_device_capability": _answer((8, 0)),
-        "ipc_collect": _answer(None),
-        "device_memory_used": _answer(0),
         "device": _Device,
     }
 
 
 def answers_of_one_device() -> dict[str, Any]:
     """Return runtime queries, streams, events and memory counters of one device, the CPU, that runs all in order."""
-    stream = _Inert()
+    properties = SimpleNamespace(name="CPU", major=8, minor=0, multi_processor_count=1, total_memory=0)
     return {
         **answers(),
+        **_answers(
+            None, "set_device synchronize empty_cache reset_peak_memory_stats reset_max_memory_allocated set_stream"
+        ),
+        **_answers(0, "memory_allocated memory_reserved max_memory_allocated max_memory_reserved"),
+        **_answers(_Inert(), "current_stream default_stream"),
         "device_count": _answer(1),
         "current_device": _answer(_CPU),
-        "set_device": _answer(None),
         "get_device_name": _answer("CPU"),
-        "get_device_properties": _answer(
-            SimpleNamespace(name="CPU", major=8, minor=0, multi_processor_count=1, total_memory=0)
-        ),
-        "synchronize": _answer(None),
-        "empty_cache": _answer(None),
-        "memory_allocated": _answer(0),
-        "memory_reserved": _answer(0),
-        "max_memory_allocated": _answer(0),
-        "max_memory_reserved": _answer(0),
+        "get_device_properties": _answer(properties),
         "memory_stats": lambda *args, **kwargs: ZeroStatistics(),
-        "reset_peak_memory_stats": _answer(None),
-        "reset_max_memory_allocated": _answer(None),
         "Stream": _Inert,
         "Event": _Inert,
-        "current_stream": _answer(stream),
-        "default_stream": _answer(stream),
-        "set_stream": _answer(None),
-        "stream": _context(),
+        "stream": lambda *args: contextlib.nullcontext(),
     }
 
 
 def accelerator_answers() -> dict[str, Any]:
-    """Return what `torch.accelerator` answers on a device that runs everything in order."""
+    """Return the answers of `torch.accelerator` on a device that runs everything in order."""
     return {"is_available": _answer(True), "current_device_index": _answer(0), "current_stream": _answer(_Inert())}
 
 
 class ZeroStatistics(dict[str, int]):
-    """Memory statistics that are zero wherever nobody counts."""
+    """Memory statistics that are zero if nothing is counted."""
 
     def __missing__(self, key: str) -> int:
         return 0
 
 
 def _replace_rng() -> None:
-    """One generator serves as the CPU's and as the device's.
-
-    Looked up where torch does, for others may have put one of theirs there.
-    """
+    """Let one generator serve as the CPU's and as the device's. It is looked up in torch, as it may be replaced."""
     random: Any = torch.random
     get_state: Callable[[], torch.Tensor] = torch.get_rng_state
     set_state: Callable[[torch.Tensor], None] = torch.set_rng_state
@@ -217,46 +185,27 @@ def _replace_rng() -> None:
     _replace(torch.cuda, default_generators=_Generators())
 
 
-def _is_cuda(device: object) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.split(":")[0] == "cuda"
-
-
 def _meant(value: Any, device: torch.device) -> Any:
-    """`device` for one that names CUDA (also by its index), everything else unchanged."""
-    return device if _is_cuda(value) else value
+    """Return `device` for a name of CUDA, also with an index, and everything else unchanged."""
+    name = value.type if isinstance(value, torch.device) else value
+    return device if isinstance(name, str) and name.split(":")[0] == "cuda" else value
 
 
-_FACTORIES = (
-    *(
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "arange",
-        "linspace",
-        "tensor",
-        "as_tensor",
-        "eye",
-    ),
-    *("empty_strided", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-)
+_FACTORIES = """
+    empty zeros ones full rand randn randint randperm arange linspace tensor as_tensor eye
+    empty_strided empty_like zeros_like ones_like full_like rand_like randn_like
+""".split()
 
 
 def _replace_factories(target: torch.device) -> None:
-    """`torch.zeros(..., device="cuda")` and its kin make tensors of what stands in."""
+    """Let `torch.zeros(..., device="cuda")` and the like make tensors on the device in CUDA's place."""
 
     def redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
             if device is not None:
-                # An index alone names a CUDA device too.
+                # An index alone is a CUDA device too.
                 kwargs["device"] = target if isinstance(device, int) else _meant(device, target)
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
@@ -269,8 +218,7 @@ def _replace_factories(target: torch.device) -> None:
 
 
 def _replace_moves(target: torch.device) -> None:
-    """`.cuda()` and `.to("cuda")` go to what stands in, `.pin_memory()` stays; a tensor's type name is that of its
-    CUDA twin."""
+    """Let `.cuda()` and `.to("cuda")` move to the device in CUDA's place; a tensor's type name is CUDA's."""
 
     def redirected(move: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(move)
@@ -293,8 +241,7 @@ def _replace_moves(target: torch.device) -> None:
     def type_name(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
         # Megatron's optimizer sorts parameters by this name and asserts on any other.
         if dtype is None:
-            # A torch function mode finds this function by the name of the plain one, and comes through here a second
-            # time.
+            # A torch function mode finds this function by the name of the plain one, and calls it a second time.
             return plain_type(self).replace("torch.cuda.", own_name, 1).replace(own_name, "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", own_name, 1)
@@ -306,15 +253,14 @@ def _replace_moves(target: torch.device) -> None:
         setattr(torch.Tensor, name, redirected(getattr(torch.Tensor, name)))
     _replace(torch.Tensor, pin_memory=stay, type=type_name)
     if target.type == "cpu":
-        # There are no streams on which memory could be used.
+        # No stream could use the memory.
         _replace(torch.Tensor, record_stream=_answer(None))
 
 
 def _take_sizes_as_tensors() -> None:
     """Let an all-to-all take the sizes of its parts as a tensor.
 
-    Megatron takes such sizes from a GPU to the host as numbers. What lies on the host already it leaves a tensor, which
-    torch refuses.
+    Megatron makes numbers of such sizes only if they are on a GPU, and torch refuses a tensor.
     """
     plain = torch.distributed.all_to_all_single
 
@@ -331,10 +277,10 @@ def _take_sizes_as_tensors() -> None:
 
 
 def _fence_data_loader() -> None:
-    """No pinned memory, no workers, and no draw from the generator that also serves as the device's.
+    """Disable pinned memory, workers, and draws from the generator that also serves as the device's.
 
-    `DataLoader.__iter__` draws a base seed. On a GPU that draw cannot touch the CUDA generator; here it would, and a
-    resumed run, which iterates anew, would not continue with the same dropout.
+    `DataLoader.__iter__` draws a base seed. On a GPU that cannot change the CUDA generator; here it would, and a resumed
+    run, which iterates anew, would not continue with the same dropout.
     """
     loader = torch.utils.data.DataLoader
     plain_init, plain_iter = loader.__init__, loader.__iter__

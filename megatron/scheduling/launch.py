@@ -2,17 +2,14 @@
 
     torchrun ... -m megatron.scheduling.launch pretrain_gpt.py <its flags> --bpipe ...
 
-In: an unmodified script and its arguments. Out: the same script, whose argument parser knows our flags and whose
-`pretrain` is balanced as they say. A script may also call `prepare()` itself, before it imports Megatron, and is then
-launched as usual.
+The script's parser then has our flags, and its `pretrain` runs as they say. A script may also call `prepare()` itself,
+before it imports Megatron, and is then launched as usual.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,11 +22,9 @@ from megatron.scheduling.start import exits, startup
 
 
 def prepare() -> None:
-    """Prepare this process: the CPU stand-in where there is no GPU, our flags, `pretrain` hooked.
+    """Prepare this process: the CPU stand-in if there is no GPU, our flags, and the hook of `pretrain`.
 
-    Call before importing Megatron.
-
-    Repairs follow when the arguments are parsed, because a flag leaves them.
+    Call before importing Megatron. Repairs follow when the arguments are parsed, because a flag disables them.
     """
     with _or_end():
         extras.require("megatron", "training")
@@ -37,39 +32,40 @@ def prepare() -> None:
     from megatron.scheduling.hooks import patches
 
     with _or_end():
-        wraps = {
-            patches.PARSE_ARGS: _wrap_parse_args,
-            patches.VALIDATE_ARGS: _wrap_validate_args,
-            patches.PRETRAIN: _wrap_pretrain,
-        }
-        patches.install(wraps)
+        patches.install(
+            {
+                patches.PARSE_ARGS: patches.replaced_by(_parse),
+                patches.VALIDATE_ARGS: patches.replaced_by(_validate),
+                patches.PRETRAIN: patches.by_name(_pretrain),
+            }
+        )
 
 
 def require(args: Any, script: str) -> None:
-    """End the program in one line where Megatron's arguments lack what a script of ours reads."""
+    """End the program in one line if Megatron's arguments lack what a script of ours reads."""
     with _or_end():
         upstream.require(args, script)
 
 
 def refuse_packed_batches(args: Any) -> None:
-    """End the program where a pipeline would pass several packed rows at once.
+    """End the program if a pipeline would pass several packed rows at once.
 
-    Megatron joins a micro-batch of them to one row before the first layer, and its stages receive it as so many
-    rows of a row's length: of the same number of elements, in another order.
+    Megatron joins the rows of a micro-batch to one before the first layer, but its stages receive several rows: the same
+    number of elements in another order.
     """
     from bpipe.config.features.feature import Settings
 
-    given = Settings(args)
-    rows = max(given.micro_batch_size or 1, given.eval_micro_batch_size or 1)
-    if rows == 1 or (given.pipeline_model_parallel_size or 1) == 1:
+    settings = Settings(args)
+    rows = max(settings.micro_batch_size or 1, settings.eval_micro_batch_size or 1)
+    if rows == 1 or (settings.pipeline_model_parallel_size or 1) == 1:
         return
-    for name, wanted in (
-        ("sft", given.sft),
-        ("dataloader_inter_document_masking", given.dataloader_inter_document_masking),
+    for flag, is_set in (
+        ("--sft", settings.sft),
+        ("--dataloader-inter-document-masking", settings.dataloader_inter_document_masking),
     ):
-        if wanted:
+        if is_set:
             exits.end(
-                f"--{name.replace('_', '-')}: Megatron joins the {rows} packed rows of a micro-batch into one, but "
+                f"{flag}: Megatron joins the {rows} packed rows of a micro-batch into one, but "
                 f"its pipeline receives them as {rows}, in a different order; use --micro-batch-size 1 with a longer "
                 "--seq-length"
             )
@@ -77,69 +73,59 @@ def refuse_packed_batches(args: Any) -> None:
 
 @contextlib.contextmanager
 def _or_end() -> Iterator[None]:
-    """What the user did, and a Megatron that cannot be used, end the program in one line from one rank."""
+    """End the program, in one line from one rank, for a mistake of the user's or a Megatron that cannot be used."""
     try:
         yield
     except (ValueError, upstream.Unfit) as error:
         exits.end(error)
 
 
-def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(parse_args)
-    def parse(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> Any:
-        from megatron.scheduling.options.flags import add_arguments
+def _parse(
+    parse_args: Callable[..., Any],
+    extra_args_provider: Callable[[Any], Any] | None = None,
+    ignore_unknown_args: bool = False,
+) -> Any:
+    from megatron.scheduling.options.flags import add_arguments
 
-        def provider(parser: Any) -> Any:
-            exits.refuse_once(parser)
-            return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
+    def provider(parser: Any) -> Any:
+        exits.refuse_once(parser)
+        return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
 
-        startup.complete_arguments()
-        args = parse_args(provider, ignore_unknown_args)
-        with _or_end():
-            # A YAML configuration replaces the command line, and ours with it; it is refused later.
-            startup.leave_unrepaired() if getattr(args, "bpipe_no_repairs", False) else startup.repair()
-            startup.share_gpus(args)
-        return args
-
-    return parse
-
-
-def _wrap_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(validate_args)
-    def validated(args: Any, *defaults: Any, **named: Any) -> Any:
-        from megatron.scheduling.options import derived_flags
-        from megatron.scheduling.placement import rank_order as placement
-
-        with _or_end():
-            derived_flags.complete(args)
-        result = validate_args(args, *defaults, **named)
-        # Only now it is known which schedule this is, and so who is paired with whom; nobody has asked for a rank yet.
-        with _or_end():
-            placement.apply(args)
-        return result
-
-    return validated
+    startup.complete_arguments()
+    args = parse_args(provider, ignore_unknown_args)
+    with _or_end():
+        # A YAML configuration replaces the command line, and ours with it; it is refused later.
+        startup.leave_unrepaired() if getattr(args, "bpipe_no_repairs", False) else startup.repair()
+        startup.share_gpus(args)
+    return args
 
 
-def _wrap_pretrain(pretrain: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(pretrain)
+def _validate(validate_args: Callable[..., Any], args: Any, *defaults: Any, **named: Any) -> Any:
+    from megatron.scheduling.options import derived_flags
+    from megatron.scheduling.placement import rank_order
 
-    @functools.wraps(pretrain)
-    def run(*positional: Any, **keywords: Any) -> Any:
-        from megatron.training import get_args
+    with _or_end():
+        derived_flags.complete(args)
+    result = validate_args(args, *defaults, **named)
+    # Only now is the schedule known, and with it the pairs; nobody has asked for a rank yet.
+    with _or_end():
+        rank_order.apply(args)
+    return result
 
-        with scheduling(get_args(), signature.bind(*positional, **keywords).arguments):
-            result = pretrain(*positional, **keywords)
-        # Only a run that ended well: after an error the other ranks are gone, and leaving their groups could wait for
-        # them.
-        atexit.register(_leave_process_groups)
-        return result
 
-    return run
+def _pretrain(arguments: Mapping[str, Any], pretrain: Callable[[], Any]) -> Any:
+    from megatron.training import get_args
+
+    with scheduling(get_args(), arguments):
+        result = pretrain()
+    # Only after a run that ended well: after an error the other ranks are gone, and leaving their groups could wait for
+    # them.
+    atexit.register(_leave_process_groups)
+    return result
 
 
 def _leave_process_groups() -> None:
-    """Megatron leaves its process groups to the interpreter's end, where a communication thread still running aborts
+    """Destroy process groups, which Megatron does not: at the interpreter's end a running communication thread would abort
     the process."""
     import torch.distributed as dist
 
@@ -151,15 +137,24 @@ def _leave_process_groups() -> None:
 def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     """Install what the arguments ask for. Without any of our flags Megatron's scheduler is not touched.
 
-    `given`: what the script gives `pretrain`, by name.
+    `given` has the arguments of `pretrain`, by name.
     """
     from megatron.scheduling.options.arguments import config_from_args
 
     with _or_end():
         config = config_from_args(args)
     if config.audit is not None:
-        with _audited(config.audit):
+        # Not at the top: no other run needs it.
+        from megatron.scheduling.hooks.patches import install
+        from megatron.scheduling.record.audit import StageAudit
+
+        audit = StageAudit(config.audit)
+        installed = install(audit.wraps())
+        try:
             yield
+            audit.finish()
+        finally:
+            installed.remove()
         return
     if not config.active:
         yield
@@ -168,14 +163,12 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         exits.need_folder(config.report)
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
-    from megatron.scheduling.composing import compose
-    from megatron.scheduling.placement.embedding_ranks import Refused, refuse_group
+    from megatron.scheduling import composing
+    from megatron.scheduling.placement.embeddings import Refused, refuse_group
 
     with _or_end():
         refuse_group(config.positions, given.get("pg_collection"))
-        composed = compose(config, args)
-        installed = composed.install()
-    reporter = composed.reporter
+        installed, reporter = composing.install(config, args)
     watch = Watch()
     watch.begin()
     try:
@@ -184,7 +177,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
             reporter.finish()
         installed.remove()
     except Refused as error:
-        # Every rank sees it alike, and nobody has waited for anybody yet.
+        # Every rank finds it out alike, and no rank has waited for another yet.
         _leave_process_groups()
         exits.end(error)
     except Exception as error:
@@ -194,23 +187,8 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         raise
     finally:
         watch.end()
-        # Or the process ends, by an error or by one of Megatron's own exits, and gives everything back itself.
+        # Otherwise the process ends, by an error or one of Megatron's own exits, and frees everything itself.
         installed.remove(failed=True)
-
-
-@contextlib.contextmanager
-def _audited(num_microbatches: int) -> Iterator[None]:
-    # Not at the top: nobody else loads it.
-    from megatron.scheduling.hooks.patches import install
-    from megatron.scheduling.record.audit import StageAudit
-
-    audit = StageAudit(num_microbatches)
-    installed = install(audit.wraps())
-    try:
-        yield
-        audit.finish()
-    finally:
-        installed.remove()
 
 
 def main() -> None:
@@ -223,7 +201,7 @@ def main() -> None:
         sys.exit(f"bpipe: no training script at {script}")
     prepare()
     sys.argv = [str(script), *sys.argv[2:]]
-    # As `python SCRIPT` does: what lies beside the script can be imported.
+    # As `python SCRIPT` does: modules next to the script can be imported.
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 

@@ -44,7 +44,7 @@ PRELOADED = (
     *(
         "megatron.scheduling.loop.driver",
         "megatron.scheduling.loop.executor",
-        "megatron.scheduling.hooks.loops",
+        "megatron.scheduling.loop.megatron_loops",
         "megatron.scheduling.record.run_report",
     ),
 )

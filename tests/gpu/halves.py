@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
@@ -62,8 +61,7 @@ def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[lis
     from megatron.core.pipeline_parallel import schedules
 
     from megatron.scheduling.hooks import patches
-    from megatron.scheduling.loop.delayed_wgrad import ask, delaying
-    from megatron.scheduling.loop.halves import Halves
+    from megatron.scheduling.loop.halves import Halves, ask, delaying
     from megatron.scheduling.record import one_stage
 
     args = one_stage.parse(flags, lambda parser: parser)
@@ -73,7 +71,7 @@ def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[lis
             installed = patches.install(halves.wraps() | ask(args))
             stack.callback(halves.abandon)
             stack.callback(installed.remove)
-        model: Any = stack.enter_context(one_stage.stage(args, 1))
+        (model,) = stack.enter_context(one_stage.chunks(args, 1))
         stage = MegatronStage(args, model, device)
         config = model.module.config if hasattr(model, "module") else model.config
         stage.start_over()

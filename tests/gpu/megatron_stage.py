@@ -157,7 +157,7 @@ def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
     args = one_stage.parse(flags, ours.add_arguments)
     # The second of three: no embedding, no loss. Gradients are summed and not reduced, there is nobody to reduce them
     # with.
-    with one_stage.stage(args, 1) as model:
+    with one_stage.chunks(args, 1) as (model,):
         # Megatron's wrapper for data parallelism: its wheel has no types.
         wrapped: Any = model
         with wrapped.no_sync():

@@ -116,7 +116,7 @@ class Exchanges:
 
 
 class LoopCalls:
-    """The calls of `megatron.scheduling.hooks.loops`: transfers behind a computation start before its exchange, the
+    """The calls of `megatron.scheduling.loop.megatron_loops`: transfers behind a computation start before its exchange, the
     last ones after all."""
 
     def __init__(self, engine: Engine, device: torch.device, synchronizes: bool) -> None:

@@ -24,8 +24,8 @@ from bpipe.runtime.streams import Streams
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.program import Exchange
 from megatron.scheduling.loop.measurements import FirstMeasured
-from megatron.scheduling.memory.replanning import ProcessMemory, measure_process
-from megatron.scheduling.memory.watermark import Besides
+from megatron.scheduling.loop.watermark import Besides
+from megatron.scheduling.replanning import ProcessMemory, measure_process
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, device
 from tests.late.grid import Run, plan_of, stands_still

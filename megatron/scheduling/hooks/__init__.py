@@ -1,1 +1,1 @@
-"""Replace functions of the installed Megatron: the table of patches, its loops, repairs, versions."""
+"""What is replaced in Megatron, repaired, and read of it."""

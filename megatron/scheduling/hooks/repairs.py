@@ -1,14 +1,9 @@
-"""Mend defects of the installed Megatron that would stop a run, each only where the defect is present.
-
-In: an imported Megatron. Out: the same with some of its functions replaced in memory, and a line for each repair that
-was made or could not be tried. Edits no file and knows nothing of schedules. `REPAIRS` is the whole table.
-"""
+"""Repair defects of the installed Megatron that would stop a run, in memory, and only where they are present."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import os
@@ -19,44 +14,46 @@ from typing import Any
 
 import torch
 
+from megatron.scheduling.hooks.patches import replaced_by
+
 
 @dataclass(frozen=True)
 class Repair:
-    """One defect: the names in Megatron that are replaced where it is present, what works then, and how to replace
-    them.
-
-    `make` looks for the defect, replaces nothing where there is none, and returns whether it did.
-    """
+    """Repair of one defect."""
 
     names: tuple[str, ...]
+    """Names in Megatron that are replaced if the defect is present."""
+
     mends: str
+    """What works after the repair."""
+
     make: Callable[[], bool]
+    """Replaces the names if the defect is present, and returns whether it was."""
 
 
 def apply() -> list[str]:
-    """Make every repair whose defect is present. Returns a line for each, and one for each that could not be tried.
+    """Make every repair whose defect is present.
 
-    A repair tries the defect on stand-ins and reads names that another Megatron may not have: that must end no run.
+    Returns:
+        A line for each repair that was made, or that could not be tried.
     """
     lines = []
     for repair in REPAIRS:
+        names = ", ".join(repair.names)
         try:
-            made = repair.make()
+            if repair.make():
+                lines.append(f"repaired in memory, without editing files: {names}: {repair.mends}")
         except Exception as error:
+            # A repair reads names that another Megatron may not have, and that must not end a run.
             reason = f"{type(error).__name__}: {error}"
             lines.append(
-                f"repair skipped, because it cannot be tried on this Megatron ({reason}): {', '.join(repair.names)}: "
-                f"{repair.mends}"
+                f"repair skipped, because it cannot be tried on this Megatron ({reason}): {names}: {repair.mends}"
             )
-            continue
-        if made:
-            lines.append(f"repaired in memory, without editing files: {', '.join(repair.names)}: {repair.mends}")
     return lines
 
 
 def _skip_compiling_helpers() -> bool:
-    """Skip compiling dataset helpers: the wheel ships them compiled and no Makefile, and `make` there fails and ends
-    the process."""
+    """The wheel ships dataset helpers compiled and without a Makefile, so `make` fails and ends the process."""
     from megatron.core.datasets import utils
 
     if os.path.exists(os.path.join(os.path.dirname(utils.__file__), "Makefile")):
@@ -68,8 +65,7 @@ def _skip_compiling_helpers() -> bool:
 def _torch_norm_with_sequence_parallelism() -> bool:
     """Without Apex and Transformer Engine, Megatron's norm is torch's, and refuses sequence parallelism.
 
-    All that is missing is a mark on its weights, which tells Megatron to sum their gradients over the tensor-parallel
-    ranks.
+    Only a mark on its weights is missing, which makes Megatron sum their gradients over the tensor-parallel ranks.
     """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -84,10 +80,8 @@ def _torch_norm_with_sequence_parallelism() -> bool:
         pass
     else:
         return False
-    plain = WrappedTorchNorm.__new__
 
-    @functools.wraps(plain)
-    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(plain: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
             return plain(cls, config, *args, **kwargs)
         without = copy.copy(config)
@@ -97,13 +91,12 @@ def _torch_norm_with_sequence_parallelism() -> bool:
             parameter.sequence_parallel = True
         return norm
 
-    WrappedTorchNorm.__new__ = marked
+    WrappedTorchNorm.__new__ = replaced_by(new)(WrappedTorchNorm.__new__)
     return True
 
 
 def _recompute_norms_without_transformer_engine() -> bool:
-    """Recomputing a norm asks Transformer Engine whether FP8 is on, also where it is not installed: a NameError in
-    the first forward."""
+    """Recomputing a norm asks Transformer Engine whether FP8 is on even if it is not installed: a NameError."""
     from megatron.core.tensor_parallel import random
 
     if hasattr(random, "FP8GlobalStateManager"):
@@ -116,70 +109,59 @@ def _recompute_norms_without_transformer_engine() -> bool:
 def _resume_distributed_optimizer_with_torch_adam() -> bool:
     """Without Apex and Transformer Engine the distributed optimizer wraps torch's Adam, and cannot resume with it.
 
-    It asks for the common step of a state that torch makes only at the first step; it writes loaded values into
-    parameters that require a gradient; it gives all parameters one tensor as their step, which torch counts up once for
-    each of them, or the step from before the loading; and in the fully reshardable format it looks for that step where
-    it was not put.
+    It reads the common step of a state that torch makes only at the first step. It writes loaded values into parameters
+    that require a gradient. It gives all parameters one tensor as their step, which torch increments once for each of
+    them, or the step from before the loading. And in the fully reshardable format it looks for that step in the wrong
+    place.
     """
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return False
     kind = distrib_optimizer.DistributedOptimizer
-    plain_state_dict, plain_load = kind.state_dict, kind.load_state_dict
 
-    @functools.wraps(plain_state_dict)
-    def state_dict(self: Any) -> Any:
+    def state_dict(plain: Any, self: Any) -> Any:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 state = self.optimizer.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0)
                     state.update({key: torch.zeros_like(parameter) for key in self.optimizer_state_keys})
-        return plain_state_dict(self)
+        return plain(self)
 
-    @functools.wraps(plain_load)
-    def load_state_dict(self: Any, loaded: Any) -> None:
+    def load_state_dict(plain: Any, self: Any, loaded: Any) -> None:
         step = float(loaded["optimizer"]["param_groups"][0]["step"])
-        plain_load(self, loaded)
+        plain(self, loaded)
         for state in self.optimizer.state.values():
             state["step"] = torch.tensor(step)
 
-    plain_set = torch.no_grad()(kind._set_main_param_and_optimizer_states)
+    def set_states(plain: Any, self: Any, model_param: Any, tensors: Any) -> None:
+        # Megatron skips entries that are no tensors.
+        with torch.no_grad():
+            plain(self, model_param, {"step": None, **tensors})
 
-    @functools.wraps(plain_set)
-    def set_states(self: Any, model_param: Any, tensors: Any) -> None:
-        # What is no tensor is passed over.
-        plain_set(self, model_param, {"step": None, **tensors})
-
-    kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
-    kind._set_main_param_and_optimizer_states = set_states
+    kind.state_dict = replaced_by(state_dict)(kind.state_dict)
+    kind.load_state_dict = replaced_by(load_state_dict)(kind.load_state_dict)
+    kind._set_main_param_and_optimizer_states = replaced_by(set_states)(kind._set_main_param_and_optimizer_states)
     return True
 
 
 def _save_padded_buckets_by_layer() -> bool:
-    """Saved by layer, the distributed optimizer's state is put together without the padding behind each bucket, and
-    then cut up as with it.
+    """Saved by layer, the distributed optimizer's state is joined without the padding after each bucket, and then cut
+    as if the padding were there.
 
-    So behind a padded bucket every weight's state is another's, and the last one's ends in zeros; Megatron warns of no
-    more than that.
+    So after a padded bucket every weight gets the state of another, and the last one's ends in zeros. Megatron only
+    warns.
     """
     from megatron.core.optimizer import distrib_optimizer
 
     kind = distrib_optimizer.DistributedOptimizer
     plain = getattr(kind, "sharded_param_state_fully_reshardable", None)
-    if plain is None or tuple(inspect.signature(plain).parameters) != (
-        "self",
-        "model_sharded_state_dict",
-        "is_loading",
-        "metadata",
-    ):
-        return False
-    if not _cuts_as_with_padding(plain):
+    parameters = "self model_sharded_state_dict is_loading metadata".split()
+    if plain is None or list(inspect.signature(plain).parameters) != parameters or not _cuts_as_with_padding(plain):
         return False
 
-    @functools.wraps(plain)
-    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sharded(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         padded = [buffer.param_index_map for buffer in self.buffers]
         try:
             for buffer in self.buffers:
@@ -189,23 +171,22 @@ def _save_padded_buckets_by_layer() -> bool:
             for buffer, index in zip(self.buffers, padded, strict=True):
                 buffer.param_index_map = index
 
-    kind.sharded_param_state_fully_reshardable = sharded
+    kind.sharded_param_state_fully_reshardable = replaced_by(sharded)(plain)
     return True
 
 
 def without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Return the begin, end and bucket of each parameter of a buffer, where buckets follow each other without
-    padding."""
-    sizes = [0, *itertools.accumulate(bucket.numel_unpadded for bucket in buffer.buckets)]
-    moved = [buffer.bucket_indices[bucket][0] - before for bucket, before in enumerate(sizes[:-1])]
+    """Return begin, end and bucket of each parameter of a buffer whose buckets follow each other without padding."""
+    begins = [0, *itertools.accumulate(bucket.numel_unpadded for bucket in buffer.buckets)]
+    shifts = [padded[0] - begin for padded, begin in zip(buffer.bucket_indices, begins, strict=False)]
     return {
-        param: (start - moved[at], end - moved[at], at) for param, (start, end, at) in buffer.param_index_map.items()
+        param: (start - shifts[bucket], end - shifts[bucket], bucket)
+        for param, (start, end, bucket) in buffer.param_index_map.items()
     }
 
 
 def _cuts_as_with_padding(sharded: Callable[..., Any]) -> bool:
-    """Of two parameters in buckets of 4 that each have 1, whose state is 1 and 2: whether the second's is found to
-    be another."""
+    """Whether the second of two parameters, in buckets of 4 with one element each, gets a wrong state."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.optimizer import distrib_optimizer
 
@@ -222,17 +203,16 @@ def _cuts_as_with_padding(sharded: Callable[..., Any]) -> bool:
     )
     named = {str(number): ShardedTensor.from_rank_offsets(str(number), param) for number, param in enumerate(params)}
     logger = distrib_optimizer.logger
-    said, logger.disabled = logger.disabled, True
+    was_disabled, logger.disabled = logger.disabled, True
     try:
-        found = sharded(optimizer, named, False, {})
+        states = sharded(optimizer, named, False, {})
     finally:
-        logger.disabled = said
-    return float(found[1]["param"].data) != 2.0
+        logger.disabled = was_disabled
+    return float(states[1]["param"].data) != 2.0
 
 
 def _count_packed_tokens_on_what_stands_in() -> bool:
-    """Megatron adds up the lengths of packed sequences on the device "cuda:" and its index, and what stands in for a GPU
-    has none: an invalid device in the first forward."""
+    """Megatron sums the lengths of packed sequences on the device "cuda:" and its index, which a stand-in lacks."""
     if isinstance(torch.cuda.current_device(), int):
         return False
     from megatron.training import training
@@ -255,16 +235,19 @@ REPAIRS = (
         _torch_norm_with_sequence_parallelism,
     ),
     Repair(
-        tuple(
-            f"{_RANDOM}.{name}" for name in ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast")
+        (
+            f"{_RANDOM}.FP8GlobalStateManager",
+            f"{_RANDOM}.activation_recompute_forward",
+            f"{_RANDOM}.fp8_autocast",
         ),
         "norms are recomputed without Transformer Engine's FP8 functions",
         _recompute_norms_without_transformer_engine,
     ),
     Repair(
-        tuple(
-            f"{_DISTRIBUTED}.{name}"
-            for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states")
+        (
+            f"{_DISTRIBUTED}.state_dict",
+            f"{_DISTRIBUTED}.load_state_dict",
+            f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
         ),
         "the distributed optimizer resumes with torch's Adam",
         _resume_distributed_optimizer_with_torch_adam,

@@ -1,7 +1,6 @@
-"""Which Megatron runs in this process, and what of its arguments and configuration this project reads.
+"""Which Megatron runs in this process, and what this project reads of its arguments and configuration.
 
-In: an imported Megatron, its parsed arguments, a model's configuration. Out: a line for the log, or an error that names
-what this Megatron lacks. Replaces nothing and knows no tensors. Importing this module imports no Megatron.
+Importing this module imports no Megatron.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ class Unfit(RuntimeError):
 
 @dataclass(frozen=True)
 class Running:
-    """The megatron-core that was imported.
-
-    `version` is what it says of itself, a commit's hash maybe with it; `place` is its folder.
-    """
+    """The megatron-core that was imported."""
 
     version: str
+    """Its own version, maybe with the hash of a commit."""
+
     place: Path
+    """Its folder."""
 
     @property
     def release(self) -> str:
-        """The version without what a build or a checkout appended, which may be compared."""
-        # Not at the top: it comes with megatron-core, and whoever starts without is told so in one line.
+        """The version without what a build or a checkout appended."""
+        # Not at the top: it comes with megatron-core, without which the program ends in one line.
         from packaging.version import InvalidVersion, Version
 
         try:
@@ -47,40 +46,36 @@ class Running:
 
 
 def running() -> Running:
-    """Return the Megatron that Python finds first: a checkout's folder may come before the installed wheel on
-    sys.path."""
+    """Return the Megatron that Python finds first, which may be a checkout instead of the installed wheel."""
     # Not at the top: the CPU stand-in has to precede Megatron.
     from megatron import core
 
     return Running(str(core.__version__), Path(str(core.__file__)).resolve().parent)
 
 
-def describe(found: Running) -> list[str]:
+def describe(megatron: Running) -> list[str]:
     """Return the lines for the log: version and place, and what is unusual about them."""
     wheel = _installed()
     shadowed = (
         f", not the installed wheel ({wheel[0]}), because it comes first on sys.path"
-        if wheel and wheel[1] != found.place
+        if wheel and wheel[1] != megatron.place
         else ""
     )
-    lines = [f"megatron-core {found.version} from {found.place}{shadowed}"]
-    if not found.tried:
+    lines = [f"megatron-core {megatron.version} from {megatron.place}{shadowed}"]
+    if not megatron.tried:
         lines.append(
-            f"megatron-core {found.release} is not among the tested versions ({', '.join(TRIED_VERSIONS)}); the "
+            f"megatron-core {megatron.release} is not among the tested versions ({', '.join(TRIED_VERSIONS)}); the "
             "functions that bpipe replaces have the expected parameters"
         )
     training = importlib.util.find_spec("megatron.training")
     origin = Path(training.origin).resolve().parent if training is not None and training.origin is not None else None
-    if origin is not None and origin.parent != found.place.parent:
+    if origin is not None and origin.parent != megatron.place.parent:
         lines.append(f"megatron.training comes from another copy, {origin}: two versions may be mixed")
     return lines
 
 
 def _installed() -> tuple[str, Path] | None:
-    """Version and folder of the wheel that pip installed, if there is one.
-
-    An editable installation has no folder of its own.
-    """
+    """Return version and folder of the wheel that pip installed; an editable installation has no folder of its own."""
     try:
         wheel = metadata.distribution("megatron-core")
     except metadata.PackageNotFoundError:
@@ -91,26 +86,15 @@ def _installed() -> tuple[str, Path] | None:
 
 @functools.cache
 def remark(line: str) -> None:
-    """Print one line, once, from rank 0; there may be no process group yet to ask."""
+    """Print a line once, from rank 0; there may be no process group yet."""
     if os.environ.get("RANK", "0") == "0":
         print(f"bpipe: {line}", flush=True)
 
 
-# These modules read a model's configuration, the others Megatron's arguments.
-OF_CONFIGURATION = (
-    "loop_config",
-    "driver",
-    "executor",
-    "lengths",
-    "links",
-    "loops",
-    "routing",
-    "grad_sync",
-    "transfer_waits",
-)
+# Modules that read a model's configuration; the others read Megatron's arguments.
+OF_CONFIGURATION = "driver executor grad_sync links megatron_loops stand_in state transfer_waits".split()
 
-# What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It
-# cannot work without. A test holds this to the code.
+# By module, the attributes of Megatron's arguments or of a model's configuration that it cannot work without.
 REQUIRED: dict[str, tuple[str, ...]] = {
     module: tuple(names.split())
     for module, names in {
@@ -124,13 +108,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
             pipeline_model_parallel_size seq_length tensor_model_parallel_size tensorboard_log_interval
             timing_log_level train_iters
         """,
-        "loop_config": "barrier_with_L1_time finalize_model_grads_func",
         "driver": "timers",
         "schedule_choice": """
             micro_batch_size padded_vocab_size pipeline_model_parallel_size tensor_model_parallel_size
             virtual_pipeline_model_parallel_size
         """,
-        "lengths": """
+        "state": """
             ffn_hidden_size gated_linear_unit hidden_size kv_channels moe_ffn_hidden_size moe_router_topk
             num_attention_heads num_moe_experts num_query_groups
         """,
@@ -161,12 +144,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "executor": "barrier_with_L1_time calculate_per_token_loss finalize_model_grads_func timers",
         "transfer_waits": "batch_p2p_sync",
         "grad_sync": "grad_sync_func no_sync_func param_sync_func",
-        "delayed_wgrad": """
+        "halves": """
             add_bias_linear delay_wgrad_compute gradient_accumulation_fusion overlap_grad_reduce transformer_impl
         """,
-        "loops": "microbatch_group_size_per_vp_stage",
+        "megatron_loops": "barrier_with_L1_time finalize_model_grads_func microbatch_group_size_per_vp_stage",
         "links": "pipeline_dtype",
-        "routing": "moe_expert_capacity_factor moe_router_topk num_moe_experts",
+        "stand_in": "moe_expert_capacity_factor moe_router_topk num_moe_experts",
         "tokenizer": "pad_vocab_size tokenizer_type vocab_size",
         "validation": """
             context_parallel_size data_parallel_size decrease_batch_size_if_needed expert_gtp_weight_remat_size
@@ -203,144 +186,98 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 
 
-_NO_CUDA_GRAPHS, _NO_OFFLOADING, _NO_COMBINED = "no CUDA graphs", "no activation offloading", "no combined 1F1B"
-_NO_EXPERTS, _NO_SHARDS, _NO_PACKING = (
-    "no experts",
-    "weights sharded by tensor parallelism alone",
-    "no packed sequences",
-)
-_NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
-
-# What is read through `bpipe.config.features.Settings`, for which a missing setting is None, and what that is taken for.
-OPTIONAL: dict[str, str] = {
-    "add_bias_linear": "linear layers without biases",
-    "apply_rope_fusion": "rotary embeddings are not fused",
-    "bf16": "32 bits",
-    "ckpt_format": "checkpoints by rank",
-    "context_parallel_size": "no context parallelism",
-    "calculate_per_token_loss": "losses are averaged per micro-batch",
-    "cpu_offloading": _NO_OFFLOADING,
-    "cpu_offloading_num_layers": _NO_OFFLOADING,
-    "cuda_graph_impl": _NO_CUDA_GRAPHS,
-    "cuda_graph_modules": "CUDA graphs of whole layers",
-    "cuda_graph_scope": "CUDA graphs of whole layers",
-    "dataloader_inter_document_masking": _NO_PACKING,
-    "defer_embedding_wgrad_compute": "no deferred gradients",
-    "distribute_saved_activations": "saved activations stay whole",
-    "enable_cuda_graph": _NO_CUDA_GRAPHS,
-    "experimental_attention_variant": "standard attention",
-    "expert_gtp_weight_remat_size": _NO_SHARDS,
-    "external_cuda_graph": _NO_CUDA_GRAPHS,
-    "fake_process_group": "real process groups",
-    "fine_grained_activation_offloading": _NO_OFFLOADING,
-    "fp16": "32 bits",
-    "fp4": "no FP4",
-    "fp8": "no FP8",
-    "gtp_weight_remat_size": _NO_SHARDS,
-    "hybrid_context_parallel": _NO_PACKING,
-    "hybrid_layer_pattern": "layers of one kind",
-    "init_model_with_meta_device": "models are built with their weights",
-    "inprocess_restart": "no in-process restart",
-    "is_hybrid_model": "layers of one kind",
-    "iterations_to_skip": "no iteration is skipped",
-    "load": "nothing is loaded",
-    "masked_softmax_fusion": "softmax is not fused",
-    "moe_aux_loss_coeff": "experts without auxiliary losses",
-    "moe_expert_capacity_factor": "experts without a fixed capacity",
-    "moe_pad_expert_input_to_capacity": "experts without a fixed capacity",
-    "moe_paged_stash": "no paged stash",
-    "moe_router_load_balancing_type": "experts without auxiliary losses",
-    "moe_shared_expert_overlap": "shared experts are not overlapped",
-    "moe_token_dispatcher_type": "not the flex dispatcher",
-    "moe_z_loss_coeff": "experts without auxiliary losses",
-    "mtp_detach_heads": _NO_FURTHER,
-    "mtp_num_layers": _NO_FURTHER,
-    "mtp_use_repeated_layer": _NO_FURTHER,
-    "multi_latent_attention": "no latent attention",
-    "non_persistent_ckpt_type": "checkpoints for all",
-    "num_experts": _NO_EXPERTS,
-    "num_microbatches_with_partial_activation_checkpoints": "all micro-batches recompute the same",
-    "num_moe_experts": _NO_EXPERTS,
-    "overlap_moe_expert_parallel_comm": _NO_COMBINED,
-    "perform_rl_step": "no reinforcement learning",
-    "pipeline_model_parallel_layout": "no layer layout",
-    "pipeline_model_parallel_size": "no pipeline",
-    "recompute_granularity": _NO_RECOMPUTATION,
-    "recompute_modules": _NO_RECOMPUTATION,
-    "save": "nothing is saved",
-    "seq_length": "slices of equal length",
-    "sequence_parallel": "no sequence parallelism",
-    "sft": _NO_PACKING,
-    "tensor_model_parallel_size": "no tensor parallelism",
-    "tensor_parallel_num_weight_shards": _NO_SHARDS,
-    "tp_comm_overlap": "tensor-parallel communication is not overlapped",
-    "transformer_impl": "neither local nor Transformer Engine layers",
-    "untie_embeddings_and_output_weights": "the model says whether weights are tied",
-    "use_megatron_fsdp": "no FSDP",
-    "use_ring_exchange_p2p": "no ring exchange",
-    "use_torch_fsdp2": "no FSDP",
-    "variable_seq_lengths": "sequences of equal length",
-    "yaml_cfg": "no YAML configuration",
+# Settings that are None if they are missing (`bpipe.config.features.Settings`), by what is assumed then.
+_ASSUMED = {
+    "linear layers without biases": "add_bias_linear",
+    "rotary embeddings are not fused": "apply_rope_fusion",
+    "32 bits": "bf16 fp16",
+    "checkpoints by rank": "ckpt_format",
+    "no context parallelism": "context_parallel_size",
+    "losses are averaged per micro-batch": "calculate_per_token_loss",
+    "no activation offloading": "cpu_offloading cpu_offloading_num_layers fine_grained_activation_offloading",
+    "no CUDA graphs": "cuda_graph_impl enable_cuda_graph external_cuda_graph",
+    "CUDA graphs of whole layers": "cuda_graph_modules cuda_graph_scope",
+    "no packed sequences": "dataloader_inter_document_masking hybrid_context_parallel sft",
+    "no deferred gradients": "defer_embedding_wgrad_compute",
+    "saved activations stay whole": "distribute_saved_activations",
+    "standard attention": "experimental_attention_variant",
+    "weights sharded by tensor parallelism alone": """
+        expert_gtp_weight_remat_size gtp_weight_remat_size tensor_parallel_num_weight_shards
+    """,
+    "real process groups": "fake_process_group",
+    "no FP4": "fp4",
+    "no FP8": "fp8",
+    "layers of one kind": "hybrid_layer_pattern is_hybrid_model",
+    "models are built with their weights": "init_model_with_meta_device",
+    "no in-process restart": "inprocess_restart",
+    "no iteration is skipped": "iterations_to_skip",
+    "nothing is loaded": "load",
+    "softmax is not fused": "masked_softmax_fusion",
+    "experts without auxiliary losses": "moe_aux_loss_coeff moe_router_load_balancing_type moe_z_loss_coeff",
+    "experts without a fixed capacity": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
+    "no paged stash": "moe_paged_stash",
+    "shared experts are not overlapped": "moe_shared_expert_overlap",
+    "not the flex dispatcher": "moe_token_dispatcher_type",
+    "no multi-token prediction": "mtp_detach_heads mtp_num_layers mtp_use_repeated_layer",
+    "no latent attention": "multi_latent_attention",
+    "checkpoints for all": "non_persistent_ckpt_type",
+    "no experts": "num_experts num_moe_experts",
+    "all micro-batches recompute the same": "num_microbatches_with_partial_activation_checkpoints",
+    "no combined 1F1B": "overlap_moe_expert_parallel_comm",
+    "no reinforcement learning": "perform_rl_step",
+    "no layer layout": "pipeline_model_parallel_layout",
+    "no pipeline": "pipeline_model_parallel_size",
+    "no recomputation": "recompute_granularity recompute_modules",
+    "nothing is saved": "save",
+    "slices of equal length": "seq_length",
+    "no sequence parallelism": "sequence_parallel",
+    "no tensor parallelism": "tensor_model_parallel_size",
+    "tensor-parallel communication is not overlapped": "tp_comm_overlap",
+    "neither local nor Transformer Engine layers": "transformer_impl",
+    "the model says whether weights are tied": "untie_embeddings_and_output_weights",
+    "no FSDP": "use_megatron_fsdp use_torch_fsdp2",
+    "no ring exchange": "use_ring_exchange_p2p",
+    "sequences of equal length": "variable_seq_lengths",
+    "no YAML configuration": "yaml_cfg",
 }
+OPTIONAL = dict(sorted((name, assumed) for assumed, names in _ASSUMED.items() for name in names.split()))
 # 0.19.2 has these in one of the two only.
-_NOT_IN_ARGUMENTS = frozenset(
-    [
-        "cpu_offloading",
-        "cuda_graph_scope",
-        "num_microbatches_with_partial_activation_checkpoints",
-        "num_moe_experts",
-        "variable_seq_lengths",
-    ]
+_NOT_IN_ARGUMENTS = set(
+    """cpu_offloading cuda_graph_scope num_microbatches_with_partial_activation_checkpoints num_moe_experts
+    variable_seq_lengths""".split()
 )
-_NOT_IN_CONFIGURATION = frozenset(
-    [
-        "ckpt_format",
-        "dataloader_inter_document_masking",
-        "fake_process_group",
-        "hybrid_layer_pattern",
-        "inprocess_restart",
-        "iterations_to_skip",
-        "load",
-        "non_persistent_ckpt_type",
-        "num_experts",
-        "perform_rl_step",
-        "save",
-        "seq_length",
-        "sft",
-        "untie_embeddings_and_output_weights",
-        "use_megatron_fsdp",
-        "use_torch_fsdp2",
-        "yaml_cfg",
-    ]
+_NOT_IN_CONFIGURATION = set(
+    """ckpt_format dataloader_inter_document_masking fake_process_group hybrid_layer_pattern inprocess_restart
+    iterations_to_skip load non_persistent_ckpt_type num_experts perform_rl_step save seq_length sft
+    untie_embeddings_and_output_weights use_megatron_fsdp use_torch_fsdp2 yaml_cfg""".split()
 )
 
 
 def require(source: object, module: str) -> None:
-    """Raise Unfit, with nothing done yet, where Megatron's arguments or a configuration lack what a module of ours
-    reads."""
+    """Raise Unfit if Megatron's arguments, or a model's configuration, lack what one of our modules reads."""
     lacking = [name for name in REQUIRED[module] if not hasattr(source, name)]
     if lacking:
-        found = running()
+        megatron = running()
         kind = "configuration has" if module in OF_CONFIGURATION else "arguments have"
         raise Unfit(
-            f"megatron-core {found.version} at {found.place} cannot be used by bpipe's {module}: its {kind} no "
-            f"{', '.join(lacking)}. "
-            f"Install megatron-core=={TRIED_VERSIONS[-1]}, or train without bpipe"
+            f"megatron-core {megatron.version} at {megatron.place} cannot be used by bpipe's {module}: its {kind} no "
+            f"{', '.join(lacking)}. Install megatron-core=={TRIED_VERSIONS[-1]}, or train without bpipe"
         )
 
 
 def say_absent(source: object, *, configuration: bool) -> None:
-    """Say, in a version that was never tried, which settings it lacks and what that is taken for.
-
-    It may have renamed one.
-    """
-    found = running()
-    if found.tried:
+    """Print which settings a version that was never tested lacks, and what is assumed: it may have renamed one."""
+    megatron = running()
+    if megatron.tried:
         return
     elsewhere = _NOT_IN_CONFIGURATION if configuration else _NOT_IN_ARGUMENTS
     absent = [
-        f"{name} ({taken})" for name, taken in OPTIONAL.items() if name not in elsewhere and not hasattr(source, name)
+        f"{name} ({meaning})"
+        for name, meaning in OPTIONAL.items()
+        if name not in elsewhere and not hasattr(source, name)
     ]
     if absent:
-        kind = "model configuration" if configuration else "arguments"
-        remark(f"megatron-core {found.release} lacks these settings in its {kind}; bpipe assumes: {'; '.join(absent)}")
+        remark(
+            f"megatron-core {megatron.release} lacks these settings in its "
+            f"{'model configuration' if configuration else 'arguments'}; bpipe assumes: {'; '.join(absent)}"
+        )

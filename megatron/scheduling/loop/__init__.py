@@ -1,1 +1,1 @@
-"""Run an iteration: the driver, our own loop, and its parts."""
+"""Run an iteration: the driver, hooks in Megatron's loops, our own loop, and the log."""

@@ -1,9 +1,4 @@
-"""Compute a rank's stages with Megatron's own steps, as our executor asks for them.
-
-In: one call of Megatron's pipelined loop (its model, data, functions), and the computations of a program. Out: the
-tensors that other stages need, the losses that the loop returns, and the number of tokens. Knows no order and no
-messages.
-"""
+"""Compute a rank's stages with Megatron's own steps, as our executor asks for them, in any order."""
 
 from __future__ import annotations
 
@@ -24,11 +19,14 @@ from megatron.scheduling.loop.halves import Halves
 
 @dataclass
 class Call:
-    """Arguments of a call of Megatron's pipelined loop; `config` is Megatron's, of the model.
+    """Arguments of a call of Megatron's pipelined loop, and its results.
 
-    `models` and `data` have an entry per chunk.
-
-    `losses` is what the loop returns, `num_tokens` what it tells whoever finalises gradients.
+    Attributes:
+        config: Megatron's configuration of the model.
+        models: By chunk.
+        data: By chunk.
+        losses: What the loop returns.
+        num_tokens: What finalising gradients gets.
     """
 
     config: Any
@@ -46,50 +44,50 @@ class Call:
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a program."""
+    """One rank's part of a program.
+
+    Attributes:
+        chunks: By stage, the index of its model.
+        last_stage: The pipeline's last stage, wherever it is.
+        split: Stages and micro-batches whose backward is split.
+        halves: Runs the second halves.
+        numbers: How many numbers of actions a micro-batch of the call has: one for each pipe and slice.
+    """
 
     chunks: Mapping[int, int]
-    """By stage, its place in the list of models."""
-
     last_stage: int
-    """The pipeline's last stage, wherever it is."""
-
     split: Set[Key]
-    """Stages and micro-batches whose backward comes in halves."""
-
     halves: Halves
-    """What runs the second halves."""
-
     numbers: int = 1
-    """Numbers of actions for one micro-batch of the call: pipes share them out, and slices are parts of one."""
 
 
 class ChunkStages:
-    """The stages of one rank. `begin` says first of which call."""
+    """The stages of one rank."""
 
     def __init__(self, part: RankPart) -> None:
         self._part = part
         self.chunks, self.last_stage = part.chunks, part.last_stage
         self.has_last = part.last_stage in part.chunks
         self._call: Call | None = None
-        # By stage and micro-batch: what its forward received and made, until its backward.
+        # By stage and micro-batch, the input and output of its forward, until its backward.
         self._held: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def begin(self, call: Call | None) -> None:
-        """Begin a call to which computations belong from now on; None: no call."""
+        """Begin a call of the loop, or end the last one."""
         self._call = call
         self._held.clear()
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
         call, _ = self._of(action)
-        given, made = self.step(action, received, call.forward_step_func, call.losses, action.stage == self.last_stage)
-        self.hold(action, given, made)
-        return (made,)
+        is_last = action.stage == self.last_stage
+        input_, output = self.step(action, received, call.forward_step_func, call.losses, is_last)
+        self.hold(action, input_, output)
+        return (output,)
 
-    def hold(self, action: Action, given: torch.Tensor | None, made: torch.Tensor) -> None:
-        """Hold what a forward received and made until its backward."""
+    def hold(self, action: Action, input_: torch.Tensor | None, output: torch.Tensor) -> None:
+        """Hold the input and output of a forward until its backward."""
         if not self._of(action)[0].forward_only:
-            self._held[action.stage, action.microbatch] = given, made
+            self._held[action.key] = input_, output
 
     def step(
         self,
@@ -99,21 +97,20 @@ class ChunkStages:
         losses: list[Any],
         is_last_stage: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run Megatron's own step. Return what the forward received and made; on the last stage that is the loss."""
+        """Run Megatron's own step, and return its input and output; the last stage's output is the loss."""
         call, chunk = self._of(action)
-        given = received[0] if received else None
-        if given is not None:
-            given.requires_grad_(given.is_floating_point())
-        key = action.stage, action.microbatch
+        input_ = received[0] if received else None
+        if input_ is not None:
+            input_.requires_grad_(input_.is_floating_point())
         number = action.microbatch // self._part.numbers
-        split = key in self._part.split and not call.forward_only
-        with self._part.halves.deferring(key) if split else contextlib.nullcontext():
-            made, num_tokens = schedules.forward_step(
+        split = action.key in self._part.split and not call.forward_only
+        with self._part.halves.deferring(action.key) if split else contextlib.nullcontext():
+            output, num_tokens = schedules.forward_step(
                 forward_step_func,
                 call.data[chunk],
                 call.models[chunk],
                 call.num_microbatches,
-                given,
+                input_,
                 losses,
                 call.config,
                 call.cp_size,
@@ -126,7 +123,7 @@ class ChunkStages:
         self.count(action, num_tokens)
         # The model would keep it until its next forward.
         get_attr_wrapped_model(call.models[chunk], "set_input_tensor")([None])
-        return given, made
+        return input_, output
 
     def count(self, _: Action, num_tokens: torch.Tensor) -> None:
         """Add the tokens of a forward to the call's."""
@@ -134,7 +131,7 @@ class ChunkStages:
         self._call.num_tokens += num_tokens
 
     def check(self) -> None:
-        """Raise ValueError, behind the last computation of a call, for what only then is known to be wrong."""
+        """Raise ValueError for what is known to be wrong only after the last computation of a call."""
 
     def let_go(self, made: Tensors) -> None:
         assert self._call is not None
@@ -143,10 +140,10 @@ class ChunkStages:
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         call, _ = self._of(action)
-        given, made = self._held.pop(action.key)
+        input_, output = self._held.pop(action.key)
         if not gradients and action.stage != self.last_stage:
             raise RuntimeFault(f"{action} was given no gradient, but only the last stage makes its own from the loss")
-        gradient = schedules.backward_step(given, made, gradients[0] if gradients else None, call.config)
+        gradient = schedules.backward_step(input_, output, gradients[0] if gradients else None, call.config)
         return () if gradient is None else (gradient,)
 
     def backward_input(self, action: Action, gradients: Tensors) -> Tensors:

@@ -1,9 +1,7 @@
-"""Own an iteration: the engine of its program, the connections to whom it sends or hosts for, what is measured, and
-what is written of it.
+"""One rank's iterations: the engine of each program, the connections to other ranks, measurements, and lines in the log.
 
-In: a configuration; for each iteration its program, and `begin`, `before`, `after`, `sent`, `communicated` and `end` as
-an engine has them, from whoever runs the pipelined loop. Out: the same calls, made on the program's engine; lines in
-the log, and measurements for a report. Knows neither who runs the loop nor how its operations are found out.
+Whoever runs the pipelined loop calls `begin`, `before`, `after`, `sent`, `communicated` and `end`, as an engine has them;
+the driver passes the calls on to the program's engine. It does not know who runs the loop.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.utils import get_comm_stream
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
+from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import guarded
 from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
@@ -38,31 +39,24 @@ from bpipe.schedule.action import Action, Key, Kind
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import KeptMemory, Memory, moves_anything
-from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.hooks.loop_config import OwnTime, streams_of_layers
+from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves, Keep
-from megatron.scheduling.loop.measurements import FirstMeasured
-from megatron.scheduling.loop.pipelines import pipelines
+from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say
+from megatron.scheduling.loop.measurements import FirstMeasured, OwnTime, Waiting, Weighing
 from megatron.scheduling.loop.transfer_waits import refuse_standstill, without_p2p_sync
-from megatron.scheduling.memory.slice_sizes import kept_at_peak, latest_by_place, most_by_place, moved_by_place
-from megatron.scheduling.memory.split_backward import Waiting, Weighing
-from megatron.scheduling.memory.varying_sizes import Differing
-from megatron.scheduling.memory.watermark import Watermark
+from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.record.log import FirstIterations, pipeline_begins_with_rank_0, say, verified
-from megatron.scheduling.record.schedule_lines import describe, grouped
+from megatron.scheduling.placement.pipelines import pipelines
 from megatron.scheduling.slices.state import Slicing
 from megatron.scheduling.start.refusals import differ, refuse
 
-# In so many first iterations what moves is checked where anything is guarded, unless a flag says otherwise.
+# If anything is guarded, transfers are checked in this many first iterations, unless a flag says otherwise.
 GUARDED_ITERATIONS = 2
 Tensors = Sequence[torch.Tensor | None]
-# Computations behind which a rank holds more.
-_GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
 
 
 def _nothing(action: Action) -> Sequence[torch.UntypedStorage]:
@@ -70,17 +64,17 @@ def _nothing(action: Action) -> Sequence[torch.UntypedStorage]:
 
 
 class Driver:
-    """One rank's iterations, one after the other: an engine for each program, and the pairs' groups."""
+    """One rank's iterations."""
 
     def __init__(self, config: SchedulingConfig, watermark: Watermark | None = None) -> None:
-        """`watermark` is told whenever more is held than before, if a record is written."""
+        """`watermark` records whenever more is held than before."""
         self._config, self._transfers, self._watermark = config, config.transfers, watermark
         # What our own loop keeps of micro-batches besides their graphs.
         self.halves = Halves(Keep(config.keep_weights_halves))
         own = config.own
         self.slicing = None if own is None or own.slices == 1 else Slicing(own.slices, config.slice_lengths)
         self._between: Waiting = _nothing
-        # How what runs is balanced; a budget that is learned changes it.
+        # A budget that is learned changes it.
         self.balance = config.balance
         self._engines: dict[ScheduleConfig, Engine] = {}
         self._streams: Streams | None = None
@@ -88,12 +82,12 @@ class Driver:
         self._program: ScheduleConfig | None = None
         self._active: Engine | None = None
         self._at: Action | None = None
-        # By the place of the other rank.
+        # By the position of the other rank.
         self._connections: dict[int, Connection | OwnMemory] = {}
         self._further: list[Closable] = []
         self.links: list[MeasuredLink] = []
         self._learns = config.memory is not None and config.memory.learns
-        # What is held is measured for whoever reads it: a report, Megatron's writers, or a budget to be learned.
+        # Memory is measured for a report, for Megatron's writers, or to learn a budget.
         self._tells = config.report is not None or config.metrics_interval is not None
         self._meter = Meter(keeps_inputs=own is None) if self._tells or self._learns else None
         self._peaks: list[tuple[int, int]] = []
@@ -103,18 +97,13 @@ class Driver:
         self._own_time = OwnTime()
         self._weighing: Weighing | None = None
         self._num_iterations = 0
-        # Whether this iteration is the first of its program since another one's, as it is on every rank then.
+        # Whether this is the first iteration after one of another program, as it then is on every rank.
         self.changed_over = False
-        # The iteration under way, as Megatron counts them, and whether it is to be noted; the note of the last one.
+        # The current iteration, as Megatron counts them, and whether it is recorded; the record of the last one.
         self._number, self._recording = 0, False
         self.recorded: Iteration | None = None
 
-    # -- an iteration
-    # --------------------------------------------------------------------------------------------------------------
-
-    def program(
-        self, family: Family, num_microbatches: int, group_size: int | None = None, exchange: Exchange | None = None
-    ) -> ScheduleConfig:
+    def program(self, family: Family, num_microbatches: int, group_size: int | None = None) -> ScheduleConfig:
         """Return this family's schedule over this run's ranks and chunks, balanced if the run is."""
         return ScheduleConfig(
             schedule=family.name,
@@ -123,19 +112,18 @@ class Driver:
             num_chunks=self._config.num_chunks,
             balance=self.balance,
             group_size=group_size,
-            exchange=exchange,
         )
 
     @contextlib.contextmanager
     def iteration(self, program: ScheduleConfig, config: Any) -> Iterator[Schedule]:
-        """Enter around one iteration's loop, which runs this schedule: it calls `begin` before its first communication
-        and `end` after its last.
+        """Enter around the loop of one iteration, which calls `begin` before its first communication and `end` after its
+        last.
 
-        `config` is Megatron's, of the model. Raises ValueError for what it says that cannot be balanced. Collective
-        over the world in a program's first iteration, and wherever timers are printed.
+        `config` is Megatron's, of the model. Raises ValueError if it asks for what cannot be balanced. Collective over
+        the world in a program's first iteration, and whenever timers are printed.
         """
         if not self._engines:
-            # What only the model's configuration says; the arguments were judged at the start, if there were any.
+            # Settings that only the model's configuration has; the arguments were checked at the start.
             upstream.require(config, "driver")
             upstream.say_absent(config, configuration=True)
         refuse(config, self._config.balance is not None, self._config.own is not None, self._config.strict)
@@ -157,39 +145,49 @@ class Driver:
             raise
         finally:
             self._active = None
-        self._ended(engine)
-        self._print_timers(config.timers)
+        self._ended(engine, config.timers)
         if recorder is not None:
-            self._keep(program, engine, recorder, begin_s)
+            assert self._meter is not None
+            iteration = iteration_of(engine, self._meter, recorder, program, self._number, begin_s)
+            # The CPU's stand-in has no counter and returns 0.
+            self.recorded = replace(iteration, device_peak_bytes=torch.cuda.max_memory_allocated() or None)
 
-    def _ended(self, engine: Engine) -> None:
-        """Note what the iteration reached, and say what only its end shows."""
+    def _ended(self, engine: Engine, timers: Any) -> None:
+        """Note the peaks of an iteration, and print the lines of its end and timers, which is collective over the world."""
         if self._learns:
-            # The CPU's stand-in has no counters and says 0.
+            # The CPU's stand-in has no counters and returns 0.
             self._most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if self._meter is not None:
             self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes))
         self._differing.ended(engine, self.rank)
-        self._first_iterations.ended(
-            engine, self.rank, {place: one.link for place, one in self._connections.items() if one.link}
-        )
-        if self._verifier is not None and self._verifier.first_over and pipeline_begins_with_rank_0():
-            for line in verified(self._verifier.certificate, engine, self.rank):
-                say(line, everywhere=True)
-        if self._weighing is not None and pipeline_begins_with_rank_0():
-            for line in self._weighing.lines():
+        links = {place: connection.link for place, connection in self._connections.items() if connection.link}
+        self._first_iterations.ended(engine, self.rank, links)
+        lines: list[str] = []
+        if self._verifier is not None and self._verifier.first_over:
+            lines += log.verified(self._verifier.certificate, engine, self.rank)
+        if self._weighing is not None:
+            lines += self._weighing.lines()
+        if lines and pipeline_begins_with_rank_0():
+            for line in lines:
                 say(line, everywhere=True)
         self._weighing = None
+        self._num_iterations += 1
+        if timers is not None:
+            self._own_time.tell(timers)
+            # Megatron prints a fixed list of its own timers; ours come after the loop, as often.
+            interval = self._config.timers_interval
+            if interval is not None and self._num_iterations % interval == 0:
+                timers.log(list(TIMERS), normalizer=interval)
 
     @property
     def running(self) -> bool:
-        """Whether an iteration is under way. Outside of one, as in evaluation, no call is for an engine."""
+        """Whether an iteration is running. Outside of one, as in evaluation, no call is for an engine."""
         return self._active is not None
 
     def begin(self, between: Waiting = _nothing) -> None:
-        """Begin the engine's iteration. This and the other calls pass on to `Engine`.
+        """Begin the engine's iteration.
 
-        `between`: what whoever computes keeps of a shard of the vocabulary from S to T, by S.
+        `between` returns the storages that are kept of a shard of the vocabulary from S to T, by S.
         """
         self._between = between
         self._engine_now.begin()
@@ -203,7 +201,8 @@ class Driver:
         engine.after(op, outputs, inputs, pieces)
         if self._weighing is not None:
             self._weighing.after(op, outputs, inputs)
-        if op.kind in _GROWING and self._watermark is not None and self._meter is not None:
+        grows = op.kind in (Kind.FORWARD, Kind.SHARD_FORWARD)
+        if grows and self._watermark is not None and self._meter is not None:
             self._watermark.saw(self._number, op, self._meter, engine, self.program_now)
 
     def sent(self, op: Action) -> None:
@@ -217,11 +216,8 @@ class Driver:
 
     @property
     def _engine_now(self) -> Engine:
-        assert self._active is not None, "no iteration is under way"
+        assert self._active is not None, "no iteration is running"
         return self._active
-
-    # -- set-up
-    # ------------------------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -230,7 +226,7 @@ class Driver:
 
     @property
     def differing(self) -> bool:
-        """Whether micro-batches may differ in size; known from the first iteration on."""
+        """Whether micro-batches may differ in size. Known from the first iteration on."""
         return self._transfers.differing
 
     @property
@@ -238,55 +234,50 @@ class Driver:
         return torch.device(torch.cuda.current_device())
 
     def _engine(self, program: ScheduleConfig, config: Any) -> Engine:
-        """Return this program's engine, made at the first iteration that has it."""
+        """Return this program's engine, which is made at the first iteration that has it."""
         self.changed_over = self._program != program
         if self._program is not None and self.changed_over:
-            # Every rank changes over at once, so the host buffers of one program are enough.
+            # All ranks change programs at once, so host buffers for one program are enough.
             self._engines[self._program].release()
         self._program = program
         engine = self._engines.get(program)
         if engine is None:
             schedule = built(program)
-            for line in grouped(program, schedule):
+            for line in log.grouped(program, schedule):
                 say(line)
             if self._config.balance:
                 for line in () if self._engines else self._config.plan:
                     say(line)
-                say(describe(schedule))
-            differing = self._transfers.differing or differ(config)
-            transfers = self._transfers = replace(self._transfers, differing=differing)
+                say(log.describe(schedule))
+            transfers = self._transfers = replace(self._transfers, differing=self.differing or differ(config))
             transports = self._transports(schedule, config)
             refuse_standstill(schedule, program.passing, transfers, self.device, self.links)
             self._streams = self._streams or Streams(self.device)
-            engine_config = self._engine_config(config, program)
+            if self._verifier is None:
+                self._verifier = self._make_verifier(config)
+            engine_config = EngineConfig(
+                name=f"rank {dist.get_rank()}",
+                device=self.device,
+                transfers=transfers,
+                parts={} if program.balance is None else program.balance.part_bytes,
+                at_once=program.passing.is_megatron,
+                allocated=allocated_on(self.device),
+                waiting=self._waiting,
+                between=lambda shard: self._between(shard),
+                timed=self._own_time.of,
+                shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
+                verifier=self._verifier,
+                beside=functools.partial(_streams_of_layers, config),
+                links={place: to.link.transport for place, to in self._connections.items() if to.link},
+            )
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
             self._engines[program] = engine
         return engine
 
-    def _engine_config(self, config: Any, program: ScheduleConfig) -> EngineConfig:
-        name = f"rank {dist.get_rank()}"
-        if self._verifier is None:
-            self._verifier = self._make_verifier(name, config)
-        return EngineConfig(
-            name=name,
-            device=self.device,
-            transfers=self._transfers,
-            parts={} if program.balance is None else program.balance.part_bytes,
-            at_once=program.passing.is_megatron,
-            allocated=allocated_on(self.device),
-            waiting=self._waiting,
-            between=lambda shard: self._between(shard),
-            timed=self._own_time.of,
-            shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
-            verifier=self._verifier,
-            beside=functools.partial(streams_of_layers, config),
-            links={place: one.link.transport for place, one in self._connections.items() if one.link},
-        )
-
-    def _make_verifier(self, name: str, config: Any) -> Verifier | None:
-        """Return what checks the first iterations, where it was asked for or anything is guarded, which is said."""
-        found = guarded(config, self._config.balance is not None, self._config.own is not None)
-        names = dict.fromkeys([*self._config.guarded, *(one.name for one in found)])
+    def _make_verifier(self, config: Any) -> Verifier | None:
+        """Return what checks the first iterations, if that is asked for or anything is guarded, which is printed."""
+        features = guarded(config, self._config.balance is not None, self._config.own is not None)
+        names = dict.fromkeys([*self._config.guarded, *(feature.name for feature in features)])
         iterations = self._config.transfers.verify
         if iterations is None:
             iterations = GUARDED_ITERATIONS if names else 0
@@ -296,31 +287,37 @@ class Driver:
                 f"guarded (see docs/supported.md): {', '.join(names)}. Moved activations are checked {checked} "
                 "(--bpipe-verify); --bpipe-strict refuses such a run"
             )
-        return Verifier(name, self.device, iterations) if iterations else None
+        return Verifier(f"rank {dist.get_rank()}", self.device, iterations) if iterations else None
 
     def _transports(self, schedule: Schedule, config: Any) -> dict[int, Transport]:
-        """By place, to all with whom this program moves anything; who was connected for another program stays so."""
+        """Return the transports to all ranks with which this program moves anything, by position.
+
+        Connections of other programs stay.
+        """
         if not moves_anything(schedule):
             return {}
-        known = {link.ranks for link in self.links}
+        connected = {link.ranks for link in self.links}
         ways = pipelines(self._config.positions)
-        connections, found, table = connect_pairs(schedule, ways, self._transfers, self.device, known)
+        connections, links, table = connect_pairs(schedule, ways, self._transfers, self.device, connected)
         self._connections |= connections
-        if found:
+        if links:
             say(table)
         if not self.links:
             say(without_p2p_sync(config))
-        self.links += found
+        self.links += links
         used = {frozenset(pair) for pair in links_of(schedule)}
-        mine = {place: one for place, one in self._connections.items() if frozenset((self.rank, place)) in used}
-        return {place: one.transport(differing=self.differing) for place, one in mine.items()}
+        return {
+            place: connection.transport(differing=self.differing)
+            for place, connection in self._connections.items()
+            if frozenset((self.rank, place)) in used
+        }
 
     def add_connections(self, connections: Iterable[Closable]) -> None:
-        """Close these too at the end of the training, after all that there were before."""
+        """Close these connections too at the end of the training, after all earlier ones."""
         self._further += connections
 
     def close(self, failed: bool) -> None:
-        """End the training: give back what it has on this rank and on others."""
+        """End the training, and free its memory on this rank and on others."""
         engine = None if self._program is None else self._engines.get(self._program)
         reason = disconnect(engine, [*self._connections.values(), *self._further], failed)
         if reason is not None and not failed:
@@ -329,49 +326,28 @@ class Driver:
     def _waiting(self, backward: Action) -> Sequence[torch.UntypedStorage]:
         return self.halves.storages(backward.key)
 
-    # -- measuring
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _print_timers(self, timers: Any) -> None:
-        """Megatron prints a fixed list of its own timers; ours come after the loop, as often.
-
-        Collective over the world.
-        """
-        self._num_iterations += 1
-        if timers is not None:
-            self._own_time.tell(timers)
-        interval = self._config.timers_interval
-        if interval is not None and timers is not None and self._num_iterations % interval == 0:
-            timers.log(list(TIMERS), normalizer=interval)
-
-    def _keep(self, program: ScheduleConfig, engine: Engine, recorder: Recorder, begin_s: float) -> None:
-        assert self._meter is not None
-        noted = iteration_of(engine, self._meter, recorder, program, self._number, begin_s)
-        # The CPU's stand-in has no counter and says 0.
-        self.recorded = replace(noted, device_peak_bytes=torch.cuda.max_memory_allocated() or None)
-
     @property
     def reached(self) -> tuple[int, tuple[Share, ...]]:
-        """Return the most bytes that the last iteration held, and the share of each stage that leaves."""
+        """The most bytes that the last iteration held, and the share of each stage that moves."""
         assert self._meter is not None, "nobody measures"
         return self._meter.peak_bytes, tuple(self._engines[self.program_now].shares.values())
 
     @property
     def program_now(self) -> ScheduleConfig:
-        """Configuration that ran last."""
+        """The configuration that ran last."""
         assert self._program is not None, "no iteration was run"
         return self._program
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule that ran last."""
+        """The schedule that ran last."""
         return self._engines[self.program_now].schedule
 
     def measured(self) -> FirstMeasured:
         """Return what the last iteration showed."""
         assert self._meter is not None, "nobody measures"
         meter, engine = self._meter, self._engines[self.program_now]
-        # Of sizes that differ the most there was: rooms have to be that large.
+        # If sizes differ, the largest: host buffers have to be that large.
         saved, moved = (
             (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
         )
@@ -379,16 +355,27 @@ class Driver:
         peak, sizing, slicing = meter.peak_bytes, engine.sizing, self.slicing
         if slicing is not None:
             k, kept = slicing.number, slicing.kept_memory
-            saved = (most_by_place if self.differing else latest_by_place)(meter.each_bytes, k)
-            each = {} if sizing is None else sizing.moved_each
-            moved = moved_by_place(moved, each, saved, k, self.differing)
-            peak += kept_at_peak(engine.schedule, self.rank, saved, kept)
-        sizes = (saved, moved, meter.after_input_bytes, meter.shard_bytes)
-        parts = sizing.parts() if sizing is not None else {}
-        return FirstMeasured(*sizes, meter.received_bytes, peak, *self._most, engine.lent_bytes, parts, kept)
+            by_place = measurements.most_by_place if self.differing else measurements.latest_by_place
+            saved = by_place(meter.each_bytes, k)
+            moved_each = {} if sizing is None else sizing.moved_each
+            moved = measurements.moved_by_place(moved, moved_each, saved, k, self.differing)
+            peak += measurements.kept_at_peak(engine.schedule, self.rank, saved, kept)
+        return FirstMeasured(
+            saved_bytes=saved,
+            moved_bytes=moved,
+            after_input_bytes=meter.after_input_bytes,
+            shard_bytes=meter.shard_bytes,
+            received_bytes=meter.received_bytes,
+            peak_bytes=peak,
+            allocated_bytes=self._most[0],
+            reserved_bytes=self._most[1],
+            lent_bytes=engine.lent_bytes,
+            parts=sizing.parts() if sizing is not None else {},
+            kept=kept,
+        )
 
     def learned(self, balance: BalanceConfig | None) -> None:
-        """End measuring. From the next iteration on balance so, on every rank; None: as before."""
+        """Stop learning, and balance so from the next iteration on, on every rank; None: as before."""
         self.balance, self._learns = balance or self.balance, False
         if not self._tells:
             self._meter = None
@@ -396,27 +383,32 @@ class Driver:
                 engine.stop_measuring()
 
     def note(self, iteration: int, recording: bool) -> None:
-        """Say which iteration comes next, as Megatron counts them, and whether it is to be noted."""
+        """Set the number of the next iteration, as Megatron counts them, and whether it is recorded."""
         self._number, self._recording = iteration, recording
 
     def tell_nobody(self) -> None:
-        """Measure, from the first iteration on, only what a budget is learned from: there are no writers to tell."""
+        """Measure only for a budget that is learned: Megatron has no writers."""
         self._tells = False
         if not self._learns:
             self._meter = None
 
     def failed(self, error: Exception) -> None:
-        """Write down what was held when a training step ended with this error."""
+        """Record what was held when a training step ended with this error."""
         if self._watermark is not None and self._meter is not None:
             engine = None if self._program is None else self._engines.get(self._program)
             self._watermark.failed(self._number, error, self._at, self._meter, engine, self._program)
 
     def stage_report(self, pipeline: int) -> RankSummary | None:
-        """Return what this rank of this pipeline measured, beside the prediction; None where no iteration was
-        trained."""
+        """Return what this rank of this pipeline measured, with the prediction; None if no iteration was trained."""
         if self._meter is None or self._program is None or not self._peaks:
             return None
-        engine = self._engines[self._program]
+        engine, kept = self._engines[self._program], None
+        if self.slicing is not None:
+            kept = KeptBySlices(
+                peak_bytes=self.slicing.peak_kept_bytes,
+                predicted_bytes=kept_peak(engine.schedule, self.rank, self.slicing.kept_memory),
+                memory=self._by_slice(engine, self._meter),
+            )
         return summary_of(
             engine,
             self._meter,
@@ -427,22 +419,26 @@ class Driver:
             peaks=self._peaks,
             differing=self._differing.sums,
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
-            slices=None if self.slicing is None else self._kept_by_slices(engine, self.slicing),
+            slices=kept,
         )
 
-    def _kept_by_slices(self, engine: Engine, slicing: Slicing) -> KeptBySlices:
-        predicted_bytes = kept_peak(engine.schedule, self.rank, slicing.kept_memory)
-        return KeptBySlices(
-            peak_bytes=slicing.peak_kept_bytes, predicted_bytes=predicted_bytes, memory=self._by_slice(engine)
-        )
-
-    def _by_slice(self, engine: Engine) -> Memory:
-        """Return the rule for the slices of the last iteration, which may differ in size."""
-        assert self._meter is not None
-        saved = self._meter.each_bytes
+    def _by_slice(self, engine: Engine, meter: Meter) -> Memory:
+        """Return the memory rule for the slices of the last iteration, which may differ in size."""
+        saved = meter.each_bytes
         if engine.sizing is not None and engine.sizing.differing:
             moved: Mapping[Key, int] = engine.sizing.moved_each
         else:
             moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
-        shard = self._meter.shard_bytes
-        return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes, shard)
+        return rule_by_slice(engine.schedule, saved, moved, meter.after_each_bytes, meter.shard_bytes)
+
+
+def _streams_of_layers(config: Any) -> Sequence[Any]:
+    """Return the streams, other than the computation's, on which layers of this configuration save and read
+    activations; a stream that has not been made yet is missing."""
+    settings, streams = Settings(config), []
+    if settings.moe_shared_expert_overlap:
+        experts = sys.modules.get("megatron.core.transformer.moe.shared_experts")
+        streams.append(None if experts is None else experts.SharedExpertMLP.stream)
+    if settings.overlap_moe_expert_parallel_comm:
+        streams.append(get_comm_stream())
+    return [stream for stream in streams if stream is not None]

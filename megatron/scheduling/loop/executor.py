@@ -1,14 +1,12 @@
 """Run our own loop in place of Megatron's: any schedule, by Megatron's own steps, for training and for evaluation.
 
-In: the calls that Megatron's trainer makes of its pipelined loops. Out: what these return, and all that they do around
-their steps, such as synchronising and finalising gradients, by calling Megatron's functions for it. The driver stands
-around an iteration and its computations as it does around Megatron's loops. Knows no schedule by name.
+What Megatron's loops do around their steps, such as synchronising and finalising gradients, is done by calling Megatron's
+functions for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -37,30 +35,28 @@ from bpipe.transport.collectives import Collectives, EdgesAndCollectives, Second
 from bpipe.transport.edges import Edges
 from bpipe.transport.lanes import CopyLane
 from megatron.scheduling.hooks import patches, upstream
-from megatron.scheduling.hooks.loop_config import no_barrier
-from megatron.scheduling.hooks.loops import as_list, group_of
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
-from megatron.scheduling.loop.delayed_wgrad import delaying
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.grad_sync import Marks, Syncing
+from megatron.scheduling.loop.halves import delaying
 from megatron.scheduling.loop.links import connect_neighbours, connect_shards
+from megatron.scheduling.loop.megatron_loops import as_list, group_of, no_barrier
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import require_built_here
-from megatron.scheduling.placement.embedding_ranks import refuse_group
+from megatron.scheduling.placement.embeddings import refuse_group
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
 from megatron.scheduling.start.refusals import end_where
-from megatron.scheduling.vocabulary import output_shards as vocabulary
 from megatron.scheduling.vocabulary.mtp import FurtherLosses
-from megatron.scheduling.vocabulary.output_shards import input_shard, output_shard
+from megatron.scheduling.vocabulary.output_shards import Splitting, input_shard, output_shard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
-# The process groups that finalising gradients, and the embedding's deferred ones, are told of.
+# The process groups for finalising gradients, and for the embedding's deferred ones.
 _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
 
 
 @dataclass
 class _Prepared:
-    """A program ready to run: of one schedule and one size of micro-batches, forwards only or not."""
+    """A program that is ready to run: of one schedule and one size of micro-batches, forwards only or not."""
 
     executor: Executor
     stages: ChunkStages
@@ -83,42 +79,26 @@ class Loop:
         self._lane: CopyLane | None = None
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        """Return what to put in place of what; Megatron's steps stay as they are, and are called."""
-        loops = (patches.ONE_F_ONE_B, patches.INTERLEAVED, patches.NO_PIPELINING)
-        halves = self._halves.wraps() if self._own.splits else {}
-        shards = (
-            {}
-            if self._own.vocabulary is Vocabulary.WHOLE
-            else {
-                **vocabulary.Splitting(self._config.positions, self._own.input_shards).wraps(),
-                **FurtherLosses().wraps(),
-            }
-        )
-        slices = {} if self._slicing is None else self._slicing.wraps()
-        return {
-            **dict.fromkeys(loops, self._wrap),
-            **dict.fromkeys(patches.LEAVES, _as_it_is),
-            **halves,
-            **shards,
-            **slices,
-        }
+        """Return replacements of Megatron's loops. Its steps are called, so only their signatures are checked."""
+        loops = patches.ONE_F_ONE_B, patches.INTERLEAVED, patches.NO_PIPELINING
+        wraps: dict[patches.Patch, patches.Wrap] = dict.fromkeys(loops, patches.replaced_by(self._run))
+        wraps |= dict.fromkeys(patches.LEAVES, lambda step: step)
+        if self._own.splits:
+            wraps |= self._halves.wraps()
+        if self._own.vocabulary is not Vocabulary.WHOLE:
+            wraps |= Splitting(self._config.positions, self._own.input_shards).wraps() | FurtherLosses().wraps()
+        return wraps if self._slicing is None else wraps | self._slicing.wraps()
 
     def close(self, failed: bool) -> None:
-        """End the loop: training is over, one way or the other. Its groups are the driver's to destroy."""
+        """End the loop: training is over or has failed. The driver destroys its groups."""
         self._halves.abandon()
         if self._lane is not None:
-            # What was asked of it is over, or others are gone and it waits for them.
+            # Its work is done, or it waits for ranks that are gone.
             self._lane.close(wait=False)
-
-    def _wrap(self, loop: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(loop)
-        def run(**kwargs: Any) -> Any:
-            return self._run(**kwargs)
-
-        return run
 
     def _run(
         self,
+        _: Callable[..., Any],
         *,
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
@@ -136,9 +116,9 @@ class Loop:
         force_all_reduce: bool | None = False,
         **further: Any,
     ) -> Any:
-        """As Megatron's loops are called. `p2p_communicator` is not asked: messages have groups of their own.
+        """Run one call of a loop. `p2p_communicator` is not used: messages have groups of their own.
 
-        Raises ValueError for an argument of a later Megatron's: nobody calls with one unless it is to change something.
+        Raises ValueError for an argument of a later Megatron, because it would have no effect.
         """
         if further:
             raise ValueError(
@@ -174,10 +154,11 @@ class Loop:
         if self._slicing is not None:
             self._slicing.begin(seq_length, config)
         if forward_only:
+            number = num_microbatches * self._num_pipes * self._own.slices
             prepared = self._prepare(
-                (num_microbatches, *sizes), functools.partial(self._forwards, num_microbatches), models
+                (num_microbatches, *sizes), lambda: forwards_only(self._own.layout, number), models
             )
-            with _timed(config), _of(prepared.stages, call):
+            with _timed(config), _within(prepared.stages, call):
                 prepared.executor.run()
             return call.losses
         program = self._program(num_microbatches, config)
@@ -194,7 +175,7 @@ class Loop:
             schedules.clear_embedding_activation_buffer(config, call.models, last) if finalize is not None else None
         )
         syncing = Syncing(prepared.marks, config, call.models)
-        with _of(prepared.stages, call):
+        with _within(prepared.stages, call):
             self._halves.begin(
                 {stage: delaying(call.models[chunk].modules()) for stage, chunk in prepared.stages.chunks.items()}
             )
@@ -209,44 +190,37 @@ class Loop:
             num_tokens = call.num_tokens if config.calculate_per_token_loss else None
             finalize(call.models, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
 
-    # -- set-up
-    # ------------------------------------------------------------------------------------------------------------------
-
     def _program(self, num_microbatches: int, config: Any) -> ScheduleConfig:
-        """Return the program of an iteration.
+        """Return the program of an iteration; Megatron's own schedule has Megatron's groups, as in its own loop.
 
-        Megatron's own schedule has Megatron's groups in our loop, too; it counts one pipe's micro-batches.
+        Megatron counts one pipe's micro-batches.
         """
         own = replace(self._own, num_microbatches=num_microbatches * self._num_pipes, balance=self._driver.balance)
         family = None if own.written is not None else FAMILIES[own.schedule]
-        # Of slices fewer micro-batches fill a group, and Megatron's default is that of whole ones.
+        # Fewer sliced micro-batches fill a group, and Megatron's default is for whole ones.
         if family is None or family.exchange is Exchange.POSTED or own.slices > 1:
             return own
         return replace(own, group_size=group_of(config, family, own.num_ranks))
 
     def _refuse_lengths(self, config: Any) -> None:
-        """Raise ValueError where sequences have lengths of their own, which no argument of Megatron's says, or tokens
-        further ahead are predicted, and a micro-batch is cut or its logits are."""
+        """Raise ValueError for micro-batches or logits that are cut, if sequences differ in length or tokens further ahead
+        are predicted: Megatron's arguments do not always say so."""
         cut = {
-            "--bpipe-vocabulary": self._own.vocabulary is not Vocabulary.WHOLE,
-            "--bpipe-slices": self._own.slices > 1,
+            "--bpipe-vocabulary": (self._own.vocabulary is not Vocabulary.WHOLE, SHARDED),
+            "--bpipe-slices": (self._own.slices > 1, SLICED),
         }
-        rows = {"--bpipe-vocabulary": SHARDED, "--bpipe-slices": SLICED}
-        said = Settings(config)
+        settings = Settings(config)
         lengths = SimpleNamespace(
-            variable_seq_lengths=said.variable_seq_lengths,
-            mtp_num_layers=said.mtp_num_layers,
+            variable_seq_lengths=settings.variable_seq_lengths,
+            mtp_num_layers=settings.mtp_num_layers,
             bpipe_slices=self._own.slices,
         )
-        end_where([line for flag, given in cut.items() if given for line in reasons_of(rows[flag], lengths, flag)])
-
-    def _forwards(self, num_microbatches: int) -> Schedule:
-        return forwards_only(self._own.layout, num_microbatches * self._num_pipes * self._own.slices)
+        end_where([line for flag, (is_cut, rows) in cut.items() if is_cut for line in reasons_of(rows, lengths, flag)])
 
     def _prepare(
         self, key: object, schedule_of: Callable[[], Schedule], models: Sequence[torch.nn.Module]
     ) -> _Prepared:
-        """Collective over the world the first time."""
+        """Return a program, which is made at its first call. Collective over the world the first time."""
         prepared = self._prepared.get(key)
         if prepared is None:
             schedule, rank = schedule_of(), self._driver.rank
@@ -289,7 +263,7 @@ class Loop:
         return ShardedStages(part, layer, early, inputs)
 
     def _collectives(self, schedule: Schedule, shard: OutputShard | EarlyShard) -> Collectives:
-        """Collective over the world the first time."""
+        """Return the collectives over shards. Collective over the world the first time."""
         timeout_s, device = self._config.message_timeout_s, self._driver.device
         if self._shared is None:
             self._shared = connect_shards(self._config.positions, timeout_s, device, self._own.input_shards)
@@ -303,7 +277,7 @@ class Loop:
 
 
 class _Around:
-    """What happens around the computations of a training iteration."""
+    """Calls of the driver and of the synchronisation around the computations of a training iteration."""
 
     def __init__(self, driver: Driver, syncing: Syncing, stages: ChunkStages) -> None:
         self._driver, self._syncing, self._stages = driver, syncing, stages
@@ -329,7 +303,7 @@ class _Around:
 
 @contextlib.contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Return Megatron's timer of a loop, where there are timers."""
+    """Time the block with Megatron's forward-backward timer, if there are timers."""
     if config.timers is None:
         yield
         return
@@ -339,15 +313,10 @@ def _timed(config: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _of(stages: ChunkStages, call: Call) -> Iterator[None]:
-    """Enter a call: computations inside belong to it, and nothing of it is kept."""
+def _within(stages: ChunkStages, call: Call) -> Iterator[None]:
+    """Compute for a call of the loop; nothing of it is kept afterwards."""
     stages.begin(call)
     try:
         yield
     finally:
         stages.begin(None)
-
-
-def _as_it_is(leaf: Callable[..., Any]) -> Callable[..., Any]:
-    """Its signature is looked at like that of what is replaced."""
-    return leaf

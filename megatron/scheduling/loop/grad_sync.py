@@ -1,11 +1,9 @@
-"""Keep Megatron's data-parallel books around a program's computations: when gradients and parameters of each chunk are
-synchronised.
+"""When gradients and parameters of each chunk are synchronised between data-parallel ranks.
 
-In: the computations of a rank's program, in order; the functions that the trainer put into the model's configuration.
-Out: calls of these. Gradients of all micro-batches but a chunk's last must not start a reduction, so all but that one
-run inside of its `no_sync`. Where the trainer asks for all of a chunk's at once, they start behind its last
-computation, while other stages still compute. Behind the first stage's last backward nobody does: there reductions
-start inside of it, as in Megatron's own 1F1B. Knows no tensors.
+The functions are those that Megatron's trainer puts into the model's configuration. Gradients of all micro-batches but a
+chunk's last must not start a reduction, so all but the last run inside of the chunk's `no_sync`. If the trainer asks for
+all of a chunk at once, the reduction starts after its last computation, while other stages still compute. After the first
+stage's last backward nothing computes any more, so there reductions start inside of it, as in Megatron's own 1F1B.
 """
 
 from __future__ import annotations
@@ -19,25 +17,27 @@ import torch
 
 from bpipe.schedule.action import OF_THE_INPUT, OF_THE_WEIGHTS, SHARDS, Action, Kind
 
-# What of a chunk's computations makes gradients of weights: each of these has a last micro-batch of its own.
+# Kinds of computations that make gradients of weights; each of these sets has a last micro-batch of its own.
 _HALVES = (OF_THE_INPUT, OF_THE_WEIGHTS, frozenset({Kind.SHARD_BACKWARD}), frozenset({Kind.INPUT_BACKWARD}))
-# What may be the first to read a chunk's weights: S comes behind a forward of every stage.
+# Kinds that may be the first to read a chunk's weights: S comes after a forward of every stage.
 _READING = (Kind.FORWARD, Kind.INPUT_FORWARD)
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Marks of a program, by computation: `first` a chunk's first that reads weights, `last` the last of a half,
-    `final` the very last.
-
-    `ending` is the chunk in which a pipeline ends, if the rank has it: the first stage's, or every rank's shard of the
-    embedding.
-    """
+    """Computations at which something starts, each with its chunk."""
 
     first: Mapping[Action, int]
+    """The first computation of each chunk that reads weights."""
+
     last: Mapping[Action, int]
+    """The last computation of each kind that makes gradients of weights."""
+
     final: Mapping[Action, int]
+    """The very last of them of each chunk."""
+
     ending: int | None = None
+    """The chunk in which a pipeline ends, if the rank has it: the first stage's, or the shard of the embedding."""
 
     @property
     def opening(self) -> int | None:
@@ -48,9 +48,8 @@ class Marks:
     def of(cls, order: Iterable[Action], chunks: Mapping[int, int], num_pipes: int = 1) -> Marks:
         """Return the marks of an order.
 
-        `chunks[stage]` is a stage's place in the list of models. A shard's weight is in the last of them.
-
-        Two pipes end with two stages, and mirror images reduce in one order, which is that of their last computations.
+        `chunks` has the index of each stage's model. A shard's weight is in the last model. Two pipes end with two
+        stages, and mirror images reduce in one order, which is that of their last computations.
         """
         of_shards = max(chunks.values(), default=0)
         first: dict[int, Action] = {}
@@ -63,32 +62,30 @@ class Marks:
             for half, end in zip(_HALVES, ends, strict=True):
                 if action.kind in half:
                     end[chunk] = final[chunk] = action
-        closing = {action: chunk for end in ends for chunk, action in end.items()}
+        ending = chunks.get(0) if num_pipes == 1 else None
         if any(action.kind is Kind.INPUT_BACKWARD for action in final.values()):
-            return cls(_by_action(first), closing, _by_action(final), of_shards)
-        return cls(_by_action(first), closing, _by_action(final), chunks.get(0) if num_pipes == 1 else None)
-
-
-def _by_action(chunks: Mapping[int, Action]) -> dict[Action, int]:
-    return {action: chunk for chunk, action in chunks.items()}
+            ending = of_shards
+        return cls(
+            {action: chunk for chunk, action in first.items()},
+            {action: chunk for end in ends for chunk, action in end.items()},
+            {action: chunk for chunk, action in final.items()},
+            ending,
+        )
 
 
 class Syncing:
-    """Gradient synchronisation of one iteration.
-
-    `config` is Megatron's: one function for all chunks, a list of one per chunk, or None.
-    """
+    """Synchronisation of one iteration."""
 
     def __init__(self, marks: Marks, config: Any, models: Sequence[torch.nn.Module]) -> None:
+        """`config` is Megatron's: its functions are one for all chunks, a list with one per chunk, or None."""
         self._marks, self._models = marks, models
-        alone = config.no_sync_func or contextlib.nullcontext
+        no_sync = config.no_sync_func or contextlib.nullcontext
         # Chunks that share a function are inside of it together.
-        self._no_sync: list[Callable[[], Any]] = alone if isinstance(alone, list) else [alone]
+        self._no_sync: list[Callable[[], Any]] = no_sync if isinstance(no_sync, list) else [no_sync]
         self._inside: dict[int, Any] = {}
-        self._grad_sync = _a_chunk(config.grad_sync_func, len(models))
-        self._param_sync = _a_chunk(config.param_sync_func, len(models)) if len(models) > 1 else None
-        # In the order in which they are needed. Megatron's loop for one stage per rank leaves the gathering to the
-        # modules' hooks.
+        self._grad_sync = _by_chunk(config.grad_sync_func, len(models))
+        self._param_sync = _by_chunk(config.param_sync_func, len(models)) if len(models) > 1 else None
+        # In the order in which they are needed. In Megatron's loop for one stage per rank the modules' hooks gather.
         self._to_gather = list(marks.first.values()) if self._param_sync is not None else []
 
     def begin(self) -> None:
@@ -114,18 +111,18 @@ class Syncing:
             self._enter(chunk)
 
     def _reduces_inside(self, action: Action) -> bool:
-        """Return whether reductions start as soon as this computation has made what a bucket still lacks."""
+        """Whether reductions start as soon as this computation has completed a bucket."""
         return action in self._marks.last and (
             self._grad_sync is None or self._marks.last[action] == self._marks.ending
         )
 
     def end(self) -> None:
-        """Leave all contexts behind the last computation."""
+        """Leave all contexts after the last computation."""
         while self._inside:
             self._inside.popitem()[1].__exit__(None, None, None)
 
     def _gather(self) -> None:
-        """Start the next chunk's, while the one before it computes its first micro-batches."""
+        """Start to gather the next chunk, while the chunk before it computes its first micro-batches."""
         if self._to_gather and self._param_sync is not None:
             chunk = self._to_gather.pop(0)
             self._param_sync[chunk](self._models[chunk].parameters())
@@ -139,5 +136,5 @@ class Syncing:
         self._inside.pop(chunk % len(self._no_sync)).__exit__(None, None, None)
 
 
-def _a_chunk(given: Any, num_chunks: int) -> list[Callable[..., Any]] | None:
-    return given if given is None or isinstance(given, list) else [given] * num_chunks
+def _by_chunk(functions: Any, num_chunks: int) -> list[Callable[..., Any]] | None:
+    return functions if functions is None or isinstance(functions, list) else [functions] * num_chunks

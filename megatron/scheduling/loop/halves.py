@@ -1,16 +1,18 @@
-"""Keep the weights' half of a backward that a schedule splits, until it asks for it: W, long after I.
+"""Defer the weights' half of a backward that a schedule splits: W, long after I.
 
-In: passes of Megatron's model, each with the stage and micro-batch it is of. Out: the same gradients, to the bit, of
-every weight, at another time. Knows no schedule and no engine.
+All gradients of weights are the same, to the bit, at another time. Only linear layers are split. The rest of a backward
+stays in I: norms, embeddings, routers, and the output layer, whose gradients are as wide as the vocabulary. Three things
+make it exact:
+  [1] A forward gets a weight that is detached from its parameter. Autograd calls a parameter's hooks for every backward that
+      could have reached it, even one that brought nothing, and Megatron's reduction counts these calls.
+  [2] I is Megatron's own backward, configured as if the weight's gradient were computed elsewhere, as Megatron does it for a
+      deferred embedding. So tensor-parallel communication stays Megatron's.
+  [3] W is one backward over all linear layers of a micro-batch. What several uses of a weight bring is summed before its
+      parameter's hooks run once, in the order in which a whole backward sums it.
 
-Only linear layers are split, the rest of a backward stays in I: norms, embeddings, routers, and the output layer, whose gradients are a
-vocabulary wide. Three things make it exact:
-  [1] a forward gets a weight that is cut off from its parameter. Autograd tells a parameter's hooks of every backward that could have
-      reached it, even of one that brought nothing, and Megatron's reduction counts them
-  [2] I is Megatron's own backward, told that somebody else computes the weight's gradient, as it is where the embedding's is put off:
-      what tensor parallelism sends stays Megatron's
-  [3] W is one backward over all of a micro-batch's linear layers: what several uses of a weight bring is summed before its parameter
-      hears of it once, in the order in which a whole backward sums it
+Transformer Engine's layers defer W themselves if they are built for it (`ask`). That is written from the documented
+interface (`delay_wgrad_compute`, `backward_dw`) and was never run with Transformer Engine, which needs a GPU. Such a layer is
+a queue with one entry per pass, so the W of a chunk must come in the order of its I.
 """
 
 from __future__ import annotations
@@ -20,57 +22,66 @@ import enum
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers
-from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+from megatron.core.utils import is_te_min_version, prepare_input_tensors_for_wgrad_compute
 
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Key
 from megatron.scheduling.hooks import patches
+from megatron.scheduling.start.refusals import end_where
 
-# Under what name an autograd node of a linear layer has the parameters that its forward did not see.
+# The attribute of a linear layer's autograd node with the parameters that its forward did not see.
 _CUT_OFF = "_bpipe_cut_off"
 _WAY_OUT = "train with --bpipe-keep-weights-halves none"
+# Versions from which on gradients can be deferred: at all, without being added up inside the product, and together with
+# an overlapped reduction.
+_ANY, _NOT_FUSED, _OVERLAPPED = "2.3.0", "2.7.0", "2.8.0"
 
 
 class Keep(enum.StrEnum):
-    """Mode of deferring W: nothing is kept, so that I is the whole backward and W is empty; or what linear layers
-    need is kept."""
+    """What is kept for W."""
 
     NONE = "none"
+    """Nothing: I is the whole backward, and W is empty."""
+
     LINEAR = "linear"
+    """What linear layers need."""
 
 
 class Delaying(Protocol):
-    """A module that keeps the W of its own passes and runs the oldest of them when it is called: Transformer
-    Engine's, built to."""
+    """A module of Transformer Engine's that keeps the W of its own passes; each call runs the oldest of them."""
 
     def backward_dw(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Half:
-    """One linear layer's part of W: (tokens, in) that it computed on, and (tokens, out) of gradients, each maybe with a
-    batch between.
-
-    `gathers`: the group over which `inputs` are a part of the sequence; None where they are whole. `fused`: the product
-    is added to the parameter's main gradient by the kernel that computes it.
-    """
+    """One linear layer's part of W."""
 
     weight: torch.nn.Parameter
+
     bias: torch.nn.Parameter | None
+
     inputs: torch.Tensor
+    """Inputs of the layer, [tokens, in] or [tokens, batch, in]."""
+
     gradient: torch.Tensor
+    """Gradient of its output, [tokens, out] or [tokens, batch, out]."""
+
     gathers: Any
+    """The group over which `inputs` are a part of the sequence; None if they are whole."""
+
     fused: bool
+    """Whether the kernel that computes the product adds it to the parameter's main gradient."""
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of the weight and of the bias, computed as Megatron's own backward does."""
+        """Return the gradients of the weight and of the bias, computed as in Megatron's own backward."""
         inputs = self.inputs
         if self.gathers is not None:
             length, *rest = inputs.shape
@@ -83,8 +94,11 @@ class _Half:
 
 
 def _add_up(inputs: torch.Tensor, gradient: torch.Tensor, weight: Any) -> torch.Tensor | None:
-    """Add a weight's gradient to its main gradient; returns what stands for it towards autograd, so that the
-    parameter's hooks run."""
+    """Add a weight's gradient to its main gradient.
+
+    Returns:
+        A dummy gradient for autograd, so that the parameter's hooks run.
+    """
     kernels = layers.fused_weight_gradient_mlp_cuda
     whole = weight.main_grad.dtype is torch.float32
     (kernels.wgrad_gemm_accum_fp32 if whole else kernels.wgrad_gemm_accum_fp16)(inputs, gradient, weight.main_grad)
@@ -99,7 +113,7 @@ def _add_up(inputs: torch.Tensor, gradient: torch.Tensor, weight: Any) -> torch.
 
 
 class _Weights(torch.autograd.Function):
-    """The node of one linear layer in W's graph: between the loss that there is not and the layer's parameters."""
+    """The node of one linear layer in W's graph, between a dummy loss and the layer's parameters."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, half: _Half) -> torch.Tensor:
@@ -108,18 +122,17 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        # Not kept until the whole of W is over: its tensors are free once this layer is done.
+        # Its tensors are freed once this layer is done, not only at the end of W.
         half, ctx.half = ctx.half, None
         return *half.gradients(), None
 
 
 class _ForInputs:
-    """What Megatron's backward reads of its forward, with the weight's part put off: it hands the gradient to a list
-    and goes on."""
+    """The context that Megatron's backward gets, by which it appends the gradient to a list instead of computing the
+    weight's."""
 
     use_bias = False
-    # Otherwise it would compute the weight's gradient from what the list got; so it looks for a main gradient, and
-    # finds none.
+    # Otherwise it would compute the weight's gradient from the list. So it looks for a main gradient, and finds none.
     gradient_accumulation_fusion = True
     main_grad = None
     wgrad_deferral_limit = 0
@@ -134,10 +147,13 @@ class _ForInputs:
 
 @dataclass(slots=True)
 class _Kept:
-    """What waits for one micro-batch's W, in the order in which I put it off. `passes`: its forward, and its I."""
+    """What waits for one micro-batch's W."""
 
     halves: list[_Half] = field(default_factory=list)
+    """In the order in which I deferred them."""
+
     passes: int = 0
+    """Passes so far: its forward, and its I."""
 
 
 class Halves:
@@ -146,25 +162,21 @@ class Halves:
     def __init__(self, keep: Keep = Keep.LINEAR) -> None:
         self._keep = keep
         self._kept: dict[Key, _Kept] = {}
-        # Where what is put off goes now: a pass of a backward that is split is under way.
+        # Where deferred halves go; None if no pass of a split backward is running.
         self._now: list[_Half] | None = None
         self._watched: dict[int, Any] = {}
         self._delaying: Mapping[int, Sequence[Delaying]] = {}
-        # By stage, whose W its delaying modules run next.
+        # By stage, the micro-batches whose W its delaying modules run next.
         self._next: dict[int, deque[int]] = {}
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        """Return what to put in place of what, as long as a schedule splits backwards."""
         if self._keep is Keep.NONE:
             return {}
-        return {patches.LINEAR: self._wrap_linear, patches.LINEAR_BACKWARD: self._wrap_backward}
+        return {patches.LINEAR: self._wrap_linear, patches.LINEAR_BACKWARD: patches.replaced_by(self._backward)}
 
     @contextlib.contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
-        """Defer W around the forward of a micro-batch whose backward is split, and around its I.
-
-        `run` computes it later.
-        """
+        """Defer W. To be entered around the forward of a micro-batch whose backward is split, and around its I."""
         if self._now is not None:
             raise RuntimeFault(
                 f"{_named(key)}: one pass begins inside another, so their deferred gradients could not be told apart"
@@ -180,7 +192,7 @@ class Halves:
             self._now = None
 
     def run(self, key: Key) -> None:
-        """Run W: all that I left of this micro-batch, once."""
+        """Run W: all that I has deferred of this micro-batch."""
         kept = self._kept.pop(key, _Kept())
         if kept.passes != 2:
             raise RuntimeFault(
@@ -188,9 +200,6 @@ class Halves:
                 "already run?"
             )
         _run(kept.halves)
-        self._run_delaying(key)
-
-    def _run_delaying(self, key: Key) -> None:
         stage, microbatch = key
         waiting, modules = self._next[stage], self._delaying.get(stage, ())
         if modules and waiting[0] != microbatch:
@@ -205,18 +214,15 @@ class Halves:
 
     def storages(self, key: Key) -> tuple[torch.UntypedStorage, ...]:
         """Return what is held for this micro-batch's W, each storage once."""
-        found = {}
+        storages = {}
         for half in self._kept.get(key, _Kept()).halves:
             for tensor in (half.inputs, half.gradient):
                 storage = tensor.untyped_storage()
-                found[storage._cdata] = storage
-        return tuple(found.values())
+                storages[storage._cdata] = storage
+        return tuple(storages.values())
 
     def begin(self, delaying: Mapping[int, Sequence[Delaying]] | None = None) -> None:
-        """Begin an iteration: nothing may be left of the last one.
-
-        `delaying[stage]`: the modules that keep a W themselves.
-        """
+        """Begin an iteration. `delaying` has, by stage, the modules that keep a W themselves."""
         if self._kept:
             left = ", ".join(map(_named, self._kept))
             raise RuntimeFault(
@@ -226,14 +232,11 @@ class Halves:
         self._next.clear()
 
     def abandon(self) -> None:
-        """Drop everything, and let go of the parameters: the run is over."""
+        """Drop everything, hooks of parameters included: the run is over."""
         self._kept.clear()
         self._now = None
         while self._watched:
             self._watched.popitem()[1].remove()
-
-    # -- what is put in place of Megatron's
-    # -----------------------------------------------------------------------------------------
 
     def _wrap_linear(self, linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         signature = inspect.signature(linear)
@@ -245,10 +248,10 @@ class Halves:
 
         @functools.wraps(linear)
         def run(input: torch.Tensor, weight: Any, bias: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            given = signature.bind(input, weight, bias, *args, **kwargs).arguments
-            # What this knows nothing of may have a part in the weight's gradient.
-            unknown = any(given.get(name, default) != default for name, default in further.items())
-            if unknown or not self._can_wait(input, weight, bias, given.get("grad_output_buffer")):
+            arguments = signature.bind(input, weight, bias, *args, **kwargs).arguments
+            # A parameter that is not known here may affect the weight's gradient.
+            unknown = any(arguments.get(name, default) != default for name, default in further.items())
+            if unknown or not self._can_wait(input, weight, bias, arguments.get("grad_output_buffer")):
                 return linear(input, weight, bias, *args, **kwargs)
             output = linear(input, weight.detach(), None if bias is None else bias.detach(), *args, **kwargs)  # [1]
             node: Any = output.grad_fn
@@ -265,10 +268,10 @@ class Halves:
         return run
 
     def _can_wait(self, inputs: torch.Tensor, weight: Any, bias: Any, grad_output_buffer: object) -> bool:
-        """Return whether this layer's W is put off.
+        """Whether this layer's W is deferred.
 
-        Not where nobody asks for a backward or it would have no node; not of a weight that is made from others; not
-        under autocast, which W would not be; and not of the output layer, be it that Megatron puts it off itself.
+        Not without a backward; not if the weight is made from others; not under autocast, which W would not have; and
+        not that of the output layer, even if Megatron defers it itself.
         """
         return (
             self._now is not None
@@ -282,32 +285,26 @@ class Halves:
             and not torch.is_autocast_enabled("cuda")
         )
 
-    def _wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
-        def run(ctx: Any, gradient: torch.Tensor) -> Any:
-            if not hasattr(ctx, _CUT_OFF):
-                return backward(ctx, gradient)
-            if self._now is None:
-                raise RuntimeFault(
-                    "a whole backward runs for a forward that was split: its weight gradients would be lost"
-                )
-            for_inputs = _ForInputs(ctx)
-            gradients = backward(for_inputs, gradient)  # [2]
-            if len(for_inputs.grad_output_buffer) != 1:
-                raise RuntimeFault(
-                    f"Megatron's linear layer no longer defers a weight's gradient the way it did: {_WAY_OUT}"
-                )
-            # Cut off too: what the input was made from has been through its backward, and would stay until W.
-            inputs = ctx.saved_tensors[0].detach()
-            gathers = ctx.tp_group if ctx.sequence_parallel else None
-            weight, bias = getattr(ctx, _CUT_OFF)
-            self._now.append(_Half(weight, bias, inputs, gradient, gathers, ctx.gradient_accumulation_fusion))
-            return gradients
-
-        return run
+    def _backward(self, backward: Callable[..., Any], ctx: Any, gradient: torch.Tensor) -> Any:
+        if not hasattr(ctx, _CUT_OFF):
+            return backward(ctx, gradient)
+        if self._now is None:
+            raise RuntimeFault("a whole backward runs for a forward that was split: its weight gradients would be lost")
+        for_inputs = _ForInputs(ctx)
+        gradients = backward(for_inputs, gradient)  # [2]
+        if len(for_inputs.grad_output_buffer) != 1:
+            raise RuntimeFault(
+                f"Megatron's linear layer no longer defers a weight's gradient the way it did: {_WAY_OUT}"
+            )
+        # Detached too: the graph that made the input has been through its backward, and would stay until W.
+        inputs = ctx.saved_tensors[0].detach()
+        gathers = ctx.tp_group if ctx.sequence_parallel else None
+        weight, bias = getattr(ctx, _CUT_OFF)
+        self._now.append(_Half(weight, bias, inputs, gradient, gathers, ctx.gradient_accumulation_fusion))
+        return gradients
 
     def _watch(self, parameter: Any) -> None:
-        """See to it that nothing else than W brings gradients of a parameter that it brings gradients of."""
+        """Make sure that a parameter of a split layer gets gradients from W only."""
         if parameter is not None and id(parameter) not in self._watched:
             self._watched[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._only_in_weights)
 
@@ -328,11 +325,11 @@ def backward_of_weight(
 
 
 def _run(halves: list[_Half]) -> None:
-    """One backward over all of them, in the order in which they were put off; the list is empty afterwards."""
+    """Run one backward over all halves, in the order in which they were deferred, and empty the list."""
     nodes = []
     with torch.enable_grad():
-        # Backwards: autograd begins with the node that was made last, and a whole backward began with what was put off
-        # first.
+        # In reverse: autograd begins with the node that was made last, and a whole backward began with the half that was
+        # deferred first.
         while halves:
             half = halves.pop()
             nodes.append(_Weights.apply(half.weight, half.bias, half))
@@ -344,3 +341,52 @@ def _run(halves: list[_Half]) -> None:
 
 def _named(key: Key) -> str:
     return f"stage {key[0]}, micro-batch {key[1]}"
+
+
+def ask(args: Any) -> dict[patches.Patch, patches.Wrap]:
+    """Let the layers of this run's model defer, if they are Transformer Engine's, and raise ValueError if they cannot.
+
+    Megatron's own flag asks for another schedule too. So it is set only in the arguments, for the reduction of gradients,
+    and in the configuration of layers, from which it is hidden while the configuration checks itself.
+
+    Returns:
+        Patches that must be in place while the model is built.
+    """
+    if args.transformer_impl != "transformer_engine":
+        return {}
+    needed = [
+        (_ANY, "", True),
+        (_NOT_FUSED, " without --gradient-accumulation-fusion", not args.gradient_accumulation_fusion),
+        (_OVERLAPPED, " with --overlap-grad-reduce", args.overlap_grad_reduce),
+    ]
+    problems = [
+        f"Transformer Engine defers weight gradients{when} only from version {version} on; use "
+        "--bpipe-keep-weights-halves none"
+        for version, when, applies in needed
+        if applies and not is_te_min_version(version)
+    ]
+    if args.overlap_grad_reduce and args.add_bias_linear:
+        problems.append(
+            "Transformer Engine defers a bias's gradient together with its weight's, and an overlapped reduction "
+            "would start too early; use --disable-bias-linear, drop --overlap-grad-reduce, or use "
+            "--bpipe-keep-weights-halves none"
+        )
+    end_where(problems)
+    args.delay_wgrad_compute = True
+    return {patches.CONFIGURED: patches.replaced_by(_check_without_delay)}
+
+
+def _check_without_delay(post_init: Callable[[Any], None], config: Any) -> None:
+    delay, config.delay_wgrad_compute = config.delay_wgrad_compute, False
+    post_init(config)
+    config.delay_wgrad_compute = delay
+
+
+def delaying(modules: Iterable[torch.nn.Module]) -> tuple[Delaying, ...]:
+    """Return the modules of a chunk that may keep a W: not Megatron's own, which pass the call on or do nothing."""
+    return tuple(
+        cast(Delaying, module)
+        for module in modules
+        if hasattr(module, "backward_dw")
+        and any(base.__module__.split(".")[0] == "transformer_engine" for base in type(module).__mro__)
+    )

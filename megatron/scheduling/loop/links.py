@@ -1,7 +1,4 @@
-"""Connect the neighbours of every pipeline of the world where our own loop runs; have Megatron connect its own.
-
-In: positions and edges. Out: groups for messages.
-"""
+"""Groups for messages between neighbours, and for collectives over shards of a vocabulary."""
 
 from __future__ import annotations
 
@@ -16,32 +13,37 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from bpipe.schedule.hosts import Pair
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, SharedGroups, connect_shared
 from bpipe.transport.edges import Edge, connect_edges
-from megatron.scheduling.loop.pipelines import pipelines
+from megatron.scheduling.placement.pipelines import pipelines
 from megatron.scheduling.placement.positions import Positions
 
 
 def connect_neighbours(
     edges: Sequence[Pair], positions: Positions, timeout_s: float, device: torch.device
 ) -> dict[int, Edge]:
-    """Return this rank's edges for messages, by the place of the neighbour; `edges` are places of neighbours.
+    """Return this rank's edges by the position of the neighbour; `edges` are pairs of positions.
 
     Collective over the world.
     """
     rank, ways = dist.get_rank(), pipelines(positions)
-    pairs = sorted((min(both), max(both)) for way in ways for both in ((way[low], way[high]) for low, high in edges))
+    pairs = sorted((min(pair), max(pair)) for way in ways for pair in ((way[low], way[high]) for low, high in edges))
     groups = connect_edges(pairs, _backend(device), timeout_s, device)
-    mine = next(way for way in ways if rank in way)
-    return {mine.index(neighbour): both for neighbour, both in groups.items()}
+    pipeline = next(way for way in ways if rank in way)
+    return {pipeline.index(neighbour): edge for neighbour, edge in groups.items()}
 
 
 def make_communicators(config: Any, communicator: Any, is_ring: bool) -> None:
-    """Exchange one number with both neighbours by Megatron's own messages, so that the communicators of its loop are
-    there before it runs.
+    """Exchange one number with both neighbours by Megatron's own messages, to make the communicators of its loop.
 
-    NCCL makes a communicator at its first use. Where messages pass in batches (`batch_isend_irecv`) all ranks of the
-    pipeline do that together, and a rank that first waits for its partner's sizes never comes: with 8 stages and more
-    nothing went on. `communicator` is what the loop was called with, or None; `is_ring`: the last rank sends to the
-    first, too. Collective over the pipeline. Raises ValueError for messages between several modules.
+    NCCL makes a communicator at its first use. If messages pass in batches (`batch_isend_irecv`), all ranks of the
+    pipeline do that together, and a rank that first waits for its partner's sizes never comes: a deadlock from 8 stages
+    on. Collective over the pipeline.
+
+    Args:
+        communicator: What Megatron's loop was called with, or None.
+        is_ring: Whether the last rank sends to the first, too.
+
+    Raises:
+        ValueError: Messages go between several modules.
     """
     if communicator is None:
         communicator = P2PCommunicator(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
@@ -61,11 +63,11 @@ def connect_shards(positions: Positions, timeout_s: float, device: torch.device,
     """Return this rank's groups for collectives of all ranks that share a vocabulary. Collective over the world."""
     ways = pipelines(positions)
     # With tensor parallelism the ranks of several pipelines.
-    mine = tuple(sorted(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    own = tuple(sorted(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())))
+    groups: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(groups, own)
     sorts = (*SORTS, *INPUT_SORTS) if input_shards else SORTS
-    return connect_shared(ways, sorted(set(found)), _backend(device), timeout_s, device, sorts)
+    return connect_shared(ways, sorted(set(groups)), _backend(device), timeout_s, device, sorts)
 
 
 def _backend(device: torch.device) -> str:

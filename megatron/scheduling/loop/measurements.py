@@ -1,23 +1,53 @@
-"""Hold what a rank measured of its memory in the first iteration."""
+"""What a rank measures: its memory in the first iteration, and seconds for Megatron's timers.
+
+Bytes by place are those of `bpipe.schedule.memory.Memory`: slice j of a stage of k slices is at place stage * k + j.
+Without slices a place is a stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from bpipe.schedule.memory import KeptMemory
+import torch
+from megatron.core.timers import DummyTimer
+
+from bpipe.balance.pairs import own_bytes
+from bpipe.runtime.capture import find
+from bpipe.runtime.engine import TIMERS
+from bpipe.runtime.meter import Meter
+from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.memory import KeptMemory, Memory, StageMemory
+from bpipe.schedule.schedule import Schedule
+from megatron.scheduling.options.arguments import TIMERS_LEVEL
+
+# By stage and number, which is a micro-batch's or a slice's.
+ByNumber = Mapping[Key, int]
+# The storages that whoever computes keeps from the first half of a backward to the second.
+Waiting = Callable[[Action], Sequence[torch.UntypedStorage]]
 
 
 @dataclass(frozen=True)
 class FirstMeasured:
-    """Measured memory of one rank in its first iteration: of one micro-batch by stage, of what it receives for one, and
-    the peak.
+    """Measured memory of one rank in its first iteration.
 
-    Where micro-batches are cut into slices, `saved_bytes` and `moved_bytes` are by place (`memory.by_slice`), and
-    `kept` is what each stage keeps of a micro-batch. `moved_bytes`: of stages that left. `allocated_bytes`,
-    `reserved_bytes`: peaks of the device's allocator until the loop's end, before weights were updated; 0 where nobody
-    counts. `lent_bytes`: host buffers outside of that allocator; `peak_bytes` includes them. `parts`: what could leave
-    in place of all, see `Sizing.parts`.
+    Attributes:
+        saved_bytes: Saved by the forward of one micro-batch, by stage, or by place if micro-batches are cut into
+            slices.
+        moved_bytes: Moved of one micro-batch, likewise, of the stages that evicted.
+        after_input_bytes: Held of one micro-batch between the halves of its backward, by stage.
+        shard_bytes: Held of one micro-batch between S and T.
+        received_bytes: Received for one micro-batch.
+        peak_bytes: Held at most, host buffers included.
+        allocated_bytes: Peak of the device's allocator until the loop's end, before weights were updated; 0 on a CPU.
+        reserved_bytes: Peak of what the allocator reserved until then, likewise.
+        lent_bytes: Host buffers outside of that allocator.
+        parts: Parts that could move in place of all, by stage: `Sizing.parts`.
+        kept: What each stage keeps of a micro-batch that is cut into slices.
     """
 
     saved_bytes: Mapping[int, int]
@@ -31,3 +61,126 @@ class FirstMeasured:
     lent_bytes: int = 0
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     kept: Mapping[int, KeptMemory] = field(default_factory=dict)
+
+
+def latest_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:
+    """Return the bytes of the last of each place: the first may include storages that all share."""
+    return {stage * slices + number % slices: nbytes for (stage, number), nbytes in sizes.items()}
+
+
+def most_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:
+    """Return the most bytes of each place."""
+    largest: dict[int, int] = {}
+    for (stage, number), nbytes in sizes.items():
+        place = stage * slices + number % slices
+        largest[place] = max(nbytes, largest.get(place, 0))
+    return largest
+
+
+def moved_by_place(
+    by_stage: Mapping[int, int], sizes: ByNumber, saved: Mapping[int, int], slices: int, differing: bool
+) -> dict[int, int]:
+    """Return the moved bytes of each place of the stages that evicted.
+
+    If slices differ, one that was not evicted is assumed to move the smallest share that another one of its stage did.
+    """
+    if not differing:
+        return {stage * slices + part: nbytes for stage, nbytes in by_stage.items() for part in range(slices)}
+    moved = most_by_place({key: nbytes for key, nbytes in sizes.items() if nbytes}, slices)
+    for stage in by_stage:
+        places = range(stage * slices, (stage + 1) * slices)
+        shares = [moved[place] / saved[place] for place in places if place in moved and saved.get(place)]
+        if shares:
+            moved |= {
+                place: int(min(shares) * saved[place]) for place in places if place in saved.keys() - moved.keys()
+            }
+    return moved
+
+
+def kept_at_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], kept: Mapping[int, KeptMemory]) -> int:
+    """Return how many bytes of keys, values and gradients a rank holds when it holds most."""
+    slices, nothing = schedule.layout.slices, KeptMemory(0, 0)
+    places = range(schedule.num_stages * slices)
+    sizes = tuple(StageMemory(saved.get(place, 0), saved.get(place, 0), saved.get(place, 0)) for place in places)
+    of_stages = tuple(kept.get(stage, nothing) for stage in range(schedule.num_stages))
+    alone, together = (
+        max(own_bytes(schedule, rank, Memory(sizes, slices=slices, kept=keys)), default=0) for keys in ((), of_stages)
+    )
+    return together - alone
+
+
+class Weighing:
+    """Finds stages for which deferring the weights' half of a backward costs more memory than it frees, on one rank.
+
+    Between I and W a micro-batch holds the inputs of its linear layers and the gradients of their outputs, but no longer
+    the rest of what its forward saved. With tensor and sequence parallelism, with attention that saves little, or with
+    recomputation, the former is larger. If a graph cannot be walked, nothing is said: it trains all the same.
+    """
+
+    def __init__(self, waiting: Waiting, device: torch.device) -> None:
+        self._waiting = waiting
+        self._device = device
+        self._meter: Meter | None = Meter()
+
+    def after(self, op: Action, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
+        """Measure after a computation; of a forward, `outputs` are the stage's and `inputs` what it received."""
+        if self._meter is None:
+            return
+        if op.kind is Kind.FORWARD:
+            try:
+                storages = find([output.grad_fn for output in outputs if output is not None], inputs, self._device)
+            except ValueError:
+                self._meter = None
+                return
+            self._meter.saved(op, storages)
+            return
+        if op.kind is Kind.BACKWARD_INPUT:
+            self._meter.waiting(op, self._waiting(op))
+        self._meter.touched(op)
+        self._meter.sample(0, 0)
+
+    def lines(self) -> list[str]:
+        """Return a line for every stage whose micro-batches hold at least as much after I as before it."""
+        if self._meter is None:
+            return []
+        saved = self._meter.saved_bytes
+        return [
+            f"stage {stage}: between the halves of its backward a micro-batch holds {after / 1e6:.4g} MB, but its "
+            f"forward saved only {saved[stage] / 1e6:.4g} MB: deferring the weight half costs more memory than it "
+            "frees. With --bpipe-keep-weights-halves none the whole backward runs at once and holds nothing in "
+            "between"
+            for stage, after in sorted(self._meter.after_input_bytes.items())
+            if after >= saved[stage]
+        ]
+
+
+class OwnTime:
+    """Seconds of this rank's main thread, by name.
+
+    Megatron's own timers cannot run around a transfer: starting and stopping one waits for the whole device, and thus
+    for the transfer.
+    """
+
+    def __init__(self) -> None:
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count the time spent inside under this name."""
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent_s[name] += time.perf_counter() - begin_s
+
+    def tell(self, timers: Any) -> None:
+        """Add the seconds since the last call to Megatron's timers of these names.
+
+        Below their level Megatron returns timers that keep nothing.
+        """
+        for name in TIMERS:
+            if name in self._spent_s:
+                spent_s = self._spent_s.pop(name)
+                timer = timers(name, log_level=TIMERS_LEVEL)
+                if not isinstance(timer, DummyTimer):
+                    timer.set_elapsed(timer.elapsed(reset=False) + spent_s)

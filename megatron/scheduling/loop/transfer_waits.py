@@ -1,8 +1,4 @@
-"""Judge a schedule by how this very run waits for its transfers, before its first iteration.
-
-In: a schedule, the run's configuration, the device, and every pair's link. Out: nothing, or a ValueError that names
-what waits and the way out. Starts nothing.
-"""
+"""Refuse a run whose ranks could wait for each other for ever, before its first iteration."""
 
 from __future__ import annotations
 
@@ -31,16 +27,21 @@ def refuse_standstill(
     device: torch.device,
     links: Iterable[MeasuredLink],
 ) -> None:
-    """Raise ValueError where ranks could wait for each other. One-sided transfers wait for no partner.
+    """Raise ValueError if ranks could wait for each other. One-sided transfers wait for no partner.
 
-    Megatron's loops wait for each message themselves; of our own loop's, sends ahead of their receivers can stand in
-    the way of others in one queue. If micro-batches differ in size, a HOST waits to hear how long its storages are.
+    Megatron's loops wait for each message themselves. In our own loop, sends ahead of their receivers can block others in
+    the same queue. If micro-batches differ in size, a HOST waits for the lengths of its storages.
     """
     waits, cause = wait_level(transfers, device)
     holds_messages = exchange is Exchange.POSTED and waits >= WaitLevel.ONE_QUEUE
     holds_messages |= waits >= WaitLevel.BLOCKING_LAUNCHES
     meets = any(link.transport not in ONE_SIDED for link in links)
-    _refuse_second_step(schedule, waits, cause)
+    if waits is WaitLevel.ONE_QUEUE and schedule.layout.vocabulary is Vocabulary.TWO:
+        # In one queue the second step runs before the computation instead of next to it: slow, even if it never blocks.
+        raise ValueError(
+            f"with {cause}, every rank would wait after its S for that of all other ranks, because there is only one "
+            "queue: drop it, or use --bpipe-vocabulary 1"
+        )
     differing = meets and transfers.differing
     if differing and not cause:
         cause = "micro-batches that differ in size"
@@ -51,15 +52,6 @@ def refuse_standstill(
     except ScheduleError as error:
         ways = ", or ".join(_ways_out(waits, transfers, meets, exchange))
         raise ValueError(f"with {cause}, ranks can wait for each other for ever: {ways}. {error}") from None
-
-
-def _refuse_second_step(schedule: Schedule, waits: WaitLevel, cause: str) -> None:
-    """In one queue what goes on beside the computation goes on in front of it: slow, whether or not it blocks."""
-    if waits is WaitLevel.ONE_QUEUE and schedule.layout.vocabulary is Vocabulary.TWO:
-        raise ValueError(
-            f"with {cause}, every rank would wait after its S for that of all other ranks, because there is only one "
-            "queue: drop it, or use --bpipe-vocabulary 1"
-        )
 
 
 def _ways_out(waits: WaitLevel, transfers: TransferConfig, meets: bool, exchange: Exchange) -> Iterator[str]:
@@ -73,10 +65,12 @@ def _ways_out(waits: WaitLevel, transfers: TransferConfig, meets: bool, exchange
 
 
 def without_p2p_sync(config: Any) -> str:
-    """Let Megatron no longer wait for the whole device after every message between stages, and say so: it would end all
-    overlap.
+    """Make Megatron no longer wait for the whole device after every message between stages, which would end all overlap.
 
-    It does by default, and no flag changes that.
+    Megatron does so by default, and has no flag for it.
+
+    Returns:
+        A line for the log.
     """
     config.batch_p2p_sync = False
     return (

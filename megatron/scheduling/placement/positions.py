@@ -1,12 +1,10 @@
-"""Say which process is which rank of a schedule, from which end of the pipeline each of its chunks counts, and whose
-data each takes.
+"""Which process is which rank of a schedule, in which direction its chunks count stages, and whose data each reads.
 
-In: a schedule's layout. Out: `Positions`. A schedule's rank is a position in the pipeline: position 0 has the first
-stage. Megatron counts pipeline ranks, of which the last has the last stage: there it computes the loss, logs, writes
-and counts tokens. Where the last stage is at position 0, as in a V, Megatron's ranks count the positions backwards. Of
-two pipes in opposite directions positions i and p-1-i have the same stages. To Megatron they are one pipeline rank of
-two neighbouring data-parallel replicas: the first half of the positions is one replica, the second half, counted from
-its end, the other. Knows no model, and asks Megatron for nothing but this process's rank.
+A schedule's rank is a position in the pipeline: position 0 has the first stage. The last of Megatron's pipeline ranks has
+the last stage: there it computes the loss, logs, writes and counts tokens. So if the last stage is at position 0, as in a V,
+Megatron's ranks count the positions backwards. With two pipes in opposite directions positions i and p-1-i have the same
+stages. For Megatron they are one pipeline rank of two neighbouring data-parallel replicas: the first half of the positions
+is one replica, and the second half, counted from its end, the other.
 """
 
 from __future__ import annotations
@@ -19,26 +17,28 @@ from bpipe.schedule.layout import Layout
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of pipelines of `num_ranks`.
-
-    `backwards`: position j is Megatron's last pipeline rank less j, otherwise j.
-
-    `mirrored[chunk]`: the chunk's stages go down Megatron's pipeline ranks, from the last to the first, where
-    Megatron's own go up. `pipes[chunk]`: whose micro-batches the chunk takes in the first half of the positions, in the
-    second half it is the other one's; empty with one pipe.
-    """
+    """Positions of the ranks of a pipeline."""
 
     num_ranks: int
+    """Ranks of the schedule."""
+
     backwards: bool = False
+    """Whether position j is Megatron's last pipeline rank minus j, otherwise j."""
+
     mirrored: tuple[bool, ...] = (False,)
+    """By chunk, whether its stages go from the last of Megatron's pipeline ranks to the first."""
+
     pipes: tuple[int, ...] = ()
+    """By chunk, the pipe whose micro-batches it computes in the first half of the positions; in the second half it is the
+    other pipe's. Empty with one pipe."""
 
     @classmethod
     def of(cls, layout: Layout) -> Positions:
         """Return the positions of a layout.
 
-        Raises ValueError for one whose chunks do not each go through all ranks in one direction, and for pipes that are
-        not two in opposite directions.
+        Raises:
+            ValueError: A chunk does not go through all ranks in one direction, or there are several pipes that are not
+                two in opposite directions.
         """
         placement = layout.placements[0]
         num_ranks = max(placement) + 1
@@ -56,7 +56,7 @@ class Positions:
             ways.append(ranks == up)
         if layout.num_pipes > 1:
             return cls._of_two(layout, num_ranks, ways)
-        # With one rank both ways are the same, and then it is Megatron's.
+        # With one rank both directions are Megatron's.
         backwards = num_ranks > 1 and placement[-1] == 0
         return cls(num_ranks, backwards, tuple(num_ranks > 1 and goes_up is backwards for goes_up in ways))
 
@@ -69,8 +69,8 @@ class Positions:
                 "trained, over an even number of 4 or more ranks, where rank p-1-i has the stages of rank i; place "
                 "the second pipe's stages that way"
             )
-        # A half of the ranks has a chunk's lower half of stages in one pipe and the upper half in the other, so a wave
-        # of these halves has each of them in the order of the positions and then the other way round.
+        # Half of the ranks has the lower half of a chunk's stages in one pipe and the upper half in the other, so a wave
+        # of these halves has each of them in the order of the positions and then in reverse.
         pipes = tuple(pipe for goes_up in ways for pipe in ((0, 1) if goes_up else (1, 0)))
         return cls(num_ranks, True, (True, False) * len(ways), pipes)
 
@@ -90,7 +90,7 @@ class Positions:
 
     @property
     def folded(self) -> bool:
-        """Whether the first stage and the last are of one rank, Megatron's last."""
+        """Whether one rank, Megatron's last, has the first stage and the last."""
         return self.mirrored[0]
 
     def rank_at(self, position: int) -> int:
@@ -99,7 +99,7 @@ class Positions:
         return self.pipeline_size - 1 - nearer if self.backwards else nearer
 
     def half_of(self, position: int) -> int:
-        """Return, with two pipes, which half of the positions this is: 0, or 1 for the second; with one pipe 0."""
+        """Return the half of a position with two pipes, 0 or 1; with one pipe 0."""
         return position // self.pipeline_size
 
     def position_of(self, rank: int, half: int = 0) -> int:
@@ -108,33 +108,31 @@ class Positions:
         return self.num_ranks - 1 - nearer if half else nearer
 
     def in_order[T](self, by_rank: Sequence[T], of_other_half: Sequence[T] = ()) -> tuple[T, ...]:
-        """Order by position what is given by Megatron's pipeline rank; with two pipes of both halves."""
+        """Order by position the values by Megatron's pipeline rank; with two pipes those of both halves."""
         halves = by_rank, of_other_half
         return tuple(halves[self.half_of(position)][self.rank_at(position)] for position in range(self.num_ranks))
 
     def seen(self, rank: int, chunk: int) -> int:
-        """Return the pipeline rank as which a chunk is built: stages of chunk c are c times Megatron's ranks + this,
-        as in Megatron's own loops."""
+        """Return the pipeline rank as which a chunk is built: its stage is c times Megatron's ranks + this, as in
+        Megatron's own loops."""
         return self.pipeline_size - 1 - rank if self.mirrored[chunk] else rank
 
     def replica_of(self, replica: int, chunk: int) -> int:
-        """Return the data-parallel replica whose samples a chunk reads, counted as Megatron's: one of its pair."""
+        """Return the data-parallel replica, as Megatron counts them, whose samples a chunk reads: one of its pair."""
         return self.pair_of(replica)[self.half_of_replica(replica) ^ self.pipes[chunk]] if self.pipes else replica
 
     def half_of_replica(self, replica: int) -> int:
-        """Return, with two pipes, the half of the positions in which a data-parallel replica is, counted as
-        Megatron's; with one pipe 0."""
+        """Return the half of the positions in which a data-parallel replica of Megatron's is; with one pipe 0."""
         return replica % self.num_pipes
 
     def pair_of(self, replica: int) -> tuple[int, ...]:
-        """Return, with two pipes, the data-parallel replicas that are the first half of the positions and the
-        second; with one pipe itself."""
+        """Return the data-parallel replicas that are the two halves of the positions; with one pipe itself."""
         first = replica - self.half_of_replica(replica)
         return tuple(range(first, first + self.num_pipes))
 
     def here(self) -> int:
         """Return this process's position."""
-        # Not at the top: whoever only reads the arguments needs no torch.
+        # Not at the top: reading the arguments needs no torch.
         from megatron.core import parallel_state
 
         half = self.half_of_replica(int(parallel_state.get_data_parallel_rank())) if self.pipes else 0

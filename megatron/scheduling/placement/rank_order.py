@@ -1,9 +1,8 @@
 """Take the place in Megatron's rank order that puts pipeline pairs on one node.
 
-In: Megatron's arguments, once it has judged them, or the sizes they stand for, and the launcher's environment, before
-the process group exists. Out: another `RANK`, and one table in the log. Megatron orders ranks by dimension and cannot
-express pairs, so which process takes which rank is permuted; `LOCAL_RANK`, and with it the GPU, stays. Who is paired
-with whom is the schedule's to say. In the log, as everywhere, a stage is called by its position in the schedule.
+Megatron orders ranks by dimension and cannot express pairs. So before the process group exists the processes exchange their
+`RANK`s; `LOCAL_RANK`, and with it the GPU, stays. The schedule says which ranks are pairs. In the log a stage is called by
+its position in the schedule.
 """
 
 from __future__ import annotations
@@ -28,51 +27,51 @@ if TYPE_CHECKING:
 
 
 def apply(args: Any) -> None:
-    """Change this process's rank as `--bpipe-placement` says.
-
-    Do nothing without `--bpipe`, or where no pair moves anything.
-    """
+    """Change this process's rank as `--bpipe-placement` says, if any pair moves anything."""
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
     if not getattr(args, "bpipe", False) or args.bpipe_placement == "none":
         return
     upstream.require(args, "rank_order")
-    found = _pairs_of(args)
-    topology = None if found is None else topology_of(args, found[1].num_pipes)
-    if topology is not None and found is not None:
-        args.rank = _take(args.rank, topology, args.use_tp_pp_dp_mapping, *found)
-
-
-def _pairs_of(args: Any) -> _Pairs | None:
     try:
-        return _pairs_in(first_schedule(args))
+        placed = _pairs_in(first_schedule(args))
     except ValueError:
-        # Before training begins it is said, with whatever else is wrong.
-        return None
+        # It is reported before training begins, with whatever else is wrong.
+        return
+    # By default Megatron's validation sets the shards of a weight. It refuses sizes that do not fit the world itself.
+    shards, tensor = Settings(args).tensor_parallel_num_weight_shards, args.tensor_model_parallel_size
+    if placed is None or shards not in (None, tensor):
+        return
+    # Replicas of several pipes stay together, like ranks that share a sequence: they are Megatron's next dimension.
+    context, pipeline = placed[1].num_pipes * args.context_parallel_size, args.pipeline_model_parallel_size
+    data, rest = divmod(args.world_size, tensor * context * pipeline)
+    if not rest:
+        topology = Topology(tensor, context, pipeline, data, _gpus_per_node(args.world_size))
+        args.rank = _take(args.rank, topology, args.use_tp_pp_dp_mapping, *placed)
 
 
-# The other of each of Megatron's pipeline ranks, and where these are in the schedule.
+# The partner of each of Megatron's pipeline ranks, and their positions in the schedule.
 _Pairs = tuple[tuple[int, ...], Positions]
 
 
 def _pairs_in(schedule: Schedule) -> _Pairs | None:
-    """None where no pair moves anything, but for each into its own node's memory, or pairs of two pipes are of both
-    halves and no node could take them all.
+    """Return the pairs of a schedule.
 
-    Raises ValueError for stages that Megatron cannot place so.
+    None if no pair moves anything, except to host memory of the own node, or if pairs of two pipes are of both halves, so
+    that no node could take them all. Raises ValueError for stages that Megatron cannot place so.
     """
     positions = Positions.of(schedule.layout)
     if all(rank == host for rank, host in links_of(schedule)):
         return None
-    # Of a pool those lie beside each other that would be pairs: its plan looks for hosts on a rank's own node.
+    # The plan of a pool looks for hosts on a rank's own node: those are adjacent that would be pairs.
     partners = (None if schedule.is_pooled else schedule.partners) or choose_partners(without_transfers(schedule), None)
-    # Of two pipes mirror images stay together, so the pairs of one half place those of the other.
+    # With two pipes mirror images stay together, so the pairs of one half place those of the other.
     others = tuple(positions.rank_at(partners[positions.position_of(rank)]) for rank in range(positions.pipeline_size))
     return (others, positions) if all(others[other] == rank for rank, other in enumerate(others)) else None
 
 
 def _check_in_time() -> None:
-    """Raises RuntimeError where ranks are given already, or not said."""
-    # Not at the top: what reads this module for its names needs no torch.
+    """Raise RuntimeError if ranks are fixed already, or unknown."""
+    # Not at the top: importing this module needs no torch.
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -99,23 +98,30 @@ def place(
     pipeline_before_data: bool = False,
     config: SchedulingConfig | None = None,
 ) -> int:
-    """Give this process the rank that puts the two stages of a pair on one node, and return it.
+    """Give this process the rank that puts the two stages of a pair on one node, for programs without Megatron's parser.
 
-    For programs without Megatron's parser.
+    Call it once, in every process, before any process group exists and before anything has read `RANK`: it reads `RANK`
+    and `WORLD_SIZE`, and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. If no pair moves anything, nothing
+    changes.
 
-    Call it once, in every process, before any process group exists and before anybody has read `RANK`: it reads `RANK`
-    and `WORLD_SIZE`, and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is
-    Megatron's `--use-tp-pp-dp-mapping`. `config` is what `install` is given: pairs are its schedule's. Without it they
-    are those of 1F1B, first and last and so on, which are interleaved 1F1B's, too. Of two pipes `pipeline` is the
-    schedule's number of ranks, twice Megatron's. Where none moves anything, nothing changes. Raises ValueError for
-    sizes that do not divide the world or are not the configuration's, RuntimeError where it is too late.
+    Args:
+        pipeline: Number of the schedule's ranks; with two pipes twice Megatron's.
+        tensor: Megatron's tensor-parallel size.
+        context: Megatron's context-parallel size.
+        pipeline_before_data: Megatron's `--use-tp-pp-dp-mapping`.
+        config: The configuration for `install`, whose schedule has the pairs. Without it they are those of 1F1B and
+            interleaved 1F1B: first and last, and so on.
+
+    Returns:
+        The rank.
+
+    Raises:
+        ValueError: The sizes do not divide the world, or are not the configuration's.
+        RuntimeError: It is too late.
     """
     _check_in_time()
-    rank, world, sizes = (
-        int(os.environ["RANK"]),
-        int(os.environ["WORLD_SIZE"]),
-        {"tensor": tensor, "context": context, "pipeline": pipeline},
-    )
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if min(sizes.values()) < 1 or world % (tensor * context * pipeline):
         raise ValueError(
             f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide the world size of "
@@ -127,42 +133,28 @@ def place(
             "replicas of the two pipes must be neighbours in data parallelism, and pipeline_before_data separates "
             "them: leave it out"
         )
-    topology = Topology(
-        tensor=tensor,
-        context=pipes * context,
-        pipeline=pipeline // pipes,
-        data=world // (tensor * context * pipeline),
-        gpus_per_node=_gpus_per_node(world),
-    )
-    found = _usual_pairs(pipeline) if config is None else _configured_pairs(pipeline, config)
+    data = world // (tensor * context * pipeline)
+    topology = Topology(tensor, pipes * context, pipeline // pipes, data, _gpus_per_node(world))
+    placed = None if pipeline < 4 else (mirrored_pairs(pipeline), Positions(pipeline))
+    if config is not None:
+        if pipeline != config.num_ranks:
+            raise ValueError(
+                f"pipeline {pipeline} differs from num_ranks {config.num_ranks} of the configuration: give place() the "
+                "same number"
+            )
+        placed = _pairs_in(config.first_schedule())
     os.environ[_PLACED] = str(rank)
-    return rank if found is None else _take(rank, topology, pipeline_before_data, *found)
+    return rank if placed is None else _take(rank, topology, pipeline_before_data, *placed)
 
 
-def _usual_pairs(pipeline: int) -> _Pairs | None:
-    return None if pipeline < 4 else (mirrored_pairs(pipeline), Positions(pipeline))
-
-
-def _configured_pairs(pipeline: int, config: SchedulingConfig) -> _Pairs | None:
-    if pipeline != config.num_ranks:
-        raise ValueError(
-            f"pipeline {pipeline} differs from num_ranks {config.num_ranks} of the configuration: give place() the "
-            "same number"
-        )
-    return _pairs_in(config.first_schedule())
-
-
-# In the environment, as the rank is: a process of multiprocessing's that inherits the one inherits the other.
+# In the environment, as the rank is: a child process that inherits one inherits the other.
 _PLACED = "BPIPE_PLACED_FROM_RANK"
 
 
 def _take(
     place: int, topology: Topology, pipeline_before_data: bool, partners: tuple[int, ...], positions: Positions
 ) -> int:
-    """Set `RANK` as the placement says; the table comes from the first process.
-
-    `partners` are by Megatron's pipeline ranks.
-    """
+    """Set `RANK` as the placement says. The first process prints the table."""
     parts = pair_adjacent(topology, partners)
     rank = rank_of(parts[place], topology, pipeline_before_data)
     os.environ["RANK"] = str(rank)
@@ -175,31 +167,8 @@ def _gpus_per_node(world: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def topology_of(args: Any, num_pipes: int = 1) -> Topology | None:
-    """Return the run's sizes; None where they do not fit the world, which Megatron refuses itself, or another dimension
-    takes part.
-
-    Replicas of several pipes stay together, like what shares a sequence: they are Megatron's next dimension.
-    """
-    # Megatron's validation sets the shards of a weight where nobody did.
-    block = num_pipes * args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
-    if args.world_size % block or Settings(args).tensor_parallel_num_weight_shards not in (
-        None,
-        args.tensor_model_parallel_size,
-    ):
-        return None
-    return Topology(
-        tensor=args.tensor_model_parallel_size,
-        context=num_pipes * args.context_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        data=args.world_size // block,
-        gpus_per_node=_gpus_per_node(args.world_size),
-    )
-
-
 def rank_of(part: Part, topology: Topology, pipeline_before_data: bool) -> int:
-    """Return the rank Megatron gives to a part: tensor innermost, then context, then data and pipeline in either
-    order."""
+    """Return Megatron's rank of a part: tensor innermost, then context, then data and pipeline in either order."""
     inner = part.tensor + topology.tensor * part.context
     if pipeline_before_data:
         return inner + topology.block * (part.stage + topology.pipeline * part.replica)
@@ -207,19 +176,20 @@ def rank_of(part: Part, topology: Topology, pipeline_before_data: bool) -> int:
 
 
 def describe(topology: Topology, parts: tuple[Part, ...], partners: tuple[int, ...], positions: Positions) -> str:
-    """Describe which node holds which stages, and over what each pair will talk."""
+    """Return the table: the stages of each node, and the pairs that use the network."""
 
     def place_of(part: Part) -> int:
         return positions.position_of(part.stage, part.context * positions.num_pipes // topology.context)
 
-    stage_of = positions.position_of
     lines = [f"bpipe: placement adjacent: {topology.world} ranks, {topology.gpus_per_node} per node"]
     for first in range(0, topology.world, topology.gpus_per_node):
-        held = [str(place_of(part)) for part in parts[first : first + topology.gpus_per_node]]
-        lines.append(f"bpipe:   node {first // topology.gpus_per_node}: stages {' '.join(held)}")
+        stages = [str(place_of(part)) for part in parts[first : first + topology.gpus_per_node]]
+        lines.append(f"bpipe:   node {first // topology.gpus_per_node}: stages {' '.join(stages)}")
     apart = Counter(pair.stages for pair in pairs(topology, parts, partners) if pair.nodes[0] != pair.nodes[1])
     if apart:
-        named = ", ".join(f"{a}-{b}" for a, b in sorted(tuple(sorted(map(stage_of, both))) for both in apart))
+        named = ", ".join(
+            f"{a}-{b}" for a, b in sorted(tuple(sorted(map(positions.position_of, pair))) for pair in apart)
+        )
         lines.append(
             f"bpipe:   pairs {named} span two nodes and will use the network: a pair needs {2 * topology.block} GPUs "
             f"on one node, but a node has {topology.gpus_per_node}"

@@ -1,1 +1,1 @@
-"""Tell the log, Megatron's writers and the report's folder what a run did."""
+"""Write what a run did to the report's folder and Megatron's writers; measure and audit stages."""

@@ -1,12 +1,12 @@
-"""Give the writers of TensorBoard, Weights & Biases and MLflow what balancing did, under names in Megatron's style.
+"""Write what balancing did to TensorBoard, Weights & Biases and MLflow, under names in Megatron's style.
 
-In: what each stage measured in an iteration. Out: scalars, where there are writers: Megatron's on the last rank of the
-world, MLflow's where a run is active, as Megatron-Bridge and scripts start it; `megatron.training` starts none.
-docs/report.md says what each means.
+Megatron's writers are on the last rank of the world. An MLflow run is wherever one is active, as Megatron-Bridge and scripts
+start it. docs/report.md explains the scalars.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,16 +18,13 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from bpipe.record.format import Iteration, Row
 from bpipe.runtime.retention import Share
 from bpipe.schedule.action import TRANSFER, Kind
-from megatron.scheduling.loop.pipelines import gathered
+from megatron.scheduling.loop.watermark import Guard
+from megatron.scheduling.placement.pipelines import gathered
 from megatron.scheduling.placement.positions import Positions
-from megatron.scheduling.record.guard import Guard
 
 
 class Writers:
-    """The writers of a training, on whichever rank they are.
-
-    Which there are is asked once, before the first iteration: an MLflow run that is started later is told nothing.
-    """
+    """The writers of a training, on whichever rank they are. An MLflow run must be active before the first iteration."""
 
     def __init__(self, positions: Positions, interval: int | None) -> None:
         self._positions, self._interval = positions, interval
@@ -35,7 +32,7 @@ class Writers:
         self._mlflow: Any = None
 
     def look(self) -> bool:
-        """Return whether there are any. Collective over the world, where there may be."""
+        """Whether there are any. Collective over the world if an interval is set."""
         if self._interval is None:
             return False
         mlflow: Any = sys.modules.get("mlflow")
@@ -43,31 +40,34 @@ class Writers:
         boards = get_tensorboard_writer() is not None or get_wandb_writer() is not None
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, (boards, runs))
-        # Ranks may have the same run: one of them tells it.
+        # Ranks may have the same run: one of them writes to it.
         if runs and not any(later for _, later in everywhere[dist.get_rank() + 1 :]):
             self._mlflow = mlflow
-        if not any(any(found) for found in everywhere):
+        if not any(map(any, everywhere)):
             self._interval = None
         return self._interval is not None
 
     def due(self, iteration: int) -> bool:
-        """Return whether this iteration is told of."""
+        """Whether this iteration is written."""
         return self._interval is not None and iteration % self._interval == 0
 
     def write(self, notes: Iteration, peak_bytes: int, shares: Iterable[Share], mfu: float | None) -> None:
-        """Write the metrics of an iteration: what it noted, the most this rank held, and the share of each stage that
-        leaves.
+        """Write the scalars of an iteration. Collective as `gathered`.
 
-        Collective as `gathered`: every rank gives its own numbers; the one with the writers writes.
+        Args:
+            notes: This rank's record of the iteration.
+            peak_bytes: The most that this rank held.
+            shares: The share of each stage that moved.
+            mfu: Of the whole world, if known.
         """
-        mine = {name: number for name, measure in _BY_STAGE.items() if (number := measure(notes)) is not None}
-        mine["bpipe-activation-bytes"] = float(peak_bytes)
-        fractions = [one.fraction for one in shares]
+        own = {name: number for name, measure in _BY_STAGE.items() if (number := measure(notes)) is not None}
+        own["bpipe-activation-bytes"] = float(peak_bytes)
+        fractions = [share.fraction for share in shares]
         if fractions:
-            mine["bpipe-moved-fraction"] = min(fractions)
+            own["bpipe-moved-fraction"] = min(fractions)
         scalars = {
             f"{name}/stage-{stage}": number
-            for stage, numbers in enumerate(gathered(self._positions, mine))
+            for stage, numbers in enumerate(gathered(self._positions, own))
             for name, number in numbers.items()
         }
         if mfu is not None:
@@ -85,18 +85,15 @@ class Writers:
             self._mlflow.log_metrics(scalars, step=iteration)
 
 
-def _kind(row: Row) -> Kind:
-    return row.action.kind
-
-
 def _evictions(notes: Iteration) -> list[Row]:
-    """Those that moved anything."""
-    return [row for row in notes.rows if _kind(row) is Kind.EVICT and row.bytes]
+    """Return the rows of evictions that moved anything."""
+    return [row for row in notes.rows if row.action.kind is Kind.EVICT and row.bytes]
 
 
 def _link_speed(notes: Iteration) -> float | None:
-    """GB/s of what the stage sent and took back; None where it did not, or nobody knows when it ended."""
-    moved = [row for row in notes.rows if _kind(row) in (Kind.EVICT, Kind.LOAD) and row.bytes and row.seconds > 0]
+    """Return GB/s of the stage's transfers; None if there were none, or their times are unknown."""
+    kinds = Kind.EVICT, Kind.LOAD
+    moved = [row for row in notes.rows if row.action.kind in kinds and row.bytes and row.seconds > 0]
     seconds = sum(row.seconds for row in moved)
     return sum(row.bytes or 0 for row in moved) / seconds / 1e9 if seconds else None
 
@@ -104,18 +101,14 @@ def _link_speed(notes: Iteration) -> float | None:
 def _bubble(notes: Iteration) -> float | None:
     if not notes.elapsed_s:
         return None
-    busy_s = sum(row.seconds for row in notes.rows if _kind(row) not in TRANSFER)
+    busy_s = sum(row.seconds for row in notes.rows if row.action.kind not in TRANSFER)
     return max(0.0, 1 - busy_s / notes.elapsed_s)
 
 
-def _counter(name: str) -> Callable[[Iteration], float | None]:
-    """Return what reads a counter of the device's allocator; None on a CPU, where nobody counts."""
-
-    def read(notes: Iteration) -> float | None:
-        device = torch.device(torch.cuda.current_device())
-        return None if device.type == "cpu" else float(torch.cuda.memory_stats(device).get(name, 0))
-
-    return read
+def _counter(name: str, _: Iteration) -> float | None:
+    """Return a counter of the device's allocator, or None on a CPU."""
+    device = torch.device(torch.cuda.current_device())
+    return None if device.type == "cpu" else float(torch.cuda.memory_stats(device).get(name, 0))
 
 
 _BY_STAGE: dict[str, Callable[[Iteration], float | None]] = {
@@ -125,6 +118,6 @@ _BY_STAGE: dict[str, Callable[[Iteration], float | None]] = {
     "bpipe-link-gb-per-s": _link_speed,
     "bpipe-stayed-bytes": lambda notes: float(notes.stayed_bytes),
     "bpipe-bubble": _bubble,
-    "bpipe-allocator-peak-bytes": _counter("allocated_bytes.all.peak"),
-    "bpipe-allocator-retries": _counter("num_alloc_retries"),
+    "bpipe-allocator-peak-bytes": functools.partial(_counter, "allocated_bytes.all.peak"),
+    "bpipe-allocator-retries": functools.partial(_counter, "num_alloc_retries"),
 }

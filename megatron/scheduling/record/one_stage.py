@@ -1,11 +1,8 @@
-"""Build any one stage of Megatron's own GPT in a process of its own.
+"""Build any one stage of Megatron's own GPT in a process of its own, and run it.
 
-In: Megatron's flags, a place in the pipeline. Out: the stage, to run.
-
-The model is the trainer's, from the trainer's flags: validated arguments, its builder, its wrappers. The other ranks
-are not there: torch's fake process group, which Megatron uses too (`--fake-process-group`), ends every collective at
-once and without data. So sizes and a rank's own work are right, and what comes out is not. Knows no schedule and no
-clock.
+The model comes from the trainer's flags, by its builder and with its wrappers. The other ranks do not exist: torch's fake
+process group, which Megatron uses too (`--fake-process-group`), completes every collective at once and without data. So
+sizes and a rank's own work are right, and values are not.
 """
 
 from __future__ import annotations
@@ -23,14 +20,20 @@ import torch.distributed as dist
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.start import startup
 
-# What Megatron asks for and a stage does not depend on; the user's own come later, and win.
+# Flags that Megatron requires and a stage does not depend on; the user's come later, and win.
 _DEFAULTS = ("--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1")
 
 
 def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[Any], None] | None = None) -> Any:
     """Return Megatron's validated arguments, for a world of one replica.
 
-    `provider` adds flags, `change` edits what was parsed.
+    Args:
+        flags: Those of the training.
+        provider: Adds flags to the parser.
+        change: Edits the parsed arguments.
+
+    Raises:
+        ValueError: The size of the output layer is unknown.
     """
     from megatron.training import arguments
     from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -41,7 +44,7 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
     args = arguments.parse_args(provider)
     if change is not None:
         change(args)
-    # One process stands for all: there is nobody to change places with.
+    # One process represents all, so there are no ranks to exchange.
     args.bpipe_placement = "none"
     args.world_size = ranks_of_a_stage(args) * args.pipeline_model_parallel_size
     arguments.validate_args(args, {})
@@ -56,22 +59,14 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
 
 
 def ranks_of_a_stage(args: Any) -> int:
-    """Return the fewest ranks of one stage: experts may lie on more than one replica of the rest."""
+    """Return the fewest ranks of one stage: experts may be distributed over several replicas of the rest."""
     of_experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
     return math.lcm(args.tensor_model_parallel_size * args.context_parallel_size, of_experts)
 
 
 @contextlib.contextmanager
-def stage(args: Any, place: int) -> Iterator[torch.nn.Module]:
-    """Return the first tensor-parallel rank's part of the model at `place` of the pipeline, wrapped as the trainer
-    wraps it."""
-    with chunks(args, place) as (model,):
-        yield model
-
-
-@contextlib.contextmanager
-def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
-    """Return the model's chunks on the first rank at `place` of the pipeline, likewise."""
+def chunks(args: Any, place: int) -> Iterator[Sequence[Any]]:
+    """Return the model's chunks on the first rank at `place` in the pipeline, with the trainer's wrappers."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
@@ -101,14 +96,13 @@ def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world whose other ranks are not there; behind the block there are no groups, Megatron's
-    neither."""
+    """Be one rank of a world whose other ranks do not exist. Afterwards there are no groups, not even Megatron's."""
     from megatron.core import parallel_state
     from torch._C._distributed_c10d import HashStore
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
-    # A real store, nobody waits in it: Megatron also makes gloo groups, and torch 2.11 cannot make even those of one
-    # rank with a fake one.
+    # A real store, in which nobody waits: Megatron also makes gloo groups, and torch 2.11 cannot make even those of one
+    # rank with a fake store.
     dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -126,7 +120,7 @@ class Runner:
         self.model = model
         self.set_input = get_attr_wrapped_model(model, "set_input_tensor")
         self.first, self.last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
-        # Prediction of further tokens embeds them anew, behind the last layer.
+        # Prediction of further tokens embeds them again, after the last layer.
         self.embeds = self.first or bool(getattr(unwrap_model(model), "mtp_process", False))
         shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
         device, length = torch.device(torch.cuda.current_device()), args.seq_length // args.context_parallel_size
@@ -151,7 +145,7 @@ class Runner:
         return self._loss(output) if self.last else output
 
     def after_layers(self) -> torch.Tensor:
-        """Run what the last stage has besides layers: the final norm, the output layer, the loss."""
+        """Run the rest of the last stage: the final norm, the output layer, the loss."""
         from megatron.core.utils import unwrap_model
 
         model = unwrap_model(self.model)
@@ -160,7 +154,7 @@ class Runner:
         return self._loss(model.compute_language_model_loss(self.labels, logits))
 
     def _loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the losses of all tokens summed and scaled, as the trainer does."""
+        """Return the sum of all tokens' losses, scaled as in the trainer."""
         loss = torch.sum(output.view(-1).float() * self.mask.view(-1))
         loss /= torch.clamp(self.mask.sum().to(torch.int), min=1)
         loss /= 1  # micro-batches

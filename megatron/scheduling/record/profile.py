@@ -1,11 +1,9 @@
 """Time one stage of Megatron's own model on this machine: layers, output layer and loss, and a transfer.
 
-In: a training's flags. Out: JSON.
-
     python -m megatron.scheduling.record.profile <flags of pretrain_gpt.py> --profile-micro-batches 1 2 4 --profile-output FILE
 
-`bpipe simulate` and `bpipe plan` read the file with `--profile`; `bpipe profile` writes it from their own flags. The
-stage is one tensor-parallel rank's, alone: its collectives are not part of it. Knows no schedule.
+`bpipe simulate` and `bpipe plan` read the file with `--profile`; `bpipe profile` writes it from their own flags. The stage
+is that of one tensor-parallel rank, alone: its collectives are not timed.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup
 
 _WARM_UP = 2
-# First, inner and last stage: of the layers the inner one is timed, of the last only what comes after its layers.
+# First, inner and last stage. Layers are timed in the inner one, and in the last only what comes after its layers.
 _INNER, _LAST, _NUM_STAGES = 1, 2, 3
 
 
@@ -66,33 +64,25 @@ def _parse(flags: Sequence[str]) -> Any:
     try:
         return one_stage.parse(flags, add_arguments, _one_stage_only)
     except AssertionError as error:
-        # Not every check of Megatron's has a message; the line that failed says as much.
+        # Some of Megatron's checks have no message; then the line that failed says it.
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ValueError(f"Megatron refuses these flags: {reason}") from error
 
 
 def _one_stage_only(args: Any) -> None:
-    """However the training is cut, one stage of the layers to be timed, between two others, is enough."""
+    """Build one stage of the timed layers between two others, however the training is split."""
     upstream.require(args, "profile")
     args.pipeline_model_parallel_size, args.num_layers = _NUM_STAGES, _NUM_STAGES * args.profile_layers
     args.global_batch_size = None
-    for name in (
-        *(
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "pipeline_model_parallel_layout",
-        ),
-        *(
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "microbatch_group_size_per_vp_stage",
-        ),
-    ):
+    for name in """
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers microbatch_group_size_per_vp_stage
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout
+    """.split():
         setattr(args, name, None)
 
 
 def _stamp() -> Any:
-    """Return a point in time: the device's own, where it has a clock of its own."""
+    """Return a point in time, by the device's own clock if it has one."""
     if _on_cpu():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -111,9 +101,9 @@ def _on_cpu() -> bool:
 def median_seconds[T](
     repeats: int, first: Callable[[], T], second: Callable[[T], object] = lambda value: None
 ) -> tuple[float, float]:
-    """Run both in a row, the second given what the first gave; the median of each.
+    """Return the median times of two functions that run in turn, without waiting for the device in between.
 
-    Nobody waits for the device in between.
+    The second gets the result of the first.
     """
     stamps = []
     for _ in range(_WARM_UP + repeats):
@@ -124,59 +114,50 @@ def median_seconds[T](
         stamps.append((start, middle, _stamp()))
     torch.cuda.synchronize()
     timed = [(_seconds(start, middle), _seconds(middle, end)) for start, middle, end in stamps[_WARM_UP:]]
-    return statistics.median(one for one, _ in timed), statistics.median(other for _, other in timed)
+    return statistics.median(seconds for seconds, _ in timed), statistics.median(seconds for _, seconds in timed)
 
 
 def measure(args: Any) -> list[dict[str, float | int]]:
-    """Return an entry for each micro-batch size.
+    """Return an entry for each micro-batch size, without `transfer_s` if there is no second device.
 
-    `transfer_s` is left out where this machine has no second device to move to.
+    Gradients are not reduced, as for all but an iteration's last micro-batch.
     """
     entries: list[dict[str, float | int]] = []
-    with one_stage.stage(args, _INNER) as model, _no_reduction(model):
+    with one_stage.chunks(args, _INNER) as (model,), model.no_sync():
         for micro_batch in args.profile_micro_batches:
             runner = one_stage.Runner(args, model, micro_batch)
             output = runner.forward()
-            saved = sum(
-                found.nbytes for found in capture.find([output.grad_fn], runner.inputs, output.device) if found.alone
-            )
-            del output
+            storages = capture.find([output.grad_fn], runner.inputs, output.device)
+            saved = sum(storage.nbytes for storage in storages if storage.alone)
+            del output, storages
             times = median_seconds(args.profile_repeats, runner.forward, runner.backward)
             entry: dict[str, float | int] = {"micro_batch": micro_batch, "layers": args.profile_layers}
             entry |= {"forward_s": times[0], "backward_s": times[1], "saved_bytes": saved}
             entries.append(entry | _transfer(saved, args.profile_repeats))
-    with one_stage.stage(args, _LAST) as model, _no_reduction(model):
+    with one_stage.chunks(args, _LAST) as (model,), model.no_sync():
         for entry, micro_batch in zip(entries, args.profile_micro_batches, strict=True):
             runner = one_stage.Runner(args, model, micro_batch)
             entry["output_s"] = sum(median_seconds(args.profile_repeats, runner.after_layers, runner.backward))
     return entries
 
 
-def _no_reduction(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Accumulate gradients without reducing them, as for all but an iteration's last micro-batch."""
-    return model.no_sync()  # type: ignore[no-any-return]
-
-
 def _transfer(num_bytes: int, repeats: int) -> dict[str, float]:
-    """Copying to a second GPU; between processes on CPUs a copy in memory is what a transfer is.
-
-    A GPU alone has nowhere to move to.
-    """
-    here = torch.device(torch.cuda.current_device())
-    if here.type == "cuda" and torch.cuda.device_count() < 2:
+    """Time a copy to a second GPU, or in the CPU's memory; a single GPU has nowhere to copy to."""
+    own = torch.device(torch.cuda.current_device())
+    if own.type == "cuda" and torch.cuda.device_count() < 2:
         return {}
-    there = here if here.type == "cpu" else torch.device("cuda", (here.index + 1) % torch.cuda.device_count())
-    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in (here, there))
+    other = own if own.type == "cpu" else torch.device("cuda", (own.index + 1) % torch.cuda.device_count())
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in (own, other))
     return {"transfer_s": median_seconds(repeats, lambda: target.copy_(source))[0]}
 
 
 def described(args: Any) -> dict[str, Any]:
-    """Return facts of the measurement: readers refuse the file for setups that differ in them."""
+    """Return facts of the measurement: the file cannot be read for setups that differ in them."""
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     attention = (
         "unfused" if args.transformer_impl == "local" else {"flash": "flash", "unfused": "unfused"}.get(_backend(args))
     )
-    found = {
+    facts = {
         "device": "cpu" if _on_cpu() else torch.cuda.get_device_name(),
         "hidden_size": args.hidden_size,
         "ffn_hidden_size": args.ffn_hidden_size,
@@ -189,8 +170,8 @@ def described(args: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "megatron": upstream.running().release,
     }
-    # Where Transformer Engine chooses by itself, nobody here knows what it chose.
-    return {name: value for name, value in found.items() if value is not None}
+    # If Transformer Engine chooses the attention itself, the choice is unknown.
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _backend(args: Any) -> str:
@@ -199,7 +180,7 @@ def _backend(args: Any) -> str:
 
 def main(flags: Sequence[str]) -> None:
     """Time the stages and print a profile. Raises ValueError for what cannot be timed here."""
-    # What Megatron says of packages that are not there and of its own future would bury the few lines that matter.
+    # Megatron's warnings of missing packages and of its own future would bury the few lines that matter.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -1,9 +1,4 @@
-"""Collect what a run says of itself: the record's files under the folder of `--bpipe-report`, and what Megatron's own
-writers are told.
-
-In: measurements, from Megatron's training step and from the driver. Out: files, as `bpipe.record.format` defines them.
-Knows no tensors' insides.
-"""
+"""Record a run in the folder of `--bpipe-report`, as `bpipe.record.format` defines it, and tell Megatron's writers."""
 
 from __future__ import annotations
 
@@ -19,33 +14,30 @@ import torch
 import torch.distributed as dist
 
 from bpipe.predict.flops import mfu
-from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, TrainingStep
+from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, RunInfo, TrainingStep
 from bpipe.record.write import append, write_whole
 from bpipe.runtime.failures import Failure
 from bpipe.runtime.run_record import PeakFlops, RunRecord, peak_of
-from megatron.scheduling.hooks import patches
+from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.driver import Driver
-from megatron.scheduling.memory.watermark import Watermark, held
+from megatron.scheduling.loop.log import say
+from megatron.scheduling.loop.watermark import Watermark, held
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.record.log import say
+from megatron.scheduling.placement.pipelines import pipelines
 from megatron.scheduling.record.metrics import Writers
-from megatron.scheduling.record.run_facts import begin_record, device_name, limit_bytes
 
 
 class Monitor:
-    """Tells writers what a training without a report does, as often as Megatron's are told of the rest."""
+    """Writes the scalars of a training without a report, as often as Megatron writes its own."""
 
     def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
         self._driver = driver
         self._writers = Writers(config.positions, config.metrics_interval)
         self._looked = False
 
-    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        """Return Megatron's training step, observed."""
-        return {patches.TRAIN_STEP: patches.by_name(self._step)}
-
-    def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        iteration = given["iteration"] + 1
+    def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """Run Megatron's training step."""
+        iteration = arguments["iteration"] + 1
         if not self._looked:
             self._looked = True
             if not self._writers.look():
@@ -60,7 +52,7 @@ class Monitor:
 
 
 class Reporter:
-    """Collects what a run says of itself into a folder, from Megatron's training step and from the driver."""
+    """Records a training in a folder, from Megatron's training step and from the driver."""
 
     def __init__(self, config: SchedulingConfig, driver: Driver, watermark: Watermark) -> None:
         self._config, self._driver, self._watermark = config, driver, watermark
@@ -71,24 +63,11 @@ class Reporter:
         self._started = False
         self._first, self._last = 0, 0
 
-    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        """Return Megatron's training step, observed."""
-        return {patches.TRAIN_STEP: patches.by_name(self._step)}
-
-    def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        iteration = given["iteration"] + 1
+    def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """Run Megatron's training step."""
+        iteration = arguments["iteration"] + 1
         if self._record is None:
-            self._choose(iteration)
-            self._writers.look()
-            self._peak = peak_of(device_name(), self._config.peak_tflops)
-            record = self._record = begin_record(self._folder, self._config, self._peak)
-            self._guard.run(record.clear, record.path)
-            self._guard.run(
-                lambda: self._watermark.begin(
-                    record.run, record.pipeline, device_name(), limit_bytes(), held(given["model"], given["optimizer"])
-                ),
-                self._folder,
-            )
+            self._record = self._begin(iteration, arguments)
         chosen = self._guard.open and self._first <= iteration <= self._last
         logged = self._writers.due(iteration)
         self._driver.note(iteration, chosen or logged)
@@ -106,27 +85,47 @@ class Reporter:
             if chosen:
                 add = functools.partial(self._record.add, recorded, flops, self._driver.links)
                 self._guard.run(
-                    lambda: add(lambda: held(given["model"], given["optimizer"]).now_bytes), self._record.path
+                    lambda: add(lambda: held(arguments["model"], arguments["optimizer"]).now_bytes), self._record.path
                 )
             if logged:
-                share = self._mfu(flops, elapsed_s)
+                share = None
+                if self._peak is not None and flops is not None:
+                    share = mfu(flops, elapsed_s, dist.get_world_size(), self._peak.flops_per_s)
                 self._writers.write(recorded, *self._driver.reached, share)
         return result
 
-    def _mfu(self, flops: float | None, elapsed_s: float) -> float | None:
-        """None where the device's peak or the FLOPs of an iteration are not known."""
-        if self._peak is None or flops is None:
-            return None
-        return mfu(flops, elapsed_s, dist.get_world_size(), self._peak.flops_per_s)
+    def _begin(self, iteration: int, arguments: Mapping[str, Any]) -> RunRecord:
+        """Begin this rank's record before the first step. Collective over the world."""
+        self._choose(iteration)
+        self._writers.look()
+        config, megatron, device = self._config, upstream.running(), torch.device(torch.cuda.current_device())
+        on_cpu = device.type == "cpu"
+        name = "cpu" if on_cpu else torch.cuda.get_device_name(device)
+        limit_bytes = None if on_cpu else int(torch.cuda.get_device_properties(device).total_memory)
+        self._peak = peak_of(name, config.peak_tflops)
+        info = RunInfo(
+            balanced=config.balance is not None,
+            synchronous=config.transfers.synchronous,
+            torch=str(torch.__version__),
+            megatron_core=megatron.version,
+            megatron_core_path=str(megatron.place),
+            peak_flops=self._peak.flops_per_s if self._peak else None,
+            peak_source=self._peak.source if self._peak else None,
+        )
+        ways, place = pipelines(config.positions), config.positions.here()
+        record = RunRecord(self._folder, info, ways, place=place, device=name, limit_bytes=limit_bytes)
+        self._guard.run(record.clear, record.path)
+        begin = functools.partial(self._watermark.begin, record.run, record.pipeline, name, limit_bytes)
+        self._guard.run(lambda: begin(held(arguments["model"], arguments["optimizer"])), self._folder)
+        return record
 
     def failed(self, first: Failure) -> None:
-        """Note which rank failed first, as this rank found out."""
+        """Record which rank failed first, as far as this rank knows."""
         path = self._folder / FAILURE
         self._guard.run(lambda: write_whole(path, FirstFailure(rank=first.rank, cause=first.cause)), path)
 
     def _choose(self, iteration: int) -> None:
-        """What to record, now that the first iteration to be trained is known: a resumed run begins where its
-        checkpoint was."""
+        """Choose what to record, now that the first iteration is known: a resumed run begins at its checkpoint."""
         end = self._config.last_iteration
         default = (iteration + 2, iteration + 4) if end is None else (min(iteration + 2, end), min(iteration + 4, end))
         self._first, self._last = self._config.report_iterations or default
@@ -137,7 +136,7 @@ class Reporter:
             )
 
     def _append(self, iteration: int, result: Sequence[Any], elapsed_s: float) -> None:
-        """The last rank's line: losses, gradient norm, and how long the step took."""
+        """Write the last rank's line: losses, gradient norm, and how long the step took."""
         if dist.get_rank() != dist.get_world_size() - 1:
             return
         losses, skipped, grad_norm = result[0], result[1], result[5]
@@ -148,35 +147,34 @@ class Reporter:
 
     def _write(self, path: Path, step: TrainingStep) -> None:
         if not self._started:
-            # A resumed run goes on where its checkpoint was; what was trained after it, or by another run before, is
-            # not this run's.
+            # A resumed run continues at its checkpoint. Later steps in the file are another run's.
             self._started = True
             path.write_text("".join(_before(path, step.iteration)))
         append(path, step)
 
     def finish(self) -> None:
-        """Write this rank's row, whole or not at all."""
+        """Write this rank's summary, whole or not at all."""
         record = self._record
-        if record is not None:
-            path = SUMMARY.path(self._folder, dist.get_rank())
-            self._guard.run(lambda: self._finish(record), path)
+        if record is None:
+            return
 
-    def _finish(self, record: RunRecord) -> None:
-        report = self._driver.stage_report(record.pipeline)
-        if report is not None:
-            record.summarize(report)
+        def summarize() -> None:
+            report = self._driver.stage_report(record.pipeline)
+            if report is not None:
+                record.summarize(report)
+
+        self._guard.run(summarize, SUMMARY.path(self._folder, dist.get_rank()))
 
 
 def _before(path: Path, iteration: int) -> list[str]:
-    """Return the whole lines of a file of iterations that come before `iteration`; a killed run may have left half a
-    line."""
+    """Return the whole lines of a file that come before an iteration; a killed run may have left half a line."""
     if iteration == 1 or not path.exists():
         return []
     return [line for line in path.read_text(errors="replace").splitlines(keepends=True) if _number(line) < iteration]
 
 
 def _number(line: str) -> float:
-    """Return the iteration of a line; of a torn or damaged line, one that never comes."""
+    """Return the iteration of a line, or infinity for a damaged line."""
     try:
         return float(json.loads(line)["iteration"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -184,5 +182,5 @@ def _number(line: str) -> float:
 
 
 def _exact(value: Any) -> float | None:
-    """Return a number without losing a bit, or None where there is none."""
+    """Return a number without losing a bit."""
     return None if value is None else float(value.item() if isinstance(value, torch.Tensor) else value)

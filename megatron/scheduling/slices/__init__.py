@@ -1,4 +1,1 @@
-"""Train micro-batches whose sequences are cut into slices, in Megatron's own layers and by any script.
-
-Their order is a schedule's.
-"""
+"""Train micro-batches whose sequences are cut into slices, in Megatron's own layers and by any script."""

@@ -1,15 +1,14 @@
-"""Say which slice is computed, and cut from rows of tokens what is its own.
+"""The slice that is computed now, its parts of rows of tokens, and the reports of all slices of a micro-batch.
 
-In: where slices begin and end. Out: `Cutting`.
-
-A row is what a script's data iterator gives: tokens, labels, positions, a loss mask, of the whole sequence. Knows no
-layers and no order.
+A row is what a script's data iterator returns for the whole sequence: tokens, labels, positions, a loss mask. A script gets
+the whole row for every slice, so its forward step runs once per slice, and nothing is counted twice. Tensor-parallel ranks
+allocate a whole sequence before they receive one, so rows are cut after the script, before the model (`stages`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +25,12 @@ class SequenceSlice(NamedTuple):
 
 
 class Cutting:
-    """Bounds of the slices of a sequence of `bounds[-1]` tokens, and the slice that is computed now.
-
-    Bounds may be set later.
-    """
+    """Bounds of the slices of a sequence of `bounds[-1]` tokens, which may be set later, and the current slice."""
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self.bounds = tuple(bounds)
         self.now: SequenceSlice | None = None
-        # By what was cut in this computation, which is held so that its id stays its own: the whole row.
+        # By the id of a part that was cut in this computation: the part, so that its id stays its own, and the whole row.
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -47,13 +43,13 @@ class Cutting:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first token of the slice that is computed, and the one behind its last."""
+        """The first token of the current slice, and the one after its last."""
         assert self.now is not None, "no slice is computed now"
         return self.bounds[self.now.number], self.bounds[self.now.number + 1]
 
     @contextlib.contextmanager
     def at(self, number: int, stage: int = 0) -> Iterator[SequenceSlice]:
-        """Mark the slice that a stage computes inside, forward or backward. Numbers are those of actions."""
+        """Mark the slice that a stage computes inside, forward or backward; `number` is the action's."""
         assert self.now is None, f"{self.now} is still computed"
         self.now = SequenceSlice(*divmod(number, self.slices), stage)
         try:
@@ -63,10 +59,10 @@ class Cutting:
             self._rows.clear()
 
     def cut(self, value: Any) -> Any:
-        """Return a row's part that is the slice's own: tokens as (batch, sequence), masks as (..., sequence, sequence);
-        the rest as it is.
+        """Return the slice's own part of a row [batch, sequence] or a mask [..., sequence, sequence]; other values as
+        they are.
 
-        A mask comes as a view: a copy that is saved would be of another size in each slice.
+        A mask's part is a view: a copy, if it is saved, would have another size in each slice.
         """
         if self.now is None or not isinstance(value, torch.Tensor):
             return value
@@ -82,21 +78,20 @@ class Cutting:
     def row_of(self, own: torch.Tensor) -> torch.Tensor:
         """Return the whole row that a tensor was cut from in this computation.
 
-        Raises RuntimeFault where it was not: what stands behind the slice's end is not known then.
+        Raises RuntimeFault if it was not: then the tokens after the slice's end are not known.
         """
-        found = self._rows.get(id(own))
-        if found is None:
+        if id(own) not in self._rows:
             raise RuntimeFault(
                 f"a tensor of {tuple(own.shape)} was not cut from a row, so the tokens after this slice are not "
                 "known: pass the model its tokens, labels and loss mask unchanged, or train without --bpipe-slices"
             )
-        return found[1]
+        return self._rows[id(own)][1]
 
     def pad(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return the losses of a slice's tokens, (batch, own), as a row, (batch, sequence), with zeros elsewhere.
+        """Return the losses [batch, own] of a slice's tokens as a row [batch, sequence] with zeros elsewhere.
 
-        So any loss function that is linear in these gives the slice's part of the micro-batch's loss. Raises
-        RuntimeFault for others.
+        So any loss function that is linear in these returns the slice's part of the micro-batch's loss. Raises
+        RuntimeFault for other shapes.
         """
         begin, end = self.span
         if losses.dim() != 2 or losses.size(1) != end - begin:
@@ -105,3 +100,65 @@ class Cutting:
                 f"(batch, {end - begin}): pass the model its labels, or train without --bpipe-slices"
             )
         return torch.nn.functional.pad(losses, (begin, self.length - end))
+
+
+class RepeatedRows:
+    """A data iterator whose rows are repeated for each slice of a micro-batch."""
+
+    def __init__(self, iterator: Iterator[Any], cutting: Cutting) -> None:
+        self._iterator, self._cutting = iterator, cutting
+        self._rows: list[Any] = []
+        self._now: SequenceSlice | None = None
+        self._place = 0
+
+    def __iter__(self) -> RepeatedRows:
+        return self
+
+    def __next__(self) -> Any:
+        now = self._cutting.now
+        assert now is not None, "data is requested outside of a slice"
+        if now != self._now:
+            self._now, self._place = now, 0
+            if now.number == 0:
+                self._rows = []
+        if now.number == 0:
+            self._rows.append(next(self._iterator))
+        row = self._rows[self._place]
+        self._place += 1
+        # Scripts change their rows.
+        return dict(row) if isinstance(row, dict) else row
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+class Reports:
+    """Reports of the loss functions of a micro-batch's slices, until the last one's."""
+
+    def __init__(self) -> None:
+        self._reports: list[Any] = []
+
+    def add(self, report: Any, is_last: bool) -> list[Any]:
+        """Add a slice's report. Return the micro-batch's report after its last slice, and nothing before."""
+        self._reports.append(report)
+        if not is_last:
+            return []
+        reports, self._reports = self._reports, []
+        return [_joined(reports)]
+
+    def clear(self) -> None:
+        self._reports.clear()
+
+
+def _joined(reports: list[Any]) -> Any:
+    if isinstance(reports[0], Mapping):
+        return {name: _joined([report[name] for report in reports]) for name in reports[0]}
+    if isinstance(reports[0], tuple):
+        # A sum over tokens and their number, as in older scripts.
+        return tuple(
+            _joined(list(parts)) if place == 0 else parts[0] for place, parts in enumerate(zip(*reports, strict=True))
+        )
+    if isinstance(reports[0], torch.Tensor) and reports[0].numel() == 2:
+        # A sum over the slice's tokens, and the number of tokens of the whole micro-batch.
+        return torch.stack([torch.stack([report[0] for report in reports]).sum(), reports[0][1]])
+    return sum(reports[1:], reports[0])

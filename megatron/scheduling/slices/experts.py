@@ -1,11 +1,9 @@
-"""Let losses of routers to experts be a whole micro-batch's.
+"""Let losses of routers to experts be those of a whole micro-batch.
 
-In: `Cutting`. Out: wraps of what routers compute their losses by.
-
-The z loss is an average over tokens: a slice's has its share of the tokens for weight. The balancing loss multiplies,
-by expert, what tokens gave it in probability with how many went there, both of the WHOLE micro-batch. A slice's forward
-does not know the latter yet. Its backward does, since all forwards of the micro-batch have run: so gradients use the
-counts as they are then. What is logged adds up, since a slice reports by how much it has changed the loss of the slices
+The z loss is an average over tokens, so a slice's is weighted with its share of the tokens. The balancing loss multiplies, by
+expert, the probability that tokens gave it with the number of tokens that went there, both of the WHOLE micro-batch. A
+slice's forward does not know this number yet, but its backward does, since all forwards of the micro-batch have run: so
+gradients use the final counts. Logged losses add up, since a slice reports by how much it has changed the loss of the slices
 so far.
 """
 
@@ -25,12 +23,16 @@ from megatron.scheduling.slices.cuts import Cutting
 
 @dataclass
 class _SoFar:
-    """Of one router's loss and micro-batch: tokens and probabilities by expert of the slices so far, and the loss of
-    these."""
+    """One router's loss of the slices of a micro-batch so far."""
 
     counts: torch.Tensor
+    """Tokens by expert."""
+
     probabilities: torch.Tensor
+    """Sums of probabilities by expert."""
+
     loss: torch.Tensor
+    """Loss of these."""
 
 
 class ExpertLosses:
@@ -42,12 +44,11 @@ class ExpertLosses:
         self._whose: tuple[torch.nn.Module, str] | None = None
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        """Return what is put in place of what."""
         return {
-            patches.AUX_LOSS: functools.partial(self._named, "aux_loss"),
-            patches.SEQUENCE_AUX_LOSS: functools.partial(self._named, "seq_aux_loss"),
-            patches.BALANCING_LOSS: self._balance,
-            patches.Z_LOSS: self._weigh,
+            patches.AUX_LOSS: patches.replaced_by(functools.partial(self._apply, "aux_loss")),
+            patches.SEQUENCE_AUX_LOSS: patches.replaced_by(functools.partial(self._apply, "seq_aux_loss")),
+            patches.BALANCING_LOSS: patches.replaced_by(self._balance),
+            patches.Z_LOSS: patches.replaced_by(self._weigh),
         }
 
     def free(self, stage: int, microbatch: int) -> None:
@@ -56,64 +57,49 @@ class ExpertLosses:
     def clear(self) -> None:
         self._so_far.clear()
 
-    def _named(self, name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+    def _apply(self, name: str, apply: Callable[..., Any], router: Any, *args: Any, **kwargs: Any) -> Any:
         """Note whose loss is computed, and which of a router's."""
+        self._whose = router, name
+        try:
+            return apply(router, *args, **kwargs)
+        finally:
+            self._whose = None
 
-        @functools.wraps(apply)
-        def run(router: Any, *args: Any, **kwargs: Any) -> Any:
-            self._whose = router, name
-            try:
-                return apply(router, *args, **kwargs)
-            finally:
-                self._whose = None
+    def _weigh(self, z_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = z_loss(*args, **kwargs)
+        if self._cutting.now is None:
+            return loss
+        begin, end = self._cutting.span
+        return loss * ((end - begin) / self._cutting.length)
 
-        return run
-
-    def _weigh(self, z_loss: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(z_loss)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            found = z_loss(*args, **kwargs)
-            if self._cutting.now is None:
-                return found
-            begin, end = self._cutting.span
-            return found * ((end - begin) / self._cutting.length)
-
-        return run
-
-    def _balance(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(loss)
-        def run(
-            probs: torch.Tensor,
-            tokens_per_expert: torch.Tensor,
-            total_num_tokens: Any,
-            topk: int,
-            num_experts: int,
-            moe_aux_loss_coeff: float,
-            **others: Any,
-        ) -> torch.Tensor:
-            now = self._cutting.now
-            if now is None:
-                whole: torch.Tensor = loss(
-                    probs, tokens_per_expert, total_num_tokens, topk, num_experts, moe_aux_loss_coeff, **others
-                )
-                return whole
-            begin, end = self._cutting.span
-            tokens = float(total_num_tokens) * self._cutting.length / (end - begin)
-            factor = num_experts * moe_aux_loss_coeff / (topk * tokens * tokens)
-            assert self._whose is not None, "a balancing loss belongs to no router"
-            of_microbatch = self._so_far.setdefault((now.stage, now.microbatch), {})
-            before = of_microbatch.get(self._whose)
-            if before is None:
-                zeros = torch.zeros_like(tokens_per_expert), probs.new_zeros(probs.size(1)), probs.new_zeros(())
-                before = of_microbatch[self._whose] = _SoFar(*zeros)
-            changed: torch.Tensor = _Balance.apply(probs, tokens_per_expert, before, factor)
-            return changed
-
-        return run
+    def _balance(
+        self,
+        loss: Callable[..., Any],
+        probs: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        total_num_tokens: Any,
+        topk: int,
+        num_experts: int,
+        moe_aux_loss_coeff: float,
+        **others: Any,
+    ) -> Any:
+        now = self._cutting.now
+        if now is None:
+            return loss(probs, tokens_per_expert, total_num_tokens, topk, num_experts, moe_aux_loss_coeff, **others)
+        begin, end = self._cutting.span
+        tokens = float(total_num_tokens) * self._cutting.length / (end - begin)
+        factor = num_experts * moe_aux_loss_coeff / (topk * tokens * tokens)
+        assert self._whose is not None, "a balancing loss belongs to no router"
+        of_microbatch = self._so_far.setdefault((now.stage, now.microbatch), {})
+        so_far = of_microbatch.get(self._whose)
+        if so_far is None:
+            zeros = torch.zeros_like(tokens_per_expert), probs.new_zeros(probs.size(1)), probs.new_zeros(())
+            so_far = of_microbatch[self._whose] = _SoFar(*zeros)
+        return _Balance.apply(probs, tokens_per_expert, so_far, factor)
 
 
 class _Balance(torch.autograd.Function):
-    """By how much a slice changes the loss; backward, by the counts as they are then."""
+    """By how much a slice changes the loss; the backward uses the counts at its time."""
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, counts: torch.Tensor, so_far: _SoFar, factor: float) -> torch.Tensor:

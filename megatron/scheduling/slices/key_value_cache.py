@@ -1,15 +1,12 @@
 """Keep the keys and values of a micro-batch for its later slices, and collect their gradients.
 
-In: a slice's own. Out: all so far.
+A layer keeps all keys of a micro-batch in ONE tensor, and all values in another; each slice writes its part, and attends to a
+view of the beginning. Concatenating would save (k + 1) / 2 times as much, since every slice's attention saves its inputs.
+Slices write and read through aliases with version counters of their own: for autograd an earlier slice's view has not
+changed, and it has not.
 
-A layer keeps all keys of a micro-batch in ONE tensor, and all values in another; each slice writes its part, and
-attends to a view of the beginning. To concatenate would save (k + 1) / 2 times as much, since every slice's attention
-saves what it was given. Slices write and read through aliases with version counters of their own: to autograd an
-earlier slice's view has not changed, and it has not.
-
-Backwards come from the last slice to the first. The last one brings gradients of all keys; each earlier one adds its
-own to their beginning, and takes out what is its own keys'. One autograd node does both, so a forward that is computed
-again is no special case.
+Backwards run from the last slice to the first. The last one brings gradients of all keys; each earlier one adds its own to
+their beginning, and takes out those of its own keys. One autograd node does both, so recomputing a forward is no special case.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from megatron.scheduling.slices.cuts import Cutting
 
 @dataclass(slots=True)
 class _KeptTensor:
-    """All keys of one layer and micro-batch, or all values; once backwards run, their gradients so far."""
+    """All keys of one layer and micro-batch, or all values, and their gradients so far."""
 
     whole: torch.Tensor
     gradient: torch.Tensor | None = None
@@ -40,33 +37,33 @@ class _KeptTensor:
         return self.whole.nbytes + (0 if self.gradient is None else self.gradient.nbytes)
 
 
-# By layer, which is its attention module: keys and values.
+# By the attention module of a layer: keys and values.
 _Layers = dict[torch.nn.Module, tuple[_KeptTensor, _KeptTensor]]
 
 
 class KeptKeys:
-    """Keys and values that are kept of every stage and micro-batch under way."""
+    """Keys and values that are kept of every stage and current micro-batch."""
 
     def __init__(self, cutting: Cutting) -> None:
         self.cutting = cutting
         self._kept: dict[Key, _Layers] = {}
-        # Of all that is kept: asked for each storage that a forward saves.
+        # Of all that is kept, for a fast answer for each storage that a forward saves.
         self._addresses: set[int] = set()
         self._mask: torch.Tensor | None = None
-        # Bytes that are kept now, gradients included, and at most so far; and of one micro-batch by stage, of keys and
-        # of gradients.
+        # Kept now, gradients included, and at most so far.
         self.nbytes = self.peak_bytes = 0
+        # Of one micro-batch, by stage: keys and values, and their gradients.
         self.keys_bytes: dict[int, int] = {}
         self.gradients_bytes: dict[int, int] = {}
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether it is one of keys or values that are kept."""
+        """Whether a storage has keys or values that are kept."""
         return storage.data_ptr() in self._addresses
 
     def mask(self, device: torch.device) -> torch.Tensor:
-        """Return Megatron's causal mask of the slice that is computed: True where a token must not see another.
+        """Return Megatron's causal mask of the current slice, True for pairs of tokens that are hidden.
 
-        It is a view of one mask of the whole sequence, so no slice saves one of its own.
+        It is a view of one mask of the whole sequence, so no slice saves its own.
         """
         length = self.cutting.length
         if self._mask is None or self._mask.size(-1) != length or self._mask.device != device:
@@ -75,44 +72,43 @@ class KeptKeys:
         return self._mask[..., begin:end, :end]
 
     def join(self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all keys and values up to those of this slice, as (sequence, batch, heads, channels).
+        """Return all keys and values up to those of this slice, [sequence, batch, heads, channels].
 
-        Joined ones come back.
+        Keys that are joined already are returned as they are.
         """
         now = self.cutting.now
         assert now is not None, "no slice is computed now"
         layers = self._kept.setdefault((now.stage, now.microbatch), {})
-        both = layers.get(layer)
-        if both is not None and key.untyped_storage().data_ptr() == both[0].address:
+        pair = layers.get(layer)
+        if pair is not None and key.untyped_storage().data_ptr() == pair[0].address:
             return key, value
         begin, end = self.cutting.span
         if key.size(0) != end - begin:
             raise RuntimeFault(f"slice {now.number} has tokens {begin} to {end - 1}, but {key.size(0)} keys")
-        if both is None:
+        if pair is None:
             if now.number:
                 raise RuntimeFault(
                     f"slice {now.number} of micro-batch {now.microbatch} reached a layer that has not seen the slice "
                     "before it"
                 )
-            both = layers[layer] = self._room(key), self._room(value)
-            self._count(sum(one.nbytes for one in both))
-            self.keys_bytes[now.stage] = sum(one.nbytes for pair in layers.values() for one in pair)
-        keys, values = (_Join.apply(own, self, kept, now.number) for own, kept in zip((key, value), both, strict=True))
+            pair = layers[layer] = self._make_room(key), self._make_room(value)
+            self._count(sum(kept.nbytes for kept in pair))
+            self.keys_bytes[now.stage] = sum(kept.nbytes for pair in layers.values() for kept in pair)
+        keys, values = (_Join.apply(own, self, kept, now.number) for own, kept in zip((key, value), pair, strict=True))
         return keys, values
 
     def free(self, stage: int, microbatch: int) -> None:
-        """Free what is kept of a micro-batch: its first slice's backward is over or, in evaluation, its last
-        forward."""
+        """Free what is kept of a micro-batch, after its first slice's backward or, in evaluation, its last forward."""
         layers = self._kept.pop((stage, microbatch), {})
-        kept = [one for both in layers.values() for one in both]
-        gradients = sum(one.gradient.nbytes for one in kept if one.gradient is not None)
+        tensors = [kept for pair in layers.values() for kept in pair]
+        gradients = sum(kept.gradient.nbytes for kept in tensors if kept.gradient is not None)
         if gradients:
             self.gradients_bytes[stage] = gradients
-        self._addresses.difference_update(one.address for one in kept)
-        self._count(-gradients - sum(one.whole.nbytes for one in kept))
+        self._addresses.difference_update(kept.address for kept in tensors)
+        self._count(-gradients - sum(kept.whole.nbytes for kept in tensors))
 
     def collected(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that collects gradients from now on."""
+        """Count a tensor that collects gradients, and return it."""
         self._count(gradient.nbytes)
         return gradient
 
@@ -121,20 +117,20 @@ class KeptKeys:
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def clear(self) -> None:
-        """Drop everything: a call has ended, one way or the other."""
+        """Drop everything: a call has ended or failed."""
         self._kept.clear()
         self._addresses.clear()
         self.nbytes = 0
 
-    def _room(self, own: torch.Tensor) -> _KeptTensor:
+    def _make_room(self, own: torch.Tensor) -> _KeptTensor:
         kept = _KeptTensor(own.new_empty((self.cutting.length, *own.shape[1:])))
         self._addresses.add(kept.address)
         return kept
 
 
 class _Join(torch.autograd.Function):
-    """Own keys in, all so far out; gradients of all so far in, of the own ones out, with what later slices have
-    brought."""
+    """Forward: own keys in, all keys so far out. Backward: gradients of all keys so far in, of the own keys out,
+    including those of later slices."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, keys: KeptKeys, kept: _KeptTensor, number: int) -> torch.Tensor:
@@ -151,7 +147,7 @@ class _Join(torch.autograd.Function):
         cutting = keys.cutting
         begin, end = cutting.bounds[number], cutting.bounds[number + 1]
         if number == cutting.slices - 1:
-            # Sums of 16 bits over k slices would round k times where the whole's kernel rounds once.
+            # A sum in 16 bits over k slices would round k times, where the kernel of the whole sequence rounds once.
             kept.gradient = keys.collected(
                 gradient.to(torch.float32) if gradient.element_size() < 4 else gradient.clone()
             )

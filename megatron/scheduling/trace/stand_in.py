@@ -1,8 +1,9 @@
 """Let "cuda" mean torch's meta device, whose tensors have sizes and no memory.
 
-In: a process in which `megatron` has not been imported yet. Out: the same, in which Megatron's own modules are built and
-run at any size; no number is right, every size is. What only a GPU has is there by its shape of memory: the fused
-softmax, flash attention, dropout with masks of one byte. Knows no schedule.
+Megatron's own modules are then built and run at any size; no number is right, but every size is. Kernels that only a GPU has
+are replaced by functions that save tensors of the same shapes: the fused softmax, flash attention, dropout with masks of one
+byte. Tokens go evenly to all experts, as the formulas of `bpipe.predict` assume: a dispatcher needs scores only for how many
+tokens go where, and these numbers are real and on the host.
 """
 
 from __future__ import annotations
@@ -10,29 +11,34 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import math
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron.scheduling import cpu
+from megatron.scheduling.hooks.patches import replaced_by
 
 META = torch.device("meta")
 
-# Transformer Engine's modules, and kernels of Apex, exist on a GPU alone. Neither of the two kernels saves anything:
-# one adds to a gradient in place, the other is another way to compute a norm.
-_MISSING = ("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion")
-ARGUMENTS = ("--distributed-backend", "gloo", "--transformer-impl", "local", *_MISSING)
-# Megatron's fused softmax imports these, by the kind of mask.
+# Transformer Engine's modules and kernels of Apex exist only on a GPU. These kernels save nothing.
+ARGUMENTS = tuple(
+    """--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
+    --no-rope-fusion""".split()
+)
+# Megatron's fused softmax imports these modules, by the kind of mask.
 _SOFTMAX_KERNELS = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda", "scaled_softmax_cuda")
-# Megatron's modules import this by name.
+# Megatron's dispatchers import this by name, to exchange how many tokens they send.
+_GATHER = "gather_from_sequence_parallel_region"
+# Several of Megatron's modules import this function by name.
 _ROTATE = "apply_rotary_pos_emb"
-# Transformer Engine's layers have these projections of latent attention whole on every tensor-parallel rank.
+# Transformer Engine's layers do not split these projections of latent attention over tensor-parallel ranks.
 _WHOLE = ("q_down_proj", "kv_down_proj")
-# torch's RMSNorm on a GPU keeps its input and a 32-bit scale a row.
-_RMS_STATISTICS = torch.float32
 
 
 def install() -> None:
@@ -48,7 +54,7 @@ def install() -> None:
 
 
 def _add_softmax_kernel(name: str) -> None:
-    """Add a module whose softmax makes a tensor as large as its input, and so does its backward."""
+    """Add a module whose softmax and its backward each make a tensor as large as the input."""
     if importlib.util.find_spec(name) is not None:
         return
     module: Any = ModuleType(name)
@@ -58,144 +64,181 @@ def _add_softmax_kernel(name: str) -> None:
     sys.modules[name] = module
 
 
-def _dropout(given: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """As on a GPU: one kernel, and a mask of one byte a value."""
-    return torch.native_dropout(given, p, training)[0] if training and p else given
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """As on a GPU: one kernel, and a mask of one byte per value."""
+    return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The shape of torch's fused kernel: it saves its input, its weight and a scale a row."""
+    """The shape of torch's fused kernel on a GPU, which saves its input, its weight and a 32-bit scale per row."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        scales = torch.empty((*given.shape[:-1], 1), dtype=_RMS_STATISTICS, device=given.device)
-        ctx.save_for_backward(given, weight, scales)
-        return torch.empty_like(given)
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        scales = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
+        ctx.save_for_backward(input, weight, scales)
+        return torch.empty_like(input)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        given, weight, _ = ctx.saved_tensors
-        return torch.empty_like(given), None if weight is None else torch.empty_like(weight)
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight)
 
 
 def _rms_norm(
-    given: torch.Tensor, normalized_shape: object, weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    # Transformer Engine's wants it in one piece: a key that is a part of what was projected would keep all of that.
-    normed: torch.Tensor = _RmsNorm.apply(given.contiguous(), weight)
-    return normed
+    input: torch.Tensor, normalized_shape: object, weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
+    # Contiguous, as for Transformer Engine's: a key that is a view of a projection would keep all of the projection.
+    return _RmsNorm.apply(input.contiguous(), weight)
 
 
 class _FlashAttention(torch.autograd.Function):
-    """The shape of flash attention: it saves what it is given, what it gives, and one 32-bit number per row and head."""
+    """The shape of flash attention, which saves its inputs, its output, and one 32-bit number per row and head."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         rows, batch, heads = query.shape[:3]
-        given = query.new_empty((rows, batch, heads * value.shape[-1]))
+        output = query.new_empty((rows, batch, heads * value.shape[-1]))
         sums = torch.empty((batch, heads, rows), dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, given, sums)
-        return given
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
 
 
 def shape_attention(kind: str) -> None:
-    """Let Megatron's own attention core have the shape of flash attention, or its own: "unfused".
+    """Give Megatron's own attention core the shape of flash attention ("flash"), or leave its own ("unfused").
 
-    Call once Megatron is imported.
+    Call after Megatron was imported.
     """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     core: Any = DotProductAttention
-    made, forward = _own(core)
-    core.__init__ = functools.partialmethod(_made, made)
-    core.forward = _flash_forward if kind == "flash" else functools.partialmethod(_unfused_forward, forward)
+    init, forward = _own_methods(core)
+    core.__init__ = functools.partialmethod(_init_core, init)
+    core.forward = functools.partialmethod(_attend, None if kind == "flash" else forward)
 
 
 @functools.cache
-def _own(core: Any) -> tuple[Any, Any]:
-    """Return the class's own constructor and forward, as they were when first asked for."""
+def _own_methods(core: Any) -> tuple[Any, Any]:
+    """Return the class's own constructor and forward, as they were at the first call."""
     return core.__init__, core.forward
 
 
-def _made(
-    self: Any, made: Any, *args: Any, k_channels: object = None, v_channels: object = None, **kwargs: Any
+def _init_core(
+    self: Any, init: Any, *args: Any, k_channels: object = None, v_channels: object = None, **kwargs: Any
 ) -> None:
-    """Make a core for keys and values of widths of their own, and for a rank's part of a sequence, too: both only
-    Transformer Engine's takes."""
+    """Accept widths of keys and values, and a rank's part of a sequence, as only Transformer Engine's core does."""
     core_config = copy.copy(kwargs.pop("config"))
     core_config.context_parallel_size = 1
-    made(self, *args, config=core_config, **kwargs)
+    init(self, *args, config=core_config, **kwargs)
 
 
-def _unfused_forward(
+def _attend(
     self: Any, forward: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    # As Transformer Engine hands them to any core of its.
+    # Contiguous, as for Transformer Engine's cores: a value that is a view of a projection would keep all of it.
+    if forward is None:
+        return _FlashAttention.apply(query.contiguous(), key.contiguous(), value.contiguous())
     return forward(self, query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
 
 
-def _flash_forward(
-    self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
-) -> torch.Tensor:
-    # The kernels want each in one piece: a value that is a part of what was projected would keep all of that.
-    attended: torch.Tensor = _FlashAttention.apply(query.contiguous(), key.contiguous(), value.contiguous())
-    return attended
-
-
-class _Alone:
-    """A group of one rank, as far as a layer asks."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 def shape_modules() -> None:
-    """Let Megatron's own layers have the shapes of fused ones. Call once, when Megatron is imported."""
+    """Give Megatron's own layers the shapes of fused ones. Call once, after Megatron was imported."""
     from megatron.core.tensor_parallel import random
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     linear: Any = ColumnParallelLinear
-    linear.__init__ = functools.partialmethod(_made_whole, linear.__init__)
-    # Megatron compiles this one, to let a storage have another's memory.
+    linear.__init__ = functools.partialmethod(_init_linear, linear.__init__)
+    # Megatron compiles this function, which lets a storage share another's memory.
     random._get_share_storage = lambda: _share_storage
-    _with_fused_rotation()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core.") and hasattr(module, _ROTATE):
+            setattr(module, _ROTATE, lambda input, angles, *_, **__: _Rotation.apply(input, angles))
 
 
-def _made_whole(self: Any, made: Any, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
+def _init_linear(self: Any, init: Any, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
     if tp_comm_buffer_name in _WHOLE:
-        kwargs["tp_group"] = _Alone()
-    made(self, *args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
+        kwargs["tp_group"] = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    init(self, *args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
 
 
 def _share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     target.untyped_storage().resize_(source.untyped_storage().nbytes())
 
 
-def _with_fused_rotation() -> None:
-    """Let positions be rotated as the fused kernel does it, which saves the angles alone."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core.") and hasattr(module, _ROTATE):
-            setattr(module, _ROTATE, _rotated)
-
-
 class _Rotation(torch.autograd.Function):
+    """The shape of the fused rotation of positions, which saves only the angles."""
+
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(angles)
-        return torch.empty_like(given)
+        return torch.empty_like(input)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.empty_like(gradients[0]), None
 
 
-def _rotated(given: torch.Tensor, angles: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    turned: torch.Tensor = _Rotation.apply(given, angles)
-    return turned
+def even_loads(config: Any, tokens: int, experts: int) -> torch.Tensor:
+    """Return how many of `tokens` go to each of the first `experts`; a remainder is spread."""
+    num_sent, num_experts = tokens * int(config.moe_router_topk), int(config.num_moe_experts)
+    loads = (torch.arange(experts + 1) * num_sent // num_experts).diff()
+    capacity = config.moe_expert_capacity_factor
+    return loads if capacity is None else loads.clamp(max=math.ceil(num_sent / num_experts * capacity))
+
+
+class _EvenLoads(TorchFunctionMode):
+    """Computes sums of a map of tokens and experts (one row per token), and its selections."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._config = config
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.sum and args[0].dtype is torch.bool and args[0].is_meta:
+            return even_loads(self._config, *args[0].shape)
+        if function is torch.Tensor.masked_select:
+            values, mask = args
+            # Both are transposed here: one row per expert.
+            return _Selection.apply(values, mask, int(even_loads(self._config, mask.shape[1], mask.shape[0]).sum()))
+        return function(*args, **(kwargs or {}))
+
+
+class _Selection(torch.autograd.Function):
+    """Torch's selection by a mask, which saves its input and the mask, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.save_for_backward(values, mask)
+        return values.new_empty(number)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.empty_like(ctx.saved_tensors[0]), None, None
+
+
+def route_evenly() -> None:
+    """Let dispatchers count even loads. Call once, after Megatron was imported."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    plain = getattr(token_dispatcher, _GATHER)
+    setattr(token_dispatcher, _GATHER, functools.partial(_gathered, plain))
+    for owner, name in (
+        (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess"),
+        (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess"),
+    ):
+        setattr(owner, name, replaced_by(_run_evenly)(getattr(owner, name)))
+
+
+def _run_evenly(method: Callable[..., Any], dispatcher: Any, *args: Any) -> Any:
+    with _EvenLoads(dispatcher.config):
+        return method(dispatcher, *args)
+
+
+def _gathered(plain: Callable[..., Any], numbers: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    """Return a tensor on the host for every rank: all ranks route alike."""
+    if numbers.device.type == "cpu":
+        return numbers.repeat(group.size())
+    return plain(numbers, *args, group=group, **kwargs)

@@ -1,21 +1,16 @@
-"""Split the word embedding of a model over all ranks of its pipeline, beside its output layer, and get the tokens that
-all ranks look up.
+"""Split the word embedding of a model over all ranks of its pipeline, and get the tokens that all ranks look up.
 
-In: a rank's chunks as Megatron's constructor leaves them; a call of the pipelined loop. Out: the same with a shard of
-the embedding in the last chunk of every rank, under the name of the whole one; and the tokens of all micro-batches.
-Positions, dropout and whatever else Megatron's embedding does stay in the first stage: there its word embeddings are
-what the ranks have looked up together. Knows no schedule.
+The last chunk of every rank has a shard of the embedding, under the name of the whole one. Positions, dropout and the rest of
+Megatron's embedding stay in the first stage, whose word embeddings are what the ranks have looked up together.
 
-The first rank alone reads data, and all ranks need its tokens before it computes: so the script's step is called for
-all micro-batches when an iteration begins, with a model that only notes what it is called with. It is not called again:
-the forward repeats what was noted.
+Only the first rank reads data, and all ranks need its tokens before it computes. So the script's step is called for all
+micro-batches when an iteration begins, with a model that only notes its arguments. The forward repeats what was noted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,8 +31,35 @@ from megatron.scheduling.loop.chunks import Call
 _DROP = "train without --bpipe-vocabulary-input"
 
 
+def undrawn(config: Any) -> Any:
+    """Return a configuration by which a layer draws no weights: that would change all later random numbers."""
+    config = copy.copy(config)
+    config.perform_initialization = False
+    return config
+
+
+def mark(weight: Any, config: Any) -> None:
+    """Mark a shard's weight as Megatron marks that of the whole layer."""
+    weight.is_embedding_or_output_parameter = True
+    if config.use_mup:
+        weight.is_embedding_parameter = True
+
+
+def reduce(tensor: torch.Tensor, scatters: bool, group: Any) -> torch.Tensor:
+    """Return the sum over tensor-parallel ranks, or this rank's part of the sequence of it."""
+    sum_ = reduce_scatter_to_sequence_parallel_region if scatters else reduce_from_tensor_model_parallel_region
+    return sum_(tensor, group=group)  # type: ignore[no-any-return]
+
+
+def piece(key: str, data: torch.Tensor, shard: int, rows: Rows, replica_id: tuple[int, int, int]) -> ShardedTensor:
+    """Return a shard's entry in a checkpoint: its rows of the whole weight."""
+    return ShardedTensor.from_rank_offsets(
+        key, data, (0, shard, rows.num_shards), replica_id=replica_id, allow_shape_mismatch=True
+    )
+
+
 class GivenEmbeddings(torch.nn.Module):
-    """Stands for the word embeddings of a first stage: it looks nothing up, but hands on what all shards made."""
+    """Word embeddings of a first stage that all shards have looked up."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -46,44 +68,36 @@ class GivenEmbeddings(torch.nn.Module):
         self._given: torch.Tensor | None = None
 
     def give(self, embeddings: torch.Tensor) -> None:
-        """Give the model's next forward its word embeddings [b, s, h], of this tensor-parallel rank's rows."""
+        """Set the word embeddings [b, s, h] of the model's next forward, of this tensor-parallel rank's rows."""
         self._given = embeddings
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
-        given, self._given = self._given, None
-        if given is None:
+        embeddings, self._given = self._given, None
+        if embeddings is None:
             raise ValueError(
                 "with --bpipe-vocabulary-input a model can embed only what its pipeline's ranks have looked up: "
                 f"{_DROP}"
             )
         if self._scatters:
-            return reduce_scatter_to_sequence_parallel_region(  # type: ignore[no-any-return]
-                given.transpose(0, 1).contiguous(), group=self._tensor_group
-            )
-        return reduce_from_tensor_model_parallel_region(given, group=self._tensor_group)  # type: ignore[no-any-return]
+            embeddings = embeddings.transpose(0, 1).contiguous()
+        return reduce(embeddings, self._scatters, self._tensor_group)
 
 
 class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
-    """Megatron's own layer with fewer rows.
-
-    A model that calls it in its forward gets what was given: only `part` computes.
-    """
+    """Megatron's own layer with fewer rows. Only `part` computes; a model's call returns the given embeddings."""
 
     def __init__(self, model: Any, rows: Rows, number: int) -> None:
-        """New rows, with nothing in them yet."""
+        """Make rows without values."""
         self.rows, self.number = rows, number
-        # To draw numbers here would change all that are drawn afterwards, dropout among them.
-        undrawn = copy.copy(model.config)
-        undrawn.perform_initialization = False
         super().__init__(
             num_embeddings=rows.each * rows.tensor,
             embedding_dim=model.config.hidden_size,
             init_method=model.config.init_method,
-            config=undrawn,
+            config=undrawn(model.config),
             tp_group=model.pg_collection.tp,
         )
         self.config = model.config
-        # Where the rank's last chunk is the first stage, too.
+        # If the rank's last chunk is the first stage, too.
         self.given: GivenEmbeddings | None = None
         self._computes = False
 
@@ -92,16 +106,16 @@ class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
         return self.rows.of(self.number).start
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return embeddings [b, s, h] of tokens [b, s]. Called through the module, so that its hooks see to its
-        weight."""
+        """Return embeddings [b, s, h] of tokens [b, s]."""
         self._computes = True
         try:
+            # Through the module, whose hooks may gather its weight.
             return self(tokens)  # type: ignore[no-any-return]
         finally:
             self._computes = False
 
     def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add what a gradient [b, s, h] of the embeddings of tokens [b, s] brings, as autograd would."""
+        """Add the weight's gradient from that of embeddings [b, s, h] of tokens [b, s], as autograd would."""
         if self.weight.requires_grad:
             rows = rows_gradient(gradient.flatten(0, 1), tokens.flatten(), self.first_row, len(self.weight))
             torch.autograd.backward(self.weight, rows.to(self.weight.dtype))
@@ -118,47 +132,40 @@ class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
         """Return the rows of the whole table, under its key and of its shape."""
         assert metadata is not None, "Megatron says which ranks have replicas"
         key, replica = f"{prefix}weight", metadata["dp_cp_group"].rank()
-        offsets = (0, self.number, self.rows.num_shards)
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, self.weight, offsets, replica_id=(0, 0, replica), allow_shape_mismatch=True
-            )
-        }
+        return {key: piece(key, self.weight, self.number, self.rows, (0, 0, replica))}
 
 
 def place(first: Any, last: Any, shard: EmbeddingShard) -> None:
-    """Put a shard into a rank's last chunk, where the whole one was or would be, and into the first stage what
-    stands for it."""
-    # As Megatron marks the whole one's.
-    shard.weight.is_embedding_or_output_parameter = True
-    if last.config.use_mup:
-        shard.weight.is_embedding_parameter = True
+    """Put a shard into a rank's last chunk, in place of the whole layer, and `GivenEmbeddings` into the first stage."""
+    mark(shard.weight, last.config)
     if first.pre_process:
-        given = GivenEmbeddings(first)
+        embeddings = GivenEmbeddings(first)
         if first is last:
-            shard.given = given
+            shard.given = embeddings
         else:
-            first.embedding.word_embeddings = given
+            first.embedding.word_embeddings = embeddings
     if not last.pre_process:
         last.embedding = MegatronModule(last.config)
     last.embedding.word_embeddings = shard
 
 
 class Inputs(NamedTuple):
-    """A rank's part of the embedding: its shard, and `given`, which stands for all shards where the first stage is.
-
-    That is at this `place` of the pipeline; other ranks have none.
-    """
+    """A rank's part of the embedding."""
 
     shard: EmbeddingShard
+    """Its rows."""
+
     given: GivenEmbeddings | None
+    """Replaces the whole layer on the rank with the first stage; None on others."""
+
     place: int
+    """Rank in the pipeline with the first stage."""
 
     @classmethod
     def of(cls, first: Any, last: Any, place: int) -> Inputs:
-        """Return the inputs of a rank's chunks, in which they have been placed."""
+        """Return the parts that were placed in a rank's chunks."""
         shard = last.embedding.word_embeddings
-        assert isinstance(shard, EmbeddingShard), "it is split beside the output layer"
+        assert isinstance(shard, EmbeddingShard), "it is split together with the output layer"
         if first is last or not first.pre_process:
             return cls(shard, shard.given, place)
         return cls(shard, first.embedding.word_embeddings, place)
@@ -166,18 +173,22 @@ class Inputs(NamedTuple):
 
 @dataclass
 class NotedStep:
-    """Record of a script's step on a micro-batch: the arguments of its model, and the loss function that it
-    returned."""
+    """A script's step on a micro-batch."""
 
-    given: tuple[Any, ...]
-    named: dict[str, Any]
+    args: tuple[Any, ...]
+    """Positional arguments of its model."""
+
+    kwargs: dict[str, Any]
+    """Its arguments by name."""
+
     loss_function: Callable[..., Any]
+    """What the step returned."""
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Tokens [b, s]. Raises ValueError where the model was given none."""
-        tokens = self.named.get("input_ids", self.given[0] if self.given else None)
-        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or self.named.get("decoder_input") is not None:
+        """Tokens [b, s]. Raises ValueError if the model got none."""
+        tokens = self.kwargs.get("input_ids", self.args[0] if self.args else None)
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or self.kwargs.get("decoder_input") is not None:
             raise ValueError(
                 "--bpipe-vocabulary-input: this script calls its model without tokens [b, s], which all ranks must "
                 f"look up: {_DROP}"
@@ -186,58 +197,48 @@ class NotedStep:
 
     def step(self, data: Any, model: torch.nn.Module, *rest: Any) -> tuple[Any, Callable[..., Any]]:
         """Run in place of the script's step."""
-        return model(*self.given, **self.named), self.loss_function
+        return model(*self.args, **self.kwargs), self.loss_function
 
 
 def noted_steps(call: Call, chunk: int) -> list[NotedStep]:
-    """Return every micro-batch of a call, in order; nothing is computed.
+    """Call the script's step for every micro-batch of a call, with a model that computes nothing.
 
-    Raises ValueError for a step that computes with what its model makes.
+    Raises ValueError for a step that computes with its model's output.
     """
-    return [_noted_step(call, chunk) for _ in range(call.num_microbatches)]
+    return [_note_step(call, call.models[chunk], call.data[chunk]) for _ in range(call.num_microbatches)]
 
 
-def _noted_step(call: Call, chunk: int) -> NotedStep:
-    model = call.models[chunk]
+def _note_step(call: Call, model: torch.nn.Module, data: Any) -> NotedStep:
     nothing = torch.zeros((), requires_grad=True)
-    with _not_computing(model, nothing) as seen:
-        output, loss_function = call.forward_step_func(call.data[chunk], model)
-    if output is not nothing or len(seen) != 1:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append((args, kwargs))
+        return nothing
+
+    # Hides the method of the class.
+    model.forward = note
+    try:
+        output, loss_function = call.forward_step_func(data, model)
+    finally:
+        del model.forward
+    if output is not nothing or len(calls) != 1:
         raise ValueError(
             "--bpipe-vocabulary-input: this script's step must call its model exactly once and return the model's "
             f"output unchanged, because it is called before there is an output: {_DROP}"
         )
-    ((given, named),) = seen
-    return NotedStep(given, named, loss_function)
+    ((args, kwargs),) = calls
+    return NotedStep(args, kwargs, loss_function)
 
 
-@contextlib.contextmanager
-def _not_computing(
-    model: torch.nn.Module, nothing: torch.Tensor
-) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Note the arguments of a model, whatever is wrapped around it, and return them without computing."""
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def noting(*given: Any, **named: Any) -> torch.Tensor:
-        seen.append((given, named))
-        return nothing
-
-    # In front of the class's own.
-    model.forward = noting
-    try:
-        yield seen
-    finally:
-        del model.forward
-
-
-def gather_tokens(mine: list[NotedStep] | None, pipeline: Any, place: int) -> list[torch.Tensor]:
-    """Return the tokens [b, s] of every micro-batch, which the rank at this place of the pipeline has noted.
+def gather_tokens(steps: list[NotedStep] | None, pipeline: Any, place: int) -> list[torch.Tensor]:
+    """Return the tokens [b, s] of every micro-batch, which the rank at `place` in the pipeline has noted.
 
     Collective over the pipeline.
     """
     source = dist.get_process_group_ranks(pipeline)[place]
     device = torch.device(torch.cuda.current_device())
-    tokens = None if mine is None else torch.stack([one.tokens for one in mine]).to(device)
+    tokens = None if steps is None else torch.stack([step.tokens for step in steps]).to(device)
     shape = torch.tensor([0, 0, 0] if tokens is None else tokens.shape, dtype=torch.int64, device=device)
     dist.broadcast(shape, source, group=pipeline)
     if tokens is None:

@@ -1,29 +1,19 @@
 """Split the output layer of a model over all ranks of its pipeline, as soon as Megatron has built it.
 
-In: a rank's model as Megatron's constructor leaves it. Out: the same with a shard of the output layer, under the name
-of the whole one. On the last rank the model's forward notes what it would have computed logits and losses of, and
-computes neither. Knows no schedule.
-
-Megatron's constructor runs to its end first, so that all weights are those of a run without shards: each rank draws by
-a seed of its own, and a shard that was drawn where it lies would be another. Then the last rank deals its rows out.
+A shard has the name of the whole layer. On the last rank the model's forward notes the inputs of logits and losses, and
+computes neither. Megatron's constructor runs to its end first, so that all weights are those of a run without shards: each
+rank draws by a seed of its own. Then the last rank deals its rows out.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.utils import unwrap_model
 
 from bpipe.config.features.feature import Settings
@@ -32,55 +22,51 @@ from bpipe.config.features.table import SHARDED
 from bpipe.runtime.vocabulary.rows import Rows
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight
-from megatron.scheduling.placement import tied_weights
-from megatron.scheduling.placement.chunks import BY_LAYER, ONCE
+from megatron.scheduling.placement import checkpoints, embeddings
 from megatron.scheduling.placement.positions import Positions
 from megatron.scheduling.start.refusals import end_where
 from megatron.scheduling.vocabulary import input_shards, tied_shards
 
 
 class LossInputs(NamedTuple):
-    """Inputs of a micro-batch's loss: the last layer's output [s, b, h], of this rank's part of s, and the labels [b,
-    s].
-
-    `losses` [b, s], zeros, stood in for the tokens' losses.
-    """
+    """Inputs of a micro-batch's loss."""
 
     hidden: torch.Tensor
+    """The last layer's output [s, b, h], of this rank's part of s."""
+
     labels: torch.Tensor
+    """Labels [b, s]."""
+
     losses: torch.Tensor
+    """Zeros [b, s] in place of the tokens' losses."""
 
 
-# Told the losses [b, s] of each further token, and whether its label had the largest logit.
+# Gets the losses [b, s] of each further token, and whether its label had the largest logit.
 Log = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Noted(NamedTuple):
-    """Inputs of all losses of a micro-batch: those of the next token first, then those of each further one, which `log`
-    wants to know."""
+    """Inputs of all losses of a micro-batch."""
 
-    each: tuple[LossInputs, ...]
+    tokens: tuple[LossInputs, ...]
+    """Those of the next token, then those of each further one."""
+
     log: Log | None
+    """Logs the losses of further tokens."""
 
 
 class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's own layer with fewer rows.
-
-    A model that calls it in its forward gets back what it gave: only `logits` computes.
-    """
+    """Megatron's own layer with fewer rows. Only `logits` computes; a model's call returns its input."""
 
     def __init__(self, model: Any) -> None:
-        """New rows, with nothing in them yet. Raises ValueError where the vocabulary does not make equal shards."""
+        """Make rows without values. Raises ValueError if the vocabulary does not make equal shards."""
         config, pipeline = model.config, model.pg_collection.pp
         self.rows = Rows(model.vocab_size, model.pg_collection.tp.size(), pipeline.size())
         self.number = self.rows.shard(model.pg_collection.tp.rank(), pipeline.rank())
-        # To draw numbers here would change all that are drawn afterwards, dropout among them.
-        undrawn = copy.copy(config)
-        undrawn.perform_initialization = False
         super().__init__(
             config.hidden_size,
             self.rows.each * self.rows.tensor,
-            config=undrawn,
+            config=input_shards.undrawn(config),
             init_method=config.init_method,
             bias=False,
             gather_output=False,
@@ -88,7 +74,7 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         )
         self.config = config
         self.tied = model.share_embeddings_and_output_weights
-        # Whether the weight is the embedding's shard's.
+        # Whether the weight is that of the embedding's shard.
         self.shared = False
         self._scaled = model._scale_logits
         self._computes = False
@@ -101,31 +87,25 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         return self.rows.of(self.number).start
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits [s, b, r] of the last layer's output, as Megatron makes them.
-
-        Called through the module, so that its hooks see to its weight.
-        """
+        """Return logits [s, b, r] of the last layer's output, as Megatron makes them."""
         self._computes = True
         try:
+            # Through the module, whose hooks may gather its weight.
             return self._scaled(self(x)[0])  # type: ignore[no-any-return]
         finally:
             self._computes = False
 
     def of_input(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the last layer's output as it goes back, from this tensor-parallel rank's part [s, b,
-        h] of it.
+        """Return the gradient of the last layer's output from this tensor-parallel rank's part [s, b, h] of it.
 
-        It is the sum over these ranks, and of s this rank's part, as in Megatron's own backward. May be in the same
-        memory.
+        It is the sum over these ranks, of this rank's part of s, as in Megatron's own backward. It may share memory with
+        the part.
         """
-        scaled = self._scaled(part)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(scaled, group=self.tp_group)  # type: ignore[no-any-return]
-        return reduce_from_tensor_model_parallel_region(scaled, group=self.tp_group)  # type: ignore[no-any-return]
+        return input_shards.reduce(self._scaled(part), self.sequence_parallel, self.tp_group)
 
     def backward_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add what a gradient [s, b, r] of logits brings the weight, as Megatron's own backward does; `x` as
-        `logits` was given it."""
+        """Add the weight's gradient from that of logits [s, b, r], as in Megatron's own backward; `x` is the input of
+        `logits`."""
         if self.weight.requires_grad:
             gathers = self.tp_group if self.sequence_parallel else None
             backward_of_weight(self.weight, x, self._scaled(gradient), gathers, self.gradient_accumulation_fusion)
@@ -139,8 +119,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         return input_, None
 
     def note(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return what stands in for the tokens' losses, in place of the model's `compute_language_model_loss`."""
-        assert self._hidden is not None, "a model computes its losses behind its output layer"
+        """Return zeros for the tokens' losses, in place of the model's `compute_language_model_loss`."""
+        assert self._hidden is not None, "a model computes its losses after its output layer"
         losses = torch.zeros(
             labels.shape, dtype=torch.float32, device=labels.device, requires_grad=torch.is_grad_enabled()
         )
@@ -149,20 +129,20 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         return losses
 
     def log_later(self, log: Log) -> None:
-        """Note what wants to know the losses of further tokens, once they are known."""
+        """Set what logs the losses of further tokens once they are known."""
         self._log = log
 
     def noted(self) -> Noted:
-        """Return what the model's forward noted. Raises ValueError where it computed no losses."""
-        each, log = self._noted, self._log
+        """Return what the model's forward noted. Raises ValueError if it computed no losses."""
+        tokens, log = self._noted, self._log
         self._noted, self._hidden, self._log = [], None, None
-        if len(each) != 1 + (self.config.mtp_num_layers or 0):
+        if len(tokens) != 1 + (self.config.mtp_num_layers or 0):
             raise ValueError(
                 "with --bpipe-vocabulary no rank has all logits of a micro-batch, but this script requests them "
                 "from its model: call the model with labels, or train without --bpipe-vocabulary"
             )
-        # Megatron computes those of further tokens first.
-        return Noted((each[-1], *each[:-1]), log)
+        # Megatron computes the losses of further tokens first.
+        return Noted((tokens[-1], *tokens[:-1]), log)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
@@ -175,68 +155,55 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
             return {}
         if self.tied:
             return {key: tied_shards.entry(self.weight, self.number, self.rows, prefix, replica)}
-        offsets = (0, self.number, self.rows.num_shards)
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, self.weight, offsets, replica_id=(0, 0, replica), allow_shape_mismatch=True
-            )
-        }
+        return {key: input_shards.piece(key, self.weight, self.number, self.rows, (0, 0, replica))}
 
 
 class Splitting:
-    """The wrappers, for models whose chunks are where `positions` has them.
-
-    A rank's rows are dealt out to its last chunk.
-
-    `inputs`: the embedding's, too.
-    """
+    """Wrappers that deal rows out to the last chunk of every rank; `inputs`: rows of the embedding, too."""
 
     def __init__(self, positions: Positions, inputs: bool = False) -> None:
         self._positions, self._inputs = positions, inputs
-        # Of the model that is being built, this rank's first chunk.
+        # This rank's first chunk of the model that is being built.
         self._first: Any = None
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        """Return what to put in place of what, before any model is built."""
-        models = dict.fromkeys((patches.GPT_MODEL, patches.HYBRID_MODEL), self._wrap_constructor)
-        return {**models, patches.TIED_GRADIENTS: self._wrap_tied_gradients, **BY_LAYER, **ONCE}
+        """Return the patches, which are needed before any model is built."""
+        return {
+            patches.GPT_MODEL: patches.replaced_by(self._construct),
+            patches.HYBRID_MODEL: patches.replaced_by(self._construct),
+            patches.TIED_GRADIENTS: patches.replaced_by(self._sum_tied_gradients),
+            **checkpoints.BY_LAYER,
+            **checkpoints.ONCE,
+        }
 
-    def _wrap_constructor(self, construct: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(construct)
-        def constructed(model: Any, *args: Any, **kwargs: Any) -> None:
-            construct(model, *args, **kwargs)
-            chunk = model.vp_stage or 0
-            if chunk == 0:
-                self._first = model
-            if chunk == len(self._positions.mirrored) - 1:
-                split(self._first, model, self._positions.rank_at(0) if self._inputs else None)
-                self._first = None
+    def _construct(self, construct: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        construct(model, *args, **kwargs)
+        chunk = model.vp_stage or 0
+        if chunk == 0:
+            self._first = model
+        if chunk == len(self._positions.mirrored) - 1:
+            split(self._first, model, self._positions.rank_at(0) if self._inputs else None)
+            self._first = None
 
-        return constructed
-
-    def _wrap_tied_gradients(self, all_reduce: Callable[..., None]) -> Callable[..., None]:
-        """Where Megatron adds up the copies' gradients: behind their reduction, before they are scaled."""
-        embeds = self._positions.rank_at(0)
-
-        @functools.wraps(all_reduce)
-        def added(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
-            layer = output_shard(model[-1])
-            if layer.shared:
-                # One weight has both gradients already.
-                return
-            if not layer.tied:
-                all_reduce(model, *args, **kwargs)
-                if self._positions.folded:
-                    # What predicts further tokens has a copy of the embedding.
-                    tied_weights.add_up(model[0], model[-1])
-                return
-            tied_shards.add_up(model, layer.weight, embeds)
-
-        return added
+    def _sum_tied_gradients(
+        self, all_reduce: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
+    ) -> None:
+        """Run where Megatron sums the copies' gradients: after their reduction, before they are scaled."""
+        layer = output_shard(model[-1])
+        if layer.shared:
+            # One weight has both gradients already.
+            return
+        if layer.tied:
+            tied_shards.sum_gradients(model, layer.weight, self._positions.rank_at(0))
+            return
+        all_reduce(model, *args, **kwargs)
+        if self._positions.folded:
+            # Layers that predict further tokens have a copy of the embedding.
+            embeddings.sum_gradients(model[0], model[-1])
 
 
 def output_shard(model: Any) -> OutputLayerShard:
-    """Return a model's shard, whatever is wrapped around it. Raises ValueError for a model that has none."""
+    """Return the shard of a model, which may be wrapped. Raises ValueError for a model without one."""
     inner = unwrap_model(model)
     layer = getattr(inner, "output_layer", None)
     if not isinstance(layer, OutputLayerShard):
@@ -248,35 +215,38 @@ def output_shard(model: Any) -> OutputLayerShard:
 
 
 def input_shard(models: Sequence[Any], place: int) -> input_shards.Inputs:
-    """Return the embedding's shard of a rank's chunks; the first stage's rank is at this place of the pipeline."""
+    """Return the embedding's shard of a rank's chunks; `place` is the first stage's rank in the pipeline."""
     output_shard(models[-1])
     return input_shards.Inputs.of(unwrap_model(models[0]), unwrap_model(models[-1]), place)
 
 
 def split(first: Any, model: Any, embeds: int | None = None) -> None:
-    """Deal the output layer's rows out to the last chunks, `model`, of all ranks; `first` is this rank's first chunk.
+    """Deal the output layer's rows out to the last chunks of all ranks. Collective over the model's pipeline.
 
-    `embeds`: the place of the pipeline that has the embedding, which is then split, too; a weight that both have is one
-    on every rank. Collective over the model's pipeline. Raises ValueError for what cannot be split.
+    Args:
+        first: This rank's first chunk.
+        model: This rank's last chunk.
+        embeds: Rank in the pipeline with the embedding, which is then split, too; a tied weight becomes one on every
+            rank.
+
+    Raises:
+        ValueError: The model cannot be split.
     """
     end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model, embeds is not None)])
     shard = OutputLayerShard(model)
     whole = model.output_layer.weight if model.post_process else None
     if whole is not None and shard.tied and first.pre_process:
-        # A copy on the embedding's own rank is nothing yet: between two ranks Megatron's constructor has filled it.
+        # The copy on the embedding's own rank is still empty: only between two ranks does Megatron's constructor fill it.
         whole = first.embedding.word_embeddings.weight
     with torch.no_grad():
         _deal(None if whole is None else whole.data, shard.weight.data, model.pg_collection.pp, -1)
-    # As Megatron marks the whole layer's.
-    shard.weight.is_embedding_or_output_parameter = True
-    if model.config.use_mup:
-        shard.weight.is_embedding_parameter = True
+    input_shards.mark(shard.weight, model.config)
     if embeds is not None:
         _split_embedding(first, model, shard, embeds)
     elif shard.tied:
         tied_shards.tie(first, model, shard.weight, shard.rows)
     if embeds is not None and model.post_process:
-        # Behind the embedding on every rank: a weight that both share has one name.
+        # After the embedding on every rank: a weight that both share has one name.
         del model.output_layer
     model.output_layer = shard
     if model.post_process:
@@ -284,7 +254,7 @@ def split(first: Any, model: Any, embeds: int | None = None) -> None:
 
 
 def _split_embedding(first: Any, model: Any, output: OutputLayerShard, embeds: int) -> None:
-    """A rank's shard of the embedding beside that of its output layer, in its last chunk."""
+    """Add a rank's shard of the embedding to its last chunk, which has that of the output layer."""
     shard = input_shards.EmbeddingShard(model, output.rows, output.number)
     whole = first.embedding.word_embeddings.weight.data if first.pre_process else None
     with torch.no_grad():
@@ -293,30 +263,30 @@ def _split_embedding(first: Any, model: Any, output: OutputLayerShard, embeds: i
     if output.tied:
         output.weight, output.shared = shard.weight, True
         for chunk in (first, model):
-            # Megatron would look for a copy, and keep two of one rank equal.
+            # Megatron would look for a copy, and keep two copies on one rank equal.
             chunk.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
             chunk.shared_embedding_or_output_weight = lambda: None
 
 
 def _of_model(model: Any, inputs: bool) -> Iterator[str]:
-    """What only a model says; flags say the same where the model is made of them."""
+    """Yield the reasons that only a model shows; if it was built from flags, they were checked before."""
     if not model.parallel_output:
         yield "--bpipe-vocabulary: this model gathers its logits, but shards never do; build it with parallel_output"
     ahead = Settings(model.config).mtp_num_layers
     if ahead:
-        said = SimpleNamespace(
+        settings = SimpleNamespace(
             mtp_num_layers=ahead,
             untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
             bpipe_vocabulary_input=inputs,
         )
-        yield from reasons_of(SHARDED, said, "--bpipe-vocabulary")
+        yield from reasons_of(SHARDED, settings, "--bpipe-vocabulary")
 
 
 def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any, place: int) -> None:
-    """`whole` is of all rows, of the rank at this place of the pipeline; into `rows` come this rank's."""
+    """Copy this rank's rows of `whole`, which the rank at `place` in the pipeline has, into `rows`."""
     source = dist.get_process_group_ranks(pipeline)[place]
-    # Models may be built on the CPU where the group cannot send from.
+    # Models may be built on the CPU, from which the group may be unable to send.
     parts = None if whole is None else [part.contiguous().cuda() for part in whole.chunk(pipeline.size())]
-    mine = rows.cuda()
-    dist.scatter(mine, parts, src=source, group=pipeline)
-    rows.copy_(mine)
+    received = rows.cuda()
+    dist.scatter(received, parts, src=source, group=pipeline)
+    rows.copy_(received)

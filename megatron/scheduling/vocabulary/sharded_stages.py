@@ -1,16 +1,13 @@
-"""Compute a rank's stage and its shard of the output layer with Megatron's own steps, as our executor asks for them.
+"""Compute a rank's stages and its shard of the output layer with Megatron's own steps.
 
-In: as `chunks`, and what all shards have gathered. Out: what other ranks need, and the losses that Megatron's loop
-returns. Knows no order and no messages.
-
-    F of the last stage   Megatron's step over the script's own. The model notes hidden states and labels and gives zeros for the tokens'
-                          losses; what the script's loss function makes of these, with all of Megatron's scalings, has for its gradient how
-                          much every token's loss counts: it goes to all ranks with the hidden states.
+    F of the last stage   Megatron's step with the script's own. The model notes hidden states and labels and returns zeros for the
+                          tokens' losses. The gradient of what the script's loss function makes of these, with all of Megatron's scalings,
+                          is how much every token's loss counts: all ranks get it with the hidden states.
     S, T                  the shard's logits and their gradient, `bpipe.runtime.shards`, of algorithm 1 or 2
-    T of the last rank    the losses are known: the script's loss function is called again, for what is logged
+    T of the last rank    the losses are known: the script's loss function is called again, for the log
     B of the last stage   goes back from the hidden states with the sum of what all shards made
 
-So a loss must be linear in the tokens' losses. Whether it is, is seen in T: the second gradient equals the first then.
+So a loss must be linear in the tokens' losses. T checks that: then the second gradient equals the first.
 """
 
 from __future__ import annotations
@@ -35,30 +32,26 @@ LossFunction = Callable[..., Any]
 
 
 class ShardedStages(ChunkStages):
-    """The stages of one rank whose pipeline shares the output layer; `shard` computes this rank's rows of it, by
-    algorithm 2 if `early`."""
+    """The stages of one rank whose pipeline shares the output layer. `shard` computes this rank's rows of it."""
 
     def __init__(
         self, part: RankPart, layer: OutputLayerShard, early: bool = False, inputs: Inputs | None = None
     ) -> None:
+        """`early`: whether shards are computed by algorithm 2."""
         super().__init__(part)
         self._inputs = inputs
         self.inputs = None if inputs is None else InputShard(inputs.shard)
-        # Of the rank that has the first stage: what its script's step did with each micro-batch of the call.
+        # On the rank with the first stage: the script's step on each micro-batch of the call.
         self._noted_steps: list[NotedStep] = []
         self._layer = layer
-        told = self._tell if self.has_last else None
-        self.shard: OutputShard | EarlyShard
-        if early:
-            self.shard = EarlyShard(layer, layer.first_row, layer.rows.vocabulary, told)
-        else:
-            self.shard = OutputShard(layer.logits, layer.first_row, layer.rows.vocabulary, told)
-        # In so many parts this rank's tensor-parallel group has a sequence.
+        rest = layer.first_row, layer.rows.vocabulary, self._tell if self.has_last else None
+        self.shard: OutputShard | EarlyShard = EarlyShard(layer, *rest) if early else OutputShard(layer.logits, *rest)
+        # Number of parts of a sequence in this rank's tensor-parallel group.
         self._parts = layer.tp_group.size() if layer.sequence_parallel else 1
         # By micro-batch, from the last stage's forward to the last rank's T: its loss function, how much each token's
-        # loss counts, and who wants to know those of further tokens.
+        # loss counts, and what logs the losses of further tokens.
         self._losses: dict[int, tuple[LossFunction, torch.Tensor, Log | None]] = {}
-        # And of each the shape of its labels, until the next call.
+        # By micro-batch, the shape of its labels, until the next call.
         self._shapes: dict[int, torch.Size] = {}
         self._differs: torch.Tensor | None = None
 
@@ -81,56 +74,56 @@ class ShardedStages(ChunkStages):
         if action.stage != self.last_stage:
             return super().forward(action, received)
         call, _ = self._of(action)
-        kept: list[LossFunction] = []
+        loss_functions: list[LossFunction] = []
 
-        def keeping(*given: Any) -> tuple[Any, LossFunction]:
-            output, loss_function = call.forward_step_func(*given)
-            kept.append(loss_function)
+        def keep_loss_function(*args: Any) -> tuple[Any, LossFunction]:
+            output, loss_function = call.forward_step_func(*args)
+            loss_functions.append(loss_function)
             return output, loss_function
 
-        # What it would return of zeros is nobody's loss.
-        given, loss = self.step(action, received, keeping, [], not call.forward_only)
-        each, log = self._layer.noted()
-        hidden = joined(each)
-        self.hold(action, given, hidden)
-        counts = [one.losses for one in each]
+        # The loss of zeros is reported nowhere.
+        input_, loss = self.step(action, received, keep_loss_function, [], not call.forward_only)
+        tokens, log = self._layer.noted()
+        hidden = joined(tokens)
+        self.hold(action, input_, hidden)
+        counts = [token.losses for token in tokens]
         if not call.forward_only:
-            counts = [self._gradient(each[0].losses, loss), *counts_of_further(each)]
-        self._losses[action.microbatch] = kept[0], counts[0], log
-        self._shapes[action.microbatch] = each[0].labels.shape
-        return hidden, in_order([one.labels for one in each], self._parts), in_order(counts, self._parts)
+            counts = [self._gradient(tokens[0].losses, loss), *counts_of_further(tokens)]
+        self._losses[action.microbatch] = loss_functions[0], counts[0], log
+        self._shapes[action.microbatch] = tokens[0].labels.shape
+        return hidden, in_order([token.labels for token in tokens], self._parts), in_order(counts, self._parts)
 
     def _embed(self, action: Action, received: Tensors) -> Tensors:
-        """Return the first stage's forward, of what all shards have looked up: that is what autograd goes back to."""
+        """Run the first stage's forward on the embeddings of all shards, at which its backward ends."""
         call, _ = self._of(action)
         assert self._inputs is not None
         assert self._inputs.given is not None, "the first stage is here"
         (embeddings,) = received
         self._inputs.given.give(embeddings.requires_grad_(not call.forward_only))
-        # It is no stage's output: of one Megatron's rotary embedding would take the length of the sequence.
-        _, made = self.step(action, (), self._noted_steps[action.microbatch].step, call.losses, False)
-        self.hold(action, embeddings, made)
-        return (made,)
+        # Not as a stage's input, of which Megatron's rotary embedding would take the length of the sequence.
+        _, output = self.step(action, (), self._noted_steps[action.microbatch].step, call.losses, False)
+        self.hold(action, embeddings, output)
+        return (output,)
 
     def let_go(self, made: Tensors) -> None:
-        # Labels are the batch's own.
+        # Labels belong to the batch.
         super().let_go(made[:1])
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         if action.stage != self.last_stage:
             return super().backward(action, gradients)
-        # A sum over all shards comes in 32 bit.
+        # A sum over all shards, in 32 bit.
         (gradient,) = gradients
-        made = self._held[action.stage, action.microbatch][1]
+        _, output = self._held[action.key]
         if isinstance(self.shard, EarlyShard):
-            # Of this tensor-parallel rank's rows alone: on the lane of a second step its collective would meet the
-            # computation's.
+            # Of this tensor-parallel rank's rows alone: on the lane of the second step its collective would run at the
+            # same time as the computation's.
             batch, _ = self._shapes[action.microbatch]
             gradient = self._layer.of_input(gradient.view(-1, batch, gradient.shape[-1]))
-        return super().backward(action, (gradient.to(made.dtype),))
+        return super().backward(action, (gradient.to(output.dtype),))
 
     def check(self) -> None:
-        """Raise ValueError, behind the last computation, for a loss that shards cannot compute."""
+        """Raise ValueError, after the last computation, for a loss that shards cannot compute."""
         if self._differs is not None and bool(self._differs):
             raise ValueError(
                 "--bpipe-vocabulary: with this script's loss function the weight of each token depends on the "
@@ -138,13 +131,13 @@ class ShardedStages(ChunkStages):
                 "losses with fixed weights, or train without --bpipe-vocabulary"
             )
 
-    def _tell(self, microbatch: int, found: torch.Tensor, largest: torch.Tensor) -> None:
-        """The losses of a micro-batch's tokens are known, in the order of the logits, and whose label had the largest."""
+    def _tell(self, microbatch: int, values: torch.Tensor, largest: torch.Tensor) -> None:
+        """Log the losses of a micro-batch's tokens, in the order of the logits, and whether labels had the largest."""
         call = self._call
         assert call is not None, "a shard computes for a call of the loop"
         loss_function, counts, log = self._losses.pop(microbatch)
         shape = self._shapes[microbatch]
-        losses, *further = apart(found, shape, self._parts)
+        losses, *further = apart(values, shape, self._parts)
         losses.requires_grad_(not call.forward_only)
         if log is not None:
             log(further, apart(largest, shape, self._parts)[1:])
@@ -169,16 +162,16 @@ class ShardedStages(ChunkStages):
             self._differs = differs if self._differs is None else self._differs | differs
 
     def _row(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return what the script's loss function is given of the losses of tokens."""
+        """Return what the script's loss function gets of the tokens' losses."""
         return losses
 
     def _gradient(self, losses: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return how much the loss grows with each token's, scaled as Megatron scales it."""
+        """Return how much the loss grows with each token's loss, scaled as Megatron scales it."""
         assert self._call is not None, "a micro-batch belongs to a call of the loop"
-        found = schedules.backward_step(losses, loss, None, self._call.config)
-        if found is None:
+        gradient = schedules.backward_step(losses, loss, None, self._call.config)
+        if gradient is None:
             raise ValueError(
                 "--bpipe-vocabulary: this script's loss does not depend on what its model returned: pass the "
                 "model's output on unchanged, or train without --bpipe-vocabulary"
             )
-        return found  # type: ignore[no-any-return]
+        return gradient  # type: ignore[no-any-return]

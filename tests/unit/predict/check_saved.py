@@ -172,7 +172,7 @@ def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int]:
 
     What is received may be held by the loop, too.
     """
-    with one_stage.stage(args, stage) as model:
+    with one_stage.chunks(args, stage) as (model,):
         runner = one_stage.Runner(args, model, args.micro_batch_size)
         output = runner.forward()
         found = capture.find([output.grad_fn], runner.inputs, torch.device("cpu"))

@@ -32,11 +32,12 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import one_f_one_b
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling.hooks import loop_config, patches
-from megatron.scheduling.hooks.loops import Hooks
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.loop import measurements
 from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.log import FirstIterations
+from megatron.scheduling.loop.megatron_loops import Hooks
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.record.log import FirstIterations
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL
@@ -182,7 +183,7 @@ def megatrons_timers_never_run_around_a_transfer() -> None:
     with (
         driver_of(0, LateTransport()) as driver,
         mock.patch.object(megatron_timers.Timer, "start", refuse_to_start),
-        mock.patch.object(loop_config, "time", clock),
+        mock.patch.object(measurements, "time", clock),
     ):
         run = wrapped(driver, lambda model, num_microbatches: computing(driver, 0))
         run(model=model, num_microbatches=MICROBATCHES)

@@ -40,8 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.loop.delayed_wgrad import ask, delaying
-from megatron.scheduling.loop.halves import Halves, Keep
+from megatron.scheduling.loop.halves import Halves, Keep, ask, delaying
 
 HIDDEN, LENGTH, BATCH = 64, 16, 2
 MICROBATCHES = 4
@@ -478,7 +477,7 @@ def transformer_engine_is_asked_to_delay_where_it_can() -> None:
         args = SimpleNamespace(**{**usual, "add_bias_linear": True, "delay_wgrad_compute": False, **given})
         since = tuple(map(int, version.split(".")))
         able = lambda least: since >= tuple(map(int, least.split(".")))  # noqa: E731
-        with mock.patch("megatron.scheduling.loop.delayed_wgrad.is_te_min_version", able):
+        with mock.patch("megatron.scheduling.loop.halves.is_te_min_version", able):
             args.wraps = ask(args)
         return args
 

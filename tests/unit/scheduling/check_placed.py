@@ -36,9 +36,9 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from bpipe.schedule.layout import Layout, one_pipe
 from megatron.scheduling.hooks import patches, repairs
-from megatron.scheduling.placement import tied_checkpoints, tied_weights
+from megatron.scheduling.placement import checkpoints, embeddings
 from megatron.scheduling.placement.chunks import View, require_built_here, wraps_of
-from megatron.scheduling.placement.embedding_ranks import Refused, refuse_group
+from megatron.scheduling.placement.embeddings import Refused, refuse_group
 from megatron.scheduling.placement.positions import Positions
 
 RANKS = 4
@@ -402,18 +402,18 @@ def copies_of_a_tied_weight_stay_equal() -> None:
     for name in ("main_grad", "grad"):
         for number, chunk in enumerate(chunks):
             setattr(chunk.weight, name, torch.full((3, 2), 1.0 + number))
-        tied_weights.add_up(*chunks)
+        embeddings.sum_gradients(*chunks)
         assert all(torch.equal(getattr(chunk.weight, name), torch.full((3, 2), 3.0)) for chunk in chunks), name
         for chunk in chunks:
             delattr(chunk.weight, name) if name == "main_grad" else setattr(chunk.weight, name, None)
-    tied_weights.add_up(*chunks)
+    embeddings.sum_gradients(*chunks)
     assert chunks[0].weight.grad is None, "frozen weights have no gradients"
     for first, last in (
         (Chunk(True, False, shared=False), Chunk(False, True, shared=False)),
         (Chunk(False, False), Chunk(False, True)),
     ):
         first.weight.grad, last.weight.grad = torch.ones(3, 2), torch.ones(3, 2)
-        tied_weights.add_up(first, last)
+        embeddings.sum_gradients(first, last)
         assert torch.equal(first.weight.grad, torch.ones(3, 2)), "two weights of their own"
 
 
@@ -423,12 +423,12 @@ def a_copy_is_saved_once_and_loaded_apart() -> None:
 
     state = {"first": {"weight": shard(0)}, "last": {"weight": shard(1)}, "step": 3}
     for order in (state, dict(reversed(state.items()))):
-        kept = tied_checkpoints.first_replicas(order)
+        kept = checkpoints.first_replicas(order)
         assert isinstance(kept["first"]["weight"], ShardedTensor)
         assert not isinstance(kept["last"]["weight"], ShardedTensor)
         assert kept["step"] == 3
     one = torch.arange(4.0)
-    apart = tied_checkpoints.separate_copies({"first": one, "last": one, "empty": [one[:0], one[:0]], "step": 3})
+    apart = checkpoints.separate_copies({"first": one, "last": one, "empty": [one[:0], one[:0]], "step": 3})
     assert torch.equal(apart["first"], apart["last"])
     assert apart["first"].data_ptr() != apart["last"].data_ptr()
     assert apart["step"] == 3

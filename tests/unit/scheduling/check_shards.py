@@ -34,7 +34,7 @@ from bpipe.runtime.vocabulary.rows import Rows
 from bpipe.schedule.action import Action, Kind
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.loop.halves import Halves, Keep
-from megatron.scheduling.placement import tied_checkpoints
+from megatron.scheduling.placement import checkpoints
 from megatron.scheduling.vocabulary import tied_shards
 from megatron.scheduling.vocabulary.input_shards import Inputs, gather_tokens, noted_steps
 from megatron.scheduling.vocabulary.output_shards import OutputLayerShard, output_shard, split
@@ -277,11 +277,11 @@ def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     assert torch.equal(copy.data, pieces[1].data)
     # Of the rank's own rows only the embedding's are saved: a fully parallel save would write both.
     whole_and_part = {"embedding": found, "output": tied_shards.entry(weight, 1, rows, "output_layer.", 0)}
-    saved = tied_checkpoints.first_replicas(whole_and_part)
+    saved = checkpoints.first_replicas(whole_and_part)
     assert saved["embedding"] is found
     assert isinstance(saved["output"], LocalNonpersistentObject)
     alone = {"output": copy}
-    assert tied_checkpoints.first_replicas(alone) == alone
+    assert checkpoints.first_replicas(alone) == alone
 
 
 def an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:

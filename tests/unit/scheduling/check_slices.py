@@ -41,9 +41,8 @@ from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.layout import EVEN, WORK
 from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices import attention, cuts, key_value_cache, support
-from megatron.scheduling.slices.lengths import attention_share, bounds_of
-from megatron.scheduling.slices.state import Slicing
+from megatron.scheduling.slices import attention, cuts, key_value_cache, state
+from megatron.scheduling.slices.state import Slicing, attention_share, bounds_of
 
 LENGTH, ROWS, VOCABULARY = 96, 2, 128
 # What may be between the losses, and between the worst gradients of any parameter, relative to its largest value.
@@ -317,7 +316,7 @@ def in_slices(
         if len(waiting) > 1:
             _backwards(slicing, *waiting.pop(0), back)
     _backwards(slicing, *waiting.pop(0), back)
-    assert slicing.kept_bytes == 0, "keys are kept of a micro-batch that is over"
+    assert slicing._kept.nbytes == 0, "keys are kept of a micro-batch that is over"
     return total
 
 
@@ -450,14 +449,14 @@ def kept_keys_take_what_is_predicted() -> None:
                         row,
                     )
                 )
-            held.append(slicing.kept_bytes)
+            held.append(slicing._kept.nbytes)
         for each in (2, 1, 0):
             with slicing.cutting.at(each):
                 made[each].backward()
-            held.append(slicing.kept_bytes)
+            held.append(slicing._kept.nbytes)
         assert held == [both] * 3 + [2 * both] * 3, held
         slicing.free(0, 0)
-        assert (slicing.kept_bytes, slicing.peak_kept_bytes) == (0, 2 * both)
+        assert (slicing._kept.nbytes, slicing.peak_kept_bytes) == (0, 2 * both)
         assert slicing.kept_memory == {0: KeptMemory(both, both)}
 
 
@@ -522,29 +521,29 @@ class _Alone(torch.nn.Module):
 def layers_that_see_their_own_slice_alone_are_refused() -> None:
     with sliced(even_bounds(LENGTH, 2)):
         model = model_of(USUAL, torch.float32)
-        support.judge([model])
+        state.judge([model])
         model.decoder.layers[1].self_attention.core_attention = _Alone()
         with pytest.raises(
             ValueError,
             match="this model cannot be cut:\n  _Alone sees only the keys of its own slice: use Megatron's",
         ):
-            support.judge([model])
+            state.judge([model])
         model.decoder.layers[1].self_attention = _Alone()
         with pytest.raises(
             ValueError, match="_Alone is not one of Megatron's attention classes and sees only its own slice"
         ):
-            support.judge([model])
+            state.judge([model])
         model = model_of(USUAL, torch.float32)
         model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
         with pytest.raises(
             ValueError, match="SelfAttention has the mask padding, but earlier slices cannot see later ones"
         ):
-            support.judge([model])
+            state.judge([model])
         model.decoder.layers[0].cross_attention = _Alone()
         with pytest.raises(ValueError, match="TransformerLayer attends to another sequence"):
-            support.judge([model])
+            state.judge([model])
     with pytest.raises(ValueError, match="DotProductAttention sees only the keys of its own slice"):
-        support.judge([model_of(USUAL, torch.float32)])
+        state.judge([model_of(USUAL, torch.float32)])
 
 
 def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:

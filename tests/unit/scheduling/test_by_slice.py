@@ -8,9 +8,14 @@ import pytest
 
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.memory import KeptMemory
-from megatron.scheduling.loop.measurements import FirstMeasured
-from megatron.scheduling.memory.replanning import ProcessMemory, devices_of
-from megatron.scheduling.memory.slice_sizes import kept_at_peak, latest_by_place, most_by_place, moved_by_place
+from megatron.scheduling.loop.measurements import (
+    FirstMeasured,
+    kept_at_peak,
+    latest_by_place,
+    most_by_place,
+    moved_by_place,
+)
+from megatron.scheduling.replanning import ProcessMemory, devices_of
 
 # Two slices; what the first micro-batch saves is taken to have 5 more of what all share.
 EACH = {(0, 0): 65, (0, 1): 45, (0, 2): 60, (0, 3): 40}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bpipe.runtime.sizing import Sizing, Unmoved
-from megatron.scheduling.memory import varying_sizes
-from megatron.scheduling.memory.varying_sizes import MOST_TOLD, Differing
+from megatron.scheduling.loop import log
+from megatron.scheduling.loop.log import MOST_TOLD, Differing
 
 
 def engine(stayed: Unmoved, differs: bool = True) -> Any:
@@ -22,8 +22,8 @@ def engine(stayed: Unmoved, differs: bool = True) -> Any:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(varying_sizes, "say", lambda line, everywhere: said.append(line))
-    monkeypatch.setattr(varying_sizes, "pipeline_begins_with_rank_0", lambda: True)
+    monkeypatch.setattr(log, "say", lambda line, everywhere: said.append(line))
+    monkeypatch.setattr(log, "pipeline_begins_with_rank_0", lambda: True)
     return said
 
 

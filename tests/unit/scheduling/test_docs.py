@@ -162,7 +162,7 @@ def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
 def test_every_scalar_that_is_written_is_explained() -> None:
     source = (ROOT / "megatron/scheduling/record/metrics.py").read_text()
     by_stage = {f"{name}/stage-{{stage}}" for name in re.findall(r'^    "(bpipe-[\w-]+)": ', source, re.MULTILINE)}
-    by_stage |= {f"{name}/stage-{{stage}}" for name in re.findall(r'mine\["(bpipe-[^"]+)"\]', source)}
+    by_stage |= {f"{name}/stage-{{stage}}" for name in re.findall(r'own\["(bpipe-[^"]+)"\]', source)}
     written = by_stage | set(re.findall(r'scalars\["(bpipe-[^"]+)"\]', source))
     section = (ROOT / "docs/report.md").read_text().split("## While it runs\n", 1)[1].split("\n## ")[0]
     explained = {

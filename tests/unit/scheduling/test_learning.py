@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.scheduling.loop.measurements import FirstMeasured
-from megatron.scheduling.memory.replanning import ProcessMemory, measure_process
-from megatron.scheduling.memory.watermark import Besides
+from megatron.scheduling.loop.watermark import Besides
+from megatron.scheduling.replanning import ProcessMemory, measure_process
 
 GIB = 1 << 30
 CUDA = torch.device("cuda")

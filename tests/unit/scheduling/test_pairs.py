@@ -18,8 +18,8 @@ from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.memory import moves_anything
+from megatron.scheduling.loop.log import describe, grouped
 from megatron.scheduling.placement import rank_order as placement
-from megatron.scheduling.record.schedule_lines import describe, grouped
 from tests.unit.scheduling.test_choosing import args as megatrons
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bpipe.runtime.errors import RuntimeFault
-from megatron.scheduling.slices.cuts import Cutting
-from megatron.scheduling.slices.rows import RepeatedRows, Reports
+from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, Reports
 
 BOUNDS = (0, 3, 5)
 

@@ -1,15 +1,14 @@
-"""Note what this rank holds, from its first forward on, so that an out-of-memory in the first iteration leaves more
-than a traceback.
+"""Record what this rank holds from its first forward on, so that running out of memory in the first iteration leaves
+more than a traceback.
 
-In: the meter, and what the model and its optimizer hold. Out: this rank's file of its memory, as `bpipe.record.format`
-defines it: a line whenever more was held than ever before, which is once a forward of the first warm-up and hardly ever
-after, and a line for the error that ended the training. Looks at the device's own counters and waits for nothing.
+The file gets a line whenever more is held than ever before, which is once per forward of the first warm-up and rarely
+later, and a line for the error that ends the training. Reads only the device's counters and waits for nothing.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from megatron.core import parallel_state
 from bpipe.build import ScheduleConfig
 from bpipe.record.format import MEMORY, MemoryHeader, MemoryMark
 from bpipe.record.write import append, begin
+from bpipe.runtime.board import first_to_say
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.failures import cause_of
 from bpipe.runtime.meter import Meter
 from bpipe.schedule.action import Action
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.record.guard import Guard
 
 # An Adam keeps two moments of each parameter, in 32 bit; SGD one if it has a momentum.
 _MOMENTS = {"Adam": 2, "AdamW": 2, "FusedAdam": 2, "CPUAdam": 2}
@@ -37,15 +36,19 @@ _LOGIT_BYTES = (4, 2)
 
 @dataclass(frozen=True)
 class Besides:
-    """Bytes besides activations.
-
-    `optimizer_to_come_bytes`: what the optimizer allocates at its first step; None where nobody knows.
-    """
+    """Bytes of one rank other than activations."""
 
     weights_bytes: int
+    """Weights and buffers."""
+
     gradients_bytes: int
+    """Gradients."""
+
     optimizer_bytes: int
+    """State of the optimizer."""
+
     optimizer_to_come_bytes: int | None
+    """What the optimizer allocates at its first step; None if unknown."""
 
     @property
     def now_bytes(self) -> int:
@@ -53,33 +56,29 @@ class Besides:
 
 
 def held(model: Iterable[torch.nn.Module], optimizer: Any) -> Besides:
-    """Return the weights and buffers, gradients, optimizer state of this rank, each storage once."""
-    chunks, parts = list(model), _parts(optimizer)
+    """Return the weights and buffers, gradients, and optimizer state of this rank, each storage counted once."""
+    chunks = list(model)
+    # The torch optimizers that Megatron's, or a chain of these, wraps.
+    chain = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    optimizers = [getattr(part, "optimizer", part) for part in chain]
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = _storages([*parameters, *(buffer for chunk in chunks for _, buffer in chunk.named_buffers())])
     gradients = _storages(
-        one for parameter in parameters for one in (parameter.grad, getattr(parameter, "main_grad", None))
+        gradient for parameter in parameters for gradient in (parameter.grad, getattr(parameter, "main_grad", None))
     )
-    state = _storages(one for part in parts for one in _state(part))
-    gradients_alone = gradients.keys() - weights.keys()
-    state_alone = state.keys() - weights.keys() - gradients.keys()
+    state = _storages(tensor for part in optimizers for tensor in _state(part))
     return Besides(
         sum(weights.values()),
-        sum(gradients[key] for key in gradients_alone),
-        sum(state[key] for key in state_alone),
-        _to_come(parts),
+        sum(gradients[key] for key in gradients.keys() - weights.keys()),
+        sum(state[key] for key in state.keys() - weights.keys() - gradients.keys()),
+        _to_come(optimizers),
     )
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Return the bytes of each storage, by its address; what is no tensor has none."""
+    """Return the bytes of each storage of those that are tensors, by its address."""
     storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    """Return the torch optimizers that Megatron's, or a chain of these, wraps."""
-    return [getattr(part, "optimizer", part) for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]]
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
@@ -94,35 +93,61 @@ def _state(optimizer: Any) -> Iterator[Any]:
 
 
 def _to_come(optimizers: Iterable[Any]) -> int | None:
-    """Return the bytes of the moments that the first update makes; None where that is not known."""
+    """Return the bytes of the moments that the first update makes; None if unknown."""
     total = 0
     for optimizer in optimizers:
         for group, parameter in _parameters(optimizer):
-            moments = 0 if optimizer.state.get(parameter) else _moments(optimizer, group)
+            if optimizer.state.get(parameter):
+                continue
+            of_kind = _MOMENTS.get(type(optimizer).__name__)
+            moments = int(bool(group["momentum"])) if "momentum" in group else of_kind
             if moments is None:
                 return None
             total += moments * _MOMENT_BYTES * parameter.numel()
     return total
 
 
-def _moments(inner: Any, group: Mapping[str, Any]) -> int | None:
-    if "momentum" in group:
-        return int(bool(group["momentum"]))
-    return _MOMENTS.get(type(inner).__name__)
+class Guard:
+    """Writes for one purpose, such as "recording", whose first error stops that purpose instead of the training.
+
+    Only a rank's own work may run here: if one rank stops, the others do not.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
+        self.open = True
+
+    def run(self, act: Callable[[], None], place: Path | str) -> None:
+        """Act, unless something failed before."""
+        if not self.open:
+            return
+        try:
+            act()
+        except Exception as error:
+            self.open = False
+            # If a disk is full, it is full for many ranks: the first speaks for all.
+            if first_to_say(self._purpose):
+                os_error = error.strerror if isinstance(error, OSError) else None
+                reason = os_error or f"{type(error).__name__}: {error}"
+                print(
+                    f"bpipe: rank {dist.get_rank()}: {place}: {reason}; {self._purpose} stops on ranks with this "
+                    "error, training continues",
+                    flush=True,
+                )
 
 
 class Watermark:
-    """This rank's file. Each line is written at once."""
+    """This rank's file of its memory; each line is written at once."""
 
     def __init__(self, folder: Path, config: SchedulingConfig) -> None:
         self.folder = self._path = folder
         self._config = config
-        # Whoever else writes to this folder stops where this does.
+        # All that is written to this folder stops together.
         self.guard = Guard("recording")
         self._most = -1
 
     def begin(self, run: str, pipeline: int, device: str, limit_bytes: int | None, besides: Besides) -> None:
-        """Begin the file before the first iteration, in place of what another run left."""
+        """Begin the file before the first iteration; what another run left is replaced."""
         self._path = MEMORY.path(self.folder, dist.get_rank())
         header = MemoryHeader(
             run=run,
@@ -138,7 +163,7 @@ class Watermark:
         self.guard.run(lambda: begin(self._path, header), self._path)
 
     def saw(self, iteration: int, action: Action, meter: Meter, engine: Engine, program: ScheduleConfig) -> None:
-        """Note that a forward, or a shard's, has run. Costs a comparison, unless more was held than ever before."""
+        """Note that a forward, or a shard's, has run."""
         if meter.peak_bytes > self._most:
             self._most = meter.peak_bytes
             self._append(meter, engine, program, iteration=iteration, action=str(action))
@@ -147,25 +172,25 @@ class Watermark:
         self,
         iteration: int,
         error: BaseException,
-        at: Action | None,
+        running: Action | None,
         meter: Meter,
         engine: Engine | None,
         program: ScheduleConfig | None,
     ) -> None:
-        """Note that the training ends here. `at` was running, or None outside of the pipelined loop."""
+        """Note that the training ends. `running` is None outside of the pipelined loop."""
         self._append(
             meter,
             engine,
             program,
             iteration=iteration,
-            action=None if at is None else str(at),
+            action=None if running is None else str(running),
             error=cause_of(error),
             out_of_memory=isinstance(error, torch.OutOfMemoryError),
         )
 
-    def _append(self, meter: Meter, engine: Engine | None, program: ScheduleConfig | None, **what: Any) -> None:
+    def _append(self, meter: Meter, engine: Engine | None, program: ScheduleConfig | None, **event: Any) -> None:
         mark = MemoryMark(
-            **what,
+            **event,
             program=program,
             microbatches=tuple(
                 (stage, microbatch, num_bytes) for (stage, microbatch), num_bytes in sorted(meter.held().items())
@@ -178,15 +203,15 @@ class Watermark:
             logits_bytes=self._logits_bytes(meter),
             shard_bytes=meter.shard_bytes,
             in_shards_bytes=meter.in_shards_bytes,
-            # The CPU's stand-in has no counters and says 0.
+            # The CPU's stand-in has no counters and returns 0.
             allocated_bytes=torch.cuda.memory_allocated() or None,
             reserved_bytes=torch.cuda.memory_reserved() or None,
         )
         self.guard.run(lambda: append(self._path, mark), self._path)
 
     def _logits_bytes(self, meter: Meter) -> int:
-        """Of one micro-batch, on the last stage; known by their size."""
+        """Return the bytes of one micro-batch's logits on the last stage, which are recognised by their size."""
         count = self._config.logits_per_microbatch
         if count is None or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return 0
-        return next((count * each for each in _LOGIT_BYTES if meter.has_of_size(count * each)), 0)
+        return next((count * width for width in _LOGIT_BYTES if meter.has_of_size(count * width)), 0)

@@ -1,1 +1,0 @@
-"""Measure what a rank holds, and plan anew from it."""

@@ -1,0 +1,167 @@
+"""Learn from the first iteration what devices really hold, and plan anew what leaves them.
+
+After the first training step there is one collective over the world, and from the second step on every rank has the same
+plan. A plan that does not help is not taken. Bytes move differently then, and nothing is computed differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.build import build
+from bpipe.plan.budget import Devices, better_plan, one_budget_a_rank
+from bpipe.predict.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.memory import KeptMemory, Memory, memory_of
+from bpipe.schedule.schedule import Schedule
+from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.log import say
+from megatron.scheduling.loop.measurements import FirstMeasured
+from megatron.scheduling.loop.watermark import Besides, held
+from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.options.budgets import budget_of
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Measured memory of one process. On a CPU nothing is known of what comes and goes.
+
+    Attributes:
+        place: The process's rank in the schedule.
+        measured: What it measured of micro-batches.
+        fixed_bytes: What stays.
+        working_bytes: What came and went, other than micro-batches.
+        update_bytes: What came and went while weights were updated.
+        fragmentation: How much more the allocator reserved than it gave out, as a share.
+    """
+
+    place: int
+    measured: FirstMeasured
+    fixed_bytes: int
+    working_bytes: int
+    update_bytes: int
+    fragmentation: Fraction
+
+
+class Learner:
+    """Plans anew once, after the first training step."""
+
+    def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
+        self._config = config
+        self._driver = driver
+        self._learned = False
+
+    def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """Run Megatron's training step."""
+        if self._learned:
+            return run()
+        before = held(arguments["model"], arguments["optimizer"])
+        result = run()
+        self._learned = True
+        self._learn(before, held(arguments["model"], arguments["optimizer"]))
+        return result
+
+    def _learn(self, before: Besides, after: Besides) -> None:
+        """Plan anew. Collective over the world."""
+        driver = self._driver
+        assert self._config.memory is not None
+        own = (
+            measure_process(driver.rank, driver.measured(), before, after, driver.device),
+            budget_of(self._config.memory),
+            self._config.costs,
+        )
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        schedule, plain = driver.schedule, build(replace(driver.program_now, balance=None))
+        # If devices differ, all ranks plan with the smallest budget of each rank of the schedule.
+        by_process = (one_budget_a_rank(budget, plain.num_ranks) for _, budget, _ in gathered)
+        budgets = tuple(map(min, zip(*by_process, strict=True)))
+        devices = devices_of([process for process, *_ in gathered], plain, budgets)
+        devices = replace(devices, memory=replace(devices.memory, reserved=driver.differing))
+        balance = driver.balance
+        if balance is not None:
+            devices = replace(
+                devices,
+                hosts=balance.hosts,
+                nodes=balance.nodes or (),
+                linked=frozenset(links_of(schedule)),
+                # Predicted for one more rank on another node: existing communicators were measured.
+                link_bytes=2 * COMMUNICATOR_OF_TWO_BYTES if driver.device.type != "cpu" else 0,
+            )
+        # A cluster's file may be another one elsewhere: all plan by the first one's.
+        plan, lines = better_plan(devices, schedule, gathered[0][2])
+        for line in lines:
+            say(line)
+        driver.learned(None if plan is None else plan.how)
+
+
+def measure_process(
+    place: int, measured: FirstMeasured, before: Besides, after: Besides, device: torch.device
+) -> ProcessMemory:
+    """Return what this process holds: `before` its first step, when the loop ran, and `after` it.
+
+    The optimizer's state counts even if the first step was skipped. Host buffers that were lent are outside of the
+    allocator: they belong to nobody else, and are not missing in what came and went.
+    """
+    state = after.now_bytes + (after.optimizer_to_come_bytes or 0)
+    if device.type == "cpu":
+        return ProcessMemory(place, measured, state, measured.received_bytes, 0, Fraction(0))
+    free, total = torch.cuda.mem_get_info(device)
+    # Contexts, communicators, and other processes on this device.
+    outside = max(0, total - free - torch.cuda.memory_reserved(device) - measured.lent_bytes)
+    going = max(1, measured.allocated_bytes - before.now_bytes)
+    working = max(0, going + measured.lent_bytes - measured.peak_bytes)
+    peak = torch.cuda.max_memory_allocated(device)
+    updating = max(0, peak + measured.lent_bytes - state) if peak > measured.allocated_bytes else 0
+    lost = Fraction(max(0, measured.reserved_bytes - measured.allocated_bytes), going)
+    return ProcessMemory(place, measured, state + outside, working, updating, lost)
+
+
+def devices_of(processes: Sequence[ProcessMemory], plain: Schedule, budgets: tuple[int, ...]) -> Devices:
+    """Combine what all have measured: the most of every place and stage, so that every rank makes the same plan."""
+    slices, measured = plain.layout.slices, [process.measured for process in processes]
+    places = range(plain.num_stages * slices)
+    saved = _most(first.saved_bytes for first in measured)
+    moved = _most(first.moved_bytes for first in measured)
+    after = _most(first.after_input_bytes for first in measured)
+    # A stage that was never evicted has no measured part that moves: a plan that evicts it is not taken.
+    memory = memory_of(
+        [saved[place] for place in places],
+        [min(saved[place], moved.get(place, saved[place])) for place in places],
+        [after.get(place // slices, saved[place]) for place in places],
+        max(first.shard_bytes for first in measured),
+    )
+    kept = {stage: keys for first in measured for stage, keys in first.kept.items()}
+    of_stages = tuple(kept.get(stage, KeptMemory(0, 0)) for stage in range(plain.num_stages))
+    memory = replace(memory, slices=slices, kept=of_stages if slices > 1 else ())
+    by_rank = [[process for process in processes if process.place == rank] for rank in range(plain.num_ranks)]
+    besides = DeviceBesides(
+        tuple(max(process.fixed_bytes for process in group) for group in by_rank),
+        tuple(max(process.working_bytes for process in group) for group in by_rank),
+        tuple(max(process.update_bytes for process in group) for group in by_rank),
+        max(process.fragmentation for process in processes),
+    )
+    return Devices(plain, memory, besides, budgets, parts=_parts(measured, memory))
+
+
+def _parts(measured: Sequence[FirstMeasured], memory: Memory) -> tuple[tuple[int, ...], ...]:
+    """Return the parts that may leave of each stage; if nothing of a stage has left, its storages are not known."""
+    parts = {stage: sizes for first in measured for stage, sizes in first.parts.items()}
+    whole = [(size.moved_bytes,) for size in memory.stages[:: memory.slices]]
+    return tuple(
+        parts[stage] if parts.get(stage, ())[-1:] == all_of_it else all_of_it for stage, all_of_it in enumerate(whole)
+    )
+
+
+def _most(measured: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Return the most that any process has measured of each stage."""
+    largest: dict[int, int] = {}
+    for sizes in measured:
+        largest |= {stage: max(size, largest.get(stage, 0)) for stage, size in sizes.items()}
+    return largest
