@@ -1,9 +1,7 @@
 """Memory that a GPU's copy engines reach: another process's on a GPU, opened through CUDA's IPC handles, and a host's
 with locked pages.
 
-In: a size, or a handle another process gave. Out: a `Region`. Knows no host buffers and no schedule.
-
-Outside torch's allocator on purpose: the memory lives as long as the run, so it must not pin a block of the
+It lies outside torch's allocator on purpose: the memory lives as long as the run, so it must not pin a block of the
 allocator's, and memory of expandable segments has no IPC handle (pytorch/pytorch 165685). The evictor opens a handle
 with its own device current, so that the copies run on its own streams and no context is made on the partner's device.
 """
@@ -11,20 +9,52 @@ with its own device current, so that the copies run on its own streams and no co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bpipe.transport.cuda_runtime import OUT_OF_MEMORY, CudaError, CudaRuntime, runtime
-from bpipe.transport.device import Device
+from bpipe.transport.cuda_runtime import LIBRARIES, OUT_OF_MEMORY, CudaError, CudaRuntime, runtime
+from bpipe.transport.lanes import CopyLane
 
+# An offset in bytes from a region's start, and the tensor to copy.
 Piece = tuple[int, torch.Tensor]
+
+# CUDA's programming guide, interprocess communication: share only allocations that are multiples of this.
+_BLOCK_BYTES = 2 << 20
 
 _abandoned: list[DeviceRegion] = []
 
 
+@dataclass(frozen=True)
+class Device:
+    """A rank's device, as transports use it. Made by `bpipe.runtime.streams.copying_on`."""
+
+    device: torch.device
+
+    lanes: Callable[[torch.device, float], tuple[CopyLane, CopyLane]]
+    """Makes the lanes outbound and inbound, with a time-out in seconds."""
+
+    synchronize: Callable[[torch.device], None]
+
+    current_stream: Callable[[], int]
+    """Handle of the current stream."""
+
+    empty_cache: Callable[[], None]
+    """Gives back what torch's allocator keeps unused."""
+
+    apart: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What is issued inside goes to a stream of its own, from any thread."""
+
+    @property
+    def has_runtime(self) -> bool:
+        """Whether copy engines reach memory by its address, told by a runtime such as CUDA's."""
+        return self.device.type in LIBRARIES
+
+
 class DeviceRegion:
-    """Memory by address. Copies are issued to the stream that is current. `owner` keeps a host's memory alive."""
+    """Memory by address. Copies are issued to the current stream. `owner` keeps a host's memory alive."""
 
     def __init__(
         self, address: int, nbytes: int, device: Device, close: Callable[[], None], owner: torch.Tensor | None = None
@@ -35,19 +65,13 @@ class DeviceRegion:
         self._close = close
         self._owner = owner
 
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        self.write_all([(offset, source)])
-
-    def read(self, offset: int, target: torch.Tensor) -> None:
-        self.read_all([(offset, target)])
-
-    def write_all(self, pieces: Iterable[Piece]) -> None:
+    def write(self, pieces: Iterable[Piece]) -> None:
         _runtime_of(self._device).copy(
             [(piece.data_ptr(), self._at(offset, piece), piece.numel()) for offset, piece in pieces],
             self._device.current_stream(),
         )
 
-    def read_all(self, pieces: Iterable[Piece]) -> None:
+    def read(self, pieces: Iterable[Piece]) -> None:
         _runtime_of(self._device).copy(
             [(self._at(offset, piece), piece.data_ptr(), piece.numel()) for offset, piece in pieces],
             self._device.current_stream(),
@@ -61,15 +85,15 @@ class DeviceRegion:
         return self._address + offset
 
     def close(self) -> None:
-        # A transfer's wait orders streams, it does not stop the host: copies may be under way, and what unmapping does
-        # to them is not said.
+        # A transfer's wait orders streams and does not stop the host: copies may be under way, and CUDA does not say
+        # what unmapping does to them.
         _make_current(self._device)
         _runtime_of(self._device).synchronize()
         self._close()
 
     def abandon(self) -> None:
-        # Nothing is known of the device any more: a kernel on it may wait for a partner that is gone, and the partner
-        # may be copying. The end of the process gives everything back, in whatever state it is.
+        # A kernel on the device may wait for a partner that is gone, and the partner may be copying. The end of the
+        # process gives everything back, in whatever state it is.
         _abandoned.append(self)
 
 
@@ -86,7 +110,7 @@ class DeviceMemory:
         try:
             handle = _runtime_of(self._device).handle_of(address)
         except CudaError:
-            # Nobody else will ever have it: where IPC is not allowed, another transport takes over and needs the room.
+            # If IPC is not allowed, another transport takes over and needs the room.
             _runtime_of(self._device).free(address)
             raise
         return {"handle": handle.hex(), "nbytes": nbytes}, DeviceRegion(
@@ -101,10 +125,7 @@ class DeviceMemory:
         )
 
     def _allocate(self, nbytes: int) -> int:
-        """Memory of the driver's.
-
-        What torch's allocator holds and does not use is given back first, where there is no other.
-        """
+        """Allocate from the driver, after torch's allocator has given back what it does not use if that is needed."""
         try:
             return _runtime_of(self._device).allocate(nbytes)
         except CudaError as error:
@@ -151,7 +172,3 @@ def _make_current(device: Device) -> None:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.4g} GiB"
-
-
-# CUDA's programming guide, interprocess communication: share only allocations that are multiples of this.
-_BLOCK_BYTES = 2 << 20

@@ -1,9 +1,4 @@
-"""Memory an evictor's copies can reach, without the acceptor's help, where there is no GPU; and its own memory,
-anywhere.
-
-In: a size, or a handle another process gave. Out: a `Region` to copy into and from. Knows no host buffers and no
-schedule.
-"""
+"""Memory that an evictor's copies can reach without the acceptor's help: shared by two processes, or its own."""
 
 from __future__ import annotations
 
@@ -14,34 +9,23 @@ from typing import Any, Protocol
 
 import torch
 
-from bpipe.transport.device import Device
-from bpipe.transport.device_memory import Piece, pinned_memory
+from bpipe.transport.device_memory import Device, Piece, pinned_memory
 
 
 class Region(Protocol):
     """A piece of memory to copy into and from.
 
-    The calls only start their copies where the current stream is a device's.
+    The calls only start their copies if the current stream is a device's.
     """
 
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        """Copy all of `source`, contiguous uint8, to `offset` bytes from the region's start."""
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Copy each contiguous uint8 tensor to its offset in bytes from the region's start; none overlaps another."""
 
-    def read(self, offset: int, target: torch.Tensor) -> None:
-        """Copy into all of `target` from `offset`."""
-
-    def write_all(self, pieces: Iterable[Piece]) -> None:
-        """Write each of these tensors at its offset; none overlaps another."""
-        for offset, source in pieces:
-            self.write(offset, source)
-
-    def read_all(self, pieces: Iterable[Piece]) -> None:
-        """Read each of these tensors from its offset."""
-        for offset, target in pieces:
-            self.read(offset, target)
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """Copy into all of each tensor from its offset."""
 
     def close(self) -> None:
-        """Let go of it in good order: wait for the copies that are under way, then free it."""
+        """Wait for the copies that are under way, then free the memory."""
 
     def abandon(self) -> None:
         """Forget the region after an error, without waiting for the device or freeing what a copy may still reach."""
@@ -57,20 +41,22 @@ class Lender(Protocol):
         """
 
     def open(self, handle: Any) -> Region:
-        """Open the partner's memory on the evictor. Raises OSError or RuntimeError where it cannot be reached."""
+        """Open the partner's memory on the evictor. Raises OSError or RuntimeError if it cannot be reached."""
 
 
-class TensorRegion(Region):
+class TensorRegion:
     """A flat uint8 tensor. Whoever is copying holds it too."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        _copy(self._tensor.narrow(0, offset, source.numel()), source)
+    def write(self, pieces: Iterable[Piece]) -> None:
+        for offset, source in pieces:
+            _copy(self._tensor.narrow(0, offset, source.numel()), source)
 
-    def read(self, offset: int, target: torch.Tensor) -> None:
-        _copy(target, self._tensor.narrow(0, offset, target.numel()))
+    def read(self, pieces: Iterable[Piece]) -> None:
+        for offset, target in pieces:
+            _copy(target, self._tensor.narrow(0, offset, target.numel()))
 
     def close(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
@@ -94,7 +80,7 @@ _WORD_BYTES = 8
 
 
 def own_memory(nbytes: int, device: Device) -> Region:
-    """Return this process's own host memory, as the device needs it."""
+    """Return this process's own host memory, pinned if the device's copy engines need that."""
     return pinned_memory(nbytes, device) if device.has_runtime else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
 
 
@@ -110,7 +96,7 @@ class SharedMemory:
         os.ftruncate(descriptor, max(nbytes, 1))
         region = _Mapped(descriptor, nbytes)
         # Pages come with their first use: better here than in the first iteration.
-        region.touch()
+        region._tensor.zero_()
         return {"process": os.getpid(), "descriptor": descriptor, "nbytes": nbytes}, region
 
     def open(self, handle: Any) -> Region:
@@ -126,9 +112,6 @@ class _Mapped(TensorRegion):
         self._descriptor = descriptor
         # The tensor keeps the mapping alive, the mapping the memory.
         super().__init__(torch.frombuffer(mmap.mmap(descriptor, max(nbytes, 1)), dtype=torch.uint8))
-
-    def touch(self) -> None:
-        self._tensor.zero_()
 
     def close(self) -> None:
         super().close()

@@ -116,8 +116,7 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
             expected = _content(_last_number(number), sizes.kinds[0], device)
             seen = [torch.zeros_like(tensor) for tensor in expected]
             piece, offsets = layout.place(number, sizes.kinds[0])
-            for offset, tensor in zip(offsets, seen, strict=True):
-                lender.regions[piece].read(offset, tensor)
+            lender.regions[piece].read(zip(offsets, seen, strict=True))
             wrong += not all(map(torch.equal, seen, expected))
         found["wrong"] = wrong
     dist.barrier()

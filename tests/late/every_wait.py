@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What runs on late devices: no thread copies there (`lanes`).
 MODULES = (
-    *("evictor", "acceptor", "engine", "streams", "executor", "one_sided", "distributed", "headed", "edges"),
+    *("evictor", "acceptor", "engine", "streams", "executor", "one_sided", "control", "distributed", "edges"),
     *("collectives", "shards"),
 )
 
@@ -94,7 +94,6 @@ NEAREST = {
     "collectives": "vocabulary",
     "shards": "vocabulary",
     "streams": "vocabulary 2",
-    "headed": "differ",
     "one_sided": "lender",
 }
 

@@ -26,9 +26,8 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.distributed import Distributed, pair_groups, try_out
+from bpipe.transport.distributed import Distributed, Headed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
-from bpipe.transport.headed import Headed
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension
@@ -127,8 +126,8 @@ class Rank:
                 made[partner] = self._reaching(low == high, control)
                 continue
             try_out(groups, device(self.rank))
-            alike = Distributed(control, groups)  # type: ignore[arg-type]
-            made[partner] = Headed(alike, control) if self._pipeline.differing else alike  # type: ignore[arg-type]
+            transport = Headed if self._pipeline.differing else Distributed
+            made[partner] = transport(control, groups)  # type: ignore[arg-type]
         return made
 
     def _two_sided(self, low: int, high: int) -> bool:

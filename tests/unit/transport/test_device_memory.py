@@ -42,11 +42,11 @@ def test_an_opened_handle_is_the_lenders_memory(cuda: FakeCuda) -> None:
     handle, lent = memory(cuda).make(4096)
     opened = memory(cuda).open(json.loads(json.dumps(handle)))
     sent, back = numbers(1000), torch.zeros(1000, dtype=torch.uint8)
-    opened.write(96, sent)
-    lent.read(96, back)
+    opened.write([(96, sent)])
+    lent.read([(96, back)])
     assert torch.equal(sent, back)
     back.zero_()
-    opened.read(96, back)
+    opened.read([(96, back)])
     assert torch.equal(sent, back)
     opened.close()
     lent.close()
@@ -57,10 +57,10 @@ def test_an_opened_handle_is_the_lenders_memory(cuda: FakeCuda) -> None:
 def test_what_lies_beside_a_copy_is_not_touched(cuda: FakeCuda) -> None:
     _, lent = memory(cuda).make(3000)
     whole = torch.full((3000,), 17, dtype=torch.uint8)
-    lent.write(0, whole)
-    lent.write(1000, numbers(1000))
+    lent.write([(0, whole)])
+    lent.write([(1000, numbers(1000))])
     back = torch.zeros(3000, dtype=torch.uint8)
-    lent.read(0, back)
+    lent.read([(0, back)])
     assert torch.equal(back[1000:2000], numbers(1000))
     assert (back[:1000] == 17).all()
     assert (back[2000:] == 17).all()
@@ -69,9 +69,9 @@ def test_what_lies_beside_a_copy_is_not_touched(cuda: FakeCuda) -> None:
 def test_nothing_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
     _, lent = memory(cuda).make(100)
     with pytest.raises(AssertionError, match="50 bytes at 60 of a region of 100"):
-        lent.write(60, numbers(50))
+        lent.write([(60, numbers(50))])
     with pytest.raises(AssertionError, match="50 bytes at 60 of a region of 100"):
-        lent.read(60, numbers(50))
+        lent.read([(60, numbers(50))])
     assert cuda.streams == []
 
 
@@ -91,7 +91,7 @@ def test_an_error_of_cudas_names_the_call(cuda: FakeCuda, call: str, error: Erro
     def one_transfer() -> None:
         handle, lent = memory(cuda).make(100)
         opened = memory(cuda).open(handle)
-        opened.write(0, numbers(100))
+        opened.write([(0, numbers(100))])
         opened.close()
         lent.close()
 
@@ -152,9 +152,9 @@ def test_a_transfer_is_one_call_where_cuda_has_one(
     """
     cuda = installed(FakeCuda(version, driver), monkeypatch)
     _, lent = memory(cuda).make(4096)
-    lent.write_all(pieces(10, 1000, 7))
+    lent.write(pieces(10, 1000, 7))
     back = [(offset, torch.zeros_like(sent)) for offset, sent in pieces(10, 1000, 7)]
-    lent.read_all(back)
+    lent.read(back)
     assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(back, pieces(10, 1000, 7), strict=True))
     assert cuda.batches == ([3, 3] if batched else [])
     assert cuda.streams == [7] * (2 if batched else 6)
@@ -164,7 +164,7 @@ def test_a_batch_that_cuda_refuses_is_an_error(cuda: FakeCuda) -> None:
     _, lent = memory(cuda).make(4096)
     cuda.failing["cudaMemcpyBatchAsync"] = Error.cudaErrorMapBufferObjectFailed
     with pytest.raises(RuntimeError, match="cudaMemcpyBatchAsync failed: cudaErrorMapBufferObjectFailed"):
-        lent.write_all(pieces(10, 20))
+        lent.write(pieces(10, 20))
 
 
 def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: FakeCuda) -> None:
@@ -175,7 +175,7 @@ def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: 
     handle, lent = memory(cuda).make(4096)
     opened, pinned = memory(cuda).open(handle), own_memory(4096, cuda.device())
     for region in (lent, opened, pinned):
-        region.write(0, numbers(100))
+        region.write([(0, numbers(100))])
     cuda.calls.clear()
     for region in (opened, lent, pinned):
         region.abandon()
