@@ -13,7 +13,7 @@ import torch
 
 from bpipe.record.format import ONE_SIDED
 from bpipe.record.report.memory import without_transfers
-from bpipe.runtime.waits import BLOCKING, wait_level
+from bpipe.runtime.config import BLOCKING, wait_level
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.dependencies import Dependencies

@@ -221,7 +221,7 @@ def hosted(acceptor: Acceptor | None) -> dict[str, float]:
     worked = time.process_time()
     begin = time.perf_counter()
     if acceptor is not None:
-        acceptor.hear(Action(0, Kind.HOST, 0), 1)
+        acceptor.hear(1)
         acceptor.host(HOSTED[Kind.HOST], 0)
         acceptor.give_back(HOSTED[Kind.RETURN], 0)
         acceptor.end()

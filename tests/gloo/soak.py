@@ -35,8 +35,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
-from bpipe.runtime.messages import Messages
-from bpipe.runtime.stage import TorchStages
+from bpipe.runtime.stage import Messages, TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.schedule.action import Action
 from bpipe.schedule.host_buffers import links_of

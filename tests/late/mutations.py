@@ -80,12 +80,11 @@ TABLE = (
     # Synchronous transfers.
     mutate("evictor", "self.finish_evictions()", "pass"),
     mutate("evictor", "self._finish(activations, ActivationsState.HERE)", "pass"),
-    mutate("engine", "self._evictor.finish_all()", "pass"),
+    mutate("engine", "self._partners.finish_all()", "pass"),
     # Where the engine lets the two roles wait.
-    mutate("engine", "self._evictor.finish_evictions()", "pass"),
-    mutate("engine", "self._evictor.finish_evictions()", "pass", nth=1),
-    mutate("engine", "self._finish_loads(self._evictor, step)", "pass"),
-    mutate("engine", "evictor.finish_load(each)", "pass"),
+    mutate("engine", "self._partners.finish_evictions()", "pass"),
+    mutate("engine", "self._partners.finish_evictions()", "pass", nth=1),
+    mutate("engine", "self._partners.finish_load(computation)", "pass"),
     mutate("engine", "pending.wait()", "pass"),
     # [8]: host buffers.
     mutate("acceptor", "self._settle(buffer)  # [8]", "pass"),

@@ -17,9 +17,8 @@ from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
-from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.stage import TorchStages
+from bpipe.runtime.stage import Messages, TorchStages
 from bpipe.runtime.streams import allocated_on, copying_on
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.schedule import Schedule

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bpipe.runtime.graph_pieces import Pieces
+from bpipe.runtime.graph import Pieces
 from bpipe.schedule.action import Action, Kind
 from megatron.scheduling.loop.driver import Driver
 

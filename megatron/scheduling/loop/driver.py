@@ -27,7 +27,7 @@ from bpipe.record.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.checksums import Certificate, Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import TIMERS, Engine
-from bpipe.runtime.graph_pieces import Pieces
+from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
 from bpipe.runtime.meter import Meter

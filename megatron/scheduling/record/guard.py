@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from bpipe.runtime.board import first_to_say
+from bpipe.runtime.failures import first_to_say
 
 
 class Guard:
