@@ -13,7 +13,6 @@ sizes and lends the memory.
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -21,8 +20,10 @@ import torch
 from bpipe.runtime.errors import TransferError, advance
 from bpipe.runtime.streams import Streams
 from bpipe.schedule.action import Action
-from bpipe.transport.base import Done, OneSided, Pending, Transport, TwoSided
+from bpipe.transport.base import Done, Pending
+from bpipe.transport.distributed import Distributed
 from bpipe.transport.layout import BufferLayout
+from bpipe.transport.one_sided import OneSidedCopies, Transport
 
 
 class HostBufferState(enum.Enum):
@@ -54,8 +55,8 @@ class HostBuffer:
         self.holds = None if state is HostBufferState.FREE else action
 
 
-class Acceptor(ABC):
-    """The acceptor's half of all transfers with one partner.
+class Acceptor:
+    """The acceptor's half of all transfers with one partner: learns the sizes of what comes and lays out where it goes.
 
     Args:
         stages_in_buffers: For each host buffer the partner's stages that it hosts.
@@ -74,9 +75,9 @@ class Acceptor(ABC):
         return self._layout.num_buffers
 
     @property
-    @abstractmethod
     def host_buffer_bytes(self) -> int:
         """Bytes of the host buffers, used or not."""
+        return self._layout.nbytes
 
     @property
     def moved_bytes(self) -> Mapping[int, int]:
@@ -104,17 +105,15 @@ class Acceptor(ABC):
         self._sizes |= grown
         return bool(grown)
 
-    @abstractmethod
     def host(self, action: Action, host_buffer: int) -> None:
         """Begin to fill a host buffer."""
+        raise NotImplementedError
 
-    @abstractmethod
     def give_back(self, action: Action, host_buffer: int) -> None:
-        """Begin to empty a host buffer."""
+        """Begin to empty a host buffer, unless the evictor copies by itself."""
 
-    @abstractmethod
     def end(self) -> None:
-        """End the iteration: every host buffer must be free again."""
+        """End the iteration: every host buffer must be free again. A one-sided evictor keeps them apart by itself."""
 
     def let_go(self) -> None:
         """Free the host buffers. The next HOST allocates them again, for all sizes that are known."""
@@ -125,25 +124,20 @@ class Acceptor(ABC):
         self.let_go()
         self._sizes.clear()
 
-    @abstractmethod
     def abandon(self) -> None:
-        """Drop everything after an error; the run is over."""
+        """Drop every transfer after an error; the run is over."""
 
 
 class LendingAcceptor(Acceptor):
     """Lends memory to an evictor that does the rest by itself, or does nothing if the evictor uses its own."""
 
-    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSided) -> None:
+    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSidedCopies) -> None:
         super().__init__(stages_in_buffers, transport)
         self._transport = transport
 
     @property
     def moved_bytes(self) -> Mapping[int, int]:
         return {}
-
-    @property
-    def host_buffer_bytes(self) -> int:
-        return self._layout.nbytes
 
     def hear(self, num_stages: int) -> None:
         if self._transport.lends:
@@ -154,15 +148,6 @@ class LendingAcceptor(Acceptor):
         if nbytes:
             self._transport.lend(nbytes)
 
-    def give_back(self, action: Action, host_buffer: int) -> None:
-        """Do nothing: the evictor copies by itself."""
-
-    def end(self) -> None:
-        """Do nothing: the evictor's own order keeps the buffers apart."""
-
-    def abandon(self) -> None:
-        """Do nothing: no transfer is held."""
-
 
 class ReceivingAcceptor(Acceptor):
     """Receives into its host buffers and sends them back. `wait` waits for a transfer and names it in errors."""
@@ -170,7 +155,7 @@ class ReceivingAcceptor(Acceptor):
     def __init__(
         self,
         stages_in_buffers: Sequence[frozenset[int]],
-        transport: TwoSided,
+        transport: Distributed,
         streams: Streams,
         device: torch.device,
         wait: Callable[[Pending, Action, str], None],

@@ -25,7 +25,8 @@ from bpipe.schedule.action import READING, Action, Kind
 from bpipe.schedule.host_buffers import Residencies, Residency
 from bpipe.schedule.schedule import Schedule, computed_together
 from bpipe.schedule.steps import Step, one_by_one, steps
-from bpipe.transport.base import Pending, Transport
+from bpipe.transport.base import Pending
+from bpipe.transport.one_sided import Transport
 
 # Names of the timers of an engine's own time: issuing each kind of transfer, and waiting for one.
 WAITING = "bpipe-wait"

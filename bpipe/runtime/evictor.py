@@ -34,8 +34,9 @@ from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.streams import Streams, used_here, used_on
 from bpipe.schedule.action import Action, Key
-from bpipe.transport.base import Done, Pending, Transport
+from bpipe.transport.base import Done, Pending
 from bpipe.transport.layout import BufferLayout
+from bpipe.transport.one_sided import Transport
 
 # Waits for a transfer of an action; the text is its state, for errors.
 Wait = Callable[[Pending, Action, str], None]

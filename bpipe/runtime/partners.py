@@ -31,7 +31,7 @@ from bpipe.schedule.host_buffers import (
 )
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Transport
+from bpipe.transport.one_sided import Transport
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 
 from bpipe.runtime import cuda
 from bpipe.transport.base import Pending
-from bpipe.transport.device import Device
+from bpipe.transport.device_memory import Device
 from bpipe.transport.lanes import CopyLane, Job, ThreadLane, Ticket
 
 # Whether a lane times the jobs that it is given now.

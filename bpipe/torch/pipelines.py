@@ -1,8 +1,4 @@
-"""Say which processes are pipelines of the world and where their pairs lie, and connect those that move anything.
-
-In: the group of this process's stages, and its schedule. Out: the global ranks of every pipeline; a transport to each
-rank that this one sends to or hosts for; a line on the machines of pairs. Knows no tensors.
-"""
+"""The pipelines of the world and the machines of their pairs, and connections of the pairs that move anything."""
 
 from __future__ import annotations
 
@@ -20,16 +16,16 @@ from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import moves_anything
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Transport
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from bpipe.transport.one_sided import Transport
 
 
 def pipelines_of(group: Any, schedule: Schedule) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Return the global ranks of every pipeline of the world, each once, by position, and the machine of every rank of
-    the world; `group` is that of the stages, None for the whole world.
+    """Return the global ranks of every pipeline of the world, by position, and the machine of every rank of the world.
 
-    Collective over the world. Raises ValueError on every rank where not all run this schedule.
+    Collective over the world. Raises ValueError on every rank if not all run this schedule. `group` is that of the
+    stages, None for the whole world.
     """
     mine = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
@@ -45,9 +41,9 @@ def pipelines_of(group: Any, schedule: Schedule) -> tuple[list[tuple[int, ...]],
 
 
 def pairs_placed(schedule: Schedule, pipelines: Sequence[Sequence[int]], machines: Sequence[str]) -> str:
-    """Return a line that says whether the ranks between which activations move share a machine.
+    """Return a line on whether the ranks between which activations move share a machine.
 
-    `pipelines`: global ranks, by position. `machines`: of every rank of the world, by name.
+    `pipelines`: global ranks, by position. `machines`: names, by global rank.
     """
     links = sorted({(min(link), max(link)) for link in links_of(schedule) if link[0] != link[1]})
     if not links:
@@ -71,25 +67,32 @@ def pairs_placed(schedule: Schedule, pipelines: Sequence[Sequence[int]], machine
 
 @dataclass(frozen=True)
 class Connected:
-    """This rank's connections by the place of the other, every pair's link, and lines about them for the log: a table,
-    and where pairs are `placed`."""
+    """This rank's connections."""
 
     connections: dict[int, Connection | OwnMemory]
+    """By the other's position in the pipeline."""
+
     links: list[MeasuredLink]
+    """Of every pair of the world."""
+
     table: str
+    """Of the links, for the log."""
+
     pipelines: list[tuple[int, ...]]
+    """Global ranks of every pipeline, by position."""
+
     placed: str = ""
+    """Whether pairs share a machine, for the log."""
 
     def transports(self, differing: bool) -> dict[int, Transport]:
         """Return transports for one schedule."""
-        return {place: each.transport(differing=differing) for place, each in self.connections.items()}
+        return {place: connection.transport(differing=differing) for place, connection in self.connections.items()}
 
 
 def connected(group: Any, schedule: Schedule, transfers: TransferConfig, device: torch.device) -> Connected:
-    """Connect what this schedule moves anything between.
+    """Connect the pairs of this schedule. Collective over the world if anything moves, without a message otherwise.
 
-    Collective over the world where anything moves, and without a message where nothing does. Raises ValueError or
-    RuntimeError where a pair has no transport.
+    Raises ValueError or RuntimeError if a pair has no transport.
     """
     if not moves_anything(schedule):
         return Connected({}, [], "", [])

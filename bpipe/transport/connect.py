@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from bpipe.schedule.hosts import Pair
 from bpipe.transport import AUTO
-from bpipe.transport.base import Transport
 from bpipe.transport.control import Control, Subject
 from bpipe.transport.device_memory import Device, DeviceMemory
 from bpipe.transport.distributed import (
@@ -37,7 +36,7 @@ from bpipe.transport.host_memory import (
 )
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import SharedMemory
-from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, Peer, Transport
 from bpipe.transport.probe import measure, measure_alone
 
 TWO_SIDED = ("nccl", "gloo")
@@ -156,9 +155,9 @@ class Connection:
                 f"{self.link.transport if self.link else 'others'}"
             )
         if name == "host":
-            return OneSidedCopies(HostMemory(self._device, self.budget), *self._lanes)
+            return HostMemory(self._device, *self._lanes, self.budget)
         lender = DeviceMemory(self._device) if self._device.has_runtime else SharedMemory()
-        return OneSidedCopies(Peer(self.control, lender), *self._lanes)
+        return Peer(self.control, lender, *self._lanes)
 
     def settle(self, link: MeasuredLink) -> None:
         """Use this link from now on. Both ranks call it with the same one.
@@ -206,7 +205,7 @@ class OwnMemory:
     def transport(self, name: str | None = None, differing: bool = False) -> Transport:
         """Return the transport for one program, which is always `host` and takes any sizes. All share the lanes."""
         way_out = "Evict less (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)"
-        return OneSidedCopies(HostMemory(self._device, self._budget, "--bpipe-hosts", way_out), *self._lanes)
+        return HostMemory(self._device, *self._lanes, self._budget, "--bpipe-hosts", way_out)
 
     def close(self) -> None:
         for lane in self._lanes:

@@ -212,21 +212,27 @@ class Distributed:
         self._groups = groups
 
     def announce(self, sizes: Sizes) -> Works:
+        """Announce the lengths of a micro-batch's tensors, on the evictor, once for each stage before its first put."""
         return self._control.send(Subject.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
     def learn(self) -> dict[int, tuple[int, ...]]:
+        """Return the evictor's next announcement, on the acceptor. Blocks until it is there."""
         return {stage: tuple(lengths) for stage, lengths in self._control.receive(Subject.SIZES)}
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Send flat uint8 tensors into the host buffer. They must not change or be freed before the wait."""
         return self._send(tensors)
 
     def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Receive the host buffer into the tensors. They must not be read before the wait."""
         return self._receive(tensors)
 
     def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Receive what the partner puts into this host buffer, whose memory is `tensors`; on the acceptor."""
         return self._receive(tensors)
 
     def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Let the partner get this host buffer, on the acceptor. It must not be refilled before the wait."""
         return self._send(tensors)
 
     def release(self) -> None:

@@ -24,9 +24,9 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.torch import BalancedSchedule
 from bpipe.torch import schedule as torch_schedule
 from bpipe.torch.orders import config_of
-from bpipe.transport.base import Transport
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
+from bpipe.transport.one_sided import Transport
 from tests.late.devices import Draw, device, extension
 from tests.late.group import join
 from tests.late.model import LateModel, Place, nothing

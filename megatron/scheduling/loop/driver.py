@@ -40,8 +40,8 @@ from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import KeptMemory, Memory, moves_anything
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from bpipe.transport.one_sided import Transport
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.hooks.loop_config import OwnTime, streams_of_layers
 from megatron.scheduling.loop.halves import Halves, Keep
