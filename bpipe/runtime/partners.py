@@ -131,9 +131,6 @@ class Partners:
     def _end(self, other: int) -> str:
         return "its own node's memory" if other == self._rank else f"stage {other}"
 
-    # -- what is held
-    # ------------------------------------------------------------------------------------------------------------------
-
     @property
     def sizing(self) -> Sizing | None:
         """Sizes of all evictors together; None without partners. Each evictor has buffers of its own with its host."""
@@ -176,9 +173,6 @@ class Partners:
         return action.kind in (Kind.EVICT, Kind.LOAD) or (
             action.kind in TRANSFER and not self._transports[self.partner_of(action)].one_sided
         )
-
-    # -- one iteration
-    # ------------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self._passed = Unmoved()
@@ -241,9 +235,6 @@ class Partners:
     def end(self) -> None:
         for role in (*self._evictors.values(), *self._acceptors.values()):
             role.end()
-
-    # -- between iterations
-    # ------------------------------------------------------------------------------------------------------------------
 
     def gather(self, first: Action) -> None:
         """Allocate host buffers anew as one piece if they grew before all sizes were known or have become too small.

@@ -18,8 +18,8 @@ import torch
 
 from bpipe.runtime import cuda
 from bpipe.transport.base import Pending
-from bpipe.transport.device_memory import Device
 from bpipe.transport.lanes import CopyLane, Job, ThreadLane, Ticket
+from bpipe.transport.memory import Device
 
 # Whether a lane times the jobs that it is given now.
 _timed: ContextVar[bool] = ContextVar("timed", default=False)

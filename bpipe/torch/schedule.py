@@ -5,11 +5,12 @@ Torch's runtime runs it, and the engine, called around every computation, moves 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,19 @@ from bpipe.plan.fit import Fit, plan_lines
 from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.links import disconnect
+from bpipe.runtime.links import connect_pairs, disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
 from bpipe.schedule.action import Action
 from bpipe.schedule.families.families import default_family
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.memory import moves_anything
+from bpipe.schedule.schedule import Schedule
 from bpipe.torch.buffers import ReceiveBuffers
 from bpipe.torch.calls import StepCalls
 from bpipe.torch.checks import refuse_split_recomputation, refuse_standstill, why_unmoved
 from bpipe.torch.memory_budget import Memory, RankBudgets
 from bpipe.torch.orders import KIND_OF, Source, config_of, refuse_other_places, refuse_unrunnable, torch_orders
-from bpipe.torch.pipelines import connected, pipelines_of
 from bpipe.torch.record import StepRecord
 from bpipe.torch.sizes import clear_received, everywhere, hand_over, weigh
 from bpipe.torch.upstream import (
@@ -45,6 +48,8 @@ from bpipe.torch.upstream import (
     require_attributes,
 )
 from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
+from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from bpipe.transport.one_sided import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +83,57 @@ def _refuse_other_messages(torch_options: dict[str, Any]) -> None:
             f"max_outstanding_sends={torch_options['max_outstanding_sends']} makes ranks wait for sends, which bpipe does "
             "not consider where it looks for deadlocks: leave it out"
         )
+
+
+@dataclass(frozen=True)
+class Connected:
+    """This rank's connections."""
+
+    connections: dict[int, Connection | OwnMemory]
+    """By the other's position in the pipeline."""
+
+    links: list[MeasuredLink]
+    """Of every pair of the world."""
+
+    table: str
+    """Of the links, for the log."""
+
+    pipelines: list[tuple[int, ...]]
+    """Global ranks of every pipeline, by position; empty if nothing moves."""
+
+    def transports(self, differing: bool) -> dict[int, Transport]:
+        """Return transports for one schedule."""
+        return {place: connection.transport(differing=differing) for place, connection in self.connections.items()}
+
+
+def connected(group: Any, schedule: Schedule, transfers: TransferConfig, device: torch.device) -> Connected:
+    """Connect the pairs of this schedule. Collective over the world if anything moves, without a message otherwise.
+
+    Raises ValueError or RuntimeError if a pair has no transport.
+    """
+    if not moves_anything(schedule):
+        return Connected({}, [], "", [])
+    pipelines = pipelines_of(group, schedule)
+    return Connected(*connect_pairs(schedule, pipelines, transfers, device), pipelines)
+
+
+def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
+    """Return the global ranks of every pipeline of the world, by position. Collective over the world.
+
+    `group` is that of the stages, None for the whole world. Raises ValueError on every rank if not all run this
+    schedule.
+    """
+    mine = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, text))
+    others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    if others:
+        raise ValueError(
+            f"ranks {', '.join(map(str, others))} made a different schedule from rank 0: give every rank of the "
+            "world the same micro-batches, schedule and balance"
+        )
+    return sorted({ranks for ranks, _ in everyone})
 
 
 class BalancedSchedule(Runtime):  # type: ignore[misc]
@@ -188,8 +244,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         try:
             connections = self._connections = connected(group, self.schedule, transfers, settings.device)
             self.links = connections.links
-            for line in filter(None, (connections.table, connections.placed)):
-                logger.info("bpipe: %s", line)
+            if connections.table:
+                logger.info("bpipe: %s", connections.table)
             refuse_standstill(self.schedule, self.pipeline_order_with_comms, transfers, settings.device, self.links)
         except (ValueError, RuntimeError) as error:
             name_arguments(error)
@@ -199,7 +255,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.engine = Engine(self.schedule, self.rank, transports, settings, self.meter)
         folder, steps = self._report_to
         if final and folder is not None:
-            pipelines = connections.pipelines or pipelines_of(group, self.schedule)[0]
+            pipelines = connections.pipelines or pipelines_of(group, self.schedule)
             self._report = StepRecord(folder, steps, self.config, pipelines, self._stages, settings.device)
 
     @classmethod

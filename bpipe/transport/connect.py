@@ -14,7 +14,6 @@ import torch.distributed as dist
 from bpipe.schedule.hosts import Pair
 from bpipe.transport import AUTO
 from bpipe.transport.control import Control, Subject
-from bpipe.transport.device_memory import Device, DeviceMemory
 from bpipe.transport.distributed import (
     Distributed,
     Headed,
@@ -35,7 +34,7 @@ from bpipe.transport.host_memory import (
     read_text,
 )
 from bpipe.transport.lanes import CopyLane
-from bpipe.transport.memory import SharedMemory
+from bpipe.transport.memory import Device, DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, Peer, Transport
 from bpipe.transport.probe import measure, measure_alone
 

@@ -15,12 +15,11 @@ import torch
 
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Control, Subject, Works
-from bpipe.transport.device_memory import Device
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.host_memory import Budget
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.layout import BufferLayout, Sizes
-from bpipe.transport.memory import Lender, Region, own_memory
+from bpipe.transport.memory import Device, Lender, Region, own_memory
 
 
 class OneSidedCopies(ABC):
@@ -38,9 +37,6 @@ class OneSidedCopies(ABC):
         # Host buffers that hold a micro-batch, and what touched each buffer last.
         self._full: set[int] = set()
         self._last: dict[int, Pending] = {}
-
-    # -- sizes and memory
-    # ------------------------------------------------------------------------------------------------------------------
 
     def reach(self, layout: BufferLayout) -> None:
         """Set the layout of the host buffers, on the evictor and before anything else.
@@ -78,9 +74,6 @@ class OneSidedCopies(ABC):
     def _region(self, piece: int) -> Region:
         """Return a piece, on the evictor. Blocks, the first time, until it is there."""
 
-    # -- copies
-    # ------------------------------------------------------------------------------------------------------------------
-
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
         """Copy the tensors into the host buffer. They must not change or be freed before the wait."""
         self.grow()
@@ -107,9 +100,6 @@ class OneSidedCopies(ABC):
         lane, last = self._outbound if fills else self._inbound, self._last.get(host_buffer)
         self._last[host_buffer] = lane.run(copy, after=[] if last is None else [last])  # [8]
         return self._last[host_buffer]
-
-    # -- the end
-    # ------------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Give the host buffers back, because another program takes over or the run is over. Both ends call it."""

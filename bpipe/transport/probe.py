@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from bpipe.transport.control import Control, Subject
-from bpipe.transport.device_memory import Device
 from bpipe.transport.layout import BufferLayout
+from bpipe.transport.memory import Device
 from bpipe.transport.one_sided import Transport
 
 # Ten times what a latency-bound message takes on the slowest link here, a few milliseconds on the fastest.

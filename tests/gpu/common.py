@@ -16,8 +16,7 @@ import torch
 
 from bpipe.runtime.capture import find
 from bpipe.runtime.streams import Clock, copying_on, synchronize
-from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.memory import Lender, Region, own_memory
+from bpipe.transport.memory import DeviceMemory, Lender, Region, own_memory
 
 # `SMALL` is for late devices, which stand for a GPU on a small CPU.
 FULL, MODERATE, SMALL = "full", "moderate", "small"

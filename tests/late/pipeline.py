@@ -23,9 +23,9 @@ from bpipe.runtime.streams import allocated_on, copying_on
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
-from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, Headed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
+from bpipe.transport.memory import DeviceMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer, Transport
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension

@@ -63,7 +63,7 @@ def loss_of(made: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
 class Connections:
     """What `connected` returns: this rank's transports, which are there already."""
 
-    table = placed = ""
+    table = ""
 
     def __init__(self, transports: dict[int, Transport], links: list[MeasuredLink]) -> None:
         self._transports, self.links = transports, links

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from bpipe.transport import device_memory
+from bpipe.transport import memory
 from bpipe.transport.base import Pending
-from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import BufferLayout, Sizes
-from bpipe.transport.memory import SharedMemory
+from bpipe.transport.memory import DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.unit.transport.fake_cuda import FakeCuda
 from tests.unit.transport.loopback import AtOnce, alone, controls, peers
@@ -203,7 +202,7 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
     minutes."""
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)
@@ -220,7 +219,7 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
 def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from bpipe.transport import device_memory, probe
+from bpipe.transport import memory, probe
 from bpipe.transport.base import Done, Pending
-from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.layout import Sizes
+from bpipe.transport.memory import DeviceMemory
 from bpipe.transport.one_sided import Peer
 from bpipe.transport.probe import measure
 from tests.unit.transport.fake_cuda import Error, FakeCuda
@@ -25,7 +25,7 @@ from tests.unit.transport.loopback import CPU, AtOnce, controls
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
     monkeypatch.setattr(probe, "PROBE_BYTES", 1 << 16)
     return cuda
 
