@@ -58,9 +58,7 @@ class HostBuffer:
 class Acceptor:
     """The acceptor's half of all transfers with one partner: learns the sizes of what comes and lays out where it goes.
 
-    Args:
-        stages_in_buffers: For each host buffer the partner's stages that it hosts.
-        transport: To the partner.
+    `stages_in_buffers` are, for each host buffer, the partner's stages that it hosts.
     """
 
     def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: Transport) -> None:

@@ -135,10 +135,7 @@ class Uses:
 
 
 def find(
-    roots: Sequence[Any],
-    inputs: Sequence[torch.Tensor | None],
-    device: torch.device,
-    held: Sequence[torch.Tensor] = (),
+    roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], device: torch.device, held: Sequence[torch.Tensor] = ()
 ) -> tuple[SavedStorage, ...]:
     """Return every storage saved in a graph once, in a fixed order. It takes a few microseconds per node.
 
@@ -247,11 +244,7 @@ def _held_elsewhere(wrappers: dict[int, torch.Tensor]) -> set[int]:
 
 
 def _judge(
-    use: Uses,
-    inputs: Sequence[torch.Tensor | None],
-    device: torch.device,
-    elsewhere: Collection[int],
-    holders: Holders,
+    use: Uses, inputs: Sequence[torch.Tensor | None], device: torch.device, elsewhere: Collection[int], holders: Holders
 ) -> SavedStorage:
     storage, originals = use.storage, use.originals
     expected = use.expected + holders.num_others(storage, [*map(id, originals)])

@@ -101,13 +101,7 @@ class Certificate:
 
 
 class Verifier:
-    """Checks the first iterations of one rank, all programs together.
-
-    Args:
-        name: This process in errors.
-        device: Where activations are computed.
-        iterations: Number of iterations to check, infinity for all.
-    """
+    """Checks the first `iterations` of one rank (infinity: all), all programs together. `name` is for errors."""
 
     def __init__(self, name: str, device: torch.device, iterations: float) -> None:
         self._name, self._device, self._iterations = name, device, iterations

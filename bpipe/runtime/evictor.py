@@ -87,15 +87,8 @@ class Activations:
 class Evictor:
     """The evictor's half of all transfers with one partner.
 
-    Args:
-        stages_in_buffers: For each of the partner's host buffers the stages of this rank that it holds.
-        transport: To the partner.
-        streams: Of this process.
-        config: Of the engine.
-        wait: Waits for a transfer and names it in errors.
-        kept: Collects what stays.
-        claims: Shared by all evictors of a rank.
-        link: How activations travel, for the verifier's errors.
+    `stages_in_buffers` are, for each of the partner's host buffers, the stages of this rank that it holds. `claims` are
+    shared by all evictors of a rank. `link` is how activations travel, for the verifier's errors.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from bpipe.record.report.memory import own_peak, peak_of_rule
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.recorder import ExactBytes, Recorder
+from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.sizing import Unmoved
 from bpipe.schedule.action import Kind
 from bpipe.schedule.memory import Memory
@@ -28,10 +28,10 @@ def iteration_of(
     sizing = engine.sizing
     if sizing is not None and not sizing.differing:
         sizing = None
-    # The size of a host buffer is not that of what came into it.
-    exact = None if sizing is None else ExactBytes(meter.each_bytes, sizing.moved_each)
+    # If sizes differ, the size of a host buffer is not that of what came into it.
     hosted = engine.hosted_bytes if sizing is None else {}
-    rows, elapsed_s = recorder.rows(meter.saved_bytes, {**hosted, **engine.moved_bytes}, exact)
+    exact = (None, None) if sizing is None else (meter.each_bytes, sizing.moved_each)
+    rows, elapsed_s = recorder.rows(meter.saved_bytes, {**hosted, **engine.moved_bytes}, *exact)
     stayed, shares = Unmoved() if sizing is None else sizing.stayed, engine.shares
     return Iteration(
         iteration=number,
@@ -110,21 +110,10 @@ def summary_of(
 ) -> RankSummary:
     """Return what a rank measured and what its schedule predicts for micro-batches of this size.
 
-    Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most that
-    its own micro-batches occupy in any slot, and its buffers.
-
-    Args:
-        engine: After an iteration.
-        meter: Of the engine.
-        place: Of this rank in its pipeline.
-        rank: In the world.
-        pipeline: Index of its pipeline.
-        balanced: Whether activations move.
-        peaks: Micro-batches and bytes of each iteration. The first does not count if there are others: what
-            micro-batches share is known only after two of them.
-        differing: Of all iterations.
-        certificate: What was verified.
-        slices: For micro-batches cut into slices.
+    `place` is its position in the pipeline. `peaks` are micro-batches and bytes of each iteration; the first does not
+    count if there are others, because what micro-batches share is known only after two of them. Host buffers are
+    preallocated, so a rank holds all of them from the first HOST on: the prediction is the most that its own
+    micro-batches occupy in any slot, and its buffers.
     """
     schedule, saved, moved = engine.schedule, meter.saved_bytes, engine.moved_bytes
     # As in the meter, a micro-batch of which less than half has left is still here.

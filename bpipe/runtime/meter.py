@@ -56,9 +56,6 @@ class _Storage:
     nbytes: int
     received: bool = False
 
-    def nbytes_now(self) -> int:
-        return _nbytes(self.reference)
-
 
 def _nbytes(reference: StorageWeakRef) -> int:
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -221,7 +218,7 @@ class Meter:
         held.looks = max(0, held.looks - 1)
         held.bytes_now = 0
         for key in tuple(held.addresses):
-            nbytes = self._storages[key].nbytes_now()
+            nbytes = _nbytes(self._storages[key].reference)
             # What was received may be emptied after its backward, and stay.
             if self._storages[key].reference.expired() or (held.over and not nbytes):
                 held.addresses.remove(key)

@@ -47,17 +47,8 @@ class Partners:
     """The partners of one rank, by their ranks, ascending: what waits for both ends is done with one after the other,
     in one order on all ranks.
 
-    Args:
-        schedule: The schedule.
-        rank: This rank in it.
-        transports: To the only partner, or by the partner's rank.
-        config: Of the engine.
-        streams: Of this process; None if nothing moves.
-        wait: Waits for a transfer and names it in errors.
-        kept: Collects what stays.
-
-    Raises:
-        ValueError: For transfers without a transport.
+    `transports` are to the only partner, or by the partner's rank; `streams` are None if nothing moves. `wait` waits for
+    a transfer and names it in errors; `kept` collects what stays. Raises ValueError for transfers without a transport.
     """
 
     def __init__(

@@ -28,20 +28,6 @@ class _Noted:
     left_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class ExactBytes:
-    """Bytes that each forward saved, and bytes of it that moved, by stage and micro-batch."""
-
-    saved: Mapping[Key, int]
-    moved: Mapping[Key, int]
-
-    def of(self, action: Action, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> int | None:
-        """Return an action's bytes: those of its micro-batch, or if they are not known, of its stage."""
-        if action.kind is Kind.FORWARD:
-            return self.saved.get(action.key, saved_bytes.get(action.stage))
-        return self.moved.get(action.key, moved_bytes.get(action.stage)) if action.kind in TRANSFER else None
-
-
 class Recorder:
     """The rows of the iteration under way."""
 
@@ -91,20 +77,28 @@ class Recorder:
             row.pending = pending
 
     def rows(
-        self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int], exact: ExactBytes | None = None
+        self,
+        saved_bytes: Mapping[int, int],
+        moved_bytes: Mapping[int, int],
+        saved_each: Mapping[Key, int] | None = None,
+        moved_each: Mapping[Key, int] | None = None,
     ) -> tuple[tuple[Row, ...], float]:
         """Return all rows, by their start, and the seconds of the iteration until now. Waits for the device.
 
-        Bytes are by stage; `exact` are those of each micro-batch, if they differ.
+        Bytes of forwards and of transfers are by stage, and if they differ, by stage and micro-batch.
         """
-        sizes = exact or ExactBytes({}, {})
         assert self._begin is not None
         elapsed_s = self._clock.mark().since(self._begin)
-        # A transfer of a stage of which nothing can move did not take place.
-        happened = [(row, sizes.of(row.action, saved_bytes, moved_bytes)) for row in self._rows]
-        rows = [
-            self._row(row, self._begin, nbytes) for row, nbytes in happened if row.host_buffer is None or nbytes != 0
-        ]
+        rows = []
+        for row in self._rows:
+            action, nbytes = row.action, None
+            if action.kind is Kind.FORWARD:
+                nbytes = (saved_each or {}).get(action.key, saved_bytes.get(action.stage))
+            elif action.kind in TRANSFER:
+                nbytes = (moved_each or {}).get(action.key, moved_bytes.get(action.stage))
+            # A transfer of a stage of which nothing can move did not take place.
+            if row.host_buffer is None or nbytes != 0:
+                rows.append(self._row(row, self._begin, nbytes))
         return tuple(sorted(rows, key=lambda row: row.start_s)), elapsed_s
 
     def _row(self, row: _Noted, base: Mark, nbytes: int | None) -> Row:

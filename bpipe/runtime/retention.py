@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 
 import torch
@@ -112,9 +112,8 @@ class Kept:
         self._before = 0
         self._first: dict[int, int] = {}
         self._kept: dict[int, list[int]] = {}
-        self._seen: dict[int, tuple[int, Mapping[str, int], Mapping[str, int]]] = {}
-        self._softmax: dict[int, int] = {}
-        self._by_plan: dict[int, int] = {}
+        # By stage, the share as the walk shows it.
+        self._seen: dict[int, Share] = {}
 
     def starts(self) -> None:
         """Note that a forward is about to run."""
@@ -141,27 +140,28 @@ class Kept:
         staying: Counter[str] = Counter()
         own = [item for item in own if not self._shared(item.storage)]
         movable_bytes = sum(item.nbytes for item in own if item.alone and item.nbytes >= self._minimum_bytes)
-        self._by_plan[stage] = movable_bytes - leaving_bytes
         for item in own:
             if not item.alone:
                 staying[f"saved by {item.kind} and held elsewhere too"] += item.nbytes
             elif item.nbytes < self._minimum_bytes:
                 staying["in storages below --bpipe-min-bytes"] += item.nbytes
-        self._seen[stage] = sum(item.nbytes for item in own), staying, hiding
-        self._softmax[stage] = sum(item.nbytes for item in own if _is_softmax(item.kind))
+        kept_bytes = sum(item.nbytes for item in own)
+        softmax_bytes = sum(item.nbytes for item in own if _is_softmax(item.kind))
+        by_plan_bytes = movable_bytes - leaving_bytes
+        self._seen[stage] = Share(
+            stage, leaving_bytes, kept_bytes, STORAGES, staying, hiding, by_plan_bytes, softmax_bytes
+        )
 
     def shares(self, moved_bytes: Mapping[int, int]) -> dict[int, Share]:
         """Return the shares by stage, for stages of which `moved_bytes` leave, and end collecting."""
         self._open = False
         shares = {}
         for stage, moved in moved_bytes.items():
-            seen, staying, hiding = self._seen.get(stage, (0, {}, {}))
-            counted = self._kept.get(stage)
-            kept = median_low(counted) if counted else seen
-            if kept > 0:
-                counter = ALLOCATOR if counted else STORAGES
-                by_plan, softmax = self._by_plan.get(stage, 0), self._softmax.get(stage, 0)
-                shares[stage] = Share(stage, moved, kept, counter, staying, hiding, by_plan, softmax)
+            share = replace(self._seen.get(stage, Share(stage, 0, 0, STORAGES, {}, {})), moved_bytes=moved)
+            if counted := self._kept.get(stage):
+                share = replace(share, kept_bytes=median_low(counted), counted_by=ALLOCATOR)
+            if share.kept_bytes > 0:
+                shares[stage] = share
         return shares
 
 

@@ -15,17 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bpipe.predict.cluster import DEVICES
-from bpipe.record.format import (
-    FAILURE,
-    RECORD,
-    RUN,
-    SUMMARY,
-    Iteration,
-    LinkSpeed,
-    RankHeader,
-    RankSummary,
-    RunInfo,
-)
+from bpipe.record.format import FAILURE, RECORD, RUN, SUMMARY, Iteration, LinkSpeed, RankHeader, RankSummary, RunInfo
 from bpipe.record.write import append, write_whole
 from bpipe.transport.connect import Location, MeasuredLink
 
@@ -76,7 +66,10 @@ class RunRecord:
         self.path = RECORD.path(folder, self.rank)
         self._started = False
         self._clock_ahead_s = _clock_ahead_s()
-        self.run = _name_of_run()
+        # A name for all files of this run, so that those of other runs differ.
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, uuid.uuid4().hex[:12] if self.rank == 0 else None)
+        self.run = str(names[0])
         ordered = sorted(pipelines, key=min)
         self.pipeline = next(index for index, ranks in enumerate(ordered) if self.rank in ranks)
 
@@ -116,7 +109,15 @@ class RunRecord:
                 num_pipelines=self._num_pipelines,
                 device=self._device,
                 flops_per_iteration=flops,
-                links=tuple(map(_link_speed, links)),
+                links=tuple(
+                    LinkSpeed(
+                        ranks=frozenset(link.ranks),
+                        transport=link.transport,
+                        bytes_per_s=dict(link.bytes_per_s),
+                        refused=dict(link.refused),
+                    )
+                    for link in links
+                ),
             )
             write_whole(self._folder / RUN, info)
         mine = [link for link in links if self.rank in link.ranks]
@@ -134,22 +135,6 @@ class RunRecord:
             weights_bytes=weights_bytes,
             limit_bytes=self._limit_bytes,
         )
-
-
-def _link_speed(link: MeasuredLink) -> LinkSpeed:
-    return LinkSpeed(
-        ranks=frozenset(link.ranks),
-        transport=link.transport,
-        bytes_per_s=dict(link.bytes_per_s),
-        refused=dict(link.refused),
-    )
-
-
-def _name_of_run() -> str:
-    """Return a name for all files of this run, so that those of other runs differ. Collective over the world."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, uuid.uuid4().hex[:12] if dist.get_rank() == 0 else None)
-    return str(names[0])
 
 
 def _clock_ahead_s() -> float:

@@ -169,12 +169,8 @@ def copying_on(device: torch.device) -> Device:
         # A type alone means the current one, whose index a device's runtime needs.
         index = cast(int | None, device.index)
         device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
-    handle = cuda.stream_handle if device.type == "cuda" else _native_handle
+    handle = cuda.stream_handle if device.type == "cuda" else lambda: int(cast(Any, _here()).native_handle)
     return Device(device, lanes, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device))
-
-
-def _native_handle() -> int:
-    return int(cast(Any, _here()).native_handle)
 
 
 @contextlib.contextmanager

@@ -204,11 +204,7 @@ def answer(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes of every stage, and peaks of every rank without balancing and with it."""
     traced = trace_stages(_function(options["module"]), options["device"])
     stages = [
-        {
-            "parameters": stage.parameters,
-            "saved_bytes": stage.sizes.saved_bytes,
-            "moved_bytes": stage.sizes.moved_bytes,
-        }
+        {"parameters": stage.parameters, "saved_bytes": stage.sizes.saved_bytes, "moved_bytes": stage.sizes.moved_bytes}
         for stage in traced
     ]
     settings = {name: options[name] for name in ("schedule", "group_size")}

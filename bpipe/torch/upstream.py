@@ -57,10 +57,7 @@ NAMES = (
     TorchName(_SCHEDULES, "_Action", "stage_index computation_type microbatch_index sub_actions", "what a rank does"),
     TorchName(_SCHEDULES, "_ComputationType", "", "kinds of actions"),
     TorchName(
-        _SCHEDULES,
-        "_check_torch_compile_compatibility",
-        "stages schedule_name",
-        "split backwards of compiled stages",
+        _SCHEDULES, "_check_torch_compile_compatibility", "stages schedule_name", "split backwards of compiled stages"
     ),
     TorchName(_STAGE, f"{_BASE}.forward_one_chunk", "self fwd_chunk_id", "the beginning of a forward"),
     TorchName(

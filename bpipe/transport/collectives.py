@@ -140,13 +140,8 @@ class _UnderWay(NamedTuple):
 class Collectives:
     """One rank's collectives for one program; the groups may serve several.
 
-    Args:
-        rank: This rank in the pipeline.
-        groups: Of this rank.
-        rank_of: The rank on which a computation runs.
-        device: Where messages are received.
-        second: What the second step of collectives in two steps does.
-        slices: Number of slices of a micro-batch, which may differ in shape.
+    `rank_of(action)` is where a computation runs. `slices` is the number of slices of a micro-batch, which may differ in
+    shape.
     """
 
     def __init__(
@@ -188,7 +183,9 @@ class Collectives:
         check_alike(self._rank, message, shapes, self._shapes.setdefault(sort, shapes))
         if len(message.made_by) == 1:
             if first:
-                self._firsts[message.value] = self._by_hosts(message, parts)
+                hosts = [self._groups.hosts[place] for place in message.parties if place != self._rank]
+                with name_timeout(self._groups.timeout_s):
+                    self._firsts[message.value] = [host.send_tensors(_FIRST[_kind(message)], parts) for host in hosts]
             else:
                 self._passing[message.value] = _UnderWay(self._broadcast(message, parts), ())
             return
@@ -241,11 +238,6 @@ class Collectives:
 
     def _receives(self, message: Message) -> bool:
         return len(message.made_by) == 1 and self._rank_of(message.made_by[0]) != self._rank
-
-    def _by_hosts(self, message: Message, parts: Tensors) -> list[Works]:
-        others = [place for place in message.parties if place != self._rank]
-        with name_timeout(self._groups.timeout_s):
-            return [self._groups.hosts[place].send_tensors(_FIRST[_kind(message)], parts) for place in others]
 
     def _take_first(self, message: Message) -> Tensors:
         """Wait on the host for the first message of a sort."""

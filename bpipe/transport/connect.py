@@ -24,15 +24,7 @@ from bpipe.transport.distributed import (
     pair_groups,
     part,
 )
-from bpipe.transport.host_memory import (
-    Budget,
-    Buffers,
-    LocalRank,
-    MemoryLimit,
-    memory_limits,
-    read_link,
-    read_text,
-)
+from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits, read_link, read_text
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import Device, DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, Peer, Transport

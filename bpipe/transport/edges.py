@@ -85,12 +85,8 @@ class _Inbound:
 class Edges:
     """One rank's messages for one program; the edges may serve several.
 
-    Args:
-        rank: This rank in the pipeline.
-        edges: By the neighbour's rank in the pipeline.
-        device: Where messages are received.
-        slices: Number of slices of a micro-batch, which may differ in shape.
-        differing: Whether micro-batches may differ in shape, too.
+    `edges` are by the neighbour's rank in the pipeline. `slices` is the number of slices of a micro-batch, which may
+    differ in shape; with `differing` so may micro-batches.
     """
 
     def __init__(
