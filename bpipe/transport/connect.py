@@ -24,7 +24,7 @@ from bpipe.transport.distributed import (
     pair_groups,
     part,
 )
-from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits, read_link, read_text
+from bpipe.transport.host_memory import Budget, Buffers, LocalRank, memory_limits, read_link, read_text
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import Device, DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, Peer, Transport
@@ -215,7 +215,7 @@ def connect_own(buffers: Buffers, timeout_s: float, device: Device) -> tuple[Own
     """
     everyone = _neighbours(buffers)
     own = OwnMemory(device, Budget(everyone[dist.get_rank()], everyone), timeout_s) if buffers.count else None
-    return own, _all_links([] if own is None else [asdict(own.link)])
+    return own, _all_links([] if own is None else [own.link])
 
 
 def connect(
@@ -297,16 +297,16 @@ def connect_all(
 def _neighbours(buffers: Buffers) -> list[LocalRank]:
     """Return what each rank would keep in its host's memory and the limits on that. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (asdict(buffers), [asdict(limit) for limit in memory_limits()]))
-    return [LocalRank(Buffers(**count), tuple(MemoryLimit(**limit) for limit in limits)) for count, limits in everyone]
+    dist.all_gather_object(everyone, LocalRank(buffers, memory_limits()))
+    return everyone
 
 
-def _all_links(mine: list[dict[str, Any]]) -> list[MeasuredLink]:
+def _all_links(mine: list[MeasuredLink]) -> list[MeasuredLink]:
     """Return every pair's link once. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     # Both ranks of a pair have the same link.
-    links = {link["ranks"]: MeasuredLink(**link) for of_rank in everyone for link in of_rank}
+    links: dict[Pair, MeasuredLink] = {link.ranks: link for of_rank in everyone for link in of_rank}
     return [links[ranks] for ranks in sorted(links)]
 
 
@@ -323,10 +323,8 @@ def _refuse_without_transport(links: Sequence[MeasuredLink], connections: Iterab
         raise RuntimeError("no transport connects every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 
 
-def _find_link(
-    connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Location
-) -> dict[str, Any]:
-    """Try every candidate with the partner and agree on one: return a `MeasuredLink`'s fields, equal on both ranks."""
+def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Location) -> MeasuredLink:
+    """Try every candidate with the partner and agree on one, the same on both ranks."""
     partner = connection.partner
     ranks = min(rank, partner), max(rank, partner)
     theirs = Location(**connection.control.exchange(Subject.FACTS, asdict(mine)))
@@ -344,4 +342,4 @@ def _find_link(
     # The lower rank has held the clock, so its choice counts.
     link = {"transport": choose(measured) if measured else "", "bytes_per_s": measured, "refused": refused}
     theirs_link = connection.control.exchange(Subject.PROBE, link)
-    return {"ranks": ranks, **(link if rank < partner else theirs_link)}
+    return MeasuredLink(ranks, **(link if rank < partner else theirs_link))
