@@ -108,7 +108,7 @@ class Uses:
         return len(self.originals) + len(self.copies) + 1
 
     def add(self, tensor: torch.Tensor, stashed: bool, place: Place | None) -> None:
-        if not any(tensor is known for known in self.originals):
+        if not any(tensor is original for original in self.originals):
             self.originals.append(tensor)
             if place is None:
                 self.unplaced = True
@@ -255,7 +255,7 @@ def _judge(
     while originals:
         tensor = originals.pop()
         allowed = use.holders(tensor) + holders.references(tensor)
-        if num_python_holders(tensor) > allowed and not any(tensor is known for known in inputs):  # [2]
+        if num_python_holders(tensor) > allowed and not any(tensor is received for received in inputs):  # [2]
             alone = False
     movable = alone and storage.resizable() and _on(device, storage)
     return SavedStorage(storage, storage.nbytes(), movable, use.kind, use.tensor)
@@ -342,10 +342,10 @@ class Claims:
         own = []
         for storage in storages:
             address = storage._cdata
-            known = self._owners.get(address)
-            if address not in held and (known is None or known[0].expired()):
-                known = self._owners[address] = StorageWeakRef(storage), microbatch
-            own.append(address not in held and known is not None and known[1] == microbatch)
+            owner = self._owners.get(address)
+            if address not in held and (owner is None or owner[0].expired()):
+                owner = self._owners[address] = StorageWeakRef(storage), microbatch
+            own.append(address not in held and owner is not None and owner[1] == microbatch)
         return own
 
     def hold(self, addresses: frozenset[int], microbatch: Hashable) -> bool:

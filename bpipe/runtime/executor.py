@@ -178,16 +178,16 @@ class Executor:
             received = received[:1] if action.kind in SHARDS else received[1:]
         if calls:
             calls.before(action)
-        made = self._compute[action.kind](action, received)
+        outputs = self._compute[action.kind](action, received)
         forward = action.kind is Kind.FORWARD
         if calls:
-            calls.after(action, made, received) if forward else calls.after(action)
+            calls.after(action, outputs, received) if forward else calls.after(action)
         value = self._dependencies.value_of(action)
         if value != NOTHING and self._dependencies.route(value).takers:
             # A tensor of its own: the stage may replace the data of the one that it has.
-            self._values[value] = tuple(tensor.detach() for tensor in made)
+            self._values[value] = tuple(tensor.detach() for tensor in outputs)
             if forward:
-                self._stage.let_go(made)
+                self._stage.let_go(outputs)
 
     def _backward_weight(self, action: Action, received: Tensors) -> Tensors:
         self._stage.backward_weight(action)

@@ -48,15 +48,15 @@ def connect_pairs(
     if not stages:
         return {}, [], ""
     rank, copying = dist.get_rank(), copying_on(device)
-    mine = list(next(ranks for ranks in pipelines if rank in ranks))
-    here = mine.index(rank)
+    pipeline = list(next(ranks for ranks in pipelines if rank in ranks))
+    here = pipeline.index(rank)
     pairs, own = sorted(pair for pair in stages if pair[0] != pair[1]), uses_host_memory(schedule.hosts)
     links: list[MeasuredLink] = []
     connections: dict[int, Connection | OwnMemory] = {}
     if pairs:
         buffers = host_buffers(schedule, here, total_bytes(device))
         others, links = connect_all(pairs, transfers.transport, transfers.timeout_s, copying, buffers, own)
-        connections |= {mine.index(other): connection for other, connection in others.items()}
+        connections |= {pipeline.index(other): connection for other, connection in others.items()}
     if len(pairs) < len(stages):
         buffers = own_buffers(schedule, here, total_bytes(device)) if (rank, rank) in stages else Buffers(0)
         memory, owns = connect_own(buffers, transfers.timeout_s, copying)

@@ -56,7 +56,7 @@ class Ranges:
             self.end()
 
     def begin(self, action: Action, beside: Action | None = None) -> None:
-        """Open a range for an action and what runs beside it."""
+        """Open a range for an action and what runs together with it."""
         if not torch._C._autograd._profiler_enabled():
             return
         names = [name_of(issued, self._slices) for issued in (action, beside) if issued is not None]

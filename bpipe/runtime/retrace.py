@@ -105,7 +105,7 @@ def _storages_of(
     storages = []
     for max_holders, num_uses in backwards:
         own: torch.UntypedStorage | None = None
-        known = []
+        ids = []
         for allowed in max_holders:
             tensor = tensors.pop()
             if type(tensor) not in PLAIN:
@@ -114,14 +114,14 @@ def _storages_of(
                 tensor is received for received in inputs
             ):  # [2]
                 return None
-            known.append(id(tensor))
+            ids.append(id(tensor))
             storage = tensor.untyped_storage()
             if own is not None and storage._cdata != own._cdata:
                 return None
             own = storage
         # A tensor that was made by reading it would count, and so would a second reference of ours.
         del tensor, storage
-        if own is None or num_storage_uses(own) != num_uses + holders.num_others(own, known):  # [1]
+        if own is None or num_storage_uses(own) != num_uses + holders.num_others(own, ids):  # [1]
             return None
         storages.append(own)
     storages.reverse()

@@ -128,8 +128,8 @@ class Sizing:
         self.moved_bytes.clear()
 
     def _room(self, stage: int) -> tuple[int, ...]:
-        most = self.most_bytes[stage]
-        return (aligned(int(most * (1 + RESERVE))),) if most else ()
+        nbytes = self.most_bytes[stage]
+        return (aligned(int(nbytes * (1 + RESERVE))),) if nbytes else ()
 
     def _saw(self, stage: int, lengths: tuple[int, ...]) -> None:
         self.most_bytes[stage] = max(self.most_bytes.get(stage, 0), allocated_bytes(lengths))

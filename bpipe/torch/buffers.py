@@ -46,13 +46,13 @@ class ReceiveBuffers:
         for key in self._keys():
             buffers = self._buffers(key)
             # Torch makes new ones after an evaluation; others are as empty as the last step left them.
-            known = self._full_bytes.get(key, [0] * len(buffers))
+            before = self._full_bytes.get(key, [0] * len(buffers))
             now = [buffer.untyped_storage().nbytes() for buffer in buffers]
-            self._full_bytes[key] = [full or before for full, before in zip(now, known, strict=True)]
+            self._full_bytes[key] = [full or last for full, last in zip(now, before, strict=True)]
         self.end()
 
     def end(self) -> None:
-        """Empty whatever nobody holds."""
+        """Empty all buffers that nothing else holds."""
         for key in self._keys():
             self._empty(key)
 

@@ -86,10 +86,10 @@ def _family_named(source: Source) -> str | None:
         return _OWN.get(source.__name__)
     if not isinstance(source, str):
         return None
-    known = TORCH_NAMES.get(source, source)
-    if known in FAMILIES:
-        return known
-    if known in TORCH_NAMES.values() or source.endswith(_FILES) or Path(source).is_file():
+    name = TORCH_NAMES.get(source, source)
+    if name in FAMILIES:
+        return name
+    if name in TORCH_NAMES.values() or source.endswith(_FILES) or Path(source).is_file():
         return None
     raise ValueError(unknown("schedule", source, (*FAMILIES, *TORCH_NAMES)))
 
@@ -144,11 +144,11 @@ def refuse_unrunnable(schedule: Schedule) -> None:
 
 def refuse_other_places(schedule: Schedule, stages: Sequence[Any]) -> None:
     """Raise ValueError if this rank's stages are not those that the schedule computes here."""
-    rank, here = int(stages[0].group_rank), tuple(sorted(int(stage.stage_index) for stage in stages))
-    there = schedule.layout.stages_of(rank)
-    if here != there:
+    rank, own = int(stages[0].group_rank), tuple(sorted(int(stage.stage_index) for stage in stages))
+    scheduled = schedule.layout.stages_of(rank)
+    if own != scheduled:
         raise ValueError(
-            f"rank {rank} of the pipeline has stages {_listed(here)}, but {schedule.name} computes {_listed(there)} "
+            f"rank {rank} of the pipeline has stages {_listed(own)}, but {schedule.name} computes {_listed(scheduled)} "
             "there: make those stages on this rank, or use a schedule that places them so"
         )
 

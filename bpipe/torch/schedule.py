@@ -123,10 +123,10 @@ def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
     `group` is that of the stages, None for the whole world. Raises ValueError on every rank if not all run this
     schedule.
     """
-    mine = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    own = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, text))
+    dist.all_gather_object(everyone, (own, text))
     others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
     if others:
         raise ValueError(
@@ -170,7 +170,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         report_steps: tuple[int, int] = (3, 5),
         **torch_options: Any,
     ) -> None:
-        """Build the schedule and connect its pairs. Collective over the world where anything moves.
+        """Build the schedule and connect its pairs. Collective over the world if anything moves.
 
         Args:
             stages: This rank's stages, one or a list.

@@ -102,7 +102,7 @@ def _checked(made: Made) -> Made:
     if not stages or not all(isinstance(stage, nn.Module) for stage in stages) or not isinstance(made[1], tuple):
         raise ValueError(
             "the function returns no stages: let it return (modules of all stages in order, inputs of the first in a "
-            "tuple), followed by loss and target where there is a loss"
+            "tuple), followed by loss and target if there is a loss"
         )
     return made
 
@@ -119,9 +119,9 @@ def _received(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 def _forward(stage: nn.Module, inputs: Sequence[Any], loss: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
     """Return a stage's outputs, and the roots of its graph."""
-    made = stage(*inputs)
-    outputs = list(made) if isinstance(made, (tuple, list)) else [made]
-    roots = [loss[0](made, loss[1])] if loss else outputs
+    output = stage(*inputs)
+    outputs = list(output) if isinstance(output, (tuple, list)) else [output]
+    roots = [loss[0](output, loss[1])] if loss else outputs
     return outputs, [root.grad_fn for root in roots]
 
 

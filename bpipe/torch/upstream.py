@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The versions of which a page says what ran with each.
+# docs/pipelining.md lists what ran with each.
 RUN_VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 _SCHEDULES, _STAGE = "torch.distributed.pipelining.schedules", "torch.distributed.pipelining.stage"

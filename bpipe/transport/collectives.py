@@ -100,21 +100,21 @@ def connect_shared(
     `sharing`: the ranks that hold one vocabulary together. If tensor parallelism splits it, too, these are ranks of
     several pipelines: statistics are then gathered from all of them, and everything else is a pipeline's own.
     """
-    rank, mine = dist.get_rank(), {}
+    rank, own = dist.get_rank(), {}
     for kind in sorts:
         for ranks in sharing if kind is Kind.SHARD_FORWARD else pipelines:
             group = new_group(ranks, backend, timeout_s, f"SHARDS_{kind.value}_{ranks[0]}_{ranks[-1]}", few_units=False)
             if rank in ranks:
-                mine[kind] = group
+                own[kind] = group
     hosts: dict[int, Control] = {}
     control = None
     for ranks in pipelines:
         group = new_group(ranks, "gloo", timeout_s, f"SHARDS_CONTROL_{ranks[0]}_{ranks[-1]}")
         if rank in ranks:
             control, hosts = group, {place: Control(other, group) for place, other in enumerate(ranks) if other != rank}
-    groups = SharedGroups(next(ranks for ranks in pipelines if rank in ranks), mine, hosts, timeout_s, control)
+    groups = SharedGroups(next(ranks for ranks in pipelines if rank in ranks), own, hosts, timeout_s, control)
     # A network that does not connect fails here and not in the middle of a step.
-    for group in mine.values():
+    for group in own.values():
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return groups
 

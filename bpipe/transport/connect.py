@@ -245,9 +245,9 @@ def _connected(
         groups = {name: pair_groups(low, high, name, timeout_s) for name in two_sided}
         if control is not None:
             partner = high if rank == low else low
-            mine = {name: pair for name, pair in groups.items() if pair is not None}
+            own = {name: pair for name, pair in groups.items() if pair is not None}
             lanes = device.lanes(device.device, timeout_s)
-            connections[partner] = Connection(partner, control, mine, device, lanes, timeout_s)
+            connections[partner] = Connection(partner, control, own, device, lanes, timeout_s)
     return dict(sorted(connections.items()))
 
 

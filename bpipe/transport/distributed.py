@@ -46,7 +46,7 @@ class PairGroups:
 def new_group(
     ranks: Sequence[int], backend: str, timeout_s: float, name: str, few_units: bool = True
 ) -> dist.ProcessGroup:
-    """Return a group of these ranks, on ranks outside it a constant that says so.
+    """Return a group of these ranks, or a constant on ranks outside it.
 
     Collective over the world: every rank calls it, in the same order.
 
@@ -255,7 +255,7 @@ class Headed(Distributed):
 
     The thread that issues everything else of its rank posts a HOST, too, when the program comes to it, and waits there
     until the evictor has come to its EVICT. Another thread that posted it once the lengths are there would post it after
-    what the first one issued meanwhile. In a hardware queue that streams share, it could then wait for a message that
+    what the first one issued in the meantime. In a hardware queue that streams share, it could then wait for a message that
     the evictor sends only once this very transfer has passed. `schedule.check.deadlock` takes this wait into account.
     """
 
