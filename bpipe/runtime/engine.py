@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from bpipe.runtime.acceptor import LendingAcceptor
 from bpipe.runtime.capture import find
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
@@ -98,27 +99,30 @@ class Engine:
     def hosted_bytes(self) -> Mapping[int, int]:
         """Bytes of one micro-batch that come here, by stage of other ranks; without those that other ranks move by
         themselves."""
-        return self._partners.hosted_bytes
+        return {stage: n for acceptor in self._partners.acceptors for stage, n in acceptor.moved_bytes.items()}
 
     @property
     def num_host_buffers(self) -> int:
         """Number of host buffers preallocated here for others."""
-        return self._partners.num_host_buffers
+        return sum(acceptor.num_host_buffers for acceptor in self._partners.acceptors)
 
     @property
     def host_bytes(self) -> int:
         """Bytes preallocated for others."""
-        return self._partners.host_buffer_bytes
+        return sum(acceptor.host_buffer_bytes for acceptor in self._partners.acceptors)
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of host buffers that other ranks reach into by themselves; a part of `host_bytes`."""
-        return self._partners.lent_bytes
+        """Bytes of host buffers that other ranks reach into by themselves; a part of `host_bytes` that a device's
+        allocator does not count."""
+        lending = [acceptor for acceptor in self._partners.acceptors if isinstance(acceptor, LendingAcceptor)]
+        return sum(acceptor.host_buffer_bytes for acceptor in lending)
 
     @property
     def own_memory(self) -> tuple[int, int]:
         """Number of host buffers preallocated in its own node's memory, and their bytes."""
-        return self._partners.own_memory
+        own = self._partners.evictors.get(self._rank)
+        return (0, 0) if own is None else own.host_buffers
 
     # -- the calls
     # -----------------------------------------------------------------------------------------------------------------

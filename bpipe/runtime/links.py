@@ -58,7 +58,8 @@ def connect_pairs(
         others, links = connect_all(pairs, transfers.transport, transfers.timeout_s, copying, buffers, own)
         connections |= {pipeline.index(other): connection for other, connection in others.items()}
     if len(pairs) < len(stages):
-        buffers = own_buffers(schedule, here, total_bytes(device)) if (rank, rank) in stages else Buffers(0)
+        count = num_host_memory_buffers(schedule, here) if (rank, rank) in stages else 0
+        buffers = _buffers(schedule, here, total_bytes(device), count)
         memory, owns = connect_own(buffers, transfers.timeout_s, copying)
         links = links + owns
         connections |= {} if memory is None else {here: memory}
@@ -115,11 +116,6 @@ def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
     """
     others = device_ranks(residencies_by_host(schedule, rank))
     return _buffers(schedule, rank, device_bytes, sum(num_buffers_for(schedule, host)[rank] for host in others))
-
-
-def own_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
-    """Return the buffers that a rank keeps in host memory according to its schedule."""
-    return _buffers(schedule, rank, device_bytes, num_host_memory_buffers(schedule, rank))
 
 
 def _buffers(schedule: Schedule, rank: int, device_bytes: int, count: int) -> Buffers:

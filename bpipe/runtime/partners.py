@@ -97,8 +97,8 @@ class Partners:
                 else:
                     acceptor = ReceivingAcceptor(hosted, transport, streams, config.device, wait)
                 self._partners[other] = _Partner(evictor, acceptor, transport)
-        self._evictors = {other: partner.evictor for other, partner in self._partners.items()}
-        self._acceptors = {other: partner.acceptor for other, partner in self._partners.items()}
+        self.evictors = {other: partner.evictor for other, partner in self._partners.items()}
+        self.acceptors = [partner.acceptor for partner in self._partners.values()]
 
     def _buffers_for(self, guest: int, hosted: Mapping[Residency, int]) -> tuple[frozenset[int], ...]:
         """Return for each host buffer the stages of one guest that it hosts."""
@@ -125,39 +125,8 @@ class Partners:
     @property
     def sizing(self) -> Sizing | None:
         """Sizes of all evictors together; None without partners. Each evictor has buffers of its own with its host."""
-        sizings = [evictor.sizing for evictor in self._evictors.values()]
+        sizings = [evictor.sizing for evictor in self.evictors.values()]
         return together(sizings, self._passed) if sizings else None
-
-    @property
-    def num_host_buffers(self) -> int:
-        """Number of host buffers allocated here for others."""
-        return sum(acceptor.num_host_buffers for acceptor in self._acceptors.values())
-
-    @property
-    def host_buffer_bytes(self) -> int:
-        """Bytes of these."""
-        return sum(acceptor.host_buffer_bytes for acceptor in self._acceptors.values())
-
-    @property
-    def hosted_bytes(self) -> dict[int, int]:
-        """Bytes of one micro-batch that come here, by stage of other ranks."""
-        return {
-            stage: nbytes for acceptor in self._acceptors.values() for stage, nbytes in acceptor.moved_bytes.items()
-        }
-
-    @property
-    def own_memory(self) -> tuple[int, int]:
-        """Number of host buffers in its own node's memory, and their bytes."""
-        own = self._evictors.get(self._rank)
-        return (0, 0) if own is None else own.host_buffers
-
-    @property
-    def lent_bytes(self) -> int:
-        """Bytes of host buffers that other ranks reach into by themselves: on a device its allocator does not count
-        them."""
-        return sum(
-            partner.acceptor.host_buffer_bytes for partner in self._partners.values() if partner.transport.one_sided
-        )
 
     def sees(self, action: Action) -> bool:
         """Whether this rank records it: with a one-sided transport a host does not see the transfers of its buffers."""
@@ -167,7 +136,7 @@ class Partners:
 
     def begin(self) -> None:
         self._passed = Unmoved()
-        for evictor in self._evictors.values():
+        for evictor in self.evictors.values():
             evictor.begin()
 
     def remember(
@@ -178,7 +147,7 @@ class Partners:
         outputs: Sequence[torch.Tensor | None],
     ) -> None:
         """Remember a finished forward whose activations will leave, or show how large they are."""
-        for host, evictor in self._evictors.items():
+        for host, evictor in self.evictors.items():
             if evictor.unmeasured(forward.stage) or self._host_of.get(forward.key) == host:
                 evictor.remember(forward, graph, inputs, outputs)
 
@@ -187,7 +156,7 @@ class Partners:
 
         Called after a stage's first forward at once: the partner may wait for it, and this rank then for the partner.
         """
-        for host, evictor in self._evictors.items():
+        for host, evictor in self.evictors.items():
             if evictor.unmeasured(forward.stage):
                 evictor.measure(forward)
                 if self._host_of.get(forward.key) != host:
@@ -207,24 +176,24 @@ class Partners:
             partner.acceptor.give_back(action, buffer)
 
     def finish_evictions(self) -> None:
-        for evictor in self._evictors.values():
+        for evictor in self.evictors.values():
             evictor.finish_evictions()
 
     def finish_load(self, backward: Action) -> None:
-        for evictor in self._evictors.values():
+        for evictor in self.evictors.values():
             evictor.finish_load(backward)
 
     def finish_all(self) -> None:
-        for evictor in self._evictors.values():
+        for evictor in self.evictors.values():
             evictor.finish_all()
 
     def computes(self) -> None:
         """Note that a computation begins next to everything that is here."""
-        sizings = (evictor.sizing for evictor in self._evictors.values())
+        sizings = (evictor.sizing for evictor in self.evictors.values())
         self._passed = self._passed.with_here([nbytes for sizing in sizings for nbytes in sizing.at_home])
 
     def end(self) -> None:
-        for role in (*self._evictors.values(), *self._acceptors.values()):
+        for role in (*self.evictors.values(), *self.acceptors):
             role.end()
 
     def gather(self, first: Action) -> None:

@@ -37,12 +37,13 @@ from bpipe.torch.checks import refuse_split_recomputation, refuse_standstill, wh
 from bpipe.torch.memory_budget import Memory, RankBudgets
 from bpipe.torch.orders import KIND_OF, Source, config_of, refuse_other_places, refuse_unrunnable, torch_orders
 from bpipe.torch.record import StepRecord
-from bpipe.torch.sizes import clear_received, everywhere, hand_over, weigh
+from bpipe.torch.sizes import everywhere, weigh
 from bpipe.torch.upstream import (
     Computation,
     Runtime,
     SingleStage,
     ran_forward,
+    receive_zeros,
     refuse_compiled,
     refuse_sends_to_itself,
     require_attributes,
@@ -343,10 +344,14 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         super()._initialize_stages(*first, **{name: more[name] for name in more if name in parameters})
 
         def forward(stage: Any, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            clear_received(stage, microbatch, self._stages)
+            here = {int(other.stage_index): other for other in self._stages}
+            if not stage.is_first and stage.stage_index - 1 not in here:
+                # No rank sends anything for this forward.
+                receive_zeros(stage, microbatch)
             output = stage.forward_one_chunk(microbatch, *first)
             self._maybe_compute_loss(stage, output, targets, microbatch, *([loss_kwargs] if loss_kwargs else []))
-            hand_over(output, stage.stage_index, microbatch, self._stages)
+            if (following := here.get(stage.stage_index + 1)) is not None:
+                following.set_local_fwd_input(output, microbatch)
             return self._ran(stage, microbatch)
 
         settings = self._engine_config

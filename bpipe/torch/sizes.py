@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from bpipe.runtime.capture import Claims, find
 from bpipe.runtime.graph import plain_tensors
 from bpipe.runtime.sizing import Sizing
-from bpipe.torch.upstream import receive_zeros
 
 # What all micro-batches share may count as the first one's own.
 _MICROBATCHES = 2
@@ -93,19 +92,6 @@ def sizes_of(stage: int, saved_bytes: int, lengths: Sequence[int]) -> StageSizes
     sizing = Sizing(differing=False)
     sizing.first(stage, tuple(lengths))
     return StageSizes(stage, saved_bytes, tuple(lengths), sizing.parts()[stage] or (0,))
-
-
-def clear_received(stage: Any, microbatch: int, stages: Sequence[Any]) -> None:
-    """Fill what a stage receives from another rank with zeros, because no rank sends anything for this forward."""
-    if not stage.is_first and all(other.stage_index != stage.stage_index - 1 for other in stages):
-        receive_zeros(stage, microbatch)
-
-
-def hand_over(output: Any, made_by: int, microbatch: int, stages: Sequence[Any]) -> None:
-    """Pass a stage's output to the next stage, if that is on this rank, too."""
-    for stage in stages:
-        if stage.stage_index == made_by + 1:
-            stage.set_local_fwd_input(output, microbatch)
 
 
 def everywhere(mine: Sequence[StageSizes]) -> dict[int, StageSizes]:

@@ -24,35 +24,6 @@ PROBES = 4
 GRACE_S = 10.0
 
 
-class _Trial:
-    """Rounds in a thread of their own: a communicator that is never made blocks its caller, and a copy that never comes
-    blocks the stream."""
-
-    def __init__(self, transport: Transport, device: Device, evictor: bool) -> None:
-        self._seconds: list[float] = []
-        self._why: str | None = None
-
-        def run() -> None:
-            try:
-                with device.apart():
-                    self._seconds = _rounds(transport, device, evictor)
-            except Exception as error:
-                self._why = f"{type(error).__name__}: {error}"
-
-        # A daemon: one that hangs must not hold up the end of the process.
-        self._thread = threading.Thread(target=run, name="bpipe-probe", daemon=True)
-        self._thread.start()
-
-    def seconds(self, within_s: float, abort: Callable[[], None]) -> tuple[list[float], str | None]:
-        """Return the seconds of every round, or why there are none. A trial longer than `within_s` is aborted."""
-        self._thread.join(within_s)
-        if self._thread.is_alive():
-            abort()
-            self._thread.join(GRACE_S)
-            return [], f"nothing arrived within {within_s:g} s (half of --bpipe-timeout)"
-        return self._seconds, self._why
-
-
 def measure(
     transport: Transport, control: Control, device: Device, evictor: bool, within_s: float, abort: Callable[[], None]
 ) -> tuple[float, str | None]:
@@ -66,7 +37,27 @@ def measure(
         within_s: Seconds for the trial, less than a watchdog waits before it ends the process.
         abort: Ends what the transport has under way.
     """
-    seconds, why = _Trial(transport, device, evictor).seconds(within_s, abort)
+    seconds: list[float] = []
+    errors: list[str] = []
+
+    def trial() -> None:
+        try:
+            with device.apart():
+                seconds.extend(_rounds(transport, device, evictor))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    # A thread of its own: a communicator that is never made blocks its caller, and a copy that never comes the stream. A
+    # daemon: one that hangs must not hold up the end of the process.
+    thread = threading.Thread(target=trial, name="bpipe-probe", daemon=True)
+    thread.start()
+    thread.join(within_s)
+    hangs = thread.is_alive()
+    if hangs:
+        abort()
+        thread.join(GRACE_S)
+    late = f"nothing arrived within {within_s:g} s (half of --bpipe-timeout)"
+    why = late if hangs else next(iter(errors), None)
     # What the trial allocated is in the pool of its own stream, where nobody would use it again.
     device.empty_cache()
     # The first also connects, allocates and touches pages.

@@ -63,7 +63,7 @@ class Rank:
         if pattern["release"]:
             self.engine.release()
             # As a new run, or the largest pattern so far would leave room for all that come.
-            for evictor in self.engine._partners._evictors.values():
+            for evictor in self.engine._partners.evictors.values():
                 evictor.sizing.most_bytes.clear()
         wrong, stayed = [], []
         for iteration, sizes in enumerate(pattern["iterations"]):
