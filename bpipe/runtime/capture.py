@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -63,44 +64,35 @@ class Place(NamedTuple):
 num_python_holders = sys.getrefcount
 
 
+@dataclass(slots=True)
 class Uses:
-    """Uses of one storage.
+    """Uses of one storage."""
 
-    Attributes:
-        originals: The tensors by which the graph uses it.
-        copies: Places where every unpacking makes a new tensor.
-        places: The first place of each original.
-        unplaced: Whether an original has no place, as what recomputed regions keep.
-        saved: Ids of tensors that autograd holds.
-        stashed: By a tensor's id, how often a compiled Function's list holds it.
-        wrapped: By a payload's id, the id of the wrapper that the graph holds instead.
-    """
+    storage: torch.UntypedStorage
+    kind: str
+    tensor: tuple[torch.dtype, torch.Size]
+    """Type and shape of the first tensor; not the tensor itself, because holders are counted."""
 
-    __slots__ = (
-        "copies",
-        "kind",
-        "originals",
-        "places",
-        "saved",
-        "stashed",
-        "storage",
-        "tensor",
-        "unplaced",
-        "wrapped",
-    )
+    originals: list[torch.Tensor] = field(default_factory=list)
+    """The tensors by which the graph uses it."""
 
-    def __init__(self, storage: torch.UntypedStorage, kind: str, first: torch.Tensor) -> None:
-        self.storage = storage
-        self.kind = kind
-        # Not the tensor itself, because holders are counted.
-        self.tensor = first.dtype, first.shape
-        self.originals: list[torch.Tensor] = []
-        self.saved: set[int] = set()
-        self.stashed: Counter[int] = Counter()
-        self.wrapped: dict[int, int] = {}
-        self.copies: list[Place] = []
-        self.places: list[Place] = []
-        self.unplaced = False
+    saved: set[int] = field(default_factory=set)
+    """Ids of tensors that autograd holds."""
+
+    stashed: Counter[int] = field(default_factory=Counter)
+    """By a tensor's id, how often a compiled Function's list holds it."""
+
+    wrapped: dict[int, int] = field(default_factory=dict)
+    """By a payload's id, the id of the wrapper that the graph holds instead."""
+
+    copies: list[Place] = field(default_factory=list)
+    """Places where every unpacking makes a new tensor."""
+
+    places: list[Place] = field(default_factory=list)
+    """The first place of each original."""
+
+    unplaced: bool = False
+    """Whether an original has no place, as what recomputed regions keep."""
 
     @property
     def expected(self) -> int:
@@ -179,7 +171,7 @@ def collect(roots: Sequence[Any]) -> tuple[dict[int, Uses], dict[int, torch.Tens
                 storage = tensor.untyped_storage()
                 use = uses.get(storage._cdata)
                 if use is None:
-                    use = uses[storage._cdata] = Uses(storage, node.name(), tensor)
+                    use = uses[storage._cdata] = Uses(storage, node.name(), (tensor.dtype, tensor.shape))
                 place = Place(number, name, position)
                 if tensor is not again[position]:
                     # Saved as the node's own output: every unpacking makes a new tensor, and the graph holds one.
@@ -199,7 +191,7 @@ def _add_regions(uses: dict[int, Uses], wrappers: dict[int, torch.Tensor], regio
     for tensor, stashed in regions.tensors():
         if is_plain(tensor):
             storage = tensor.untyped_storage()
-            use = uses.setdefault(storage._cdata, Uses(storage, "checkpoint", tensor))
+            use = uses.setdefault(storage._cdata, Uses(storage, "checkpoint", (tensor.dtype, tensor.shape)))
             use.add(tensor, stashed, None)
             if tensor._base is not None:
                 use.add(tensor._base, False, None)
@@ -221,7 +213,7 @@ def _add_wrapper(
     for holder in (wrapper,) if wrapper._base is None else (wrapper, wrapper._base):
         for payload in payloads_of(holder):
             inside = payload.untyped_storage()
-            use = uses.setdefault(inside._cdata, Uses(inside, kind, payload))
+            use = uses.setdefault(inside._cdata, Uses(inside, kind, (payload.dtype, payload.shape)))
             if own_output is not None:
                 use.copies.append(own_output)
                 use.unplaced = True

@@ -141,20 +141,19 @@ class StepCalls:
             self.computes(Action(index, Kind.FORWARD, fwd_chunk_id))
             return forward(fwd_chunk_id, *args, **kwargs)
 
-        def backward_one_chunk(bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
-            kind = Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
-            action = Action(index, kind, bwd_chunk_id)
+        def watched(action: Action, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.computes(action)
-            outputs = backward(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+            outputs = backward(*args, **kwargs)
             self.backward_ran(action)
             return outputs
 
+        def backward_one_chunk(bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+            kind = Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
+            action = Action(index, kind, bwd_chunk_id)
+            return watched(action, backward, bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+
         def backward_weight_one_chunk(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            action = Action(index, Kind.BACKWARD_WEIGHT, bwd_chunk_id)
-            self.computes(action)
-            outputs = weight(bwd_chunk_id, *args, **kwargs)
-            self.backward_ran(action)
-            return outputs
+            return watched(Action(index, Kind.BACKWARD_WEIGHT, bwd_chunk_id), weight, bwd_chunk_id, *args, **kwargs)
 
         return {
             "forward_one_chunk": forward_one_chunk,

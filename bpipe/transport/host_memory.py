@@ -101,14 +101,12 @@ class Budget:
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     """Return the limits on this process, the machine's memory first. What cannot be read limits nothing."""
-    return tuple(_rooms(root))
-
-
-def _rooms(root: Path) -> Iterator[MemoryLimit]:
+    limits = []
     boot = read_text(root / "proc/sys/kernel/random/boot_id") or socket.gethostname()
     for line in read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            yield MemoryLimit(boot, f"{socket.gethostname()}'s memory (MemAvailable)", int(line.split()[1]) << 10)
+            name = f"{socket.gethostname()}'s memory (MemAvailable)"
+            limits.append(MemoryLimit(boot, name, int(line.split()[1]) << 10))
     namespace = read_link(root / "proc/self/ns/cgroup")
     for controller, path in _own_groups(root):
         mounted = _mounted(root, controller)
@@ -123,9 +121,9 @@ def _rooms(root: Path) -> Iterator[MemoryLimit]:
             if group is not None:
                 limit, available = group
                 shared = f"{boot} {namespace} {controller} {base / part}"
-                yield MemoryLimit(
-                    shared, f"the {_gib(limit)} of cgroup {base / part} ({_FILES[controller][0]})", available
-                )
+                name = f"the {_gib(limit)} of cgroup {base / part} ({_FILES[controller][0]})"
+                limits.append(MemoryLimit(shared, name, available))
+    return tuple(limits)
 
 
 # By the controller's name, which is empty in version 2: the files of a group's limit and use, and the statistics of
