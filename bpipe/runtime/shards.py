@@ -88,7 +88,7 @@ class OutputShard:
         _tell(self._told, action, softmax, labels, self._vocabulary)
         if logits is None:
             return ()
-        gradient = logits_gradient(_rows(logits), labels, self._first_row, softmax, token_gradients, overwrite=True)
+        gradient = logits_gradient(_rows(logits), labels, self._first_row, softmax, token_gradients)
         torch.autograd.backward(logits, gradient.view_as(logits))
         assert x.grad is not None, "logits depend on the layer's input"
         # The sum over all shards is in 32 bit, or its error would grow with their number.
@@ -169,7 +169,7 @@ class EarlyShard:
         (x, logits, labels, token_gradients), _ = self._held.pop(action.microbatch)
         _tell(self._told, action, softmax, labels, self._vocabulary)
         if logits is not None:
-            gradient = logits_gradient(_rows(logits), labels, self._first_row, softmax, token_gradients, overwrite=True)
+            gradient = logits_gradient(_rows(logits), labels, self._first_row, softmax, token_gradients)
             self._layer.backward_weight(x, gradient.view_as(logits))
         return ()
 

@@ -17,7 +17,7 @@ h].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -74,32 +74,17 @@ def losses(softmax: SoftmaxTotals, labels: torch.Tensor, vocabulary: int) -> tor
 
 @torch.no_grad()
 def logits_gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    first_row: int,
-    softmax: SoftmaxTotals,
-    token_gradients: torch.Tensor,
-    overwrite: bool = False,
+    logits: torch.Tensor, labels: torch.Tensor, first_row: int, softmax: SoftmaxTotals, token_gradients: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of a shard's logits [n, r], of their type.
-
-    Args:
-        logits: Of the shard.
-        labels: Of the tokens.
-        first_row: Of the shard.
-        softmax: Totals over all shards.
-        token_gradients: Of every token's loss, [n].
-        overwrite: Whether to write it over the logits.
-    """
-    gradient = logits if overwrite else torch.empty_like(logits)
+    """Return the gradient of a shard's logits [n, r], written over them. `token_gradients` [n]: of every token's loss."""
     rows, inside = rows_of(labels, first_row, logits.shape[1])
     for tokens in _blocks(logits):
         wide = logits[tokens].to(_wide(logits), copy=True)
         wide.sub_(softmax.maximum[tokens, None]).exp_().div_(softmax.total[tokens, None])
         wide.scatter_add_(1, rows[tokens, None], -inside[tokens, None].to(wide.dtype))
-        gradient[tokens] = wide.mul_(token_gradients[tokens, None])
+        logits[tokens] = wide.mul_(token_gradients[tokens, None])
         del wide
-    return gradient
+    return logits
 
 
 @torch.no_grad()
@@ -134,15 +119,6 @@ def late_part(
     rows, inside = rows_of(labels, first_row, len(weight))
     at_label = (token_gradients * inside)[:, None] * weight[rows].to(early.dtype)
     return early.mul_(share[:, None]).sub_(at_label)
-
-
-@torch.no_grad()
-def summed(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Sum all shards' parts of an input's gradient in 32 bit at least, rounded once."""
-    total = parts[0].to(_wide(parts[0]), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(dtype)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
