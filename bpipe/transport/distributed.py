@@ -8,7 +8,6 @@ directions in one communicator would wait for each other.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,28 +69,15 @@ def nccl_options(timeout: timedelta, few_units: bool = True) -> Any:
     """Return NCCL's options: high priority, and for transfers few compute units.
 
     Messages between stages are small and a computation waits for them, so NCCL chooses their units. For messages this
-    was never run on GPUs. A torch without one of the settings gets the others, and rank 0 warns of what is missing.
+    was never run on GPUs.
     """
-    options = dist.ProcessGroupNCCL.Options()
+    options: Any = dist.ProcessGroupNCCL.Options()
     # Otherwise torch complains that it differs from the group's.
     options._timeout = timeout
-    missing = []
     # The few blocks of a transfer must not queue behind those of a whole layer.
-    if hasattr(options, "is_high_priority_stream"):
-        options.is_high_priority_stream = True
-    else:
-        missing.append("is_high_priority_stream")
-    config: Any = getattr(options, "config", None)
-    if few_units and hasattr(config, "max_ctas"):
-        config.max_ctas = MAX_CTAS
-    elif few_units:
-        missing.append("config.max_ctas")
-    if missing and dist.get_rank() == 0:
-        warnings.warn(
-            f"bpipe: the NCCL options of this torch ({torch.__version__}) lack {' and '.join(missing)}: transfers "
-            "may start later than necessary or slow down the computation more",
-            stacklevel=2,
-        )
+    options.is_high_priority_stream = True
+    if few_units:
+        options.config.max_ctas = MAX_CTAS
     return options
 
 
