@@ -99,23 +99,23 @@ class Engine:
     def hosted_bytes(self) -> Mapping[int, int]:
         """Bytes of one micro-batch that come here, by stage of other ranks; without those that other ranks move by
         themselves."""
-        return {stage: n for acceptor in self._partners.acceptors for stage, n in acceptor.moved_bytes.items()}
+        return {stage: n for acceptor in self._partners.acceptors.values() for stage, n in acceptor.moved_bytes.items()}
 
     @property
     def num_host_buffers(self) -> int:
         """Number of host buffers preallocated here for others."""
-        return sum(acceptor.num_host_buffers for acceptor in self._partners.acceptors)
+        return sum(acceptor.num_host_buffers for acceptor in self._partners.acceptors.values())
 
     @property
     def host_bytes(self) -> int:
         """Bytes preallocated for others."""
-        return sum(acceptor.host_buffer_bytes for acceptor in self._partners.acceptors)
+        return sum(acceptor.host_buffer_bytes for acceptor in self._partners.acceptors.values())
 
     @property
     def lent_bytes(self) -> int:
         """Bytes of host buffers that other ranks reach into by themselves; a part of `host_bytes` that a device's
         allocator does not count."""
-        lending = [acceptor for acceptor in self._partners.acceptors if isinstance(acceptor, LendingAcceptor)]
+        lending = [acceptor for acceptor in self._partners.acceptors.values() if isinstance(acceptor, LendingAcceptor)]
         return sum(acceptor.host_buffer_bytes for acceptor in lending)
 
     @property

@@ -6,7 +6,6 @@ Its own node's memory is one of those that it evicts to, under its own rank, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -32,15 +31,6 @@ from bpipe.schedule.host_buffers import (
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.one_sided import Transport
-
-
-@dataclass(frozen=True)
-class _Partner:
-    """Both roles with one other rank."""
-
-    evictor: Evictor
-    acceptor: Acceptor
-    transport: Transport
 
 
 class Partners:
@@ -83,22 +73,22 @@ class Partners:
         }
         # What exceeded the bound at once, over all evictors.
         self._passed = Unmoved()
-        self._partners: dict[int, _Partner] = {}
+        # Both roles of this rank, by the other's.
+        self.evictors: dict[int, Evictor] = {}
+        self.acceptors: dict[int, Acceptor] = {}
         if streams is not None:
             claims = Claims()
             for other in others or self._transports:
                 link = self._end(other) + (f" over {config.links[other]}" if other in config.links else "")
                 transport = self._transports[other]
                 sent, hosted = self._buffers_for(rank, elsewhere.get(other, {})), self._buffers_for(other, here)
-                evictor = Evictor(sent, transport, streams, config, wait=wait, kept=kept, claims=claims, link=link)
-                acceptor: Acceptor
+                self.evictors[other] = Evictor(
+                    sent, transport, streams, config, wait=wait, kept=kept, claims=claims, link=link
+                )
                 if transport.one_sided:
-                    acceptor = LendingAcceptor(hosted, transport)
+                    self.acceptors[other] = LendingAcceptor(hosted, transport)
                 else:
-                    acceptor = ReceivingAcceptor(hosted, transport, streams, config.device, wait)
-                self._partners[other] = _Partner(evictor, acceptor, transport)
-        self.evictors = {other: partner.evictor for other, partner in self._partners.items()}
-        self.acceptors = [partner.acceptor for partner in self._partners.values()]
+                    self.acceptors[other] = ReceivingAcceptor(hosted, transport, streams, config.device, wait)
 
     def _buffers_for(self, guest: int, hosted: Mapping[Residency, int]) -> tuple[frozenset[int], ...]:
         """Return for each host buffer the stages of one guest that it hosts."""
@@ -164,16 +154,16 @@ class Partners:
 
     def start(self, action: Action, residency: Residency) -> None:
         """Start a transfer."""
-        buffer, partner = self.buffer_of[residency], self._partners[self.partner_of(action)]
+        buffer, partner = self.buffer_of[residency], self.partner_of(action)
         if action.kind is Kind.EVICT:
-            partner.evictor.evict(action, buffer)
+            self.evictors[partner].evict(action, buffer)
         elif action.kind is Kind.LOAD:
-            partner.evictor.load(action, buffer)
+            self.evictors[partner].load(action, buffer)
         elif action.kind is Kind.HOST:
-            partner.acceptor.hear(self._num_announced[residency])
-            partner.acceptor.host(action, buffer)
+            self.acceptors[partner].hear(self._num_announced[residency])
+            self.acceptors[partner].host(action, buffer)
         else:
-            partner.acceptor.give_back(action, buffer)
+            self.acceptors[partner].give_back(action, buffer)
 
     def finish_evictions(self) -> None:
         for evictor in self.evictors.values():
@@ -193,7 +183,7 @@ class Partners:
         self._passed = self._passed.with_here([nbytes for sizing in sizings for nbytes in sizing.at_home])
 
     def end(self) -> None:
-        for role in (*self.evictors.values(), *self.acceptors):
+        for role in (*self.evictors.values(), *self.acceptors.values()):
             role.end()
 
     def gather(self, first: Action) -> None:
@@ -201,35 +191,40 @@ class Partners:
 
         Both ends know the same sizes now. `first`: what the iteration computes first, named in errors.
         """
-        for other, partner in self._partners.items():
-            grown = self._config.transfers.differing and self._grown(other, partner, first)
-            if grown or partner.evictor.is_scattered or partner.acceptor.is_scattered:
-                partner.evictor.let_go()
-                partner.acceptor.let_go()
-                partner.transport.release()
+        for other, evictor, acceptor, transport in self._roles():
+            grown = self._config.transfers.differing and self._grown(other, first)
+            if grown or evictor.is_scattered or acceptor.is_scattered:
+                evictor.let_go()
+                acceptor.let_go()
+                transport.release()
 
-    def _grown(self, other: int, partner: _Partner, first: Action) -> bool:
+    def _roles(self) -> list[tuple[int, Evictor, Acceptor, Transport]]:
+        return [
+            (other, self.evictors[other], self.acceptors[other], self._transports[other]) for other in self.evictors
+        ]
+
+    def _grown(self, other: int, first: Action) -> bool:
         """Whether the rooms on either end have to be larger. Each tells the other before it listens."""
         try:
-            here = partner.evictor.tell_growth(first)
-            there = partner.acceptor.hear_growth()
+            evicts_more = self.evictors[other].tell_growth(first)
+            hosts_more = self.acceptors[other].hear_growth()
         except Exception as error:
             raise TransferError(
                 f"{self._config.name}, stage {self._rank}: at the start of an iteration stage {other} did not send "
                 f"the sizes of its transfers; the time-out is {self._config.transfers.timeout_s:g} s, --bpipe-timeout: {error}"
             ) from error
-        return here or there
+        return evicts_more or hosts_more
 
     def release(self) -> None:
         """Give the host buffers back."""
-        for partner in self._partners.values():
-            for role in (partner.evictor, partner.acceptor, partner.transport):
+        for _, *roles in self._roles():
+            for role in roles:
                 role.release()
 
     def abandon(self) -> None:
         """Drop everything after an error."""
-        for partner in self._partners.values():
-            for role in (partner.evictor, partner.acceptor, partner.transport):
+        for _, *roles in self._roles():
+            for role in roles:
                 role.abandon()
 
 
