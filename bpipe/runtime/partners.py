@@ -217,14 +217,14 @@ class Partners:
 
     def release(self) -> None:
         """Give the host buffers back."""
-        for _, *roles in self._roles():
-            for role in roles:
+        for _, evictor, acceptor, transport in self._roles():
+            for role in (evictor, acceptor, transport):
                 role.release()
 
     def abandon(self) -> None:
         """Drop everything after an error."""
-        for _, *roles in self._roles():
-            for role in roles:
+        for _, evictor, acceptor, transport in self._roles():
+            for role in (evictor, acceptor, transport):
                 role.abandon()
 
 
