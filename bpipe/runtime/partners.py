@@ -183,8 +183,10 @@ class Partners:
         self._passed = self._passed.with_here([nbytes for sizing in sizings for nbytes in sizing.at_home])
 
     def end(self) -> None:
-        for role in (*self.evictors.values(), *self.acceptors.values()):
-            role.end()
+        for evictor in self.evictors.values():
+            evictor.end()
+        for acceptor in self.acceptors.values():
+            acceptor.end()
 
     def gather(self, first: Action) -> None:
         """Allocate host buffers anew as one piece if they grew before all sizes were known or have become too small.
