@@ -1,129 +1,135 @@
-"""Host a partner's activations in host buffers. One of the two roles of a rank; the other is `evictor`.
+"""The acceptor's role of a rank: host a partner's activations in host buffers. The other role is `evictor`.
 
-In: HOST and RETURN actions with their host buffer. Out: buffers filled and emptied. Knows the transport's protocol and
-no schedule. A buffer that is hosted again, or returned, waits for its own last transfer [8], and on a device it does so
-beside the computation: no forward or backward of this rank waits for a buffer. At the end of the iteration everything
-does, for then they may be given back. The host never blocks, except that a HOST may have to learn how large the
-partner's storages are, a stage at a time, and that on a CPU every wait is the host's. It never waits to hear of a stage
-that the partner comes to only later: that could need this very rank. Where the evictor reaches into the buffers by
-itself, there is nothing but learning this and lending the memory.
+    FREE --HOST posted--> FILLING --received--> FULL --RETURN posted--> EMPTYING --sent--> FREE
+
+A buffer that is hosted again, or returned, waits for its own last transfer [8], and on a device it does so next to the
+computation: no forward or backward of this rank waits for a buffer. At the end of the iteration compute's stream waits
+for all of them, because they may be given back then. The host blocks only where a HOST has to learn the sizes of the
+partner's next stage, and on a CPU, where every wait is the host's. It never waits for a stage that the partner computes
+only later: that could need this very rank. If the evictor reaches into the buffers by itself, an acceptor only learns
+sizes and lends the memory.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
-from bpipe.runtime.errors import TransferError
-from bpipe.runtime.host_buffers import HostBuffer, HostBuffers, HostBufferState
+from bpipe.runtime.errors import TransferError, advance
 from bpipe.runtime.streams import Streams
 from bpipe.schedule.action import Action
-from bpipe.transport.base import Done, OneSided, Pending, Transport, TwoSided
+from bpipe.transport.base import Done, Pending
+from bpipe.transport.distributed import Distributed
 from bpipe.transport.layout import BufferLayout
+from bpipe.transport.one_sided import OneSidedCopies, Transport
 
 
-class Acceptor(Protocol):
-    """The acceptor's half of every transfer of one rank."""
+class HostBufferState(enum.Enum):
+    FREE = "free"
+    FILLING = "filling"
+    FULL = "full"
+    EMPTYING = "emptying"
+
+
+_NEXT = {
+    HostBufferState.FREE: HostBufferState.FILLING,
+    HostBufferState.FILLING: HostBufferState.FULL,
+    HostBufferState.FULL: HostBufferState.EMPTYING,
+    HostBufferState.EMPTYING: HostBufferState.FREE,
+}
+
+
+class HostBuffer:
+    """A buffer for one hosted micro-batch of any of some stages."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state = HostBufferState.FREE
+        self.holds: Action | None = None
+
+    def move(self, state: HostBufferState, action: Action) -> None:
+        """Go to `state` because of `action`. Raises RuntimeFault for any but the next state of the diagram."""
+        self.state = advance(self.state, state, _NEXT, f"host buffer {self.index}, holding {self.holds}", action)
+        self.holds = None if state is HostBufferState.FREE else action
+
+
+class Acceptor:
+    """The acceptor's half of all transfers with one partner: learns the sizes of what comes and lays out where it goes.
+
+    `stages_in_buffers` are, for each host buffer, the partner's stages that it hosts.
+    """
+
+    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: Transport) -> None:
+        self._layout = BufferLayout(stages_in_buffers)
+        self._learn = transport.learn
+        # Lengths of a micro-batch's storages, by the partner's stage, in the order announced.
+        self._sizes: dict[int, tuple[int, ...]] = {}
 
     @property
     def num_host_buffers(self) -> int:
         """Number of host buffers allocated on this rank, used or not."""
+        return self._layout.num_buffers
 
     @property
     def host_buffer_bytes(self) -> int:
-        """Bytes of memory they hold, used or not."""
+        """Bytes of the host buffers, used or not."""
+        return self._layout.nbytes
 
     @property
     def moved_bytes(self) -> Mapping[int, int]:
-        """Bytes of one micro-batch that come, by the partner's stage; empty where this rank takes no part in that."""
+        """Bytes of one micro-batch that come, by the partner's stage; empty if this rank takes no part in that."""
+        return {stage: sum(lengths) for stage, lengths in self._sizes.items()}
 
     @property
     def is_scattered(self) -> bool:
-        """Whether the host buffers are in several pieces of memory, some of which may be of no use any more."""
+        """Whether the host buffers are in several pieces of memory, some of which may not be used any longer."""
+        return len(self._layout.pieces) > 1
 
-    def hear(self, action: Action, num_stages: int) -> None:
-        """Hear, before this HOST, the sizes of so many of the partner's stages. Blocks until they are here."""
+    def hear(self, num_stages: int) -> None:
+        """Learn the sizes of this many of the partner's stages, before a HOST. Blocks until they are here."""
+        while len(self._sizes) < num_stages:
+            self._sizes |= self._learn()
 
     def hear_growth(self) -> bool:
-        """Hear between two iterations whether buffers have to grow, where sizes differ.
+        """Return whether buffers have to grow, between two iterations, if sizes differ.
 
         Blocks until the partner begins this iteration, for which it needs nothing of this rank.
         """
+        if not self._sizes:
+            return False
+        grown = self._learn()
+        self._sizes |= grown
+        return bool(grown)
 
     def host(self, action: Action, host_buffer: int) -> None:
         """Begin to fill a host buffer."""
+        raise NotImplementedError
 
     def give_back(self, action: Action, host_buffer: int) -> None:
-        """Begin to empty a host buffer."""
+        """Begin to empty a host buffer, unless the evictor copies by itself."""
 
     def end(self) -> None:
-        """End the iteration: every host buffer must be free again."""
+        """End the iteration: every host buffer must be free again. A one-sided evictor keeps them apart by itself."""
 
     def let_go(self) -> None:
-        """Free the host buffers; the next HOST allocates them again, for all that was heard."""
-
-    def release(self) -> None:
-        """Free them and forget the sizes; the next HOST learns them anew."""
-
-    def abandon(self) -> None:
-        """Drop everything after an error; the run is over."""
-
-
-class Hearing:
-    """Sizes that an acceptor hears: lengths of the storages of a micro-batch, by the partner's stage, in the order
-    told."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.sizes: dict[int, tuple[int, ...]] = {}
-
-    def hear(self, num_stages: int) -> None:
-        while len(self.sizes) < num_stages:
-            self.sizes |= self._transport.learn()
-
-    def hear_growth(self) -> bool:
-        if not self.sizes:
-            return False
-        grown = self._transport.learn()
-        self.sizes |= grown
-        return bool(grown)
-
-
-class HearingAcceptor:
-    """Common part of acceptors: they hear the sizes of what comes and lay out where it goes."""
-
-    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: Transport) -> None:
-        self._layout = BufferLayout(stages_in_buffers)
-        self._hearing = Hearing(transport)
-
-    @property
-    def moved_bytes(self) -> Mapping[int, int]:
-        return {stage: sum(lengths) for stage, lengths in self._hearing.sizes.items()}
-
-    @property
-    def is_scattered(self) -> bool:
-        return len(self._layout.pieces) > 1
-
-    def hear(self, action: Action, num_stages: int) -> None:
-        self._hearing.hear(num_stages)
-
-    def hear_growth(self) -> bool:
-        return self._hearing.hear_growth()
-
-    def let_go(self) -> None:
+        """Free the host buffers. The next HOST allocates them again, for all sizes that are known."""
         self._layout.clear()
 
     def release(self) -> None:
+        """Free them and forget the sizes. The next HOST learns them anew."""
         self.let_go()
-        self._hearing.sizes.clear()
+        self._sizes.clear()
+
+    def abandon(self) -> None:
+        """Drop every transfer after an error; the run is over."""
 
 
-class LendingAcceptor(HearingAcceptor):
-    """Lends memory to an evictor that does the rest by itself, or does nothing where the evictor uses its own."""
+class LendingAcceptor(Acceptor):
+    """Lends memory to an evictor that does the rest by itself, or does nothing if the evictor uses its own."""
 
-    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSided) -> None:
+    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSidedCopies) -> None:
         super().__init__(stages_in_buffers, transport)
         self._transport = transport
 
@@ -131,80 +137,71 @@ class LendingAcceptor(HearingAcceptor):
     def moved_bytes(self) -> Mapping[int, int]:
         return {}
 
-    @property
-    def num_host_buffers(self) -> int:
-        return self._layout.num_buffers
-
-    @property
-    def host_buffer_bytes(self) -> int:
-        return self._layout.nbytes
-
-    def hear(self, action: Action, num_stages: int) -> None:
+    def hear(self, num_stages: int) -> None:
         if self._transport.lends:
-            super().hear(action, num_stages)
+            super().hear(num_stages)
 
     def host(self, action: Action, host_buffer: int) -> None:
-        nbytes = self._layout.make_room(host_buffer, action.stage, self._hearing.sizes) if self._transport.lends else 0
+        nbytes = self._layout.make_room(host_buffer, action.stage, self._sizes) if self._transport.lends else 0
         if nbytes:
             self._transport.lend(nbytes)
 
-    def give_back(self, action: Action, host_buffer: int) -> None:
-        """Do nothing: the evictor takes what it wants."""
 
-    def end(self) -> None:
-        """Do nothing: the evictor's own order keeps the buffers apart."""
-
-    def abandon(self) -> None:
-        """Do nothing: no transfer is held."""
-
-
-class ReceivingAcceptor(HearingAcceptor):
-    """Receives into its host buffers and sends them back."""
+class ReceivingAcceptor(Acceptor):
+    """Receives into its host buffers and sends them back. `wait` waits for a transfer and names it in errors."""
 
     def __init__(
         self,
         stages_in_buffers: Sequence[frozenset[int]],
-        transport: TwoSided,
+        transport: Distributed,
         streams: Streams,
         device: torch.device,
         wait: Callable[[Pending, Action, str], None],
     ) -> None:
         super().__init__(stages_in_buffers, transport)
-        self._count = len(stages_in_buffers)
-        self._transport = transport
-        self._streams = streams
-        self._device = device
-        self._wait = wait
-        self._host_buffers = HostBuffers(self._layout, self._count, device)
+        self._transport, self._streams, self._device, self._wait = transport, streams, device, wait
         self._pending: dict[int, Pending] = {}
+        self._count = len(stages_in_buffers)
+        self._make_buffers()
 
-    @property
-    def num_host_buffers(self) -> int:
-        return self._layout.num_buffers
+    def _make_buffers(self) -> None:
+        self._buffers = tuple(map(HostBuffer, range(self._count)))
+        # Pieces that were outgrown stay: only the first iteration grows, and its end frees everything.
+        self._pieces: list[torch.Tensor] = []
+        # By buffer and stage, the memory of its storages.
+        self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     @property
     def host_buffer_bytes(self) -> int:
-        return self._host_buffers.nbytes
+        return sum(piece.untyped_storage().nbytes() for piece in self._pieces)
 
     def host(self, action: Action, host_buffer: int) -> None:
-        buffer = self._host_buffers.buffers[host_buffer]
-        self._host_buffers.make_room(host_buffer, action.stage, self._hearing.sizes)
+        buffer = self._buffers[host_buffer]
+        nbytes = self._layout.make_room(host_buffer, action.stage, self._sizes)
+        if nbytes:
+            self._pieces.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            self._tensors.clear()
         with self._streams.inbound():
             self._settle(buffer)  # [8]
             buffer.move(HostBufferState.FILLING, action)
-            tensors = self._tensors(buffer, action)
+            tensors = self._memory_of(host_buffer, action.stage)
             self._pending[host_buffer] = self._transport.host(host_buffer, tensors) if tensors else Done()
 
     def give_back(self, action: Action, host_buffer: int) -> None:
-        buffer = self._host_buffers.buffers[host_buffer]
+        buffer = self._buffers[host_buffer]
         with self._streams.outbound():
             self._settle(buffer)
             buffer.move(HostBufferState.EMPTYING, action)
-            tensors = self._tensors(buffer, action)
+            tensors = self._memory_of(host_buffer, action.stage)
             self._pending[host_buffer] = self._transport.give_back(host_buffer, tensors) if tensors else Done()
 
-    def _tensors(self, buffer: HostBuffer, action: Action) -> list[torch.Tensor]:
-        return self._host_buffers.tensors(buffer.index, action.stage, self._hearing.sizes[action.stage])
+    def _memory_of(self, host_buffer: int, stage: int) -> list[torch.Tensor]:
+        """Return uint8 tensors over the buffer's memory, as long as the stage's storages."""
+        key, lengths = (host_buffer, stage), self._sizes[stage]
+        if key not in self._tensors:
+            piece, offsets = self._layout.place(host_buffer, lengths) if lengths else (0, [])
+            self._tensors[key] = [self._pieces[piece].narrow(0, *part) for part in zip(offsets, lengths, strict=True)]
+        return self._tensors[key]
 
     def _settle(self, buffer: HostBuffer) -> None:
         """Wait for the buffer's transfer under way, if there is one."""
@@ -217,7 +214,7 @@ class ReceivingAcceptor(HearingAcceptor):
             )
 
     def end(self) -> None:
-        for buffer in self._host_buffers.buffers:
+        for buffer in self._buffers:
             self._settle(buffer)
             if buffer.state is not HostBufferState.FREE:
                 raise TransferError(
@@ -227,7 +224,7 @@ class ReceivingAcceptor(HearingAcceptor):
 
     def let_go(self) -> None:
         super().let_go()
-        self._host_buffers = HostBuffers(self._layout, self._count, self._device)
+        self._make_buffers()
 
     def abandon(self) -> None:
         self._pending.clear()

@@ -1,13 +1,10 @@
-"""Find what regions of `torch.utils.checkpoint` keep to compute again from, without computing anything.
+"""What regions of `torch.utils.checkpoint` keep for recomputation: arguments, and the cache of selective checkpointing.
 
-In: the nodes of an autograd graph, by the attributes that hold what they saved. Out: the tensors of every region that
-the hooks lead to: its arguments, and what selective checkpointing keeps in its cache.
-
-A region's tensors are saved through a hook that computes the region again when it is asked: it is not asked. What is
-read of torch instead (a test holds it to the installed torch): the hook's closure names its `frame`; that has
-`saved_args` and `recompute_fn`, whose closure names `recompute_context`; of selective checkpointing that has `storage`,
-of `_VersionWrapper`s with a `val`. Torch 2.11 keeps arguments at a node, `input_saver.grad_fn`, behind a tensor of its
-own that stands first.
+A region's tensors are saved through a hook that recomputes the region when it is called, so it is not called. These
+internals of torch are read instead (a test checks them on the installed torch): the hook's closure names its `frame`;
+that has `saved_args` and `recompute_fn`, whose closure names `recompute_context`; with selective checkpointing that has
+`storage`, of `_VersionWrapper`s with a `val`. Torch 2.11 keeps arguments at a node, `input_saver.grad_fn`, after a
+tensor of its own.
 """
 
 from __future__ import annotations
@@ -18,20 +15,20 @@ from typing import Any
 import torch
 
 _MODULE = "torch.utils.checkpoint"
-# Modules whose hooks keep elsewhere what they are given.
+# Modules whose hooks keep tensors elsewhere.
 _ASIDE: set[str] = set()
 
 
 def leave_aside(module: str) -> None:
-    """Say that hooks of this module keep elsewhere what they are given, on the host or in tensors of their own.
+    """Declare that hooks of this module keep tensors elsewhere, on the host or in tensors of their own.
 
-    What a node saved through one is not looked at, for that may take it out of there, and so it stays.
+    What a node saved through one is not read, because that may remove it from there, and so it stays.
     """
     _ASIDE.add(module)
 
 
 class Regions:
-    """The regions that a walk over a graph has come by, each once."""
+    """The regions that a walk over a graph has met, each once."""
 
     def __init__(self) -> None:
         self._frames: dict[int, Any] = {}
@@ -40,16 +37,17 @@ class Regions:
         return bool(self._frames)
 
     def recomputes(self, node: Any, name: str) -> bool:
-        """Return whether what a node saved under this name is not there, but computed again, or kept elsewhere.
+        """Whether a node's attribute is recomputed or kept elsewhere. All its regions are noted.
 
-        Raises ValueError where a tensor was saved through another's hook: looking at it would run that.
+        Raises ValueError if a tensor was saved through another hook: reading it would run that.
         """
         raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
-        found = [self._meets(saved, node) for saved in (raw if isinstance(raw, (tuple, list)) else (raw,))]
-        return any(found)
+        # Not a generator: `any` would stop at the first region.
+        met = [self._meets(saved, node) for saved in (raw if isinstance(raw, (tuple, list)) else (raw,))]
+        return any(met)
 
     def _meets(self, saved: Any, node: Any) -> bool:
-        """Note the region of a tensor that was saved through a region's hook; return whether it was."""
+        """Note the region of a tensor that was saved through a region's hook, and return whether it was."""
         hook = getattr(saved, "unpack_hook", None)
         if hook is None:
             return False
@@ -67,10 +65,8 @@ class Regions:
         return True
 
     def tensors(self) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Yield what all regions keep, and of each whether Python holds it, as a cache does, instead of autograd.
-
-        Regions inside of others, which are met on the way, are among them.
-        """
+        """Yield the tensors of all regions, nested ones included, and whether a cache in Python holds them instead of
+        autograd."""
         seen: set[int] = set()
         while len(seen) < len(self._frames):
             number, frame = next((number, frame) for number, frame in self._frames.items() if number not in seen)
@@ -90,10 +86,10 @@ class Regions:
 
 
 def _closed_over(function: Callable[..., Any], name: str) -> Any:
-    """Return what a function's closure has under a name, None where it has none."""
+    """Return the value of a name in a function's closure, None without one."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
-    return next((cell.cell_contents for each, cell in zip(names, cells, strict=True) if each == name), None)
+    return next((cell.cell_contents for free, cell in zip(names, cells, strict=True) if free == name), None)
 
 
 def _cached(frame: Any) -> Iterator[torch.Tensor]:

@@ -1,14 +1,11 @@
-"""Check that what leaves comes back as it left: the checksums of every storage that moves.
-
-In: the storages of a micro-batch at three moments, and the number of iterations to check. Out: nothing, or an error
-that names what differs. Knows no transport and no schedule.
+"""Checksums of every storage that moves, to check that it comes back as it left. They are taken at three moments:
 
     before the put, on the stream that sends       [A]
-    before the memory is freed, on compute's       [B]  differs from A where somebody else writes it
-    before the backward reads it, on compute's     [C]  differs from B where it was not carried, or read too early
+    before the memory is freed, on compute's       [B]  differs from A if somebody else writes the memory
+    before the backward reads it, on compute's     [C]  differs from B if it was not carried, or is read too early
 
 Nothing waits for a checksum: all stay on the device until the iteration is over, and are compared then, before weights
-are updated. What is wrong may be the feature beside us, the memory or the link: the error says which storage of whom.
+are updated. The cause may be another feature, the memory or the link, so the error names the storage and who saved it.
 """
 
 from __future__ import annotations
@@ -21,33 +18,33 @@ import torch
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Action, Key
 
-# So many bytes are multiplied at once: what a CPU's cache holds, and on a device enough for its memory to be the limit.
+# Bytes multiplied at once: what a CPU's cache holds, and on a device enough for its memory to be the limit.
 CPU_CHUNK_BYTES, DEVICE_CHUNK_BYTES = 1 << 20, 16 << 20
 _WORD_BYTES = 8
-# The moments, by the pool of memory in which their products lie: that of the stream on which they are issued.
+# Names of the streams on which sums are taken; each has a pool of memory for its products.
 SENDING, COMPUTING = "sending", "computing"
-# At the latest behind so many iterations it is said what was checked.
+# At the latest after this many iterations the log says what was checked.
 FIRST = 2
 
 
 class Checksums:
-    """Sums of a storage's words of 8 bytes, each times a weight of its place.
+    """Sums of a storage's words of 8 bytes, each times a weight for its position.
 
-    Weights are odd, so every changed bit shows; they differ, so exchanged words show, unless they differ in their
-    highest bit alone. A storage has a sum for each chunk of it, so exchanged chunks show too. It takes the memory of
-    two chunks at most for each stream on which sums are taken.
+    Weights are odd, so every changed bit shows; they differ, so exchanged words show, unless they differ only in their
+    highest bit. A storage has a sum for each chunk of it, so exchanged chunks show too. Each stream on which sums are
+    taken needs the memory of two chunks at most.
     """
 
     def __init__(self, device: torch.device, chunk_bytes: int | None = None) -> None:
         if chunk_bytes is None:
             chunk_bytes = CPU_CHUNK_BYTES if device.type == "cpu" else DEVICE_CHUNK_BYTES
         self._device, self._words = device, chunk_bytes // _WORD_BYTES
-        # As long as the longest piece so far, and beside each moment's.
+        # By stream, as long as the longest piece so far.
         self._weights: dict[str, torch.Tensor] = {}
         self._products: dict[str, torch.Tensor] = {}
 
     def of(self, tensors: Sequence[torch.Tensor], moment: str) -> torch.Tensor:
-        """Return the sums of flat uint8 tensors, one int64 for each chunk of each: issued here, on nobody waited."""
+        """Return the sums of flat uint8 tensors, one int64 for each chunk of each, without waiting for them."""
         pieces = [piece for tensor in tensors for piece in self._pieces(tensor)]
         longest = max(piece.numel() for piece in pieces)
         products = self._products.get(moment)
@@ -63,7 +60,7 @@ class Checksums:
         return sums
 
     def num_sums(self, nbytes: int) -> int:
-        """Return how many sums a storage has."""
+        """Return the number of sums of a storage."""
         return -(-(nbytes // _WORD_BYTES) // self._words) + (nbytes % _WORD_BYTES > 0)
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -74,7 +71,7 @@ class Checksums:
 
 
 def weights(count: int) -> torch.Tensor:
-    """Return so many odd numbers that look like drawn ones, the first always the same."""
+    """Return the first `count` of a fixed sequence of odd pseudo-random numbers."""
     mixed = torch.arange(1, count + 1, dtype=torch.int64) * -0x61C8864680B583EB
     mixed.bitwise_xor_(mixed >> 29)
     return mixed.mul_(-0x3B314601E57A13AD).bitwise_or_(1)
@@ -82,7 +79,7 @@ def weights(count: int) -> torch.Tensor:
 
 @dataclass
 class _Checked:
-    """A micro-batch that left: what its storages are, and their sums at each moment."""
+    """A micro-batch that left: its storages, and their sums at each moment."""
 
     action: Action
     link: str
@@ -93,27 +90,27 @@ class _Checked:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Numbers of what was checked and found as it was: iterations, micro-batches that left and came back, their
-    storages and bytes."""
+    """What was checked and found unchanged."""
 
     iterations: int = 0
     microbatches: int = 0
+    """Micro-batches that left and came back."""
+
     storages: int = 0
     nbytes: int = 0
 
 
 class Verifier:
-    """Checks the first iterations of one rank, all programs together."""
+    """Checks the first `iterations` of one rank (infinity: all), all programs together. `name` is for errors."""
 
     def __init__(self, name: str, device: torch.device, iterations: float) -> None:
-        """`name` says in errors which process this is. `iterations`: how many to check, infinity for all."""
         self._name, self._device, self._iterations = name, device, iterations
         self._checksums: Checksums | None = None
         self._checked: list[_Checked] = []
         # By stage and micro-batch, what left last.
         self._latest: dict[Key, _Checked] = {}
         self._number = 0
-        # Whether with the iteration that just ended what is to be told of lies behind.
+        # Whether the log says what was checked after the iteration that just ended.
         self.first_over = False
         self.certificate = Certificate()
 
@@ -127,11 +124,11 @@ class Verifier:
         if tensors:
             checked = _Checked(action, link, [tensor.numel() for tensor in tensors], described)
             checked.sums.append(self._sums(tensors, SENDING))
-            self._latest[action.stage, action.microbatch] = checked
+            self._latest[action.key] = checked
             self._checked.append(checked)
 
     def is_here(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the sums of what is about to be freed [B], or read again [C], in the order of compute's stream."""
+        """Take the sums of what is about to be freed [B] or read again [C], in the order of compute's stream."""
         checked = self._latest.get(action.key)
         if checked is not None and tensors:
             checked.sums.append(self._sums(tensors, COMPUTING))
@@ -142,9 +139,9 @@ class Verifier:
         return self._checksums.of(tensors, moment)
 
     def end(self) -> None:
-        """Compare all of the iteration's. Waits for the device, once.
+        """Compare all sums of the iteration. Waits for the device once.
 
-        Raises RuntimeFault that names the first storage that is not as it was.
+        Raises RuntimeFault that names the first storage that changed.
         """
         self.first_over = False
         if self.certificate.iterations >= self._iterations:
@@ -152,16 +149,16 @@ class Verifier:
         self._number += 1
         checked, self._checked = self._checked, []
         self._latest.clear()
-        taken = [sums for each in checked for sums in each.sums]
+        taken = [sums for microbatch in checked for sums in microbatch.sums]
         on_host = iter(torch.cat(taken).cpu().split([sums.numel() for sums in taken]) if taken else ())
-        for each in checked:
-            self._compare(each, [next(on_host) for _ in each.sums])
+        for microbatch in checked:
+            self._compare(microbatch, [next(on_host) for _ in microbatch.sums])
         before = self.certificate
         self.certificate = Certificate(
             before.iterations + 1,
             before.microbatches + len(checked),
-            before.storages + sum(len(each.lengths) for each in checked),
-            before.nbytes + sum(sum(each.lengths) for each in checked),
+            before.storages + sum(len(microbatch.lengths) for microbatch in checked),
+            before.nbytes + sum(sum(microbatch.lengths) for microbatch in checked),
         )
         self.first_over = self.certificate.iterations == min(FIRST, self._iterations)
         if not self.on:
@@ -169,19 +166,19 @@ class Verifier:
 
     def _compare(self, checked: _Checked, moments: Sequence[torch.Tensor]) -> None:
         assert self._checksums is not None
-        for before, after, what in zip(moments, moments[1:], _CHANGES, strict=False):
+        for before, after, change in zip(moments, moments[1:], _CHANGES, strict=False):
             if torch.equal(before, after):
                 continue
             first = int((before != after).nonzero()[0])
             for number, nbytes in enumerate(checked.lengths):
                 first -= self._checksums.num_sums(nbytes)
                 if first < 0:
-                    raise self._fault(checked, number, what)
+                    raise self._fault(checked, number, change)
 
-    def _fault(self, checked: _Checked, number: int, what: str) -> RuntimeFault:
+    def _fault(self, checked: _Checked, number: int, change: str) -> RuntimeFault:
         action = checked.action
         return RuntimeFault(
-            f"{self._name}: {what.format(link=checked.link)}: iteration {self._number} since the start, micro-batch "
+            f"{self._name}: {change.format(link=checked.link)}: iteration {self._number} since the start, micro-batch "
             f"{action.microbatch} of stage {action.stage}, storage {number + 1} of {len(checked.lengths)} "
             f"({checked.described[number]}, {checked.lengths[number]} bytes). Weights were not updated with it. "
             "Train without --bpipe, or try another --bpipe-transport: if the same storage differs again, the link "

@@ -1,7 +1,8 @@
-"""Say what an engine needs to know besides its schedule and its transports."""
+"""Settings of an engine, and how strictly a rank waits for transfers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +12,11 @@ import torch
 
 from bpipe.runtime.checksums import Verifier
 from bpipe.schedule.action import Action
+from bpipe.schedule.check.deadlock import WaitLevel
 from bpipe.transport.config import TransferConfig
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 
 @dataclass(frozen=True)
@@ -25,34 +30,54 @@ class EngineConfig:
     """Where activations are computed."""
 
     transfers: TransferConfig
-    """How they travel. For `differing`, both ranks of a pair and the transport must be made for it."""
+    """How they travel. With `differing`, so must both ranks of a pair and the transport."""
 
     parts: Mapping[int, int] = field(default_factory=dict)
-    """By stage, bytes of each micro-batch that leave; by default all that may."""
+    """By stage, bytes of each micro-batch that leave; by default all that can."""
 
     allocated: Callable[[], int] | None = None
-    """Bytes that the device's allocator has given out; None if nobody counts."""
+    """Returns the bytes that the device's allocator has given out; None on a CPU."""
 
     waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
-    """What the caller keeps, besides the graph, from dgrad to wgrad."""
+    """Returns what the caller keeps, besides the graph, from dgrad to wgrad."""
 
     between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
-    """What the caller keeps of a micro-batch from S to T."""
+    """Returns what the caller keeps of a micro-batch from S to T."""
 
     timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
-    """Entered around everything that this rank does for balancing: issuing a transfer, and waiting for one."""
+    """Entered around everything that this rank does for balancing: issuing a transfer and waiting for one."""
 
     shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False
     """Whether several slices of a micro-batch share a storage, so that it stays, as planned."""
 
     verifier: Verifier | None = None
-    """What checks what leaves and comes back."""
+    """Checks what leaves and comes back."""
 
     at_once: bool = False
     """Whether the two computations of an overlap run at once, with one call for both, or one after the other."""
 
     links: Mapping[int, str] = field(default_factory=dict)
-    """By the other's rank, the name of the transport, for the verifier's errors."""
+    """By the other rank, the name of the transport, for the verifier's errors."""
 
     beside: Callable[[], Sequence[torch.Stream]] = lambda: ()
-    """Streams, other than the current one, on which a stage computes parts of its forwards and backwards."""
+    """Returns streams other than the current one on which a stage computes parts of its forwards and backwards."""
+
+
+def wait_level(transfers: TransferConfig, device: torch.device) -> tuple[WaitLevel, str]:
+    """Return how strictly a rank may wait for transfers that need their partner, which decides whether a schedule can
+    deadlock, and the reason; "" without one.
+
+    A GPU has fewer queues than a run has streams, and which streams share one is not known; timers and profilers
+    synchronize it, and NCCL may order its kernels across communicators (`NCCL_LAUNCH_ORDER_IMPLICIT`). A plan that
+    survives all of this waits for each transfer where it is posted. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)
+    messages wait for each other, too; with `CUDA_LAUNCH_BLOCKING=1` the host waits for each.
+    """
+    if device.type != "cpu" and os.environ.get(BLOCKING, "0") != "0":
+        return WaitLevel.BLOCKING_LAUNCHES, f"{BLOCKING}=1"
+    if device.type != "cpu" and os.environ.get(CONNECTIONS) == "1":
+        return WaitLevel.ONE_QUEUE, f"{CONNECTIONS}=1"
+    if transfers.synchronous:
+        return WaitLevel.AT_ISSUE, "--bpipe-sync-transfers"
+    if device.type != "cpu":
+        return WaitLevel.AT_ISSUE, "transfers over NCCL and streams that share a GPU's queues"
+    return WaitLevel.IN_EVERY_OPERATION, ""

@@ -1,8 +1,4 @@
-"""What only CUDA has, and `torch.accelerator` no words for. The only file of `bpipe` that names `torch.cuda`.
-
-In: nothing. Out: the current stream's handle for CUDA's own runtime. What is the same on every accelerator stands in
-`streams`.
-"""
+"""What only CUDA has and `torch.accelerator` does not. The only file of `bpipe` that names `torch.cuda`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,11 @@
-"""The runtime's errors: each names the rank, the stage, the action and the state it was in. Knows nothing else."""
+"""The runtime's errors, and the check of everything that changes state: activations and host buffers."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from bpipe.schedule.action import Action
 
 
 class RuntimeFault(RuntimeError):
@@ -10,3 +15,16 @@ class RuntimeFault(RuntimeError):
 
 class TransferError(RuntimeError):
     """A transfer failed or did not end in time."""
+
+
+def advance[S: Enum](now: S, wanted: S, following: Mapping[S, S], subject: str, cause: Action) -> S:
+    """Return `wanted` if it follows `now`.
+
+    Raises RuntimeFault naming the subject, both states and the action otherwise.
+    """
+    if following[now] is not wanted:
+        raise RuntimeFault(
+            f"{subject}: {now.name} -> {wanted.name} on {cause}, but only {following[now].name} may follow {now.name}; "
+            f"is a wait missing?"
+        )
+    return wanted

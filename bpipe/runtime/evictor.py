@@ -1,17 +1,13 @@
-"""Send micro-batches' activations away and bring them back, in place.
-
-One of the two roles of a rank; the other is `acceptor`.
-
-In: EVICT and LOAD actions with their host buffer, and the graphs of finished forwards. Out: storages emptied and
-refilled. Knows the transport's protocol, not which transport it is; knows no schedule, only what it is told to move.
+"""The evictor's role of a rank: send micro-batches' activations away and bring them back, in place. The other role is
+`acceptor`.
 
     HERE --evict--> LEAVING --sent--> AWAY --load--> COMING --received--> HERE
 
 The numbers are those of the order in which compute, copies and memory wait for one another:
   [1] a put waits for the forward that wrote what it reads            (streams.outbound)
   [2] the put
-  [3] compute waits for the put, then the storages are emptied        whatever reuses the memory is ordered behind [2]
-  [4] the storages are filled again, allocated by compute             (so compute's own allocator orders them)
+  [3] compute waits for the put, then the storages are emptied        whatever reuses the memory comes after [2]
+  [4] the storages get memory again, allocated by compute             (so compute's own allocator orders them)
   [5] a get waits for what compute did before with that memory        (streams.inbound)
   [6] the get
   [7] the backward waits for the get                                  and every reference of ours is dropped
@@ -19,32 +15,81 @@ The numbers are those of the order in which compute, copies and memory wait for 
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, cast
 
 import torch
 
-from bpipe.runtime.activations import POISON, Activations, ActivationsState
 from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
-from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.graph import hiding, plain_tensors
+from bpipe.runtime.errors import RuntimeFault, advance
+from bpipe.runtime.graph import Pieces, hiding, plain_tensors
 from bpipe.runtime.retention import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.streams import Streams, used_here, used_on
 from bpipe.schedule.action import Action, Key
-from bpipe.transport.base import Done, Pending, Transport
+from bpipe.transport.base import Done, Pending
 from bpipe.transport.layout import BufferLayout
+from bpipe.transport.one_sided import Transport
 
+# Waits for a transfer of an action; the text is its state, for errors.
 Wait = Callable[[Pending, Action, str], None]
+# What freed and refilled memory is filled with when poisoning is on: a NaN in every floating type, an absurd index in
+# every integer type.
+POISON = 0xFF
+
+
+class ActivationsState(enum.Enum):
+    HERE = "here"
+    LEAVING = "leaving"
+    AWAY = "away"
+    COMING = "coming"
+
+
+_NEXT = {
+    ActivationsState.HERE: ActivationsState.LEAVING,
+    ActivationsState.LEAVING: ActivationsState.AWAY,
+    ActivationsState.AWAY: ActivationsState.COMING,
+    ActivationsState.COMING: ActivationsState.HERE,
+}
+
+
+@dataclass
+class Activations:
+    """The saved activations of one forward. `graph` and `inputs` are dropped once its storages are known.
+
+    `outputs` are the addresses of the stage's outputs after the forward. What autograd saved of these stays: how long
+    whoever sends them, or the next stage, holds them too differs between micro-batches, and all of a stage's have to be
+    of one size.
+    """
+
+    forward: Action
+    graph: Pieces
+    inputs: Sequence[torch.Tensor | None]
+    outputs: frozenset[int] = frozenset()
+    state: ActivationsState = ActivationsState.HERE
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    lengths: tuple[int, ...] = ()
+    pending: Pending | None = None
+    action: Action | None = None
+
+    def move(self, state: ActivationsState, action: Action) -> None:
+        self.state = advance(self.state, state, _NEXT, f"activations of {self.forward}", action)
+        self.action = action
 
 
 class Evictor:
-    """The evictor's half of every transfer of one rank."""
+    """The evictor's half of all transfers with one partner.
+
+    `stages_in_buffers` are, for each of the partner's host buffers, the stages of this rank that it holds. `claims` are
+    shared by all evictors of a rank. `link` is how activations travel, for the verifier's errors.
+    """
 
     def __init__(
         self,
@@ -58,11 +103,6 @@ class Evictor:
         claims: Claims,
         link: str,
     ) -> None:
-        """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds.
-
-        `wait` waits for a transfer and names it in errors. `claims` are shared by all evictors of a rank. `link` says
-        in the verifier's errors how activations travel.
-        """
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._layout = BufferLayout(stages_in_buffers)
         self._transport = transport
@@ -70,12 +110,12 @@ class Evictor:
             transport.reach(self._layout)
         self._streams, self._config = streams, config
         self._wait, self._kept, self._claims, self._link = wait, kept, claims, link
-        # By stage, what leaves last was looked at as a whole: for a check to name.
+        # By stage, descriptions of the storages that leave, for the verifier's errors.
         self._described: dict[int, Sequence[str]] = {}
         self._known: dict[Key, Activations] = {}
         self._announcements: list[tuple[Action, Pending]] = []
         self._measured_kinds: dict[int, Counter[str]] = {}
-        # By stage, from its first eviction on; None where each has to be looked at as a whole.
+        # By stage, from its first eviction on; None if every micro-batch needs the whole walk.
         self._retraces: dict[int, Retrace | None] = {}
         self.sizing = Sizing(config.transfers.differing)
 
@@ -87,16 +127,10 @@ class Evictor:
         self._claims.clear()
         self.sizing.begin()
 
-    def computes(self) -> None:
-        """Note that a computation begins."""
-        self.sizing.computes()
-
     def tell_growth(self, by: Action) -> bool:
-        """Tell the partner between two iterations which buffers have to grow, where sizes differ.
+        """Tell the partner between two iterations which buffers have to grow, if sizes differ; return whether any has.
 
-        Return whether any has.
-
-        The partner listens at the beginning of every iteration but the first, in which it hears sizes as they are
+        The partner listens at the beginning of every iteration but the first, in which it learns sizes as they are
         measured. `by`: named in errors.
         """
         if not self.sizing.announced:
@@ -108,51 +142,48 @@ class Evictor:
     def remember(
         self,
         forward: Action,
-        roots: Sequence[Any],
+        graph: Pieces,
         inputs: Sequence[torch.Tensor | None],
-        outputs: Sequence[torch.Tensor | None] = (),
-        held: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor | None],
     ) -> None:
-        """Remember a finished forward whose activations will leave, or tell how large they are. `held` as in
-        `capture.find`."""
-        # Whatever the graph holds was there when the outputs were: nothing of it can be where one of them was.
-        places = frozenset(output.untyped_storage()._cdata for output in plain_tensors(outputs))
-        self._known[forward.key] = Activations(forward, roots, inputs, places, held)
+        """Remember a finished forward whose activations will leave, or show how large they are."""
+        # Whatever the graph holds existed together with the outputs, so none of it reuses their addresses.
+        addresses = frozenset(output.untyped_storage()._cdata for output in plain_tensors(outputs))
+        self._known[forward.key] = Activations(forward, graph, inputs, addresses)
 
     def forget(self, forward: Action) -> None:
-        """Forget activations that never leave, or their backward could not free them as it goes."""
+        """Forget activations that never leave, so that their backward can free them as it goes."""
         del self._known[forward.key]
 
     def unmeasured(self, stage: int) -> bool:
-        """Return whether activations of this stage will leave and nobody knows yet how large they are."""
+        """Whether activations of this stage will leave and their size is not known yet."""
         return stage in self._stages and stage not in self.sizing.announced
 
     def measure(self, forward: Action) -> None:
-        """Learn from a remembered forward how long its stage's storages are, and tell the partner.
+        """Measure the storages of a remembered forward, and announce their lengths for its stage.
 
-        The partner listens no earlier than at a HOST, so this does not wait for it. Where there are none, both ends
-        know that nothing of this stage travels, and its transfers are empty, until its room grows.
+        The partner listens no earlier than at a HOST, so this does not wait for it. If there are none, both ends know
+        that nothing of this stage travels, and its transfers are empty, until its room grows.
         """
         movable = self._movable(forward.stage, self._own(self._known[forward.key]))
         self._measured_kinds[forward.stage] = _by_kind(movable)
-        room = self.sizing.first(forward.stage, tuple(found.nbytes for found in movable))
+        room = self.sizing.first(forward.stage, tuple(item.nbytes for item in movable))
         self._announcements.append((forward, self._transport.announce({forward.stage: room})))
 
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
-        """What this micro-batch saved and no other did."""
-        found = find(activations.roots, activations.inputs, self._config.device, activations.held)
-        found = tuple(
-            item._replace(alone=False) if item.storage._cdata in activations.outputs else item for item in found
+        """Return what this micro-batch saved and no other did."""
+        graph = activations.graph
+        saved = find(graph.roots, activations.inputs, self._config.device, graph.held)
+        saved = tuple(
+            item._replace(alone=False) if item.storage._cdata in activations.outputs else item for item in saved
         )
-        mine = self._claims.claim([item.storage for item in found], activations.forward.key)
-        return tuple(compress(found, mine))
+        return tuple(compress(saved, self._claims.claim([item.storage for item in saved], activations.forward.key)))
 
     def _movable(self, stage: int, own: Sequence[SavedStorage]) -> tuple[SavedStorage, ...]:
-        """What leaves of a micro-batch of a stage: all that may, or, from the end of the walk, as many as hold the
-        stage's part of it.
+        """Return the storages to evict: all movable ones, or, if the stage has a part, the last ones that hold it.
 
-        There the storages of layers follow one another, and what a stage has behind its layers stands at the other end:
-        the part is whole layers' wherever its bytes are theirs.
+        At the end of the walk the storages of layers follow one another, and those of what comes after the layers are
+        at its beginning. So a part whose bytes are those of whole layers is whole layers.
         """
         movable = tuple(item for item in own if item.alone and item.nbytes >= self._config.transfers.minimum_bytes)
         if stage not in self._config.parts:
@@ -174,7 +205,7 @@ class Evictor:
         if not self.sizing.leaves(*action.key, lengths):
             storages, lengths = [], ()
         activations.storages, activations.lengths = storages, lengths
-        activations.roots, activations.inputs, activations.held = (), (), ()
+        activations.graph, activations.inputs = Pieces(()), ()
         self._layout.make_room(host_buffer, action.stage, self.sizing.announced)
         if self._transport.one_sided:
             self._transport.grow()
@@ -188,14 +219,14 @@ class Evictor:
 
     @property
     def _checks(self) -> Verifier | None:
-        """What checks this iteration, if anything does."""
+        """The verifier, if it checks this iteration."""
         verifier = self._config.verifier
         return verifier if verifier is not None and verifier.on else None
 
     @property
     def _poisons(self) -> bool:
-        """Whether memory is made useless before it is freed or filled: whoever reads it too early or too late, and would
-        mostly find what it expects, finds NaN."""
+        """Whether memory is filled with NaN before it is freed or filled, so that whoever reads it too early or too late
+        does not find what it expects by chance."""
         return self._config.transfers.poison or self._checks is not None
 
     def _check(self, activations: Activations) -> None:
@@ -203,45 +234,45 @@ class Evictor:
             self._checks.is_here(activations.forward, _bytes_of(activations.storages))
 
     def _again(self, activations: Activations) -> list[torch.UntypedStorage]:
-        """Return what leaves where an earlier micro-batch of the stage saved it; nothing where that is not known, or
-        is not there."""
+        """Return the storages to evict from where an earlier micro-batch of the stage saved them; none if that is not
+        known, or if they are not there."""
         stage, key = activations.forward.stage, activations.forward.key
         retrace = self._retraces.get(stage)
         if retrace is None or self._kept.asks(*key):
             return []
-        found = retrace.find(activations.roots, activations.inputs, activations.held) or []
-        if _lengths_of(found) != self.sizing.announced.get(stage):
+        storages = retrace.find(activations.graph.roots, activations.inputs, activations.graph.held) or []
+        if _lengths_of(storages) != self.sizing.announced.get(stage):
             return []
-        addresses = frozenset(storage._cdata for storage in found)
+        addresses = frozenset(storage._cdata for storage in storages)
         own = addresses.isdisjoint(activations.outputs) and self._claims.hold(addresses, key)
-        return found if own else []
+        return storages if own else []
 
     def _anew(self, action: Action, activations: Activations) -> list[torch.UntypedStorage]:
-        """Return what leaves of all that was saved, and remember where that was.
+        """Return the storages to evict of all that was saved, and remember where they were.
 
-        Raises RuntimeFault where it is not what was announced.
+        Raises RuntimeFault if they are not what was announced.
         """
         stage, own = action.stage, self._own(activations)
         movable = self._movable(stage, own)
         storages = [item.storage for item in movable]
         if not self.sizing.differing and _lengths_of(storages) != self.sizing.announced.get(stage, ()):
-            raise self._other_sizes(action, movable, activations.roots)
+            raise self._other_sizes(action, movable, activations.graph.roots)
         if self._checks is not None:
             self._described[stage] = [str(item) for item in movable]
         if self._kept.asks(*action.key):
-            self._kept.saw(stage, own, hiding(activations.roots), sum(item.nbytes for item in movable))
+            self._kept.saw(stage, own, hiding(activations.graph.roots), sum(item.nbytes for item in movable))
         if stage not in self._retraces and not self.sizing.differing:
-            # Where sizes differ a micro-batch may have saved more, in the same nodes.
-            self._retraces[stage] = Retrace.of(activations.roots, storages)
+            # If sizes differ, a micro-batch may have saved more, in the same nodes.
+            self._retraces[stage] = Retrace.of(activations.graph.roots, storages)
         return storages
 
     def _travels(self, activations: Activations) -> bool:
-        """Return whether anything of a micro-batch leaves."""
-        told = self.sizing.differing and not self._transport.one_sided
-        return bool(activations.storages) or (told and bool(self.sizing.announced[activations.forward.stage]))
+        """Whether a transfer takes place: also for an empty micro-batch if its lengths go in front."""
+        headed = self.sizing.differing and not self._transport.one_sided
+        return bool(activations.storages) or (headed and bool(self.sizing.announced[activations.forward.stage]))
 
     def _other_sizes(self, action: Action, movable: Sequence[SavedStorage], roots: Sequence[Any]) -> RuntimeFault:
-        """Return the error for storages other than those announced: which kinds of nodes differ, or may hide what
+        """Return the error for storages other than those announced, with the kinds of nodes that differ or hide what
         they saved."""
         announced = self.sizing.announced.get(action.stage, ())
         before, now = self._measured_kinds.get(action.stage, Counter()), _by_kind(movable)
@@ -273,7 +304,7 @@ class Evictor:
                 self.sizing.away(*activations.forward.key)
                 self._check(activations)
                 if self._config.beside():
-                    # Some of it was made on another stream, whose allocator does not know who read it meanwhile.
+                    # Some of it was made on another stream, whose allocator does not know who read it since.
                     used_here(*_bytes_of(activations.storages))
                 for storage in activations.storages:
                     if self._poisons:
@@ -281,7 +312,7 @@ class Evictor:
                     storage.resize_(0)
 
     def finish_all(self) -> None:
-        """Wait for everything under way, here and now: what synchronous transfers are."""
+        """Wait for everything under way, for synchronous transfers."""
         self.finish_evictions()
         for activations in self._known.values():
             if activations.state is ActivationsState.COMING:
@@ -297,7 +328,7 @@ class Evictor:
             if self._poisons:
                 _poison(storage)
         if beside := self._config.beside():
-            # Now it is compute's, and nodes of other streams read it.
+            # It was allocated by compute, and nodes on other streams read it.
             used_on(beside, _bytes_of(activations.storages))
         with self._streams.inbound():  # [5]
             activations.pending = (
@@ -335,7 +366,7 @@ class Evictor:
 
     @property
     def host_buffers(self) -> tuple[int, int]:
-        """How many the partner has for this rank, and their bytes."""
+        """Number of host buffers that the partner has for this rank, and their bytes."""
         return self._layout.num_buffers, self._layout.nbytes
 
     @property
@@ -344,17 +375,17 @@ class Evictor:
         return len(self._layout.pieces) > 1
 
     def end(self) -> None:
-        """End the iteration: the partner has heard everything, at the latest with its last HOST."""
+        """End the iteration: the partner has learned everything, at the latest with its last HOST."""
         for forward, announcement in self._announcements:
             self._wait(announcement, forward, "telling its sizes")
         self._announcements.clear()
 
     def let_go(self) -> None:
-        """Note that the partner gives its host buffers back; it remembers the sizes."""
+        """Note that the partner frees its host buffers. It remembers the sizes."""
         self._layout.clear()
 
     def release(self) -> None:
-        """Forget the rooms too: the partner does and has to be told again."""
+        """Forget the sizes too, as the partner does: they are announced anew."""
         self.let_go()
         self._retraces.clear()
         self.sizing.release()
@@ -367,8 +398,8 @@ class Evictor:
 def _by_kind(movable: Sequence[SavedStorage]) -> Counter[str]:
     """Return the bytes by the kind of node that saved them."""
     kinds: Counter[str] = Counter()
-    for found in movable:
-        kinds[found.kind] += found.nbytes
+    for item in movable:
+        kinds[item.kind] += item.nbytes
     return kinds
 
 
@@ -381,9 +412,9 @@ def _poison(storage: torch.UntypedStorage) -> None:
 
 
 def _bytes_of(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
-    """Return each storage as one flat uint8 tensor: strided views share storages, so nothing is made twice."""
+    """Return each storage as one flat uint8 tensor."""
     if not storages:
         return []
-    # By `data` of one, because making a tensor takes longer, and so does `detach`; there may be hundreds.
+    # There may be hundreds, and `data` takes less time than making or detaching a tensor.
     empty = torch.empty(0, dtype=torch.uint8, device=storages[0].device)
     return [empty.data.set_(storage) for storage in storages]

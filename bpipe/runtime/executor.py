@@ -1,16 +1,11 @@
-"""Run one rank's program: compute, pass on what other ranks need, hand over what stays here.
+"""Run one rank's program: compute, send what other ranks need, keep what stays here.
 
-In: a schedule and a rank of it; a Stage that computes, Shards of the output layer and of the embedding where it has
-them, Messages that carry, and around every computation an engine, or none. Out: all computations of an iteration, each
-with what it needs. Knows no model and no process group.
+A computation runs once its own input is there, and its outputs are sent at once: there is no other wait between two
+computations. What stays on the rank, as between two stages that are both here, is no message. The engine starts
+transfers around the computations by the same schedule; without one nothing moves.
 
-A computation runs once its own input is there, and what it made is sent at once: no other wait stands between two
-computations. What stays on the rank, as between two stages that are both here, is no message. Transfers are the
-engine's, which starts them around the computations by the same schedule; without one nothing moves.
-
-A collective is sent by everybody who has a part in making it, each right behind its computation, so that all ranks of a
-sort of collectives issue it in one order: that of their S and T, which the schedule's rules hold to be the same on
-every rank.
+Every rank that makes a part of a collective sends it right after its computation, so that all ranks issue the
+collectives of one sort in one order: that of their S and T, which by the schedule's rules is the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +17,7 @@ from typing import Protocol
 import torch
 
 from bpipe.runtime.errors import RuntimeFault, TransferError
-from bpipe.runtime.messages import Messages
-from bpipe.runtime.stage import Shards, Stage, Tensors
+from bpipe.runtime.stage import Messages, Shards, Stage, Tensors
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.dependencies import NOTHING, Dependencies
 from bpipe.schedule.hosts import Pair
@@ -51,14 +45,26 @@ class ComputationHooks(Protocol):
 
 
 def neighbours(schedule: Schedule) -> list[Pair]:
-    """Return every two ranks between which messages pass, the lower one first: the same on every rank that asks."""
+    """Return every two ranks between which messages pass, the lower one first; the same list on every rank."""
     dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
     parties = {dependencies.route(value).parties for value in range(dependencies.num_values)}
     return sorted({(min(both), max(both)) for both in parties if len(both) == 2})
 
 
 class Executor:
-    """One rank's program over real tensors, iteration after iteration."""
+    """One rank's program over real tensors, iteration after iteration.
+
+    Args:
+        schedule: The schedule.
+        rank: This rank in it.
+        stage: Computes its stages.
+        messages: Carry tensors to other ranks and back.
+        shards: Computes its shard of the output layer, if it has one.
+        inputs: Computes its shard of the embedding, if it has one.
+
+    Raises:
+        ValueError: For a computation that nothing here can run.
+    """
 
     def __init__(
         self,
@@ -74,12 +80,14 @@ class Executor:
         self._stage, self._messages = stage, messages
         self.program = program = lower_as_run(schedule, Exchange.POSTED)[rank]
         self._instructions = [
-            each for each in program.instructions if each.op is Op.RUN or isinstance(each.operand, Message)
+            instruction
+            for instruction in program.instructions
+            if instruction.op is Op.RUN or isinstance(instruction.operand, Message)
         ]
-        # Behind it nothing is sent any more; and by the last instruction that sends what a computation made, or that
-        # runs it, which it is.
-        passing = [number for number, each in enumerate(self._instructions) if each.op in (Op.RUN, Op.SEND)]
-        self._last = passing[-1] if passing else -1
+        # The last instruction that computes or sends.
+        self._last = max(
+            (number for number, (op, _) in enumerate(self._instructions) if op in (Op.RUN, Op.SEND)), default=-1
+        )
         self._sent = _sent_with(self._instructions)
         self._compute: dict[Kind, Callable[[Action, Tensors], Tensors]] = {
             Kind.FORWARD: stage.forward,
@@ -91,19 +99,16 @@ class Executor:
             self._compute |= {Kind.SHARD_FORWARD: shards.forward, Kind.SHARD_BACKWARD: shards.backward}
         if inputs is not None:
             self._compute |= {Kind.INPUT_FORWARD: inputs.forward, Kind.INPUT_BACKWARD: inputs.backward}
-        for each in self._instructions:
-            if isinstance(each.operand, Action) and each.operand.kind not in self._compute:
-                raise ValueError(f"rank {rank}: {each.operand} is not a computation of a stage, so nothing can run it")
-        # What was made or received and is not used yet, by its number; how often this rank computes with each value,
-        # and how often still.
+        computations = [operand for _, operand in self._instructions if isinstance(operand, Action)]
+        for action in computations:
+            if action.kind not in self._compute:
+                raise ValueError(f"rank {rank}: {action} is not a computation of a stage, so nothing can run it")
+        # By a value's number: its tensors until they are used; how often this rank computes with it, and how often
+        # still in this iteration.
         self._values: dict[int, Tensors] = {}
-        self._num_uses = Counter(
-            self._dependencies.operand_of(each.operand)
-            for each in self._instructions
-            if isinstance(each.operand, Action)
-        )
+        self._num_uses = Counter(map(self._dependencies.operand_of, computations))
         self._left: Counter[int] = Counter()
-        # Collectives that have passed: everybody who has a part in one waits for it where it is used, and at the end.
+        # Collectives that have passed: each rank with a part in one waits for it where it is used, and at the end.
         self._passed: set[int] = set()
 
     def run(self, calls: ComputationHooks | None = None) -> None:
@@ -151,11 +156,11 @@ class Executor:
                 self._values[operand.value] = arrived
 
     def _keeps(self, message: Message) -> bool:
-        """Return whether this rank alone makes the value for all, and is one of those who need it."""
+        """Whether this rank alone makes the value for all, and needs it too."""
         return len(message.made_by) == 1 and message.parties[0] == self.rank and self._num_uses[message.value] > 0
 
-    def _pass[T](self, operand: str, message: Message, act: Callable[[], T]) -> T:
-        """Say of what fails which message it was, and who is at its other end."""
+    def _pass[T](self, outcome: str, message: Message, act: Callable[[], T]) -> T:
+        """Name the message and the ranks at its other end in an error."""
         try:
             return act()
         except torch.OutOfMemoryError:
@@ -163,33 +168,33 @@ class Executor:
             raise
         except (OSError, RuntimeError) as error:
             others = " and ".join(f"rank {rank}" for rank in message.parties if rank != self.rank)
-            raise TransferError(f"rank {self.rank}: {message} {operand}; the other end is {others}: {error}") from error
+            raise TransferError(f"rank {self.rank}: {message} {outcome}; the other end is {others}: {error}") from error
 
     def _run(self, action: Action, calls: ComputationHooks | None) -> None:
         needed = self._dependencies.operand_of(action)
         received = () if needed == NOTHING else self._take(needed, action)
         if needed in self._dependencies.in_two_steps:
-            # What shards have gathered is theirs, and the sum of what they made of it the stage's.
+            # Shards receive what was gathered, and the stage the sum of what they made of it.
             received = received[:1] if action.kind in SHARDS else received[1:]
         if calls:
             calls.before(action)
-        made = self._compute[action.kind](action, received)
+        outputs = self._compute[action.kind](action, received)
         forward = action.kind is Kind.FORWARD
         if calls:
-            calls.after(action, made, received) if forward else calls.after(action)
+            calls.after(action, outputs, received) if forward else calls.after(action)
         value = self._dependencies.value_of(action)
         if value != NOTHING and self._dependencies.route(value).takers:
-            # Its own tensor: whoever made it may exchange what lies behind the one it has.
-            self._values[value] = tuple(tensor.detach() for tensor in made)
+            # A tensor of its own: the stage may replace the data of the one that it has.
+            self._values[value] = tuple(tensor.detach() for tensor in outputs)
             if forward:
-                self._stage.let_go(made)
+                self._stage.let_go(outputs)
 
     def _backward_weight(self, action: Action, received: Tensors) -> Tensors:
         self._stage.backward_weight(action)
         return ()
 
     def _take(self, value: int, operand: object) -> Tensors:
-        """For a computation, or to be sent: what is needed again stays."""
+        """Return a value for a computation, or to be sent. It stays if it is needed again."""
         if value not in self._values:
             raise RuntimeFault(f"rank {self.rank}: {self._dependencies.describe(value)} has not arrived for {operand}")
         if isinstance(operand, Action):
@@ -200,10 +205,8 @@ class Executor:
 
 
 def _sent_with(instructions: Sequence[Instruction]) -> dict[int, Action]:
-    """By instruction: the computation of which it sends the last that others need.
-
-    What nobody else needs is sent when it was made.
-    """
+    """Return, by instruction, the computation whose outputs are on their way after it: the last SEND of these, or the
+    computation itself if nothing is sent."""
     sent: dict[int, Action] = {}
     ran = -1
     for number, (op, operand) in enumerate(instructions):

@@ -1,13 +1,10 @@
-"""Make the first failure of a run known to all of its ranks, so that the last error of each is the cause and nobody
-waits for a time-out.
+"""Make the first failure of a run known to all of its ranks, so that each prints it last and nobody waits for a
+time-out.
 
-In: the error that ended this rank's training. Out: the first failure of the run, as its last line on every rank; and
-the end of ranks that are stuck in a collective with one that is gone. Everything goes over the board (`board`), for the
-run's own messages do not pass any more.
-
-A rank whose error only says that a message did not come is not the first to have failed. It waits a moment for the word
-of the one that was, and then calls the roll: each rank has a thread that answers, and who does not answer was killed,
-or stopped.
+A rank whose error only says that a message did not come is not the first to have failed. It waits a moment for a report
+of the one that did, and then calls the roll: each rank has a thread that answers, and one that does not answer was
+killed or stopped. Ranks that are stuck in a collective with one that is gone are ended. All this goes over the store in
+which the ranks found each other, because the run's own messages do not pass any longer.
 """
 
 from __future__ import annotations
@@ -24,18 +21,21 @@ import types
 from atexit import _run_exitfuncs as at_exit
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from bpipe.runtime.board import open_board
 from bpipe.runtime.errors import TransferError
 
-# How often each rank looks at the board: often enough for a person, seldom enough for a store with thousands of ranks.
+# Seconds between two looks at the store: short enough for a person, long enough for a store with thousands of ranks.
 _LOOK_S = 1.0
 _BEFORE_S = 0.2
-_RANKS_A_SECOND = 2000
-# Who fails because another did, is given this long for its own error: then its traceback is on the screen before the
+_RANKS_PER_SECOND = 2000
+# A store that does not answer for this long is gone.
+_STORE_TIMEOUT = timedelta(seconds=20)
+# A rank that fails because of another has this long for its own error, so that its traceback is printed before the
 # cause.
 _OWN_END_S = 8.0
 _MOST_CHARACTERS = 300
@@ -45,9 +45,32 @@ _LOST = re.compile(
 )
 
 
+def _open_store() -> distributed_c10d.Store | None:
+    """Return the store in which the ranks found each other, by a connection of its own for one thread.
+
+    A restart of all ranks under torchrun may find the same store, so its keys have a prefix of their own.
+    """
+    if not dist.is_initialized():
+        return None
+    with contextlib.suppress(Exception):
+        store = distributed_c10d._get_default_store().clone()
+        store.set_timeout(_STORE_TIMEOUT)
+        return distributed_c10d.PrefixStore(f"bpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return None
+
+
+def first_to_say(topic: str) -> bool:
+    """Whether no other rank has said this before; true if the store does not answer."""
+    store = _open_store()
+    with contextlib.suppress(Exception):
+        if store is not None:
+            return int(store.add(f"said/{topic}", 1)) == 1
+    return True
+
+
 @dataclass(frozen=True)
 class Failure:
-    """The rank that failed first, and what of."""
+    """The rank that failed first, and the cause in one line."""
 
     rank: int
     cause: str
@@ -57,27 +80,27 @@ class Failure:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error in one line: its type, what it says first, and the notes that say where."""
-    said = str(error).strip().partition("\n")[0]
+    """Return an error in one line: its type, its first line, and its notes."""
+    message = str(error).strip().partition("\n")[0]
     notes = [note.removeprefix("bpipe: ") for note in getattr(error, "__notes__", ())]
     where = f" ({'; '.join(notes)})" if notes else ""
-    return f"{type(error).__name__}: {said[:_MOST_CHARACTERS]}{where}"
+    return f"{type(error).__name__}: {message[:_MOST_CHARACTERS]}{where}"
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Return whether the error only says that another rank did not send, or did not answer."""
+    """Whether the error only says that another rank did not send or did not answer."""
     kinds = (TransferError, dist.DistError, RuntimeError, OSError)
     return isinstance(error, kinds) and bool(isinstance(error, TransferError) or _LOST.search(str(error)))
 
 
 class Watch:
-    """Watches one training of this process, from `begin` to `end`; `failed` where an error left it."""
+    """Watches one training of this process, from `begin` to `end`; after an error `failed` is called."""
 
     def __init__(self, leave: Callable[[int], None] = os._exit) -> None:
         self._leave = leave
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._board: Any = None
+        self._store: Any = None
         self._first: Failure | None = None
         self._hearing = threading.Lock()
         self._heard = False
@@ -89,7 +112,7 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """End the watch: the training is over on this rank, one way or the other."""
+        """End the watch: the training is over on this rank, with or without an error."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
@@ -97,31 +120,31 @@ class Watch:
     def failed(self, error: Exception) -> Failure | None:
         """Find out which rank failed first, after this rank's training ended with an error, and print it last.
 
-        Returns it on the rank that made it known; None on the others, and where nobody can be asked.
+        Returns it on the rank that made it known; None on the others, and if the store does not answer.
         """
-        board = self._board
-        if board is None:
+        store = self._store
+        if store is None:
             return None
-        mine = Failure(self._rank, cause_of(error))
-        told = False
+        own = Failure(self._rank, cause_of(error))
+        reported = False
         try:
             if self._first is None:
-                known = self._other_cause(board, mine) if is_secondary(error) else None
-                self._first, told = _tell(board, known or mine, self._rank)
-            self._hear(board)
+                other = self._other_cause(store, own) if is_secondary(error) else None
+                self._first, reported = _tell(store, other or own, self._rank)
+            self._hear(store)
         except Exception:
             pass
         if self._first is None:
-            # Whoever keeps the store, rank 0 or the launcher, is gone.
+            # The owner of the store, rank 0 or the launcher, is gone.
             self._say_at_the_end("this run's store does not answer: rank 0 or its launcher has ended", lambda: None)
             return None
-        self._say_at_the_end(str(self._first), lambda: self._linger(board))
-        return self._first if told else None
+        self._say_at_the_end(str(self._first), lambda: self._linger(store))
+        return self._first if reported else None
 
     def _say_at_the_end(self, line: str, linger: Callable[[], None]) -> None:
-        """When the error has been printed, if it is; and leave before modules are taken apart.
+        """Print a line after the error, if that is printed, and exit before modules are taken apart.
 
-        Some in C have words of their own then: triton 3.9, which comes with torch 2.15, thirty lines on what it leaks.
+        Some modules in C print more then: triton 3.9, which comes with torch 2.15, thirty lines on what it leaks.
         """
         printing = sys.excepthook
 
@@ -143,23 +166,28 @@ class Watch:
     def _watch(self) -> None:
         answered = False
         with contextlib.suppress(Exception):
-            while not self._over.wait(_BEFORE_S if self._board is None else self._look_s()):
-                board = self._board
-                if board is None:
-                    self._open()
+            while not self._over.wait(_BEFORE_S if self._store is None else self._look_s()):
+                store = self._store
+                if store is None:
+                    # The ranks have met, or not yet. One connection serves both threads: to connect to a store that is
+                    # gone would take minutes.
+                    opened = _open_store()
+                    if opened is not None:
+                        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+                        self._store = opened
                     continue
-                if not answered and board.check(["call"]):
-                    board.set(f"here/{self._rank}", "")
-                    board.add("answers", 1)
+                if not answered and store.check(["call"]):
+                    store.set(f"here/{self._rank}", "")
+                    store.add("answers", 1)
                     answered = True
-                if board.check(["first"]):
-                    self._first = _read(board)
-                    self._hear(board)
-                    self._end_with(board, self._first)
+                if store.check(["first"]):
+                    self._first = _read(store)
+                    self._hear(store)
+                    self._end_with(store, self._first)
                     return
 
-    def _end_with(self, board: Any, first: Failure) -> None:
-        """Another rank has failed: this one follows, at the latest when it should have noticed by itself."""
+    def _end_with(self, store: Any, first: Failure) -> None:
+        """End this rank because another one has failed, at the latest when it should have noticed by itself."""
         if first.rank == self._rank or self._over.wait(_OWN_END_S):
             return
         print(f"bpipe: rank {self._rank} is stopped here, where it waits:", file=sys.stderr)
@@ -167,53 +195,43 @@ class Watch:
         print(f"bpipe: {first}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        self._linger(board)
+        self._linger(store)
         self._leave(1)
-
-    def _open(self) -> None:
-        """The ranks have met, or not yet.
-
-        One connection serves both threads: to connect to a store that is gone would take minutes.
-        """
-        board = open_board()
-        if board is not None:
-            self._rank, self._world = dist.get_rank(), dist.get_world_size()
-            self._board = board
 
     # -- inside
     # ------------------------------------------------------------------------------------------------------------------
 
     def _look_s(self) -> float:
-        return max(_LOOK_S, self._world / _RANKS_A_SECOND)
+        return max(_LOOK_S, self._world / _RANKS_PER_SECOND)
 
-    def _other_cause(self, board: Any, mine: Failure) -> Failure | None:
-        """What somebody else has said, or does within a moment; else who does not answer; else None."""
-        if _wait(2 * self._look_s(), lambda: bool(board.check(["first"]))):
-            return _read(board)
-        board.set("call", "")
-        _wait(3 * self._look_s(), lambda: int(board.add("answers", 0)) >= self._world)
-        silent = [rank for rank in range(self._world) if not board.check([f"here/{rank}"])]
+    def _other_cause(self, store: Any, own: Failure) -> Failure | None:
+        """Return the failure that another rank reports, now or within a moment; else a rank that does not answer."""
+        if _wait(2 * self._look_s(), lambda: bool(store.check(["first"]))):
+            return _read(store)
+        store.set("call", "")
+        _wait(3 * self._look_s(), lambda: int(store.add("answers", 0)) >= self._world)
+        silent = [rank for rank in range(self._world) if not store.check([f"here/{rank}"])]
         if not silent or self._rank in silent:
             return None
         others = f"; ranks {', '.join(map(str, silent[1:9]))} do not answer either" if silent[1:] else ""
         return Failure(
             silent[0],
             f"it does not answer, so it was killed, was stopped or has exited{others}; rank {self._rank} noticed: "
-            f"{mine.cause}",
+            f"{own.cause}",
         )
 
-    def _hear(self, board: Any) -> None:
-        """This rank knows the cause, by whichever of its two threads."""
+    def _hear(self, store: Any) -> None:
+        """Note that this rank knows the cause, by whichever of its two threads."""
         with self._hearing:
             if not self._heard:
-                board.add("heard", 1)
+                store.add("heard", 1)
                 self._heard = True
 
-    def _linger(self, board: Any) -> None:
-        """Rank 0 may keep the store in its own process: it stays until the others have read the cause there."""
+    def _linger(self, store: Any) -> None:
+        """Wait on rank 0, whose process may have the store, until the others have read the cause there."""
         if self._rank == 0:
             with contextlib.suppress(Exception):
-                _wait(3 * self._look_s(), lambda: int(board.add("heard", 0)) >= self._world)
+                _wait(3 * self._look_s(), lambda: int(store.add("heard", 0)) >= self._world)
 
 
 def _wait(seconds: float, done: Callable[[], bool]) -> bool:
@@ -225,12 +243,12 @@ def _wait(seconds: float, done: Callable[[], bool]) -> bool:
     return True
 
 
-def _tell(board: Any, failure: Failure, by: int) -> tuple[Failure, bool]:
-    """Return the first failure that was told, and whether it was this rank that told it."""
-    teller, first = json.loads(board.compare_set("first", "", json.dumps([by, asdict(failure)])).decode())
-    return Failure(**first), teller == by
+def _tell(store: Any, failure: Failure, by: int) -> tuple[Failure, bool]:
+    """Report a failure. Return the first one that was reported, and whether by this rank."""
+    reporter, first = json.loads(store.compare_set("first", "", json.dumps([by, asdict(failure)])).decode())
+    return Failure(**first), reporter == by
 
 
-def _read(board: Any) -> Failure:
-    _, first = json.loads(board.get("first").decode())
+def _read(store: Any) -> Failure:
+    _, first = json.loads(store.get("first").decode())
     return Failure(**first)

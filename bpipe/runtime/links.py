@@ -1,9 +1,4 @@
-"""Connect the pairs of every pipeline of the world that move anything.
-
-In: a schedule, the global ranks of every pipeline, and how activations travel. Out: this rank's connections, every pair's
-link, and a table for the log; and at the end of the run nothing of them. Knows neither who runs the schedule nor how
-its processes are arranged.
-"""
+"""Connect the pairs of every pipeline of the world that move anything, and disconnect them after the run."""
 
 from __future__ import annotations
 
@@ -32,27 +27,39 @@ def connect_pairs(
     device: torch.device,
     known: Container[Pair] = (),
 ) -> tuple[dict[int, Connection | OwnMemory], list[MeasuredLink], str]:
-    """Return this rank's connections, by the place of the other; every pair's link; and the table of them.
+    """Connect the pairs that a schedule uses. Collective over the world.
 
-    `pipelines[i][place]` are global ranks, equal on every rank. Only pairs of global ranks that are not `known` are
-    connected. A rank that keeps what leaves in its own node's memory is a pair
-    with itself. Collective over the world. Raises ValueError or RuntimeError where a pair has no transport.
+    Args:
+        schedule: The schedule.
+        pipelines: The global ranks of every pipeline by position, equal on every rank.
+        transfers: How activations travel.
+        device: This rank's.
+        known: Pairs of global ranks that are connected already.
+
+    Returns:
+        This rank's connections by the other's position; every pair's link; and a table of the links. A rank that evicts
+        into its own node's memory is a pair with itself.
+
+    Raises:
+        ValueError: For a transport that cannot be used on this device.
+        RuntimeError: If a pair has no transport.
     """
     stages = {pair: places for pair, places in stages_of_pairs(schedule, pipelines).items() if pair not in known}
     if not stages:
         return {}, [], ""
     rank, copying = dist.get_rank(), copying_on(device)
-    mine = list(next(ranks for ranks in pipelines if rank in ranks))
-    here = mine.index(rank)
+    pipeline = list(next(ranks for ranks in pipelines if rank in ranks))
+    here = pipeline.index(rank)
     pairs, own = sorted(pair for pair in stages if pair[0] != pair[1]), uses_host_memory(schedule.hosts)
     links: list[MeasuredLink] = []
     connections: dict[int, Connection | OwnMemory] = {}
     if pairs:
         buffers = host_buffers(schedule, here, total_bytes(device))
-        found, links = connect_all(pairs, transfers.transport, transfers.timeout_s, copying, buffers, own)
-        connections |= {mine.index(other): connection for other, connection in found.items()}
+        others, links = connect_all(pairs, transfers.transport, transfers.timeout_s, copying, buffers, own)
+        connections |= {pipeline.index(other): connection for other, connection in others.items()}
     if len(pairs) < len(stages):
-        buffers = own_buffers(schedule, here, total_bytes(device)) if (rank, rank) in stages else Buffers(0)
+        count = num_host_memory_buffers(schedule, here) if (rank, rank) in stages else 0
+        buffers = _buffers(schedule, here, total_bytes(device), count)
         memory, owns = connect_own(buffers, transfers.timeout_s, copying)
         links = links + owns
         connections |= {} if memory is None else {here: memory}
@@ -60,30 +67,30 @@ def connect_pairs(
 
 
 class Closable(Protocol):
-    """Groups and threads of one run: a connection, an edge, or what ranks that share a vocabulary have."""
+    """Groups and threads of one run: a connection, an edge, or the groups of a shared vocabulary."""
 
     def close(self) -> None:
         """End them, together with the other ranks that have them."""
 
     def abandon(self) -> None:
-        """End what waits for nobody."""
+        """End what can be ended without another rank."""
 
 
 def disconnect(engine: Engine | None, connections: Iterable[Closable | None], failed: bool = False) -> str | None:
     """Give back what a run has on this rank and on others: host buffers, mappings, groups and threads.
 
     After a run that ended well all ranks call it, with `connections` in the order in which they were made. CUDA needs
-    that order: a mapping that its opener never closed spoils later ones of both processes, and memory must not be freed
+    that order: a mapping that its opener never closed breaks later ones of both processes, and memory must not be freed
     while another process has it open.
 
     Args:
         engine: The engine whose program ran last; those of earlier programs have released theirs.
-        connections: What the run was connected by; None is what `connect` returns to a rank in no pair.
+        connections: The run's connections; None is what `connect` returns to a rank in no pair.
         failed: Whether the run failed, even if its last iteration did not.
 
     Returns:
-        None if everything was given back. Otherwise why it was not: then it stays until the process ends, and no rank
-        is waited for.
+        None if everything was given back. Otherwise why not: then it stays until the process ends, and no rank is
+        waited for.
     """
     parts, reason = [connection for connection in connections if connection is not None], "the run failed"
     if not failed and (engine is None or engine.ended_well):
@@ -103,18 +110,12 @@ def disconnect(engine: Engine | None, connections: Iterable[Closable | None], fa
 
 
 def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
-    """Return the buffers that a rank would keep in host memory in place of its hosts', before anybody has measured a
-    micro-batch.
+    """Return the buffers that a rank would keep in host memory instead of its hosts', before micro-batches are measured.
 
-    All micro-batches that it ever holds fit into its device together, so none is larger than its part of that.
+    All micro-batches that it holds at its peak fit into its device, so none is larger than its part of that.
     """
     others = device_ranks(residencies_by_host(schedule, rank))
     return _buffers(schedule, rank, device_bytes, sum(num_buffers_for(schedule, host)[rank] for host in others))
-
-
-def own_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
-    """Return the buffers that a rank keeps in host memory by its schedule."""
-    return _buffers(schedule, rank, device_bytes, num_host_memory_buffers(schedule, rank))
 
 
 def _buffers(schedule: Schedule, rank: int, device_bytes: int, count: int) -> Buffers:
@@ -122,7 +123,7 @@ def _buffers(schedule: Schedule, rank: int, device_bytes: int, count: int) -> Bu
 
 
 def stages_of_pairs(schedule: Schedule, pipelines: Sequence[Sequence[int]]) -> dict[Pair, Pair]:
-    """Return the global ranks of every pair that moves anything, in every pipeline, and their places in it."""
+    """Return, by the global ranks of every pair that moves anything, their positions in the pipeline."""
     used = links_of(schedule)
     stages: dict[Pair, Pair] = {}
     for pipeline in pipelines:

@@ -1,8 +1,4 @@
-"""Say what one rank measured, as the record has it.
-
-In: an engine with its meter, after an iteration. Out: an `Iteration`, and a `RankSummary` that lays what was measured
-beside what the schedule predicts.
-"""
+"""What one rank measured, as rows of the record."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from bpipe.record.report.memory import own_peak, peak_of_rule
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.recorder import ExactBytes, Recorder
+from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.sizing import Unmoved
 from bpipe.schedule.action import Kind
 from bpipe.schedule.memory import Memory
@@ -25,15 +21,17 @@ from bpipe.schedule.memory import Memory
 def iteration_of(
     engine: Engine, meter: Meter, recorder: Recorder, program: ScheduleConfig, number: int, begin_s: float
 ) -> Iteration:
-    """Return what the recorder noted of an iteration. `begin_s`: unix time on this rank's clock. Waits for the device.
+    """Return an iteration without `device_peak_bytes`. Waits for the device.
 
-    `device_peak_bytes` is left to whoever knows the device's allocator.
+    `begin_s`: unix time on this rank's clock.
     """
-    sizing = engine.sizing if engine.sizing is not None and engine.sizing.differing else None
-    # What a host buffer takes at most is not what came into it.
-    exact = None if sizing is None else ExactBytes(meter.each_bytes, sizing.moved_each)
+    sizing = engine.sizing
+    if sizing is not None and not sizing.differing:
+        sizing = None
+    # If sizes differ, the size of a host buffer is not that of what came into it.
     hosted = engine.hosted_bytes if sizing is None else {}
-    rows, elapsed_s = recorder.rows(meter.saved_bytes, {**hosted, **engine.moved_bytes}, exact)
+    exact = (None, None) if sizing is None else (meter.each_bytes, sizing.moved_each)
+    rows, elapsed_s = recorder.rows(meter.saved_bytes, {**hosted, **engine.moved_bytes}, *exact)
     stayed, shares = Unmoved() if sizing is None else sizing.stayed, engine.shares
     return Iteration(
         iteration=number,
@@ -59,18 +57,22 @@ def iteration_of(
 
 @dataclass
 class DifferingSums:
-    """Sums over all iterations of one rank whose micro-batches differ in size: what stayed, the most by which the
-    bound was exceeded, and the largest micro-batch by stage."""
+    """Sums over all iterations of one rank whose micro-batches differ in size."""
 
     stayed_microbatches: int = 0
     stayed_bytes: int = 0
     passed_microbatches: int = 0
+    """The most by which the bound was exceeded at once."""
+
     passed_bytes: int = 0
     times_grown: int = 0
+    """Iterations after which host buffers grew."""
+
     largest_bytes: Mapping[int, int] = field(default_factory=dict)
+    """By stage, the largest micro-batch."""
 
     def add(self, engine: Engine) -> None:
-        """Add what an iteration left to say."""
+        """Add an iteration."""
         sizing = engine.sizing
         if sizing is None or not sizing.differing:
             return
@@ -85,11 +87,12 @@ class DifferingSums:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptBySlices:
-    """Bytes kept of micro-batches cut into slices, measured and predicted, and the rule for slices that differ."""
+    """Bytes kept of micro-batches cut into slices."""
 
     peak_bytes: int
     predicted_bytes: int
     memory: Memory
+    """The rule for slices that differ."""
 
 
 def summary_of(
@@ -105,20 +108,20 @@ def summary_of(
     certificate: Certificate,
     slices: KeptBySlices | None = None,
 ) -> RankSummary:
-    """Lay what a rank measured beside what its schedule says for micro-batches of this size.
+    """Return what a rank measured and what its schedule predicts for micro-batches of this size.
 
-    `place`: of this `rank` of the world in its pipeline. `peaks`: of each iteration, micro-batches and bytes; the first
-    does not count when there are others, as what micro-batches share is known only after two of them. Host buffers are
-    preallocated, so a rank holds all of them from the first HOST on: predicted is the most that its own micro-batches
-    occupy in any slot, and its buffers.
+    `place` is its position in the pipeline. `peaks` are micro-batches and bytes of each iteration; the first does not
+    count if there are others, because what micro-batches share is known only after two of them. Host buffers are
+    preallocated, so a rank holds all of them from the first HOST on: the prediction is the most that its own
+    micro-batches occupy in any slot, and its buffers.
     """
     schedule, saved, moved = engine.schedule, meter.saved_bytes, engine.moved_bytes
-    # As the meter counts: a micro-batch of which less than half has left is still here.
+    # As in the meter, a micro-batch of which less than half has left is still here.
     leaves = {
         stage: int(moved.get(stage, nbytes) > 0 and 2 * moved.get(stage, nbytes) >= nbytes)
         for stage, nbytes in saved.items()
     }
-    # Evictions and loads of a stage of which nothing can move were none.
+    # Evictions and loads of a stage of which nothing can move do not count.
     transfers = Counter(
         action.kind for slot in schedule.ranks[place] for action in slot.transfers if moved.get(action.stage)
     )

@@ -1,15 +1,11 @@
 """Measure what a rank's saved activations really occupy, from the storages themselves.
 
-In: the storages each forward saved, those that wait between the halves of its backward, and those that a shard of the
-vocabulary holds between its S and its T. Out: bytes and micro-batches held now, and their peaks. Knows no schedule and
-no prediction.
-
-It keeps weak references only: a storage that autograd freed is gone, one that was emptied in place counts as the bytes
-it still has. Storages that somebody besides one micro-batch's graph holds (parameters, masks, tables, the data
+The meter has only weak references: a storage that autograd freed is gone, and one that was emptied in place counts as
+the bytes it still has. Storages that are held by more than one micro-batch's graph (parameters, masks, tables, the data
 iterator's own batch) are not a micro-batch's activations and do not count.
 
-A micro-batch's storages change with its forward, its evictions and loads, and its backward, and at no other time. The
-engine says when one of these begins, and only what was touched lately is looked at: to look at every storage twice a
+A micro-batch's storages change only with its forward, its evictions and loads, and its backward. The engine says when
+one of these begins, and only micro-batches that were touched lately are inspected: inspecting every storage twice per
 computation costs more than moving it.
 """
 
@@ -25,27 +21,32 @@ from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.graph import plain_tensors
 from bpipe.schedule.action import Action, Key, Kind
 
-# Looks until all that follows from an action was seen. An eviction issued before a computation still has its storages
-# when that one starts and ends, and has emptied them when the next one starts. A load has filled them at once, and the
+# Inspections until all effects of an action are seen. An eviction issued before a computation still has its storages
+# when that starts and ends, and has emptied them when the next one starts. A load has filled them at once, and the
 # inputs' half of a backward has freed what the weights' half does not need.
 _LOOKS = {Kind.EVICT: 3, Kind.LOAD: 1, Kind.BACKWARD_INPUT: 1}
 
 
 @dataclass
 class _Held:
-    """What one micro-batch saved for itself: how much it was, how much of it the last look found, and where what is
-    left lies.
-
-    `looks` are still to be made; once its backward has run, until nothing is left. Once the first half of a split
-    backward has run, a micro-batch is `halved`: it holds what the second half needs, and has not left.
-    """
+    """What one micro-batch saved for itself."""
 
     saved_bytes: int = 0
+
     bytes_now: int = 0
+    """Bytes left at the last inspection."""
+
     addresses: set[int] = field(default_factory=set)
+    """Of the storages that are left."""
+
     looks: int = 0
+    """Inspections to come."""
+
     halved: bool = False
+    """Whether the first half of a split backward has run: it holds what the second half needs, and has not left."""
+
     over: bool = False
+    """Whether its backward has run; it is inspected until nothing is left."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,6 @@ class _Storage:
     nbytes: int
     received: bool = False
 
-    def nbytes_now(self) -> int:
-        return _nbytes(self.reference)
-
 
 def _nbytes(reference: StorageWeakRef) -> int:
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -65,20 +63,26 @@ def _nbytes(reference: StorageWeakRef) -> int:
 
 
 class Meter:
-    """Peaks of one rank. `saved_bytes[stage]` is the most that one micro-batch saves, counted once its forward has
-    finished, and `latest_bytes[stage]` what the last one does: of the first what all share may be taken for its own.
-    `after_input_bytes[stage]` is what one holds between the halves of its backward, counted once the first has run.
-    `shard_bytes` is what a shard of the vocabulary holds of one micro-batch, its logits above all; that is bytes, and
-    no micro-batch.
+    """Peaks of one rank.
 
-    `received_bytes` is the part of it that the stage received, where the pipeline loop may hold that longer than the
-    backward needs it: one that `keeps_inputs`. Of any other it is 0.
+    Args:
+        keeps_inputs: Whether the pipeline loop may hold what a stage received longer than the backward needs it.
+
+    Attributes:
+        peak_microbatches: The most micro-batches held in this iteration, host buffers included.
+        peak_bytes: The most bytes held.
+        saved_bytes: By stage, the most that one micro-batch saves, counted once its forward has finished.
+        latest_bytes: By stage, what the last micro-batch saves: what all of them share may count for the first.
+        after_input_bytes: By stage, what one holds between the halves of its backward, counted once the first has run.
+        shard_bytes: What a shard of the vocabulary holds of one micro-batch, above all its logits.
+        received_bytes: The part of a micro-batch that the stage received, if the loop keeps inputs; else 0.
+        each_bytes: By stage and micro-batch, what each saved.
+        after_each_bytes: The same between the halves of its backward.
     """
 
     def __init__(self, keeps_inputs: bool = True) -> None:
         self._keeps_inputs = keeps_inputs
-        # By address. While a storage is referred to weakly its address serves no other, so none is mistaken for one
-        # that died.
+        # By address, which no other storage gets while there is a weak reference.
         self._storages: dict[int, _Storage] = {}
         self._common: dict[int, StorageWeakRef] = {}
         self._held: dict[Key, _Held] = {}
@@ -89,7 +93,6 @@ class Meter:
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
         self.latest_bytes: dict[int, int] = {}
-        # By stage and micro-batch, what each saved, and what it held between the halves of its backward.
         self.each_bytes: dict[Key, int] = {}
         self.after_each_bytes: dict[Key, int] = {}
         self.after_input_bytes: dict[int, int] = {}
@@ -102,9 +105,8 @@ class Meter:
         self.each_bytes, self.after_each_bytes = {}, {}
         self.shard_bytes = 0
         self._shards.clear()
-        # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's
-        # activation.
-        # Whoever runs the loop may receive into the same memory in every iteration.
+        # A storage that outlives its micro-batch is held by somebody else, so it is no activation. But the loop may
+        # receive into the same memory in every iteration.
         self._common |= {key: storage.reference for key, storage in self._storages.items() if not storage.received}
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
         self._storages, self._held = {}, {}
@@ -135,12 +137,11 @@ class Meter:
         self.shard_bytes = max(self.shard_bytes, sum(storage.nbytes() for storage in storages))
 
     def shard_over(self, op: Action) -> None:
-        """Note that T has run. What it made is on its way to others, like a gradient between stages."""
+        """Note that T has run. Its result is on its way to others, like a gradient between stages."""
         self._shards.pop(op.microbatch, None)
 
     def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key, received: bool = False) -> bool:
-        """Return whether this storage is the micro-batch's and was not known to be: not where another one, or
-        everybody, holds it too."""
+        """Add a storage to the micro-batch's, and return whether it is new and no other micro-batch holds it too."""
         key = storage._cdata
         known = self._storages.get(key)
         if key in self._common or (known is not None and known.owner == owner):
@@ -168,36 +169,40 @@ class Meter:
             held.over = True
 
     def held(self) -> dict[Key, int]:
-        """Return the bytes that each micro-batch, a stage and its number, held when last looked at."""
+        """Return, by stage and micro-batch, the bytes held at the last inspection."""
         return {owner: held.bytes_now for owner, held in self._held.items() if held.bytes_now}
 
     @property
     def in_shards_bytes(self) -> int:
-        """Bytes held now of micro-batches between S and T."""
+        """Bytes held now by micro-batches between S and T."""
         return sum(_nbytes(reference) for references in self._shards.values() for reference in references)
 
     def has_of_size(self, nbytes: int) -> bool:
-        """Return whether a micro-batch saved a storage of this size."""
+        """Whether a micro-batch saved a storage of this size."""
         return any(storage.nbytes == nbytes for storage in self._storages.values())
 
     def sample(self, host_buffers: int, host_bytes: int, look: bool = True) -> int:
-        """Return what is held now, in bytes: own storages, and `host_buffers` of `host_bytes` in all for the partner.
+        """Return the bytes held now, and update the peaks.
 
-        Without a `look` it is what was there when last looked at, and what was saved since.
+        Args:
+            host_buffers: Number of host buffers for others.
+            host_bytes: Their bytes.
+            look: Whether to inspect storages; otherwise the bytes are those of the last inspection and what was saved
+                since.
         """
         if look:
             self._look_at_what_was_touched()
-        # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. And
-        # whoever holds bytes of one whose backward has run holds bytes, not a micro-batch.
+        # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. Bytes
+        # of a micro-batch whose backward has run are no micro-batch.
         here = sum(
             1
             for held in self._held.values()
             if not held.over and (held.halved or 2 * held.bytes_now > held.saved_bytes)
         )
         self.peak_microbatches = max(self.peak_microbatches, here + host_buffers)
-        in_all = sum(held.bytes_now for held in self._held.values()) + self.in_shards_bytes + host_bytes
-        self.peak_bytes = max(self.peak_bytes, in_all)
-        return in_all
+        total = sum(held.bytes_now for held in self._held.values()) + self.in_shards_bytes + host_bytes
+        self.peak_bytes = max(self.peak_bytes, total)
+        return total
 
     def _look_at_what_was_touched(self) -> None:
         for owner, held in tuple(self._held.items()):
@@ -213,8 +218,8 @@ class Meter:
         held.looks = max(0, held.looks - 1)
         held.bytes_now = 0
         for key in tuple(held.addresses):
-            nbytes = self._storages[key].nbytes_now()
-            # What was received may be emptied behind its backward, and stay.
+            nbytes = _nbytes(self._storages[key].reference)
+            # What was received may be emptied after its backward, and stay.
             if self._storages[key].reference.expired() or (held.over and not nbytes):
                 held.addresses.remove(key)
                 del self._storages[key]

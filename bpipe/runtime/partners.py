@@ -1,23 +1,22 @@
-"""Hold what a rank has to do with others: those it sends to, and those it hosts for, each over a transport of its own.
+"""All partners of a rank: the ranks that it evicts to and those that it hosts for, each over a transport of its own.
 
-Its own node's memory is one of those it sends to, under its own rank, and hosts nothing for anybody.
-
-In: a schedule, a rank, and its transports. Out: one evictor and one acceptor, which pass on what concerns one of
-several, and whatever has to be done with all of them in one order. Starts no transfer.
+Its own node's memory is one of those that it evicts to, under its own rank, and hosts nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import Claims
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.evictor import Evictor, Wait
-from bpipe.runtime.multi_host import SeveralGuests, SeveralHosts
+from bpipe.runtime.graph import Pieces
 from bpipe.runtime.retention import Kept
+from bpipe.runtime.sizing import Sizing, Unmoved, together
 from bpipe.runtime.streams import Streams
 from bpipe.schedule.action import TRANSFER, Action, Key, Kind
 from bpipe.schedule.host_buffers import (
@@ -31,21 +30,16 @@ from bpipe.schedule.host_buffers import (
 )
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Transport
-
-
-@dataclass(frozen=True)
-class _Partner:
-    """Both roles with one other rank."""
-
-    evictor: Evictor
-    acceptor: Acceptor
-    transport: Transport
+from bpipe.transport.one_sided import Transport
 
 
 class Partners:
-    """One rank's, by their ranks, ascending: what waits for both ends is done with one after the other, in one order
-    on all ranks."""
+    """The partners of one rank, by their ranks, ascending: what waits for both ends is done with one after the other,
+    in one order on all ranks.
+
+    `transports` are to the only partner, or by the partner's rank; `streams` are None if nothing moves. `wait` waits for
+    a transfer and names it in errors; `kept` collects what stays. Raises ValueError for transfers without a transport.
+    """
 
     def __init__(
         self,
@@ -58,10 +52,6 @@ class Partners:
         wait: Wait,
         kept: Kept,
     ) -> None:
-        """`wait` waits for a transfer and names it in errors; `kept` collects what stays.
-
-        Raises ValueError for transfers that there is no transport for.
-        """
         self._rank_of, self._rank, self._config = schedule.layout.rank_of, rank, config
         hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
         self._host_of = _only_hosts(hosts, config.name)
@@ -71,35 +61,37 @@ class Partners:
             raise ValueError(
                 f"{config.name}: the schedule has transfers for rank {rank}, but there is no transport for them"
             )
-        here, there = (
-            host_buffers(schedule, rank),
-            {host.rank: buffers_at(schedule, host) for host in set(hosts.values())},
-        )
+        here = host_buffers(schedule, rank)
+        elsewhere = {host.rank: buffers_at(schedule, host) for host in set(hosts.values())}
         # By residency, here or elsewhere: its host buffer.
-        self.buffer_of = {**here, **{residency: there[host.rank][residency] for residency, host in hosts.items()}}
-        # By what is hosted here: of how many of its rank's stages it has told the sizes by then.
-        self.told_by = {
+        self.buffer_of = {**here, **{residency: elsewhere[host.rank][residency] for residency, host in hosts.items()}}
+        # By residency here: the number of its rank's stages whose sizes have been announced by then.
+        self._num_announced = {
             residency: count
             for guest in guests
             for residency, count in num_measured(schedule, guest, Host(rank)).items()
         }
-        self._partners: dict[int, _Partner] = {}
+        # What exceeded the bound at once, over all evictors.
+        self._passed = Unmoved()
+        # Both roles of this rank, by the other's.
+        self.evictors: dict[int, Evictor] = {}
+        self.acceptors: dict[int, Acceptor] = {}
         if streams is not None:
             claims = Claims()
             for other in others or self._transports:
                 link = self._end(other) + (f" over {config.links[other]}" if other in config.links else "")
                 transport = self._transports[other]
-                sent, hosted = self._buffers_for(rank, there.get(other, {})), self._buffers_for(other, here)
-                evictor = Evictor(sent, transport, streams, config, wait=wait, kept=kept, claims=claims, link=link)
-                acceptor: Acceptor
+                sent, hosted = self._buffers_for(rank, elsewhere.get(other, {})), self._buffers_for(other, here)
+                self.evictors[other] = Evictor(
+                    sent, transport, streams, config, wait=wait, kept=kept, claims=claims, link=link
+                )
                 if transport.one_sided:
-                    acceptor = LendingAcceptor(hosted, transport)
+                    self.acceptors[other] = LendingAcceptor(hosted, transport)
                 else:
-                    acceptor = ReceivingAcceptor(hosted, transport, streams, config.device, wait)
-                self._partners[other] = _Partner(evictor, acceptor, transport)
+                    self.acceptors[other] = ReceivingAcceptor(hosted, transport, streams, config.device, wait)
 
     def _buffers_for(self, guest: int, hosted: Mapping[Residency, int]) -> tuple[frozenset[int], ...]:
-        """Of a rank's host buffers those for one guest; others hold nothing of its."""
+        """Return for each host buffer the stages of one guest that it hosts."""
         return stages_in_buffers(
             {
                 residency: buffer
@@ -108,19 +100,8 @@ class Partners:
             }
         )
 
-    @property
-    def evictor(self) -> Evictor | SeveralHosts | None:
-        """The evictor of this rank; None where it evicts nothing."""
-        evictors = {other: partner.evictor for other, partner in self._partners.items()}
-        return SeveralHosts(evictors, self._host_of) if len(evictors) > 1 else next(iter(evictors.values()), None)
-
-    @property
-    def acceptor(self) -> Acceptor | SeveralGuests | None:
-        acceptors = {other: partner.acceptor for other, partner in self._partners.items()}
-        return SeveralGuests(acceptors, self._rank_of) if len(acceptors) > 1 else next(iter(acceptors.values()), None)
-
     def partner_of(self, action: Action) -> int:
-        """Return the rank at the other end of a transfer: this one, where it has none."""
+        """Return the rank at the other end of a transfer: this one, if it has none."""
         key = action.key
         return self._host_of[key] if action.kind in (Kind.EVICT, Kind.LOAD) else self._rank_of(*key)
 
@@ -132,60 +113,120 @@ class Partners:
         return "its own node's memory" if other == self._rank else f"stage {other}"
 
     @property
-    def own_memory(self) -> tuple[int, int]:
-        """How many host buffers this rank has in its own node's memory, and their bytes."""
-        own = self._partners.get(self._rank)
-        return (0, 0) if own is None else own.evictor.host_buffers
-
-    @property
-    def lent_bytes(self) -> int:
-        """Bytes of host buffers that other ranks reach into by themselves: on a device its allocator does not count
-        them."""
-        return sum(
-            partner.acceptor.host_buffer_bytes for partner in self._partners.values() if partner.transport.one_sided
-        )
+    def sizing(self) -> Sizing | None:
+        """Sizes of all evictors together; None without partners. Each evictor has buffers of its own with its host."""
+        sizings = [evictor.sizing for evictor in self.evictors.values()]
+        return together(sizings, self._passed) if sizings else None
 
     def sees(self, action: Action) -> bool:
-        """Return whether this rank has to write it down: with a one-sided transport a host sees nothing of its host
-        buffers' transfers."""
+        """Whether this rank records it: with a one-sided transport a host does not see the transfers of its buffers."""
         return action.kind in (Kind.EVICT, Kind.LOAD) or (
             action.kind in TRANSFER and not self._transports[self.partner_of(action)].one_sided
         )
 
-    def gather(self, first: Action) -> None:
-        """Allocate host buffers anew as one piece, where they grew before all sizes were known or have become too
-        small.
+    def begin(self) -> None:
+        self._passed = Unmoved()
+        for evictor in self.evictors.values():
+            evictor.begin()
 
-        Both ends know all sizes alike now. `first`: what the iteration computes first, named in errors.
+    def remember(
+        self,
+        forward: Action,
+        graph: Pieces,
+        inputs: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Remember a finished forward whose activations will leave, or show how large they are."""
+        for host, evictor in self.evictors.items():
+            if evictor.unmeasured(forward.stage) or self._host_of.get(forward.key) == host:
+                evictor.remember(forward, graph, inputs, outputs)
+
+    def measure(self, forward: Action) -> None:
+        """Tell each host the sizes of the stages that come to it, and of no other: it listens for no more.
+
+        Called after a stage's first forward at once: the partner may wait for it, and this rank then for the partner.
         """
-        for other, partner in self._partners.items():
-            grown = self._config.transfers.differing and self._grown(other, partner, first)
-            if grown or partner.evictor.is_scattered or partner.acceptor.is_scattered:
-                partner.evictor.let_go()
-                partner.acceptor.let_go()
-                partner.transport.release()
+        for host, evictor in self.evictors.items():
+            if evictor.unmeasured(forward.stage):
+                evictor.measure(forward)
+                if self._host_of.get(forward.key) != host:
+                    evictor.forget(forward)
 
-    def _grown(self, other: int, partner: _Partner, first: Action) -> bool:
-        """Return whether the rooms on either end have to be larger. Each tells the other before it listens."""
+    def start(self, action: Action, residency: Residency) -> None:
+        """Start a transfer."""
+        buffer, partner = self.buffer_of[residency], self.partner_of(action)
+        if action.kind is Kind.EVICT:
+            self.evictors[partner].evict(action, buffer)
+        elif action.kind is Kind.LOAD:
+            self.evictors[partner].load(action, buffer)
+        elif action.kind is Kind.HOST:
+            self.acceptors[partner].hear(self._num_announced[residency])
+            self.acceptors[partner].host(action, buffer)
+        else:
+            self.acceptors[partner].give_back(action, buffer)
+
+    def finish_evictions(self) -> None:
+        for evictor in self.evictors.values():
+            evictor.finish_evictions()
+
+    def finish_load(self, backward: Action) -> None:
+        for evictor in self.evictors.values():
+            evictor.finish_load(backward)
+
+    def finish_all(self) -> None:
+        for evictor in self.evictors.values():
+            evictor.finish_all()
+
+    def computes(self) -> None:
+        """Note that a computation begins next to everything that is here."""
+        sizings = (evictor.sizing for evictor in self.evictors.values())
+        self._passed = self._passed.with_here([nbytes for sizing in sizings for nbytes in sizing.at_home])
+
+    def end(self) -> None:
+        for evictor in self.evictors.values():
+            evictor.end()
+        for acceptor in self.acceptors.values():
+            acceptor.end()
+
+    def gather(self, first: Action) -> None:
+        """Allocate host buffers anew as one piece if they grew before all sizes were known or have become too small.
+
+        Both ends know the same sizes now. `first`: what the iteration computes first, named in errors.
+        """
+        for other, evictor, acceptor, transport in self._roles():
+            grown = self._config.transfers.differing and self._grown(other, first)
+            if grown or evictor.is_scattered or acceptor.is_scattered:
+                evictor.let_go()
+                acceptor.let_go()
+                transport.release()
+
+    def _roles(self) -> list[tuple[int, Evictor, Acceptor, Transport]]:
+        return [
+            (other, self.evictors[other], self.acceptors[other], self._transports[other]) for other in self.evictors
+        ]
+
+    def _grown(self, other: int, first: Action) -> bool:
+        """Whether the rooms on either end have to be larger. Each tells the other before it listens."""
         try:
-            here = partner.evictor.tell_growth(first)
-            there = partner.acceptor.hear_growth()
+            evicts_more = self.evictors[other].tell_growth(first)
+            hosts_more = self.acceptors[other].hear_growth()
         except Exception as error:
             raise TransferError(
                 f"{self._config.name}, stage {self._rank}: at the start of an iteration stage {other} did not send "
                 f"the sizes of its transfers; the time-out is {self._config.transfers.timeout_s:g} s, --bpipe-timeout: {error}"
             ) from error
-        return here or there
+        return evicts_more or hosts_more
 
     def release(self) -> None:
         """Give the host buffers back."""
-        for partner in self._partners.values():
-            for role in (partner.evictor, partner.acceptor, partner.transport):
+        for _, evictor, acceptor, transport in self._roles():
+            for role in (evictor, acceptor, transport):
                 role.release()
 
     def abandon(self) -> None:
-        for partner in self._partners.values():
-            for role in (partner.evictor, partner.acceptor, partner.transport):
+        """Drop everything after an error."""
+        for _, evictor, acceptor, transport in self._roles():
+            for role in (evictor, acceptor, transport):
                 role.abandon()
 
 
@@ -198,15 +239,13 @@ def _by_rank(
 
 
 def _only_hosts(hosts: Mapping[Residency, Host], name: str) -> dict[Key, int]:
-    """Return the rank whose memory takes it, by stage and micro-batch. Raises ValueError where one leaves for
-    several."""
-    found: dict[Key, int] = {}
+    """Return the rank that hosts each micro-batch, by stage and number. Raises ValueError if one leaves for several."""
+    host_of: dict[Key, int] = {}
     for residency, host in hosts.items():
-        before = found.setdefault(residency.key, host.rank)
+        before = host_of.setdefault(residency.key, host.rank)
         if before != host.rank:
-            what = (
-                f"micro-batch {residency.microbatch} of stage {residency.stage} is evicted both to rank {before} and "
-                f"to rank {host.rank} in one iteration"
+            raise ValueError(
+                f"{name}: micro-batch {residency.microbatch} of stage {residency.stage} is evicted both to rank "
+                f"{before} and to rank {host.rank} in one iteration: evict it to only one of them"
             )
-            raise ValueError(f"{name}: {what}: evict it to only one of them")
-    return found
+    return host_of

@@ -1,8 +1,8 @@
-"""Name what a rank issues as ranges of torch's profiler, so that any profiler shows the schedule.
+"""Ranges of torch's profiler for what a rank issues, so that any profiler shows the schedule.
 
-In: computations and transfers as they begin and end. Out: ranges such as `bpipe forward stage 0 micro-batch 3`, which
-`torch.profiler` records and `torch.autograd.profiler.emit_nvtx` passes on to NVTX (Megatron's `--profile` enters one of
-the two). Knows no schedule and no device. Where no profiler runs there are no ranges, for each would cost about 30 us.
+`torch.profiler` records ranges such as `bpipe forward stage 0 micro-batch 3`, and `torch.autograd.profiler.emit_nvtx`
+passes them on to NVTX (Megatron's `--profile` enters one of the two). Without a profiler there are no ranges, because
+each would take about 30 us.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def name_of(action: Action, slices: int = 1) -> str:
-    """Return the name of an action's range; of a micro-batch in several slices the action's number is a slice's."""
+    """Return the name of an action's range. With several `slices` the action's number is that of a slice."""
     place = "rank" if action.kind in SHARDS else "stage"
     microbatch, part = divmod(action.microbatch, slices)
     of_slice = f" slice {part}" if slices > 1 else ""
@@ -40,7 +40,7 @@ def name_of(action: Action, slices: int = 1) -> str:
 
 
 class Ranges:
-    """The ranges of one rank: transfers, and computations, whose begin and end are told apart."""
+    """The ranges of one rank, of which one is open at a time."""
 
     def __init__(self, slices: int) -> None:
         self._slices = slices
@@ -48,7 +48,7 @@ class Ranges:
 
     @contextlib.contextmanager
     def of(self, action: Action) -> Iterator[None]:
-        """Name what is issued inside."""
+        """Open a range around what is issued inside."""
         self.begin(action)
         try:
             yield
@@ -56,15 +56,15 @@ class Ranges:
             self.end()
 
     def begin(self, action: Action, beside: Action | None = None) -> None:
-        """Name what is issued from here to `end`, with what runs beside it; ranges do not stand within each other."""
+        """Open a range for an action and what runs together with it."""
         if not torch._C._autograd._profiler_enabled():
             return
-        names = [name_of(each, self._slices) for each in (action, beside) if each is not None]
+        names = [name_of(issued, self._slices) for issued in (action, beside) if issued is not None]
         self._open = record_function(" with ".join(names))
         self._open.__enter__()
 
     def end(self) -> None:
-        """End the range that is open, if one is: an error may have come before it began."""
+        """Close the open range, if there is one."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None

@@ -1,10 +1,8 @@
-"""Write down what an engine did in one iteration: every action with its times, bytes and waits.
+"""Record what an engine did in one iteration: every action with its times, bytes and waits.
 
-In: the engine's own calls, as it makes them. Out: rows, in the order of their start. Knows no file and no prediction. A
-computation is marked when it begins and ends; a transfer begins when it is issued and has ended at the latest when
-somebody waited for it: a one-sided copy knows when it really did, of a two-sided one no more can be said. What a wait
-held the computation up is its wait. `live_bytes` is the most that was held during a computation, `left_bytes` what was
-held at its end.
+A computation is marked when it begins and ends. A transfer begins when it is issued and has ended at the latest when
+somebody waited for it; a one-sided copy knows its real times. `wait_s` is how long a wait delayed the computation,
+`live_bytes` the most that was held during a computation, and `left_bytes` what was held at its end.
 """
 
 from __future__ import annotations
@@ -30,23 +28,8 @@ class _Noted:
     left_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class ExactBytes:
-    """Bytes that each forward saved, and bytes of it that moved, by stage and micro-batch."""
-
-    saved: Mapping[Key, int]
-    moved: Mapping[Key, int]
-
-    def of(self, action: Action, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> int | None:
-        """Return an action's bytes: its micro-batch's own, or those of its stage."""
-        key = action.stage, action.microbatch
-        if action.kind is Kind.FORWARD:
-            return self.saved.get(key, saved_bytes.get(action.stage))
-        return self.moved.get(key, moved_bytes.get(action.stage)) if action.kind in TRANSFER else None
-
-
 class Recorder:
-    """The rows of the iteration under way. `recording` says whether this iteration is one of those to record."""
+    """The rows of the iteration under way."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -72,7 +55,7 @@ class Recorder:
     def computed(self, live_bytes: int | None, most_bytes: int | None = None) -> None:
         """Note that the computation that began last has ended, or both that began together.
 
-        `most_bytes`: the most that was held meanwhile, where that is known.
+        `most_bytes`: the most that was held during them, if that is known.
         """
         for row in self._computing:
             row.end = self._clock.mark()
@@ -86,10 +69,7 @@ class Recorder:
         return self._clock.mark()
 
     def waited(self, action: Action, since: Mark, pending: Pending) -> None:
-        """Note that the transfer was waited for, from `since` until now.
-
-        Where no computation waited, only its end is known.
-        """
+        """Note that the transfer was waited for from `since` until now, or only its end if no computation waited."""
         row = self._transfers.get(action)
         if row is not None:
             row.end = self._clock.mark()
@@ -97,20 +77,28 @@ class Recorder:
             row.pending = pending
 
     def rows(
-        self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int], exact: ExactBytes | None = None
+        self,
+        saved_bytes: Mapping[int, int],
+        moved_bytes: Mapping[int, int],
+        saved_each: Mapping[Key, int] | None = None,
+        moved_each: Mapping[Key, int] | None = None,
     ) -> tuple[tuple[Row, ...], float]:
-        """Return all rows, by their start, and the seconds the iteration took until now. Waits for the device.
+        """Return all rows, by their start, and the seconds of the iteration until now. Waits for the device.
 
-        Bytes are by stage; `exact` are those of each micro-batch, where they differ.
+        Bytes of forwards and of transfers are by stage, and if they differ, by stage and micro-batch.
         """
-        sizes = exact or ExactBytes({}, {})
         assert self._begin is not None
         elapsed_s = self._clock.mark().since(self._begin)
-        # A transfer of a stage of which nothing can move did not happen.
-        happened = [(row, sizes.of(row.action, saved_bytes, moved_bytes)) for row in self._rows]
-        rows = [
-            self._row(row, self._begin, nbytes) for row, nbytes in happened if row.host_buffer is None or nbytes != 0
-        ]
+        rows = []
+        for row in self._rows:
+            action, nbytes = row.action, None
+            if action.kind is Kind.FORWARD:
+                nbytes = (saved_each or {}).get(action.key, saved_bytes.get(action.stage))
+            elif action.kind in TRANSFER:
+                nbytes = (moved_each or {}).get(action.key, moved_bytes.get(action.stage))
+            # A transfer of a stage of which nothing can move did not take place.
+            if row.host_buffer is None or nbytes != 0:
+                rows.append(self._row(row, self._begin, nbytes))
         return tuple(sorted(rows, key=lambda row: row.start_s)), elapsed_s
 
     def _row(self, row: _Noted, base: Mark, nbytes: int | None) -> Row:

@@ -1,20 +1,17 @@
-"""Say how much of what a forward keeps for its backward leaves with its micro-batch, and who holds the rest.
+"""How much of what a forward keeps for its backward leaves with its micro-batch, and who holds the rest.
 
-In: a counter of the device's allocator, or none; the tensors of every forward; and what the walk found of one
-micro-batch that left. Out: a `Share` a stage. Knows no schedule; whoever asks says when the first iteration is over.
-
-What a forward keeps is counted in one of two ways. On a device by its allocator: what is allocated after the forward
-and was not before, the stage's output left out, which the loop frees, and what the stage received added, which was
-there before. On a CPU, where nobody counts, by the storages that the graph shows and no other micro-batch saved too:
-what no node shows is missing there. A stage's first forward does not count: caches and workspaces are made in it, and
-what all micro-batches share is taken for its own.
+What a forward keeps is counted in one of two ways. On a device its allocator counts: the bytes allocated by the
+forward, without the stage's output, which the loop frees, and with what the stage received, which was there before. On
+a CPU it is the storages that the graph shows and no other micro-batch saved too; what no node shows is missing. A
+stage's first forward does not count: caches and workspaces are made in it, and what all micro-batches share would
+count as its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 
 import torch
@@ -22,37 +19,41 @@ import torch
 from bpipe.runtime.capture import SavedStorage, only_holder
 from bpipe.runtime.graph import plain_tensors
 
-# Below this share it is worth knowing what stays: the peak is planned as if all of it left.
+# Below this share the log says what stays: the peak is planned as if all of it left.
 ENOUGH = 0.9
 # A router of experts has a softmax, too, but saves far less than this share of a micro-batch.
 SCORES = 0.05
 ALLOCATOR, STORAGES = "allocator", "storages"
 
-Counted = Callable[[], int]
-
 
 @dataclass(frozen=True)
 class Share:
-    """Share of one micro-batch of a stage that leaves: its bytes, the bytes that its forward keeps, and who counted
-    those.
-
-    `staying`: bytes that the graph shows and that stay, by what holds them. `hiding`: nodes that do not show what they
-    saved. `by_plan_bytes`: bytes that could leave and need not. `softmax_bytes`: bytes that softmax nodes saved, which
-    are attention scores if they are many.
-    """
+    """Share of one micro-batch of a stage that leaves."""
 
     stage: int
     moved_bytes: int
+
     kept_bytes: int
+    """Bytes that its forward keeps."""
+
     counted_by: str
+    """`ALLOCATOR` or `STORAGES`."""
+
     staying: Mapping[str, int]
+    """Bytes that the graph shows and that stay, by what holds them."""
+
     hiding: Mapping[str, int]
+    """Nodes that do not show what they saved, by kind."""
+
     by_plan_bytes: int = 0
+    """Bytes that could leave and need not."""
+
     softmax_bytes: int = 0
+    """Bytes that softmax nodes saved, which are attention scores if they are many."""
 
     @property
     def fraction(self) -> float:
-        """Fraction of what is to leave that does."""
+        """Fraction that leaves of what should."""
         wanted = self.kept_bytes - self.by_plan_bytes
         return min(1.0, self.moved_bytes / wanted) if wanted > 0 else 1.0
 
@@ -62,7 +63,7 @@ class Share:
 
     @property
     def sentence(self) -> str:
-        """One sentence: what was measured and, if it is not enough, who is likely to hold the rest."""
+        """A sentence on what was measured and, if it is not enough, on what probably holds the rest."""
         who = (
             "counted by the device's allocator"
             if self.counted_by == ALLOCATOR
@@ -90,18 +91,20 @@ class Share:
 
 
 class Kept:
-    """Collects shares over the forwards of one iteration."""
+    """Collects shares over the forwards of one iteration.
+
+    Args:
+        minimum_bytes: Of the smallest storage that moves.
+        allocated: Returns the bytes of the device that are allocated now; None on a CPU.
+        shared: Whether slices of a micro-batch share a storage, which then does not count.
+    """
 
     def __init__(
         self,
         minimum_bytes: int,
-        allocated: Counted | None,
+        allocated: Callable[[], int] | None,
         shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
     ) -> None:
-        """`allocated` says how many bytes of the device are allocated now; None where nobody counts.
-
-        What is `shared` by slices of a micro-batch is none of one's own.
-        """
         self._minimum_bytes = minimum_bytes
         self._shared = shared
         self._allocated = allocated
@@ -109,9 +112,8 @@ class Kept:
         self._before = 0
         self._first: dict[int, int] = {}
         self._kept: dict[int, list[int]] = {}
-        self._seen: dict[int, tuple[int, Mapping[str, int], Mapping[str, int]]] = {}
-        self._softmax: dict[int, int] = {}
-        self._by_plan: dict[int, int] = {}
+        # By stage, the share as the walk shows it.
+        self._seen: dict[int, Share] = {}
 
     def starts(self) -> None:
         """Note that a forward is about to run."""
@@ -130,41 +132,39 @@ class Kept:
         self._kept.setdefault(stage, []).append(kept)
 
     def asks(self, stage: int, microbatch: int) -> bool:
-        """Return whether what the walk finds of this micro-batch would say something new."""
+        """Whether the storages of this micro-batch are needed: of one per stage, and not the first."""
         return self._open and stage not in self._seen and self._first.get(stage, microbatch) != microbatch
 
     def saw(self, stage: int, own: Sequence[SavedStorage], hiding: Mapping[str, int], leaving_bytes: int) -> None:
         """Note the storages that the walk found and no other micro-batch saved; `leaving_bytes` of them leave."""
         staying: Counter[str] = Counter()
-        own = [found for found in own if not self._shared(found.storage)]
-        may_leave = sum(found.nbytes for found in own if found.alone and found.nbytes >= self._minimum_bytes)
-        self._by_plan[stage] = may_leave - leaving_bytes
-        for found in own:
-            if not found.alone:
-                staying[f"saved by {found.kind} and held elsewhere too"] += found.nbytes
-            elif found.nbytes < self._minimum_bytes:
-                staying["in storages below --bpipe-min-bytes"] += found.nbytes
-        self._seen[stage] = sum(found.nbytes for found in own), staying, hiding
-        self._softmax[stage] = sum(found.nbytes for found in own if _is_softmax(found.kind))
+        own = [item for item in own if not self._shared(item.storage)]
+        movable_bytes = sum(item.nbytes for item in own if item.alone and item.nbytes >= self._minimum_bytes)
+        for item in own:
+            if not item.alone:
+                staying[f"saved by {item.kind} and held elsewhere too"] += item.nbytes
+            elif item.nbytes < self._minimum_bytes:
+                staying["in storages below --bpipe-min-bytes"] += item.nbytes
+        kept_bytes = sum(item.nbytes for item in own)
+        softmax_bytes = sum(item.nbytes for item in own if _is_softmax(item.kind))
+        by_plan_bytes = movable_bytes - leaving_bytes
+        self._seen[stage] = Share(
+            stage, leaving_bytes, kept_bytes, STORAGES, staying, hiding, by_plan_bytes, softmax_bytes
+        )
 
     def shares(self, moved_bytes: Mapping[int, int]) -> dict[int, Share]:
-        """Return the shares by stage, for stages of which `moved_bytes` leave, without those never seen.
-
-        Collecting ends here.
-        """
+        """Return the shares by stage, for stages of which `moved_bytes` leave, and end collecting."""
         self._open = False
         shares = {}
         for stage, moved in moved_bytes.items():
-            seen, staying, hiding = self._seen.get(stage, (0, {}, {}))
-            counted = self._kept.get(stage)
-            kept = median_low(counted) if counted else seen
-            if kept > 0:
-                who = ALLOCATOR if counted else STORAGES
-                by_plan, softmax = self._by_plan.get(stage, 0), self._softmax.get(stage, 0)
-                shares[stage] = Share(stage, moved, kept, who, staying, hiding, by_plan, softmax)
+            share = replace(self._seen.get(stage, Share(stage, 0, 0, STORAGES, {}, {})), moved_bytes=moved)
+            if counted := self._kept.get(stage):
+                share = replace(share, kept_bytes=median_low(counted), counted_by=ALLOCATOR)
+            if share.kept_bytes > 0:
+                shares[stage] = share
         return shares
 
 
 def _is_softmax(kind: str) -> bool:
-    """Whether a kind of node is a softmax, torch's or a fused masked one; a loss has a log-softmax."""
+    """Whether a kind of node is a softmax, torch's or a fused one, and not the log-softmax of a loss."""
     return "softmax" in kind.lower() and "logsoftmax" not in kind.lower()

@@ -1,14 +1,9 @@
-"""Find the storages that leave again, in the graph of another micro-batch of a stage, without looking at all that it
-saved.
+"""Find the storages that leave in the graph of another micro-batch of a stage, at the places of the first one.
 
-In: the graph of one micro-batch, and which of its storages leave. Out: for the graph of another micro-batch the
-storages that are saved in the same places, or None where anything about them is not as it was. Knows no schedule and
-moves nothing.
-
-Looking at everything (`capture.find`) takes some 10 microseconds a node of the main thread, ahead of the next kernels.
-Here nodes are only told apart by their kinds, and of what they saved nothing is looked at but what leaves. That has to
-pass the counts [1] and [2] of `capture` again, whatever it was before; [3] is the caller's. A micro-batch that saved
-more than the recorded one keeps the rest.
+The whole walk (`capture.find`) takes about 10 microseconds of the main thread per node, before the next kernels are
+launched. Here only the kinds of nodes are compared, and only the tensors that leave are read. They have to pass the
+counts [1] and [2] of `capture` again, whatever they were before; [3] is the caller's. If a micro-batch saved more than
+the recorded one, the rest stays.
 """
 
 from __future__ import annotations
@@ -19,16 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from bpipe.runtime.capture import Uses, collect, num_python_holders, num_storage_uses
-from bpipe.runtime.graph import PLAIN, nodes_of
-from bpipe.runtime.graph_pieces import Holders
+from bpipe.runtime.graph import PLAIN, Holders, nodes_of
 
-# A tensor that every look makes anew has no holders to count.
+# A tensor that every access makes anew has no holders to count.
 _MADE_ANEW = 1 << 30
 
 
 class _Pick(NamedTuple):
-    """One tensor: which of the attributes that are read, which position in it, if it holds several, and whether it
-    is that one's base."""
+    """One tensor: the index of the attribute that is read, the position in it if it holds several, and whether it is
+    the base of the tensor there."""
 
     attribute: int
     position: int | None
@@ -36,15 +30,17 @@ class _Pick(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One storage that leaves: how many Python references each of its tensors may have, the last pick first, and its
-    uses."""
+    """One storage that leaves: the most Python references of each of its tensors, the last pick first, and its uses."""
 
     max_holders: tuple[int, ...]
     num_uses: int
 
 
 class Retrace:
-    """Recorded positions of the storages that leave, of one stage's micro-batches."""
+    """Recorded positions of the storages that leave, of one stage's micro-batches.
+
+    `kinds` are those of all nodes, in the order of the walk; `attributes` name a node by its index in it.
+    """
 
     def __init__(
         self,
@@ -53,14 +49,12 @@ class Retrace:
         picks: Sequence[_Pick],
         entries: Sequence[_Entry],
     ) -> None:
-        """`kinds` are those of all nodes, in the order of the walk; `attributes` name a node by its place in it."""
         self._kinds, self._attributes, self._picks = kinds, attributes, picks
         self._backwards = tuple(reversed(entries))
 
     @staticmethod
     def of(roots: Sequence[Any], leaving: Sequence[torch.UntypedStorage]) -> Retrace | None:
-        """Record where these storages are saved; None where one lies inside of a wrapper, or in a region that is
-        computed again."""
+        """Record where these storages are saved; None if one is inside a wrapper or in a recomputed region."""
         uses, wrappers = collect(roots)
         wrappers.clear()
         chosen = [uses[storage._cdata] for storage in leaving]
@@ -88,7 +82,7 @@ class Retrace:
 
 
 def _tensors(values: list[Any], picks: Sequence[_Pick]) -> list[Any]:
-    """Return what was picked of the attributes' values. Nothing else may hold it afterwards: holders are counted."""
+    """Return the picked tensors of the attributes' values. Nothing else may hold them, because holders are counted."""
     picked = []
     for attribute, position, of_base in picks:
         value = values[attribute]
@@ -106,29 +100,29 @@ def _entry_of(use: Uses) -> _Entry:
 def _storages_of(
     tensors: list[Any], backwards: Sequence[_Entry], inputs: Sequence[torch.Tensor | None], holders: Holders
 ) -> list[torch.UntypedStorage] | None:
-    """Take all tensors from the end of the list: the storages of these entries, last one first, if each is one and
-    nobody else has it or its tensors."""
-    found = []
+    """Take all tensors from the end of the list, and return the storages of these entries, if each is one and nobody
+    else has it or its tensors."""
+    storages = []
     for max_holders, num_uses in backwards:
         own: torch.UntypedStorage | None = None
-        known = []
+        ids = []
         for allowed in max_holders:
             tensor = tensors.pop()
             if type(tensor) not in PLAIN:
                 return None
             if num_python_holders(tensor) > allowed + holders.references(tensor) and not any(
-                tensor is one for one in inputs
+                tensor is received for received in inputs
             ):  # [2]
                 return None
-            known.append(id(tensor))
+            ids.append(id(tensor))
             storage = tensor.untyped_storage()
             if own is not None and storage._cdata != own._cdata:
                 return None
             own = storage
-        # A tensor that was made by looking has to be gone, or it would count, and so would a second hold of ours.
+        # A tensor that was made by reading it would count, and so would a second reference of ours.
         del tensor, storage
-        if own is None or num_storage_uses(own) != num_uses + holders.num_others(own, known):  # [1]
+        if own is None or num_storage_uses(own) != num_uses + holders.num_others(own, ids):  # [1]
             return None
-        found.append(own)
-    found.reverse()
-    return found
+        storages.append(own)
+    storages.reverse()
+    return storages

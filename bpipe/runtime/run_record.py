@@ -1,8 +1,4 @@
-"""Write one rank's part of a run's record, with the facts of the whole run.
-
-In: what every rank knows before its first iteration, then iterations. Out: files in a folder, as `bpipe.record.format`
-defines them. Knows no schedule and no loop.
-"""
+"""Write one rank's part of a run's record: the files of `bpipe.record.format`."""
 
 from __future__ import annotations
 
@@ -19,31 +15,21 @@ from typing import Any
 import torch.distributed as dist
 
 from bpipe.predict.cluster import DEVICES
-from bpipe.record.format import (
-    FAILURE,
-    RECORD,
-    RUN,
-    SUMMARY,
-    Iteration,
-    LinkSpeed,
-    RankHeader,
-    RankSummary,
-    RunInfo,
-)
+from bpipe.record.format import FAILURE, RECORD, RUN, SUMMARY, Iteration, LinkSpeed, RankHeader, RankSummary, RunInfo
 from bpipe.record.write import append, write_whole
 from bpipe.transport.connect import Location, MeasuredLink
 
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Dense 16-bit FLOP/s of one device, for the MFU, and who says so."""
+    """Dense 16-bit FLOP/s of one device, for the MFU, and their source."""
 
     flops_per_s: float
     source: str
 
 
 def peak_of(device_name: str, given_tflops: float | None) -> PeakFlops | None:
-    """Return the peak the user gave, or the one of the device table; None where neither knows."""
+    """Return the peak that the user gave, or the one of the device table; None without either."""
     if given_tflops is not None:
         return PeakFlops(given_tflops * 1e12, "--bpipe-peak-tflops")
     for device in DEVICES.values():
@@ -53,7 +39,16 @@ def peak_of(device_name: str, given_tflops: float | None) -> PeakFlops | None:
 
 
 class RunRecord:
-    """This rank's record in a folder."""
+    """This rank's record in a folder. Made before the first iteration, collectively over the world: clocks are compared.
+
+    Args:
+        folder: Where the record is written.
+        info: What the run is, without what is known here.
+        pipelines: Global ranks of every pipeline, equal on every rank.
+        place: This rank's position in its pipeline.
+        device: The name of its device.
+        limit_bytes: Memory of its device.
+    """
 
     def __init__(
         self,
@@ -65,28 +60,21 @@ class RunRecord:
         device: str,
         limit_bytes: int | None,
     ) -> None:
-        """Before the first iteration. Collective over the world: the clocks are compared.
-
-        Args:
-            folder: Where the record is written.
-            info: What the run is, without what is known here.
-            pipelines: Global ranks of every pipeline, equal on every rank.
-            place: This rank's in its pipeline.
-            device: The name of its device.
-            limit_bytes: Memory of its device.
-        """
         self._folder, self._info, self._num_pipelines = folder, info, len(pipelines)
         self._place, self._device, self._limit_bytes = place, device, limit_bytes
         self.rank = dist.get_rank()
         self.path = RECORD.path(folder, self.rank)
         self._started = False
         self._clock_ahead_s = _clock_ahead_s()
-        self.run = _name_of_run()
+        # A name for all files of this run, so that those of other runs differ.
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, uuid.uuid4().hex[:12] if self.rank == 0 else None)
+        self.run = str(names[0])
         ordered = sorted(pipelines, key=min)
         self.pipeline = next(index for index, ranks in enumerate(ordered) if self.rank in ranks)
 
     def clear(self) -> None:
-        """Take away another run's record, or this run's before it was resumed: one record is one run."""
+        """Remove another run's record, or this run's from before it was resumed: a record is one run."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
         SUMMARY.path(self._folder, self.rank).unlink(missing_ok=True)
@@ -100,17 +88,17 @@ class RunRecord:
         links: Sequence[MeasuredLink],
         weights_bytes: Callable[[], int | None],
     ) -> None:
-        """Add a recorded iteration, once its weights are updated. `flops`: of one iteration of all ranks."""
+        """Add a recorded iteration, once its weights are updated. `flops`: of one iteration on all ranks."""
         headers = [] if self._started else [self._begin(flops, links, weights_bytes())]
         begin_s = round(iteration.begin_s - self._clock_ahead_s, 6)
         append(self.path, *headers, replace(iteration, begin_s=begin_s, elapsed_s=round(iteration.elapsed_s, 9)))
 
     def summarize(self, summary: RankSummary) -> None:
-        """Write this rank's row, whole or not at all, in place of the one before."""
+        """Replace this rank's row, whole or not at all."""
         write_whole(SUMMARY.path(self._folder, self.rank), replace(summary, run=self.run))
 
     def _begin(self, flops: float | None, links: Sequence[MeasuredLink], weights_bytes: int | None) -> RankHeader:
-        """Say, on rank 0, what run this is; return this rank's header."""
+        """Write the facts of the run on rank 0, and return this rank's header."""
         self._started = True
         if self.rank == 0:
             info = replace(
@@ -121,7 +109,15 @@ class RunRecord:
                 num_pipelines=self._num_pipelines,
                 device=self._device,
                 flops_per_iteration=flops,
-                links=tuple(map(_link_speed, links)),
+                links=tuple(
+                    LinkSpeed(
+                        ranks=frozenset(link.ranks),
+                        transport=link.transport,
+                        bytes_per_s=dict(link.bytes_per_s),
+                        refused=dict(link.refused),
+                    )
+                    for link in links
+                ),
             )
             write_whole(self._folder / RUN, info)
         mine = [link for link in links if self.rank in link.ranks]
@@ -141,28 +137,9 @@ class RunRecord:
         )
 
 
-def _link_speed(link: MeasuredLink) -> LinkSpeed:
-    return LinkSpeed(
-        ranks=frozenset(link.ranks),
-        transport=link.transport,
-        bytes_per_s=dict(link.bytes_per_s),
-        refused=dict(link.refused),
-    )
-
-
-def _name_of_run() -> str:
-    """Return one name for all files of this run, so that nobody takes another's for them. Collective over the world."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, uuid.uuid4().hex[:12] if dist.get_rank() == 0 else None)
-    return str(names[0])
-
-
 def _clock_ahead_s() -> float:
-    """Return how far this machine's clock is ahead of rank 0's, to a fraction of a millisecond, as well as leaving a
-    barrier together tells.
-
-    Collective over the world.
-    """
+    """Return how far this machine's clock is ahead of rank 0's, as accurately as ranks leave a barrier together: to a
+    fraction of a millisecond. Collective over the world."""
     dist.barrier()
     boot = Location.here().boot
     stamps: list[Any] = [None] * dist.get_world_size()

@@ -1,15 +1,10 @@
-"""Compute a rank's shard of the output layer, as our executor asks for S and T of algorithm 1 or 2, and of the
-embedding, IF and IB.
+"""A rank's shards of the output layer (S and T) and of the embedding (IF and IB), as the executor calls them.
 
-In: a layer that makes logits, what the last stage made for all shards, and what all shards have gathered. Out: a
-shard's statistics, then its part of the gradient of the last stage's output; the losses of a micro-batch's tokens, for
-whoever wants them. Knows no group, no model.
-
-Algorithm 1, `OutputShard`: between S and T a micro-batch has its logits and the graph behind them here, in the layer's
-own type. T makes the gradient of the logits in their place, and autograd goes on from there: through the layer,
-whatever it does, once for each micro-batch and in their order. Algorithm 2, `EarlyShard`: S makes what the shard gives
-that gradient, too, as far as it can be known before the statistics of all are. Once they are, `late` puts it right, and
-what is left for T is the layer's weight: so the layer must be one matrix.
+Algorithm 1, `OutputShard`: between S and T a micro-batch has its logits and their graph here, in the layer's own type.
+T writes the gradient of the logits over them, and autograd goes on from there through the layer, once for each
+micro-batch and in their order. Algorithm 2, `EarlyShard`: S also computes the shard's part of the gradient of the last
+stage's output, as far as it is known before the statistics of all shards. Once these are there, `late` corrects it, and
+T only adds to the gradient of the layer's weight. So the layer must be one matrix.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from bpipe.schedule.action import Action
 
 
 class _BetweenPasses(NamedTuple):
-    """Of a micro-batch, from S to T. Without gradients there is nothing to go back through, and the logits are gone."""
+    """A micro-batch from S to T; without gradients it has no logits."""
 
     x: torch.Tensor
     logits: torch.Tensor | None
@@ -45,20 +40,24 @@ class _BetweenPasses(NamedTuple):
 Told = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
-def _storages(*held: torch.Tensor | None) -> tuple[torch.UntypedStorage, ...]:
+def _storages(*tensors: torch.Tensor | None) -> tuple[torch.UntypedStorage, ...]:
     """Return each storage once."""
-    return tuple(
-        {storage._cdata: storage for storage in (one.untyped_storage() for one in held if one is not None)}.values()
-    )
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
+    return tuple({storage._cdata: storage for storage in storages}.values())
 
 
 class OutputShard:
-    """Rows `first_row` and on of an output layer of `vocabulary` rows: `layer` makes their logits [..., r] of a stage's
-    output [..., h].
+    """A shard of the output layer by algorithm 1.
 
-    The last stage makes its output, the labels [n] as rows of the whole vocabulary, and the gradient [n] of each
-    token's loss, where n tokens are those of the logits in their order. `told(microbatch, losses,
-    largest)` is called in T with the losses [n], 32 bit at least, and whether a label's logit is the largest.
+    It receives the last stage's output [..., h], the labels [n] as rows of the whole vocabulary, and the gradient [n]
+    of each token's loss. The n tokens are those of the logits in their order.
+
+    Args:
+        layer: Returns the shard's logits [..., r] of a stage's output [..., h].
+        first_row: Of the shard in the vocabulary.
+        vocabulary: Number of rows of the whole layer.
+        told: Called in T with the micro-batch, its losses [n] in 32 bit at least, and whether each label's logit is
+            the largest.
     """
 
     def __init__(
@@ -77,27 +76,27 @@ class OutputShard:
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
         x, labels, token_gradients = received
-        back = torch.is_grad_enabled()
-        logits = self._layer(x.requires_grad_(back))
-        self._held[action.microbatch] = _BetweenPasses(x, logits if back else None, labels, token_gradients)
+        trains = torch.is_grad_enabled()
+        logits = self._layer(x.requires_grad_(trains))
+        self._held[action.microbatch] = _BetweenPasses(x, logits if trains else None, labels, token_gradients)
         return (statistics(_rows(logits), labels, self._first_row),)
 
     def backward(self, action: Action, received: Tensors) -> Tensors:
         (gathered,) = received
-        found = totals(gathered)
+        softmax = totals(gathered)
         x, logits, labels, token_gradients = self._held.pop(action.microbatch)
-        _tell(self._told, action, found, labels, self._vocabulary)
+        _tell(self._told, action, softmax, labels, self._vocabulary)
         if logits is None:
             return ()
-        gradient = logits_gradient(_rows(logits), labels, self._first_row, found, token_gradients, overwrite=True)
+        gradient = logits_gradient(_rows(logits), labels, self._first_row, softmax, token_gradients)
         torch.autograd.backward(logits, gradient.view_as(logits))
-        assert x.grad is not None, "logits depend on what they are made of"
-        # What is added up over all shards is 32 bit, or the error would grow with their number.
+        assert x.grad is not None, "logits depend on the layer's input"
+        # The sum over all shards is in 32 bit, or its error would grow with their number.
         return (x.grad.to(torch.promote_types(x.dtype, torch.float32)),)
 
 
 class Matrix(Protocol):
-    """An output layer's rows: logits are a stage's output times them, and nothing else."""
+    """The rows of an output layer that is one matrix."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -107,12 +106,11 @@ class Matrix(Protocol):
         """Return logits [..., r] of x [..., h]."""
 
     def backward_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to the weight's gradient what that of the logits brings."""
+        """Add the part of the logits' gradient to the weight's gradient."""
 
 
 class _Early(NamedTuple):
-    """Of a micro-batch, from S to `late`, and to T: what a shard gives the input's gradient, as far as its own
-    statistics say."""
+    """A micro-batch from S to `late`, and to T: the shard's part of the input's gradient by its own statistics."""
 
     part: torch.Tensor
     statistics: torch.Tensor
@@ -121,15 +119,15 @@ class _Early(NamedTuple):
 
 
 class EarlyShard:
-    """Shard of the output layer by algorithm 2.
+    """A shard of the output layer by algorithm 2; arguments as of `OutputShard`.
 
-    `late` may run beside S and T, in a thread or on its own stream: it shares nothing with T.
+    `late` may run next to S and T, in a thread or on its own stream: it shares nothing with T.
     """
 
     def __init__(self, layer: Matrix, first_row: int, vocabulary: int, told: Told | None = None) -> None:
         self._layer, self._first_row, self._vocabulary, self._told = layer, first_row, vocabulary, told
-        # With what `late` needs: were that gone when `late` has run, what is held until T would depend on how fast
-        # other ranks are.
+        # With what `late` needs: if that were dropped after `late`, the bytes held until T would depend on how fast other
+        # ranks are.
         self._held: dict[int, tuple[_BetweenPasses, _Early | None]] = {}
         self._early: dict[int, _Early] = {}
 
@@ -145,19 +143,19 @@ class EarlyShard:
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
         x, labels, token_gradients = received
-        back = torch.is_grad_enabled()
+        trains = torch.is_grad_enabled()
         with torch.no_grad():
             logits = self._layer.logits(x)
         own = statistics(_rows(logits), labels, self._first_row)
         early = None
-        if back:
+        if trains:
             part = early_part(_rows(logits), self._layer.weight, own, token_gradients)
             early = self._early[action.microbatch] = _Early(part, own, labels, token_gradients)
-        self._held[action.microbatch] = _BetweenPasses(x, logits if back else None, labels, token_gradients), early
+        self._held[action.microbatch] = _BetweenPasses(x, logits if trains else None, labels, token_gradients), early
         return (own,)
 
     def late(self, microbatch: int, received: Tensors) -> Tensors:
-        """Return this shard's part of the gradient of the last stage's output, [n, h], 32 bit at least, from the
+        """Return this shard's part of the gradient of the last stage's output, [n, h] in 32 bit at least, from the
         statistics of all shards."""
         (gathered,) = received
         early = self._early.pop(microbatch)
@@ -167,11 +165,11 @@ class EarlyShard:
 
     def backward(self, action: Action, received: Tensors) -> Tensors:
         (gathered,) = received
-        found = totals(gathered)
+        softmax = totals(gathered)
         (x, logits, labels, token_gradients), _ = self._held.pop(action.microbatch)
-        _tell(self._told, action, found, labels, self._vocabulary)
+        _tell(self._told, action, softmax, labels, self._vocabulary)
         if logits is not None:
-            gradient = logits_gradient(_rows(logits), labels, self._first_row, found, token_gradients, overwrite=True)
+            gradient = logits_gradient(_rows(logits), labels, self._first_row, softmax, token_gradients)
             self._layer.backward_weight(x, gradient.view_as(logits))
         return ()
 
@@ -183,20 +181,18 @@ class Table(Protocol):
         """Return embeddings [..., h] of tokens [...]: this shard's rows, zeros for the others."""
 
     def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to the rows' gradient what that of their embeddings [..., h] brings."""
+        """Add the gradient of the tokens' embeddings [..., h] to that of the rows."""
 
 
 class InputShard:
-    """A rank's rows of the embedding, as our executor asks for IF and IB.
-
-    `begin` says of which tokens [...], by micro-batch.
-    """
+    """A rank's rows of the embedding."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self._tokens: Sequence[torch.Tensor] = ()
 
     def begin(self, tokens: Sequence[torch.Tensor]) -> None:
+        """Begin an iteration with the tokens [...] of each micro-batch."""
         self._tokens = tokens
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
@@ -208,9 +204,9 @@ class InputShard:
         return ()
 
 
-def _tell(told: Told | None, action: Action, found: SoftmaxTotals, labels: torch.Tensor, vocabulary: int) -> None:
+def _tell(told: Told | None, action: Action, softmax: SoftmaxTotals, labels: torch.Tensor, vocabulary: int) -> None:
     if told is not None:
-        told(action.microbatch, losses(found, labels, vocabulary), found.label_logit == found.maximum)
+        told(action.microbatch, losses(softmax, labels, vocabulary), softmax.label_logit == softmax.maximum)
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

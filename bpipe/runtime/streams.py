@@ -1,9 +1,7 @@
-"""Order transfers and computation on a device's streams.
+"""The order of transfers and computation on a device's streams, and marks of time in them.
 
-In: a device. Out: a context in which a transfer starts behind what compute has issued so far, lanes for one-sided
-copies, and marks of time. Knows no schedule and no bytes, and no kind of device: `torch.accelerator`, streams and
-events are those of whatever torch computes on here, and what only CUDA has stands in `cuda`. On a CPU everything a rank
-issues is already in order, so nothing has to be said.
+`torch.accelerator`, streams and events are those of whatever torch computes on here; what only CUDA has is in `cuda`.
+On a CPU everything that a rank issues is already in order.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ import torch
 
 from bpipe.runtime import cuda
 from bpipe.transport.base import Pending
-from bpipe.transport.device import Device
 from bpipe.transport.lanes import CopyLane, Job, ThreadLane, Ticket
+from bpipe.transport.memory import Device
 
-# Whether a lane takes the time of what it is asked for now.
+# Whether a lane times the jobs that it is given now.
 _timed: ContextVar[bool] = ContextVar("timed", default=False)
 
 
@@ -38,8 +36,7 @@ def _here() -> torch.Stream:
 
 @contextlib.contextmanager
 def current(stream: torch.Stream) -> Iterator[None]:
-    """Issue to this stream. Unlike a stream's own `with`, this may be nested in itself and entered by several
-    threads."""
+    """Issue to this stream inside. Unlike a stream's own `with`, it may be nested and entered by several threads."""
     before = _here()
     torch.accelerator.set_stream(stream)
     try:
@@ -49,19 +46,16 @@ def current(stream: torch.Stream) -> Iterator[None]:
 
 
 def allocated_on(device: torch.device) -> Callable[[], int] | None:
-    """Return how many bytes of a device its allocator has given out, when asked; None for a CPU, where nobody
-    counts."""
+    """Return a counter of the bytes that a device's allocator has given out; None for a CPU."""
     return functools.partial(torch.accelerator.memory_allocated, device) if _has_streams(device) else None
 
 
 class Streams:
-    """One stream for what leaves this rank and one for what comes, beside the compute stream.
+    """One stream for what leaves this rank and one for what comes, next to the compute stream. The host never blocks.
 
-    The host never blocks here.
-
-    A process makes one of these, however many programs it runs: torch has 32 streams of a priority, and hands out the
-    first again after the last, NCCL's among them. Copies are timed only where somebody will read it (`timed`): a mark
-    of time may hold up a queue that streams share.
+    A process makes one of these, however many programs it runs: torch has 32 streams of a priority, and after the last
+    returns the first again, NCCL's among them. Copies are timed only if `timed`: marks of time may delay a queue that
+    streams share.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,19 +69,14 @@ class Streams:
 
     @contextlib.contextmanager
     def outbound(self) -> Iterator[None]:
-        """Start evictions and returns on the outbound stream.
-
-        [1] They wait for what compute has issued: it writes what they read.
-        """
+        """Start evictions and returns on the outbound stream. [1] They wait for compute, which writes what they read."""
         with self._behind_compute(self._outbound if self._beside else None):
             yield
 
     @contextlib.contextmanager
     def inbound(self) -> Iterator[None]:
-        """Start loads and hostings on the inbound stream.
-
-        [4][5] They wait for compute: it allocated, and last used, what they write.
-        """
+        """Start loads and hostings on the inbound stream. [4][5] They wait for compute, which allocated, and last used,
+        what they write."""
         with self._behind_compute(self._inbound if self._beside else None):
             yield
 
@@ -106,7 +95,7 @@ class Streams:
 
 
 class _Issued:
-    """A job on a device's stream: its end, and where it was timed also its begin."""
+    """A job on a device's stream: its end, and if it was timed also its begin."""
 
     def __init__(self, begin: torch.Event | None, end: torch.Event) -> None:
         self.begin = begin
@@ -117,8 +106,7 @@ class _Issued:
 
 
 class StreamLane:
-    """A lane of the stream that is current when a job is asked for: `Streams.outbound` or `Streams.inbound` choose
-    it."""
+    """A lane on the current stream, which `Streams.outbound` or `Streams.inbound` chooses."""
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
         for pending in after:
@@ -137,7 +125,7 @@ class StreamLane:
 
 
 class _OwnStreamLane(StreamLane):
-    """A lane of a stream of its own, whatever is current; a job starts behind what the current one has been given."""
+    """A lane on a stream of its own. A job starts after what the current stream has been given."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device)
@@ -149,21 +137,19 @@ class _OwnStreamLane(StreamLane):
 
 
 def beside(device: torch.device, timeout_s: float) -> CopyLane:
-    """Return a lane for what is computed once others have made their part, while the computation goes on: a stream
-    of its own, or a thread."""
+    """Return a lane for what is computed next to the computation: a stream of its own, or a thread."""
     return _OwnStreamLane(device) if _has_streams(device) else ThreadLane("shards", timeout_s)
 
 
 def used_here(*tensors: torch.Tensor) -> None:
-    """Mark another stream's memory as used on the current one: nobody gets it before this is over, whoever lets go
-    of the tensor."""
+    """Mark another stream's memory as used on the current one, so that the allocator waits for that."""
     for tensor in tensors:
         if _has_streams(tensor.device):
             tensor.record_stream(_here())
 
 
 def used_on(streams: Sequence[torch.Stream], tensors: Sequence[torch.Tensor]) -> None:
-    """Mark memory as used on other streams, as these are now and until it is let go of."""
+    """Mark memory as used on other streams."""
     for tensor in tensors:
         if _has_streams(tensor.device):
             for stream in streams:
@@ -178,26 +164,19 @@ def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:
 
 
 def copying_on(device: torch.device) -> Device:
-    """Return what `bpipe.transport` asks of a device."""
+    """Return a device as `bpipe.transport` uses it."""
     if _has_streams(device):
-        # A type alone means the current one, whose number a device's runtime wants to be told.
+        # A type alone means the current one, whose index a device's runtime needs.
         index = cast(int | None, device.index)
         device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
-    handle = cuda.stream_handle if device.type == "cuda" else _native_handle
+    handle = cuda.stream_handle if device.type == "cuda" else lambda: int(cast(Any, _here()).native_handle)
     return Device(device, lanes, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device))
-
-
-def _native_handle() -> int:
-    return int(cast(Any, _here()).native_handle)
 
 
 @contextlib.contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Issue what is inside to a stream of its own. A thread's current device and stream are its own, too."""
-    if not _has_streams(device):
-        yield
-        return
-    with current(torch.Stream(device)):
+    """Issue to a stream of its own inside. Each thread has a current stream of its own, too."""
+    with current(torch.Stream(device)) if _has_streams(device) else contextlib.nullcontext():
         yield
 
 
@@ -207,28 +186,28 @@ def total_bytes(device: torch.device) -> int:
 
 
 def peak_allocated_on(device: torch.device) -> int | None:
-    """Return the most bytes that a device's allocator had given out; None for a CPU, where nobody counts."""
+    """Return the most bytes that a device's allocator had given out; None for a CPU."""
     return torch.accelerator.max_memory_allocated(device) if _has_streams(device) else None
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given. For measurements before and after training, never in a step."""
+    """Wait until the device is idle. For measurements before and after training, never in a step."""
     if _has_streams(device):
         torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment: on the host, in seconds of `time.perf_counter`, and, on a device, in the current stream."""
+    """A moment on the host and in a device's stream."""
 
     host_s: float
+    """Seconds of `time.perf_counter`."""
+
     event: torch.Event | None
+    """In the stream that was current; None on a CPU."""
 
     def since(self, base: Mark) -> float:
-        """Return the seconds from `base` on the device, or on the host where there is none.
-
-        Waits for the device to come so far.
-        """
+        """Return the seconds from `base` on the device, or on the host without one. Waits for the device."""
         if self.event is None or base.event is None:
             return self.host_s - base.host_s
         self.event.synchronize()
@@ -242,8 +221,7 @@ class Clock:
         self._compute = _here() if _has_streams(device) else None
 
     def beside(self) -> bool:
-        """Return whether what is issued now runs beside the computation, so that nothing of that waits when it
-        waits."""
+        """Whether the current stream is not the computation's, which then does not wait when this stream does."""
         return self._compute is not None and _here() != self._compute
 
     def mark(self) -> Mark:
@@ -255,7 +233,7 @@ class Clock:
 
 
 def span_s(pending: Pending, base: Mark) -> tuple[float, float] | None:
-    """Return when a transfer began and ended, in seconds since `base`; None for one that cannot tell."""
+    """Return the begin and end of a transfer in seconds since `base`; None if they are not known."""
     if isinstance(pending, Ticket) and pending.span_s is not None:
         begin_s, end_s = pending.span_s
         return begin_s - base.host_s, end_s - base.host_s

@@ -1,6 +1,6 @@
 """Balanced pipelines for `torch.distributed.pipelining`, without Megatron: `BalancedSchedule`.
 
-Imported only by who asks for it: it imports torch, and refuses one that lacks a name that is used.
+It imports torch, and refuses a torch that lacks a name that is used here.
 """
 
 from bpipe.balance.config import BalanceConfig

@@ -1,14 +1,11 @@
 """Give the buffers into which torch receives memory only from their RECV to their last use.
 
-In: a rank's stages once their handshake is over, what torch is about to receive, what a forward took, and each backward
-that is over. Out: the same buffers, emptied in between. Knows no schedule and no engine.
-
 Torch up to 2.14 makes a buffer for every micro-batch's input and gradient when it first runs and keeps them for ever
-(`_setup_forward_recv_info`, `_setup_backward_recv_info`): 2 m elements of what passes between stages, for each stage.
-Later versions make one at each RECV and let go of it behind its forward (`KEEPS_BUFFERS`). What the last stage received
-stays all the same until the end of the step: losses are kept until then, and their graphs hold it.
-Somebody may hold what lies in one longer: a gradient that is a view of it and is still to be sent, an output that the
-last stage returns. Such a buffer is left until the end of the step, and for ever where it is held then.
+(`_setup_forward_recv_info`, `_setup_backward_recv_info`): 2 m tensors of what passes between stages, for each stage.
+Later versions make one at each RECV and drop it after its forward (`KEEPS_BUFFERS`). But what the last stage received
+stays until the end of the step: losses are kept until then, and their graphs hold it. A buffer may also be held for
+longer by a gradient that is a view of it and has not been sent, or by an output that the last stage returns. Such a
+buffer stays until the end of the step, and for ever if it is still held then.
 """
 
 from __future__ import annotations
@@ -25,17 +22,18 @@ from bpipe.torch.upstream import KEEPS_BUFFERS, Computation, receive_buffers
 
 # By what is received: whether it is a gradient.
 _RECEIVES = {Computation.RECV_F: False, Computation.RECV_B: True}
-# The buffer's own tensor, and the hold of whoever counts.
+# The buffer's own tensor, and the reference by which uses are counted.
 _ONLY_THE_BUFFER = 2
 
+# Stage, whether for gradients, and micro-batch.
 Key = tuple[int, bool, int]
 
 
 class ReceiveBuffers:
-    """The buffers of one rank's stages, by stage, whether for gradients, and micro-batch."""
+    """The buffers of one rank's stages. `is_here`: whether a stage is on this rank, so that it needs no buffer to pass
+    tensors to another one here."""
 
     def __init__(self, stages: Sequence[Any], is_here: Callable[[int], bool]) -> None:
-        """`is_here` says whether a stage is this rank's: what it passes on to another here needs no buffer."""
         self._stages = {int(stage.stage_index): stage for stage in stages}
         self._is_here = is_here
         self._full_bytes: dict[Key, list[int]] = {}
@@ -43,25 +41,25 @@ class ReceiveBuffers:
 
     def begin(self) -> None:
         """Empty all, before anything is received."""
-        # A step that was broken off leaves some.
+        # A step that failed leaves some.
         self._taken = {}
         for key in self._keys():
             buffers = self._buffers(key)
-            # Torch makes new ones behind an evaluation; others are as empty as the last step left them.
-            known = self._full_bytes.get(key, [0] * len(buffers))
+            # Torch makes new ones after an evaluation; others are as empty as the last step left them.
+            before = self._full_bytes.get(key, [0] * len(buffers))
             now = [buffer.untyped_storage().nbytes() for buffer in buffers]
-            self._full_bytes[key] = [full or before for full, before in zip(now, known, strict=True)]
+            self._full_bytes[key] = [full or last for full, last in zip(now, before, strict=True)]
         self.end()
 
     def end(self) -> None:
-        """Empty whatever nobody holds."""
+        """Empty all buffers that nothing else holds."""
         for key in self._keys():
             self._empty(key)
 
-    def receives(self, theirs: Any) -> None:
-        """Give the buffers of one of torch's RECVs their memory."""
-        if theirs.computation_type in _RECEIVES:
-            key = theirs.stage_index, _RECEIVES[theirs.computation_type], theirs.microbatch_index
+    def receives(self, action: Any) -> None:
+        """Give the buffers of torch's action their memory, if it is a RECV."""
+        if action.computation_type in _RECEIVES:
+            key = action.stage_index, _RECEIVES[action.computation_type], action.microbatch_index
             for buffer, nbytes in zip(self._buffers(key), self._full_bytes[key], strict=True):
                 buffer.untyped_storage().resize_(nbytes)
 
@@ -71,8 +69,7 @@ class ReceiveBuffers:
             self._taken[stage, False, microbatch] = list(plain_tensors(received))
 
     def used(self, backward: Action) -> None:
-        """Empty the buffers of a micro-batch whose last backward has run. Torch's dgrad of a stage may leave all to
-        wgrad."""
+        """Empty the buffers of a micro-batch whose last backward has run. Torch's dgrad may leave everything to wgrad."""
         if backward.kind is not Kind.BACKWARD_INPUT:
             for of_gradients in (False, True):
                 key = backward.stage, of_gradients, backward.microbatch

@@ -1,17 +1,14 @@
-"""Make an engine's calls around what torch's runtime does in one step.
+"""Make an engine's calls around what torch's runtime does in one step:
 
-In: the stages, and this rank's list of torch's actions, computations and messages. Out: `begin`, `before`, `after`,
-`sent`, `communicated` and `end`, where the engine wants them:
+  begin         after the stages' handshake, which sends messages of its own and runs submodules
+  before        when a stage's *_one_chunk is called: its input is here, its parameters are unsharded
+  after         a forward: once the loss is part of the graph; a backward: when the stage's method returns
+  sent          after the SEND of the outputs, or after the computation if nothing is sent
+  communicated  after the last computation or SEND; what reduces gradients or shards parameters again follows
+  end           after the step
 
-  begin         behind the stages' handshake, which sends messages of its own and runs submodules
-  before        as a stage's *_one_chunk is called: its input is here, its parameters are whole
-  after         a forward: once the loss hangs on the graph; a backward: as the stage's method returns
-  sent          behind the SEND of what it made, or behind the computation where nothing is sent
-  communicated  behind the last computation or SEND; what reduces gradients or shards parameters again follows
-  end           behind the step
-
-Torch's runtime runs, unchanged. For the time of a step the stages' methods are wrapped, and the list of actions tells
-when its next element is asked for.
+Torch's runtime is unchanged. During a step the stages' methods are wrapped, and the list of actions calls back when its
+next element is taken.
 """
 
 from __future__ import annotations
@@ -30,17 +27,17 @@ _SENDS = (Computation.SEND_F, Computation.SEND_B)
 
 
 class WatchedList(list[Any]):
-    """A list that calls `behind(index)` when the element behind the index-th is asked for, and at its end."""
+    """A list that calls `before(action)` when an action is taken, and `after(index)` when the next one is, or the end."""
 
-    def __init__(self, actions: Sequence[Any], ahead: Callable[[Any], None], behind: Callable[[int], None]) -> None:
+    def __init__(self, actions: Sequence[Any], before: Callable[[Any], None], after: Callable[[int], None]) -> None:
         super().__init__(actions)
-        self._ahead, self._behind = ahead, behind
+        self._before, self._after = before, after
 
     def __iter__(self) -> Iterator[Any]:
         for index, action in enumerate(super().__iter__()):
-            self._ahead(action)
+            self._before(action)
             yield action
-            self._behind(index)
+            self._after(index)
 
     def __deepcopy__(self, memo: object) -> list[Any]:
         # Torch copies what it prints with an error.
@@ -50,7 +47,11 @@ class WatchedList(list[Any]):
 class StepCalls:
     """The calls of one step.
 
-    `used(action)` is told when a backward is over, `receives(action)` before one of torch's RECVs.
+    Args:
+        hooks: The engine.
+        actions: This rank's list of torch's actions.
+        receives: Called before each of torch's actions.
+        used: Called after each backward.
     """
 
     def __init__(
@@ -65,28 +66,33 @@ class StepCalls:
         self._running: Action | None = None
         self._unsent: Action | None = None
         self.begun = False
-        passing = [
-            index for index, action in enumerate(actions) if action.is_compute_op or action.computation_type in _SENDS
-        ]
-        self._last = passing[-1] if passing else -1
+        # The last action that computes or sends.
+        self._last = max(
+            (
+                index
+                for index, action in enumerate(actions)
+                if action.is_compute_op or action.computation_type in _SENDS
+            ),
+            default=-1,
+        )
 
     def begin(self) -> None:
-        """Begin the step, behind the stages' handshake."""
+        """Begin the step, after the stages' handshake."""
         self.begun = True
         self._hooks.begin()
 
     def watched(self) -> WatchedList:
         """Return the list for torch's runtime to run."""
-        return WatchedList(self._actions, self._receives, self._behind)
+        return WatchedList(self._actions, self._receives, self._after)
 
-    def _behind(self, index: int) -> None:
+    def _after(self, index: int) -> None:
         if self._unsent is not None and not self._is_followed_by_send(index):
             self._sent()
         if index == self._last:
             self._hooks.communicated()
 
     def _is_followed_by_send(self, index: int) -> bool:
-        """Whether more of what was computed is to be sent. Torch puts SENDs right behind it, or behind waits for others."""
+        """Whether more outputs of the computation will be sent. Torch puts SENDs right after it, or after waits."""
         later = (self._actions[place].computation_type for place in range(index + 1, len(self._actions)))
         return next((kind for kind in later if kind not in SEND_WAITS), None) in _SENDS
 
@@ -98,7 +104,7 @@ class StepCalls:
     def computes(self, action: Action) -> None:
         """Note that a computation is about to run."""
         if self._unsent is not None:
-            # The other one of an overlap, whose outputs leave together.
+            # The other one of an overlap: the outputs of both leave together.
             self._sent()
         self._hooks.before(action)
         self._running = action
@@ -129,30 +135,25 @@ class StepCalls:
 
     def _wrappers(self, stage: Any) -> dict[str, Callable[..., Any]]:
         index = int(stage.stage_index)
-        forward, backward, weight = (
-            stage.forward_one_chunk,
-            stage.backward_one_chunk,
-            stage.backward_weight_one_chunk,
-        )
+        forward, backward, weight = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
 
         def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             self.computes(Action(index, Kind.FORWARD, fwd_chunk_id))
             return forward(fwd_chunk_id, *args, **kwargs)
 
+        def watched(action: Action, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.computes(action)
+            outputs = backward(*args, **kwargs)
+            self.backward_ran(action)
+            return outputs
+
         def backward_one_chunk(bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
             kind = Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
             action = Action(index, kind, bwd_chunk_id)
-            self.computes(action)
-            made = backward(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
-            self.backward_ran(action)
-            return made
+            return watched(action, backward, bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
 
         def backward_weight_one_chunk(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            action = Action(index, Kind.BACKWARD_WEIGHT, bwd_chunk_id)
-            self.computes(action)
-            made = weight(bwd_chunk_id, *args, **kwargs)
-            self.backward_ran(action)
-            return made
+            return watched(Action(index, Kind.BACKWARD_WEIGHT, bwd_chunk_id), weight, bwd_chunk_id, *args, **kwargs)
 
         return {
             "forward_one_chunk": forward_one_chunk,
@@ -162,14 +163,14 @@ class StepCalls:
 
 
 def _replace(holder: Any, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute of this object alone; return what sets it back."""
+    """Set an attribute of this object only, and return a function that restores it."""
     before = vars(holder).get(name)
     setattr(holder, name, value)
 
-    def back() -> None:
+    def restore() -> None:
         if before is None:
             delattr(holder, name)
         else:
             setattr(holder, name, before)
 
-    return back
+    return restore

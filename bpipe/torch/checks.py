@@ -1,8 +1,4 @@
-"""Judge torch's own programs, as its runtime will run them, before a step does.
-
-In: a schedule, and every rank's actions as torch listed them, messages among computations. Out: nothing, or a
-ValueError that says who would wait for whom for ever. Starts nothing.
-"""
+"""Checks of what torch's runtime is about to run: deadlocks, and split backwards of stages that recompute."""
 
 from __future__ import annotations
 
@@ -13,7 +9,9 @@ import torch
 
 from bpipe.record.format import ONE_SIDED
 from bpipe.record.report.memory import without_transfers
-from bpipe.runtime.waits import BLOCKING, wait_level
+from bpipe.runtime.checkpoints import Regions
+from bpipe.runtime.config import BLOCKING, wait_level
+from bpipe.runtime.graph import nodes_of, saved_names
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.dependencies import Dependencies
@@ -30,9 +28,10 @@ _SENDS = (Computation.SEND_F, Computation.SEND_B)
 
 
 def received_in(order: Mapping[int, Sequence[Any]], schedule: Schedule) -> list[list[list[int]]]:
-    """Return, by rank, the values whose receives torch lists before its first computation and behind each.
+    """Return, by rank, the values whose receives torch lists before its first computation and after each.
 
-    Raises ValueError where its lists send anything but right behind what makes it: its calls would come elsewhere.
+    `order` are every rank's actions as torch listed them, messages among computations. Raises ValueError if a SEND does
+    not follow right after its computation: the engine's calls would come elsewhere.
     """
     dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
     received: list[list[list[int]]] = []
@@ -68,37 +67,57 @@ def refuse_standstill(
     device: torch.device,
     links: Iterable[MeasuredLink],
 ) -> None:
-    """Raise ValueError where ranks of this schedule could wait for each other for ever.
+    """Raise ValueError if ranks of this schedule could wait for each other for ever.
 
-    `order` is torch's own, as it will run. Transfers that one rank makes by itself wait for nobody. Communicators are
-    made by the first message in them: torch's handshake makes most before the first step, which is not relied on.
+    `order` is torch's own, as it will run. One-sided transfers wait for nobody. Communicators are made by the first
+    message in them: torch's handshake makes most before the first step, but this is not relied on.
     """
-    meets = any(link.transport not in ONE_SIDED for link in links)
-    judged = schedule if meets else without_transfers(schedule)
+    two_sided = any(link.transport not in ONE_SIDED for link in links)
+    judged = schedule if two_sided else without_transfers(schedule)
     programs = lower_received(judged, received_in(order, schedule))
     waits, cause = wait_level(transfers, device)
-    differing = transfers.differing and meets
+    differing = transfers.differing and two_sided
     stuck = blocked_ranks(judged, waits, Exchange.TORCH, births=True, differing=differing, programs=programs)
     if stuck:
         first = stuck[0]
-        others = ", ".join(f"rank {each.rank} for rank {each.peer}" for each in stuck[:8])
-        way = 'Use TransferConfig(transport="peer")' if meets else "Use another schedule"
+        waiting = ", ".join(f"rank {blocked.rank} for rank {blocked.peer}" for blocked in stuck[:8])
+        way = 'Use TransferConfig(transport="peer")' if two_sided else "Use another schedule"
         if waits is WaitLevel.BLOCKING_LAUNCHES:
             way += f", or unset {BLOCKING}"
         raise ValueError(
             f"with {cause or 'messages over gloo'} ranks of {schedule.name} can wait for each other for ever: rank {first.rank} waits for "
-            f"{first.message} at slot {first.slot}, which rank {first.peer} never reaches (waiting: {others}). {way}"
+            f"{first.message} at slot {first.slot}, which rank {first.peer} never reaches (waiting: {waiting}). {way}"
+        )
+
+
+def refuse_split_recomputation(stage: Any, outputs: Sequence[torch.Tensor], name: str) -> None:
+    """Raise ValueError if a stage of a schedule with split backwards recomputes by `torch.utils.checkpoint`.
+
+    Torch's dgrad computes a region again and its wgrad asks for it a second time, which ends with "Trying to backward
+    through the graph a second time". A stage that defers its wgrad itself (`dw_builder`) has one backward.
+
+    Args:
+        stage: Of torch's pipelining.
+        outputs: Of its first micro-batch.
+        name: Of the schedule.
+    """
+    if stage.dw_builder is not None:
+        return
+    regions = Regions()
+    nodes = nodes_of(output.grad_fn for output in outputs)
+    if any(regions.recomputes(node, attribute) for node in nodes for attribute in saved_names(type(node))):
+        raise ValueError(
+            f"stage {stage.stage_index} recomputes (torch.utils.checkpoint) and {name} splits its backward, which "
+            "torch's own dgrad and wgrad do not support together: use a schedule with whole backwards (1f1b, "
+            "interleaved-1f1b), leave recomputation out, or let the stage defer its wgrad itself (PipelineStage's "
+            "dw_builder)"
         )
 
 
 def why_unmoved(schedule: Schedule, rank: int, moved_bytes: Mapping[int, int], minimum_bytes: int) -> str | None:
-    """Return why a rank that was to evict moved nothing, or None if it did.
+    """Return why a rank of a schedule that has run evicted nothing though it should have, or None.
 
-    Args:
-        schedule: what has run.
-        rank: of the schedule.
-        moved_bytes: by stage, what the engine moved of a micro-batch.
-        minimum_bytes: of the smallest storage that moves.
+    `moved_bytes`: by stage, what the engine moved of a micro-batch. `minimum_bytes`: of the smallest storage that moves.
     """
     if not num_transfers(schedule, rank).evictions or any(moved_bytes.values()):
         return None

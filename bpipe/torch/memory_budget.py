@@ -1,8 +1,4 @@
-"""Plan what leaves each rank so that its micro-batches and host buffers keep a memory budget.
-
-In: a budget as it was given, a schedule without transfers, and what was weighed of every stage. Out: a plan, and lines
-that say who hosts for whom. Knows no tensors and no processes.
-"""
+"""Plan what leaves each rank so that its micro-batches and host buffers keep a memory budget."""
 
 from __future__ import annotations
 
@@ -23,21 +19,20 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.torch.sizes import StageSizes
 from bpipe.transport.layout import BufferLayout
 
-# Bytes, GiB as text ("70", "70.5GiB", "70,70,75,79"), or one of these a rank.
+# Bytes, GiB as text ("70", "70.5GiB", "70,70,75,79"), or one of these per rank.
 Memory = int | str | Sequence[int | str]
 
 
 def budget_bytes(memory: Memory, num_ranks: int) -> tuple[int, ...]:
-    """Return the budget of every rank in bytes. Raises ValueError for what is none."""
-    given = [memory] if isinstance(memory, (int, str)) else memory
-    found: list[int] = []
-    for each in given:
-        found += read_gib(each) if isinstance(each, str) else [each]
-    if not found or min(found) < 1:
+    """Return the budget of every rank in bytes. Raises ValueError for anything else."""
+    budgets: list[int] = []
+    for budget in [memory] if isinstance(memory, (int, str)) else memory:
+        budgets += read_gib(budget) if isinstance(budget, str) else [budget]
+    if not budgets or min(budgets) < 1:
         raise ValueError(
             f"memory {memory!r} is not a number of bytes above 0: give bytes, or GiB as text such as '70GiB'"
         )
-    return one_budget_a_rank(found, num_ranks)
+    return one_budget_a_rank(budgets, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,13 @@ class RankBudgets:
     """Of every rank."""
 
     how: BalanceConfig
-    """Who may host, and the pairs if they are given; no bounds."""
+    """Who may host, and the pairs if they are given; without bounds."""
 
     @staticmethod
     def of(memory: Memory, plain: Schedule, how: BalanceConfig | None, differing: bool) -> RankBudgets:
-        """Return the budget that was asked for. Raises ValueError beside options that say otherwise.
+        """Return the budget for these options. Raises ValueError for options that exclude it.
 
-        `plain`: the schedule, of which nothing was balanced here.
+        `plain`: the schedule, not balanced.
         """
         refused = None
         if how is None:
@@ -75,44 +70,34 @@ class RankBudgets:
         return RankBudgets(budget_bytes(memory, plain.num_ranks), how)
 
     def plan(self, schedule: Schedule, sizes: Mapping[int, StageSizes]) -> Fit:
-        """Return the plan that sends only what must leave. Raises ValueError where no plan keeps the budget.
+        """Return the plan that evicts as little as possible. Raises ValueError if no plan keeps the budget.
 
-        `sizes`: by stage, of all of them.
+        `sizes`: of all stages.
         """
-        return plan_within(schedule, self.budget_bytes, sizes, self.how)
+        parts = tuple(sizes[stage].parts for stage in range(schedule.num_stages))
+        padding = [0] * schedule.num_ranks
+        devices = Devices(
+            schedule, _memory(sizes), _besides(padding), self.budget_bytes, hosts=self.how.hosts, parts=parts
+        )
+        while True:
+            try:
+                fit = within(replace(devices, besides=_besides(padding)), self.how.partners)
+            except OverBudget as error:
+                raise ValueError(
+                    f"memory: {error}. Micro-batches and host buffers are counted. Save less (recomputation, smaller "
+                    'micro-batches), or allow more hosts: BalanceConfig(hosts="pool"), BalanceConfig(hosts="host")'
+                ) from None
+            needed = [
+                max(before, _padding(fit.schedule, fit.memory, sizes, rank)) for rank, before in enumerate(padding)
+            ]
+            if needed == padding:
+                return fit
+            padding = needed
 
 
-def plan_within(
-    schedule: Schedule,
-    budgets: tuple[int, ...],
-    sizes: Mapping[int, StageSizes],
-    how: BalanceConfig = BalanceConfig(),
-) -> Fit:
-    """Return the plan within these bytes of every rank. Raises ValueError where there is none."""
-    weighed = [sizes[stage] for stage in range(schedule.num_stages)]
-    devices = Devices(
-        schedule,
-        memory_of([each.saved_bytes for each in weighed], [each.moved_bytes for each in weighed]),
-        _besides([0] * schedule.num_ranks),
-        budgets,
-        hosts=how.hosts,
-        parts=tuple(each.parts for each in weighed),
-    )
-    padding = [0] * schedule.num_ranks
-    while True:
-        try:
-            found = within(replace(devices, besides=_besides(padding)), how.partners)
-        except OverBudget as error:
-            raise ValueError(
-                f"memory: {error}. Micro-batches and host buffers are counted. Save less (recomputation, "
-                'smaller micro-batches), or allow more hosts: BalanceConfig(hosts="pool"), BalanceConfig(hosts="host")'
-            ) from None
-        needed = [
-            max(before, _padding(found.schedule, found.memory, sizes, rank)) for rank, before in enumerate(padding)
-        ]
-        if needed == padding:
-            return found
-        padding = needed
+def _memory(sizes: Mapping[int, StageSizes]) -> SizesOfStages:
+    stages = [sizes[stage] for stage in range(len(sizes))]
+    return memory_of([stage.saved_bytes for stage in stages], [stage.moved_bytes for stage in stages])
 
 
 def _besides(working_bytes: Sequence[int]) -> DeviceBesides:
@@ -121,9 +106,8 @@ def _besides(working_bytes: Sequence[int]) -> DeviceBesides:
 
 
 def need_bytes(schedule: Schedule, sizes: Mapping[int, StageSizes]) -> tuple[int, ...]:
-    """Return the most bytes of micro-batches and host buffers on each rank, where all that may leaves."""
-    weighed = [sizes[stage] for stage in range(schedule.num_stages)]
-    memory = memory_of([each.saved_bytes for each in weighed], [each.moved_bytes for each in weighed])
+    """Return the most bytes of micro-batches and host buffers on each rank if all that can leave does."""
+    memory = _memory(sizes)
     return tuple(
         sum(allocated_bytes(schedule, rank, memory)) + _padding(schedule, memory, sizes, rank)
         for rank in range(schedule.num_ranks)
@@ -131,9 +115,8 @@ def need_bytes(schedule: Schedule, sizes: Mapping[int, StageSizes]) -> tuple[int
 
 
 def _padding(schedule: Schedule, memory: SizesOfStages, sizes: Mapping[int, StageSizes], rank: int) -> int:
-    """Return bytes by which a rank's host buffers are larger than what they hold, for storages begin where copies
-    like it."""
+    """Return the bytes by which alignment makes a rank's host buffers larger than what they hold."""
     hosted = host_buffers(schedule, rank)
-    lengths = {stage: each.lengths_of(memory.size(stage, 0).moved_bytes) for stage, each in sizes.items()}
-    laid_out = BufferLayout.of(stages_in_buffers(hosted), lengths)
-    return max(0, laid_out.nbytes - buffer_bytes(schedule, hosted, memory))
+    lengths = {stage: of_stage.lengths_of(memory.size(stage, 0).moved_bytes) for stage, of_stage in sizes.items()}
+    layout = BufferLayout.of(stages_in_buffers(hosted), lengths)
+    return max(0, layout.nbytes - buffer_bytes(schedule, hosted, memory))

@@ -1,8 +1,4 @@
-"""Turn schedules into what torch's runtime runs, and torch's own schedules into ours.
-
-In: a name, a file, one of torch's classes or a Schedule, and how to balance it. Out: a configuration to build, and
-every rank's actions as torch has them. Knows no tensors and no processes.
-"""
+"""Convert schedules into what torch's runtime runs, and torch's own schedules into ours."""
 
 from __future__ import annotations
 
@@ -30,8 +26,8 @@ KIND_OF = {
 }
 # Schedules of torch's that are families here, by the same names.
 _FAMILIES_TOO = ("1F1B", "GPipe")
-# What torch calls its schedules (`get_schedule_class`). Torch up to 2.14 lists the last rank of its 1F1B with the wrong
-# micro-batches, so those that are families here are made by us: the same orders.
+# Torch's names of its schedules (`get_schedule_class`). Torch up to 2.14 lists the last rank of its 1F1B with the wrong
+# micro-batches, so for those that are families here ours are used, which have the same orders.
 TORCH_NAMES = {
     **{name: name.lower() for name in _FAMILIES_TOO},
     "Interleaved1F1B": "ScheduleInterleaved1F1B",
@@ -52,7 +48,7 @@ def config_of(
 ) -> ScheduleConfig:
     """Return the configuration of a schedule for this pipeline's stages.
 
-    Raises ValueError for a name that is none, for sizes that do not fit, and for what torch's runtime cannot run.
+    Raises ValueError for an unknown name, for sizes that do not fit, and for what torch's runtime cannot run.
     """
     num_ranks, num_stages = int(stages[0].group_size), int(stages[0].num_stages)
     if num_stages % num_ranks:
@@ -74,11 +70,10 @@ def config_of(
     if group_size is not None:
         raise ValueError(f"group_size {group_size} is for bpipe's own families, and {source} is not one: leave it out")
     schedule = _schedule_of(source, stages, num_microbatches)
-    given, wanted = (schedule.num_ranks, schedule.num_microbatches), (num_ranks, num_microbatches)
-    if given != wanted:
+    if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
         raise ValueError(
-            f"schedule {schedule.name} is for {given[0]} ranks and {given[1]} micro-batches, but this pipeline has "
-            f"{wanted[0]} and {wanted[1]}: make it for these"
+            f"schedule {schedule.name} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} micro-batches, "
+            f"but this pipeline has {num_ranks} and {num_microbatches}: make it for these"
         )
     if schedule.hosts is not None and balance is not None and balance != BalanceConfig():
         raise ValueError(f"schedule {schedule.name} is already balanced: leave bounds, memory and hosts out")
@@ -86,15 +81,15 @@ def config_of(
 
 
 def _family_named(source: Source) -> str | None:
-    """Return the family of a name or a class, None where it is another's."""
+    """Return the family of a name or a class, None if it is no family."""
     if isinstance(source, type):
         return _OWN.get(source.__name__)
     if not isinstance(source, str):
         return None
-    known = TORCH_NAMES.get(source, source)
-    if known in FAMILIES:
-        return known
-    if known in TORCH_NAMES.values() or source.endswith(_FILES) or Path(source).is_file():
+    name = TORCH_NAMES.get(source, source)
+    if name in FAMILIES:
+        return name
+    if name in TORCH_NAMES.values() or source.endswith(_FILES) or Path(source).is_file():
         return None
     raise ValueError(unknown("schedule", source, (*FAMILIES, *TORCH_NAMES)))
 
@@ -135,15 +130,11 @@ def refuse_unrunnable(schedule: Schedule) -> None:
         raise ValueError(f"{schedule.name} cuts micro-batches into slices: torch's runtime supports whole ones only")
     last = schedule.num_stages - 1
     for rank, row in enumerate(schedule.ranks):
-        for action in (one for slot in row for one in slot.computations):
+        actions = [action for slot in row for action in slot.computations]
+        for action in actions:
             if action.kind in SHARDS:
                 raise ValueError(f"{action} on rank {rank} is a shard of the vocabulary: torch's runtime supports none")
-        losses = [
-            one.microbatch
-            for slot in row
-            for one in slot.computations
-            if one.stage == last and one.kind is Kind.FORWARD
-        ]
+        losses = [action.microbatch for action in actions if action.stage == last and action.kind is Kind.FORWARD]
         if losses != sorted(losses):
             raise ValueError(
                 f"{schedule.name} computes the losses of micro-batches in the order {losses}: torch's runtime "
@@ -152,12 +143,12 @@ def refuse_unrunnable(schedule: Schedule) -> None:
 
 
 def refuse_other_places(schedule: Schedule, stages: Sequence[Any]) -> None:
-    """Raise ValueError where this rank's stages are not those that the schedule computes here."""
-    rank, here = int(stages[0].group_rank), tuple(sorted(int(stage.stage_index) for stage in stages))
-    there = schedule.layout.stages_of(rank)
-    if here != there:
+    """Raise ValueError if this rank's stages are not those that the schedule computes here."""
+    rank, own = int(stages[0].group_rank), tuple(sorted(int(stage.stage_index) for stage in stages))
+    scheduled = schedule.layout.stages_of(rank)
+    if own != scheduled:
         raise ValueError(
-            f"rank {rank} of the pipeline has stages {_listed(here)}, but {schedule.name} computes {_listed(there)} "
+            f"rank {rank} of the pipeline has stages {_listed(own)}, but {schedule.name} computes {_listed(scheduled)} "
             "there: make those stages on this rank, or use a schedule that places them so"
         )
 
@@ -167,10 +158,10 @@ def _listed(stages: Sequence[int]) -> str:
 
 
 def torch_orders(schedule: Schedule) -> dict[int, list[Any]]:
-    """Return every rank's computations as torch has them, without bubbles."""
+    """Return every rank's computations as torch's actions, without bubbles."""
     return {rank: [_cell(slot) for slot in row if slot.compute is not None] for rank, row in enumerate(schedule.ranks)}
 
 
 def _cell(slot: Slot) -> Any:
-    actions = tuple(TorchAction(one.stage, KIND_OF[one.kind], one.microbatch) for one in slot.computations)
+    actions = tuple(TorchAction(action.stage, KIND_OF[action.kind], action.microbatch) for action in slot.computations)
     return actions[0] if len(actions) == 1 else TorchAction(-1, Computation.OVERLAP_F_B, None, actions)

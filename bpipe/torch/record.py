@@ -1,8 +1,4 @@
-"""Record chosen steps of a balanced schedule for `bpipe report`.
-
-In: a folder, the steps to record, and what an engine measured. Out: the record's files, as `bpipe.record.format` defines
-them. Knows nothing of torch's runtime.
-"""
+"""Record chosen steps of a balanced schedule for `bpipe report`."""
 
 from __future__ import annotations
 
@@ -30,7 +26,19 @@ from bpipe.transport.connect import MeasuredLink
 
 
 class StepRecord:
-    """This rank's record. Steps count from 1."""
+    """This rank's record. Made collectively over the world.
+
+    Args:
+        folder: Where the record is written.
+        steps: The first and the last to record, counted from 1.
+        program: The configuration of the schedule.
+        pipelines: Global ranks of every pipeline.
+        stages: This rank's.
+        device: This rank's.
+
+    Raises:
+        ValueError: For steps that are no range.
+    """
 
     def __init__(
         self,
@@ -41,8 +49,6 @@ class StepRecord:
         stages: Sequence[Any],
         device: torch.device,
     ) -> None:
-        """`steps`: the first and the last to record. Collective over the world. Raises ValueError for steps that are
-        none."""
         first, last = steps
         if not 1 <= first <= last:
             raise ValueError(
@@ -62,15 +68,15 @@ class StepRecord:
         limit_bytes = total_bytes(device) or None
         self._record = RunRecord(self._folder, info, pipelines, place=self._place, device=name, limit_bytes=limit_bytes)
         self._record.clear()
-        # One rank of the first pipeline tells the losses: that of the last stage.
-        self._tells = self._record.pipeline == 0 and any(stage.is_last for stage in stages)
-        if self._tells:
+        # The rank of the first pipeline with the last stage writes the losses.
+        self._writes_losses = self._record.pipeline == 0 and any(stage.is_last for stage in stages)
+        if self._writes_losses:
             begin(self._folder / STEPS)
         self._number = 0
-        # Of the first step, and the most of all others: micro-batches and bytes.
+        # Micro-batches and bytes of the first step, and the most of all others.
         self._peaks: list[tuple[int, int]] = []
         self._differing = DifferingSums()
-        # What the summary that was written last says, but for what follows from the schedule.
+        # What was measured at the last summary.
         self._summarized: object = None
         self.losses: list[torch.Tensor] = []
 
@@ -78,7 +84,7 @@ class StepRecord:
     def step(
         self, engine: Engine, meter: Meter, links: Sequence[MeasuredLink], verifier: Verifier | None
     ) -> Iterator[None]:
-        """Enter around one step of training; `losses` are those of its micro-batches by its end."""
+        """Enter around one step of training. At its end `losses` are those of its micro-batches."""
         self._number += 1
         self.losses = []
         recorder = engine.recorder = Recorder(Clock(self._device)) if self._number in self._steps else None
@@ -88,45 +94,38 @@ class StepRecord:
         self._add_peak(meter)
         self._differing.add(engine)
         if recorder is not None:
-            noted = iteration_of(engine, meter, recorder, self._program, self._number, begin_s)
-            noted = replace(noted, device_peak_bytes=peak_allocated_on(self._device))
-            self._record.add(noted, None, links, self._weights_bytes)
-        if self._tells:
-            self._tell(elapsed_s)
-        certificate = Certificate() if verifier is None else replace(verifier.certificate)
-        says = (*self._peaks, replace(self._differing), certificate)
-        # To compute what a schedule predicts and to write it takes longer than what is measured.
-        if recorder is not None or says != self._summarized:
-            self._summarized = says
-            self._summarize(engine, meter, certificate)
+            iteration = iteration_of(engine, meter, recorder, self._program, self._number, begin_s)
+            iteration = replace(iteration, device_peak_bytes=peak_allocated_on(self._device))
+            self._record.add(iteration, None, links, self._weights_bytes)
+        if self._writes_losses:
+            losses = [float(loss) for loss in self.losses]
+            numbers = {"loss": sum(losses) / len(losses)} if losses else {}
+            step = TrainingStep(iteration=self._number, numbers=numbers, elapsed_s=round(elapsed_s, 6))
+            append(self._folder / STEPS, step)
+        certificate = Certificate() if verifier is None else verifier.certificate
+        measured = (*self._peaks, replace(self._differing), certificate)
+        # Computing and writing the schedule's predictions takes longer than what is measured.
+        if recorder is not None or measured != self._summarized:
+            self._summarized = measured
+            summary = summary_of(
+                engine,
+                meter,
+                self._place,
+                rank=dist.get_rank(),
+                pipeline=self._record.pipeline,
+                balanced=self._program.balance is not None,
+                peaks=self._peaks,
+                differing=self._differing,
+                certificate=certificate,
+            )
+            self._record.summarize(summary)
 
     def _add_peak(self, meter: Meter) -> None:
-        now = (meter.peak_microbatches, meter.peak_bytes)
-        first, *others = [*self._peaks, now]
+        first, *others = [*self._peaks, (meter.peak_microbatches, meter.peak_bytes)]
         self._peaks = [first, *([tuple(map(max, zip(*others, strict=True)))] if others else [])]
 
-    def _summarize(self, engine: Engine, meter: Meter, certificate: Certificate) -> None:
-        summary = summary_of(
-            engine,
-            meter,
-            self._place,
-            rank=dist.get_rank(),
-            pipeline=self._record.pipeline,
-            balanced=self._program.balance is not None,
-            peaks=self._peaks,
-            differing=self._differing,
-            certificate=certificate,
-        )
-        self._record.summarize(summary)
-
-    def _tell(self, elapsed_s: float) -> None:
-        losses = [float(loss) for loss in self.losses]
-        numbers = {"loss": sum(losses) / len(losses)} if losses else {}
-        step = TrainingStep(iteration=self._number, numbers=numbers, elapsed_s=round(elapsed_s, 6))
-        append(self._folder / STEPS, step)
-
     def _weights_bytes(self) -> int:
-        """Return bytes of this rank's own parameters: of a sharded one its own shard."""
-        parameters = (each for part in self._parts for each in part.parameters())
-        local = (each.to_local() if hasattr(each, "to_local") else each for each in parameters)
-        return sum(each.untyped_storage().nbytes() for each in local)
+        """Return the bytes of this rank's own parameters; of a sharded one, those of its shard."""
+        parameters = (parameter for part in self._parts for parameter in part.parameters())
+        local = (parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in parameters)
+        return sum(parameter.untyped_storage().nbytes() for parameter in local)

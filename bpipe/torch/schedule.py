@@ -1,16 +1,16 @@
-"""A schedule for `torch.distributed.pipelining` whose stages hold evenly much.
+"""A memory-balanced schedule for `torch.distributed.pipelining`, used like torch's own schedules.
 
-In: stages, a loss, a schedule's name or file, and how to balance it. Out: an object that is used wherever torch's own
-schedules are. Torch's runtime runs it; the engine stands around every computation and moves activations.
+Torch's runtime runs it, and the engine, called around every computation, moves activations.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +23,54 @@ from bpipe.plan.fit import Fit, plan_lines
 from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.links import disconnect
+from bpipe.runtime.links import connect_pairs, disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
 from bpipe.schedule.action import Action
 from bpipe.schedule.families.families import default_family
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.memory import moves_anything
+from bpipe.schedule.schedule import Schedule
 from bpipe.torch.buffers import ReceiveBuffers
 from bpipe.torch.calls import StepCalls
-from bpipe.torch.checks import refuse_standstill, why_unmoved
+from bpipe.torch.checks import refuse_split_recomputation, refuse_standstill, why_unmoved
 from bpipe.torch.memory_budget import Memory, RankBudgets
-from bpipe.torch.option_names import name_arguments
-from bpipe.torch.orders import (
-    KIND_OF,
-    Source,
-    config_of,
-    refuse_other_places,
-    refuse_unrunnable,
-    torch_orders,
-)
-from bpipe.torch.pipelines import Connected, connected, pipelines_of
-from bpipe.torch.recompute import refuse_split_recomputation
+from bpipe.torch.orders import KIND_OF, Source, config_of, refuse_other_places, refuse_unrunnable, torch_orders
 from bpipe.torch.record import StepRecord
-from bpipe.torch.sizes import clear_received, everywhere, hand_over, weigh
+from bpipe.torch.sizes import everywhere, weigh
 from bpipe.torch.upstream import (
     Computation,
     Runtime,
     SingleStage,
     ran_forward,
+    receive_zeros,
     refuse_compiled,
     refuse_sends_to_itself,
     require_attributes,
 )
-from bpipe.transport.config import TransferConfig
+from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
+from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from bpipe.transport.one_sided import Transport
 
 logger = logging.getLogger(__name__)
 
-_OURS = (*KIND_OF.values(), Computation.OVERLAP_F_B)
-
-
-# What is balanced where nobody names a schedule.
+_COMPUTATIONS = (*KIND_OF.values(), Computation.OVERLAP_F_B)
 _DEFAULT = default_family(1)
+# By a flag of a training with Megatron, which errors of the engine and the transports name: the option here.
+ARGUMENTS = {
+    "--bpipe-bound": "bounds of BalanceConfig",
+    "--bpipe-hosts": "hosts of BalanceConfig",
+    "--bpipe-memory": "memory",
+    **{flag: f"{name} of TransferConfig" for flag, name in FIELD_OF_FLAG.items()},
+}
+
+
+def name_arguments(error: BaseException) -> None:
+    """Add a note to an error that names flags, with the options of `BalancedSchedule`."""
+    text = str(error)
+    options = [f"{flag} is {argument}" for flag, argument in ARGUMENTS.items() if flag in text]
+    if options:
+        error.add_note(f"bpipe: under torch.distributed.pipelining {', '.join(options)}")
 
 
 def _refuse_other_messages(torch_options: dict[str, Any]) -> None:
@@ -78,20 +86,72 @@ def _refuse_other_messages(torch_options: dict[str, Any]) -> None:
         )
 
 
-def _device_of(stages: Sequence[Any]) -> torch.device:
-    """Return the device of these stages: of CPUs there is one, whatever index a mesh gives it."""
-    device = torch.device(stages[0].device)
-    return torch.device("cpu") if device.type == "cpu" else device
+@dataclass(frozen=True)
+class Connected:
+    """This rank's connections."""
+
+    connections: dict[int, Connection | OwnMemory]
+    """By the other's position in the pipeline."""
+
+    links: list[MeasuredLink]
+    """Of every pair of the world."""
+
+    table: str
+    """Of the links, for the log."""
+
+    pipelines: list[tuple[int, ...]]
+    """Global ranks of every pipeline, by position; empty if nothing moves."""
+
+    def transports(self, differing: bool) -> dict[int, Transport]:
+        """Return transports for one schedule."""
+        return {place: connection.transport(differing=differing) for place, connection in self.connections.items()}
+
+
+def connected(group: Any, schedule: Schedule, transfers: TransferConfig, device: torch.device) -> Connected:
+    """Connect the pairs of this schedule. Collective over the world if anything moves, without a message otherwise.
+
+    Raises ValueError or RuntimeError if a pair has no transport.
+    """
+    if not moves_anything(schedule):
+        return Connected({}, [], "", [])
+    pipelines = pipelines_of(group, schedule)
+    return Connected(*connect_pairs(schedule, pipelines, transfers, device), pipelines)
+
+
+def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
+    """Return the global ranks of every pipeline of the world, by position. Collective over the world.
+
+    `group` is that of the stages, None for the whole world. Raises ValueError on every rank if not all run this
+    schedule.
+    """
+    own = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (own, text))
+    others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    if others:
+        raise ValueError(
+            f"ranks {', '.join(map(str, others))} made a different schedule from rank 0: give every rank of the "
+            "world the same micro-batches, schedule and balance"
+        )
+    return sorted({ranks for ranks, _ in everyone})
 
 
 class BalancedSchedule(Runtime):  # type: ignore[misc]
     """A schedule, torch's or ours, balanced, under torch's own runtime.
 
-    `step`, `eval`, targets, losses and keywords are those of torch's schedules. `config` and `schedule` say what is run,
-    `engine` moves activations, `verifier` checks them where that is asked. `links` are the measured links of all pairs,
-    `buffers` torch's for what it receives, where they are kept lean. `plan` is that of a memory budget, from the first
-    step on; before that the schedule moves nothing. After the last step call `close`, or use the schedule as a context
-    manager: until then ranks lend memory to each other.
+    `step`, `eval`, targets, losses and keywords are those of torch's schedules. After the last step call `close`, or use
+    the schedule as a context manager: until then ranks lend memory to each other.
+
+    Attributes:
+        config: The configuration of the schedule.
+        schedule: The schedule that runs.
+        plan: Of a memory budget, from the first step on; before that the schedule moves nothing.
+        engine: Moves activations.
+        links: Measured links of all pairs.
+        meter: Measures what is held, if that is wanted.
+        verifier: Checks what moves, if that is wanted.
+        buffers: Torch's buffers for what it receives, if they are lean.
     """
 
     def __init__(
@@ -111,7 +171,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         report_steps: tuple[int, int] = (3, 5),
         **torch_options: Any,
     ) -> None:
-        """Build the schedule and connect its pairs. Collective over the world where anything moves.
+        """Build the schedule and connect its pairs. Collective over the world if anything moves.
 
         Args:
             stages: This rank's stages, one or a list.
@@ -120,7 +180,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             schedule: A family that `bpipe schedule` lists, one of torch's names or classes, a file of
                 `bpipe schedule --format csv`, or a Schedule.
             balance: How activations move, None if none do.
-            memory: In place of bounds: bytes, or GiB as text, that each rank's micro-batches and host buffers may take.
+            memory: Instead of bounds: bytes, or GiB as text, that each rank's micro-batches and host buffers may take.
                 Stages are weighed before the first step, by forwards of their own, and as little as possible moves.
             group_size: Micro-batches of a group, for schedules that have groups.
             transfers: How activations travel, and in how many steps that is checked.
@@ -128,7 +188,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             meter: Measures what is held.
             report: A folder for `bpipe report`.
             report_steps: The first and the last step to record there.
-            torch_options: Those of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`,
+            torch_options: Options of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`,
                 `output_merge_spec`, `backward_requires_autograd`.
 
         Raises:
@@ -145,9 +205,12 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.schedule = build(self.config)
         refuse_unrunnable(self.schedule)
         refuse_other_places(self.schedule, stages)
-        device = _device_of(stages)
+        device = torch.device(stages[0].device)
+        if device.type == "cpu":
+            # There is one CPU, whatever index a mesh gives it.
+            device = torch.device("cpu")
         refuse_sends_to_itself(stages, device)
-        # Stages with split backwards whose graph nobody has looked at yet.
+        # Stages with split backwards whose graph has not been checked yet.
         self._unseen_split = set(self.schedule.split_stages)
         if self._unseen_split:
             refuse_compiled(stages, self.schedule.name)
@@ -172,19 +235,18 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self._adopt(self.config, final=self._budget is None)
 
     def _adopt(self, config: ScheduleConfig, final: bool) -> None:
-        """Run this schedule from now on, and connect its pairs; record it where it is `final`."""
+        """Run this schedule from now on, and connect its pairs; record it if it is `final`."""
         self.config, self.schedule = config, build(config)
         self.pipeline_order = torch_orders(self.schedule)
         self._prepare_schedule_with_comms(self.pipeline_order)
         require_attributes(self, self._stages)
-        settings, transfers = self._engine_config, self._engine_config.transfers
+        settings, group = self._engine_config, self._stages[0].group
+        transfers = settings.transfers
         try:
-            connections = self._connections = connected(
-                self._stages[0].group, self.schedule, transfers, settings.device
-            )
+            connections = self._connections = connected(group, self.schedule, transfers, settings.device)
             self.links = connections.links
-            for line in filter(None, (connections.table, connections.placed)):
-                logger.info("bpipe: %s", line)
+            if connections.table:
+                logger.info("bpipe: %s", connections.table)
             refuse_standstill(self.schedule, self.pipeline_order_with_comms, transfers, settings.device, self.links)
         except (ValueError, RuntimeError) as error:
             name_arguments(error)
@@ -194,36 +256,32 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.engine = Engine(self.schedule, self.rank, transports, settings, self.meter)
         folder, steps = self._report_to
         if final and folder is not None:
-            self._report = self._recording(folder, steps, connections, settings.device)
-
-    def _recording(
-        self, folder: str | Path, steps: tuple[int, int], connections: Connected, device: torch.device
-    ) -> StepRecord:
-        stages = self._stages
-        pipelines = connections.pipelines or pipelines_of(stages[0].group, self.schedule)[0]
-        return StepRecord(folder, steps, self.config, pipelines, stages, device)
+            pipelines = connections.pipelines or pipelines_of(group, self.schedule)
+            self._report = StepRecord(folder, steps, self.config, pipelines, self._stages, settings.device)
 
     @classmethod
     def of(cls, other: Any, **options: Any) -> BalancedSchedule:
-        """Return a balanced schedule of another's stages, loss, micro-batches and options of torch's.
+        """Return a balanced schedule with the stages, loss, micro-batches and options of one of torch's schedules.
 
-        `options` are those of `BalancedSchedule`; the schedule is by default "1f1b" for one stage per rank and
+        `options` are those of `BalancedSchedule`. The schedule is by default "1f1b" for one stage per rank and
         "interleaved-1f1b" for several.
         """
         stages = [other._stage] if isinstance(other, SingleStage) else other._stages
-        default = default_family(len(stages))
-        taken = {
+        torch_options = {
             "scale_grads": other.scale_grads,
             "args_chunk_spec": other._args_chunk_spec,
             "kwargs_chunk_spec": other._kwargs_chunk_spec,
             "output_merge_spec": other._output_merge_spec,
         }
-        return cls(stages, other._n_microbatches, other._loss_fn, **{"schedule": default, **taken, **options})
+        options = {"schedule": default_family(len(stages)), **torch_options, **options}
+        return cls(stages, other._n_microbatches, other._loss_fn, **options)
 
     def register_custom_function(self, computation_type: Any, custom_function: Any) -> None:
-        """Let torch call a function in place of one of its own actions. Raises ValueError for computations: the engine
-        stands around torch's own."""
-        if computation_type in _OURS:
+        """Let torch call a function instead of one of its own actions.
+
+        Raises ValueError for computations: the engine is called around torch's own.
+        """
+        if computation_type in _COMPUTATIONS:
             raise ValueError(
                 f"a custom function for {computation_type.name} computes where bpipe cannot see it: use torch's own "
                 f"schedules with it, or leave it out"
@@ -233,11 +291,11 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     def close(self, *, failed: bool = False) -> None:
         """Give back what the schedule has on this rank and on others: host buffers, process groups and threads.
 
-        After the last step all ranks call it. No step can follow. A second call does nothing.
+        All ranks call it after the last step. No step can follow. A second call does nothing.
 
         Args:
-            failed: Whether the training failed. Then no rank is waited for, and memory that ranks lend to each other
-                stays until the process ends. A step that failed need not be told.
+            failed: Whether the training failed other than in a step. Then no rank is waited for, and memory that ranks
+                lend to each other stays until the process ends.
         """
         if self._is_closed:
             return
@@ -252,7 +310,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(failed=kind is not None)
 
-    # -- a step, as torch's runtime takes it
+    # -- a step of torch's runtime
     # -----------------------------------------------------------------------------------------------------------------
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,38 +321,43 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         if self._budget is not None and self.plan is None:
             self._plan(self._budget, *args, **kwargs)
         with self._recorded(), self._called():
-            made = super()._step_microbatches(*args, **kwargs)
+            result = super()._step_microbatches(*args, **kwargs)
             self.engine.end()
         if not self._has_run:
             self._has_run = True
             minimum_bytes = self._engine_config.transfers.minimum_bytes
             if reason := why_unmoved(self.schedule, self.rank, self.engine.moved_bytes, minimum_bytes):
                 logger.warning("bpipe: %s", reason)
-        return made
+        return result
 
     def _plan(self, budget: RankBudgets, *args: Any, **kwargs: Any) -> None:
         """Weigh the stages, with the first micro-batch of a step that is about to run, and balance within the budget.
 
-        Collective over the world. Raises ValueError where no plan keeps it.
+        Collective over the world. Raises ValueError if no plan keeps it.
         """
-        given = inspect.signature(Runtime._step_microbatches).bind(self, *args, **kwargs).arguments
-        targets, loss_kwargs = given.get("target_mbs"), given.get("loss_kwargs")
-        first = (given.get("arg_mbs") or [()])[0], (given.get("kwarg_mbs") or [{}])[0]
+        arguments = inspect.signature(Runtime._step_microbatches).bind(self, *args, **kwargs).arguments
+        targets, loss_kwargs = arguments.get("target_mbs"), arguments.get("loss_kwargs")
+        first = (arguments.get("arg_mbs") or [()])[0], (arguments.get("kwarg_mbs") or [{}])[0]
+        # Keywords that later versions of torch have.
         more = {"target": targets[0] if targets else None, "loss_kwargs": loss_kwargs}
-        known = inspect.signature(Runtime._initialize_stages).parameters
-        super()._initialize_stages(*first, **{name: more[name] for name in more if name in known})
+        parameters = inspect.signature(Runtime._initialize_stages).parameters
+        super()._initialize_stages(*first, **{name: more[name] for name in more if name in parameters})
 
         def forward(stage: Any, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            clear_received(stage, microbatch, self._stages)
+            here = {int(other.stage_index): other for other in self._stages}
+            if not stage.is_first and stage.stage_index - 1 not in here:
+                # No rank sends anything for this forward.
+                receive_zeros(stage, microbatch)
             output = stage.forward_one_chunk(microbatch, *first)
             self._maybe_compute_loss(stage, output, targets, microbatch, *([loss_kwargs] if loss_kwargs else []))
-            hand_over(output, stage.stage_index, microbatch, self._stages)
+            if (following := here.get(stage.stage_index + 1)) is not None:
+                following.set_local_fwd_input(output, microbatch)
             return self._ran(stage, microbatch)
 
         settings = self._engine_config
-        mine = weigh(self._stages, self._n_microbatches, forward, settings.device, settings.transfers.minimum_bytes)
+        sizes = weigh(self._stages, self._n_microbatches, forward, settings.device, settings.transfers.minimum_bytes)
         self._internal_losses.clear()
-        self.plan = budget.plan(self.schedule, everywhere(mine))
+        self.plan = budget.plan(self.schedule, everywhere(sizes))
         for line in plan_lines(self.plan, "as weighed,"):
             logger.info("bpipe: %s", line)
         self._adopt(replace(self.config, balance=self.plan.how), final=True)
@@ -306,12 +369,11 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
 
     @contextmanager
     def _called(self) -> Iterator[None]:
-        """Have the engine called for the time of one step."""
-        order = self.pipeline_order_with_comms
-        mine = order[self.rank]
-        buffers = self.buffers
+        """Have the engine called during one step."""
+        order, buffers = self.pipeline_order_with_comms, self.buffers
+        actions = order[self.rank]
         calls = self._calls = StepCalls(
-            self.engine, mine, *(() if buffers is None else (buffers.receives, buffers.used))
+            self.engine, actions, *(() if buffers is None else (buffers.receives, buffers.used))
         )
         order[self.rank] = calls.watched()
         try:
@@ -326,7 +388,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
                 self.engine.abandon()
             raise
         finally:
-            order[self.rank] = mine
+            order[self.rank] = actions
             self._calls = None
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
@@ -344,27 +406,30 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             return
         if self._report is not None and stage.is_last:
             self._report.losses.append(self._internal_losses[-1].detach())
-        made, received = self._ran(stage, mb_index)
+        roots, received = self._ran(stage, mb_index)
         if stage.stage_index in self._unseen_split:
             self._unseen_split.remove(stage.stage_index)
-            refuse_split_recomputation(stage, made, self.schedule.name)
+            refuse_split_recomputation(stage, roots, self.schedule.name)
         if self.buffers is not None:
             self.buffers.took(stage.stage_index, mb_index, received)
-        self._calls.forward_ran(made, received)
+        self._calls.forward_ran(roots, received)
 
     def _ran(self, stage: Any, mb_index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the roots of the graph of the last forward, and what its stage received for it."""
-        outputs, taken = ran_forward(stage, mb_index)
+        outputs, inputs = ran_forward(stage, mb_index)
         roots = (self._internal_losses[-1],) if stage.is_last else outputs
-        # What the caller gives, to the first stage and as keywords, is the caller's.
+        # The first stage's inputs and keywords belong to the caller.
         num_received = 0 if stage.is_first else len(stage.args_recv_info[mb_index])
-        received = [each for each in taken[:num_received] if isinstance(each, torch.Tensor) and each.requires_grad]
-        return [each for each in roots if isinstance(each, torch.Tensor)], received
+        received = [
+            tensor for tensor in inputs[:num_received] if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        ]
+        return [tensor for tensor in roots if isinstance(tensor, torch.Tensor)], received
 
     def _between_halves(self, backward: Action) -> list[torch.UntypedStorage]:
-        """What torch keeps from dgrad to wgrad besides the graph: gradients at the edges of the parameters' graphs."""
-        stage = next(each for each in self._stages if each.stage_index == backward.stage)
+        """Return what torch keeps from dgrad to wgrad besides the graph: gradients at the edges of the parameters'
+        graphs."""
+        stage = next(stage for stage in self._stages if stage.stage_index == backward.stage)
         state = stage.backward_state.get(backward.microbatch)
         groups = () if state is None else state[1] or ()
-        found = (grad for group in groups for grads in group.get("grads") or () for grad in grads or ())
-        return [grad.untyped_storage() for grad in found if isinstance(grad, torch.Tensor)]
+        gradients = (grad for group in groups for grads in group.get("grads") or () for grad in grads or ())
+        return [grad.untyped_storage() for grad in gradients if isinstance(grad, torch.Tensor)]

@@ -1,11 +1,11 @@
-"""Train any configuration of torchtitan's with a balanced schedule, by torchtitan's own extension points.
+"""Train any torchtitan configuration with a balanced schedule, by torchtitan's own extension points.
 
     torchrun ... -m torchtitan.train --module bpipe.torch.titan --config llama3.llama3_debugmodel --balance.schedule 1f1b
 
-In: the name of a model and of one of its configurations, as `MODEL.CONFIG`, or `package.module.CONFIG` of one's own.
-Out: the same configuration with one more section, `balance`, whose trainer has its pipeline's schedule replaced. Nothing
-of torchtitan is patched: `--module` takes any module, a `Trainer.Config` may have more sections, and
-`ModelSpec.pipelining_fn` makes the schedule. Read of torchtitan 0.3.0, and run with it.
+`--config` names a model and one of its configurations as `MODEL.CONFIG`, or `package.module.CONFIG` of your own. The
+configuration gets one more section, `balance`, and its trainer replaces the pipeline's schedule. Nothing of torchtitan
+is patched: `--module` takes any module, a `Trainer.Config` may have more sections, and `ModelSpec.pipelining_fn` makes
+the schedule. Written for torchtitan 0.3.0, and run with it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Balance:
     """The section `balance` of a configuration."""
 
     schedule: str = ""
-    """A schedule of bpipe's, of torch's or a file; by default that of --parallelism.pipeline_parallel_schedule."""
+    """A schedule of bpipe or torch, or a file; by default that of --parallelism.pipeline_parallel_schedule."""
 
     balance: str = "bpipe"
     """Whether activations move: bpipe or none."""
@@ -46,7 +46,7 @@ class Balance:
     """Who keeps what leaves a rank: pair, pool, host (the node's own memory) or all."""
 
     memory: str = ""
-    """In the place of bounds: GiB that each rank's micro-batches and host buffers may take, one number or one per rank."""
+    """Instead of bounds: GiB that each rank's micro-batches and host buffers may take, one number or one per rank."""
 
     group_size: int = 0
     """Micro-batches in a group of grouped-interleaved; 0: as the schedule has it."""
@@ -55,23 +55,23 @@ class Balance:
     """How activations travel, and how that is checked."""
 
     report: str = ""
-    """A folder for `bpipe report`, where steps 3 to 5 are written down."""
+    """A folder for `bpipe report`, where steps 3 to 5 are recorded."""
 
 
 def pipelining_with(
     pipelining_fn: Callable[..., Any], balance: Balance, schedule: str
 ) -> Callable[..., tuple[Any, Sequence[Any], bool, bool]]:
-    """Return a model's `pipelining_fn` with the schedule that it makes replaced by a balanced one.
+    """Return a model's `pipelining_fn` that makes a balanced schedule.
 
-    `schedule` is torchtitan's own, used where the section names none.
+    `schedule` is torchtitan's own, used if the section names none.
     """
 
     @functools.wraps(pipelining_fn)
     def pipelined(model: Any, **settings: Any) -> tuple[Any, Sequence[Any], bool, bool]:
-        made, parts, has_first_stage, has_last_stage = pipelining_fn(model, **settings)
+        original, parts, has_first_stage, has_last_stage = pipelining_fn(model, **settings)
         moves = balance.balance != BALANCES[0]
         balanced = BalancedSchedule.of(
-            made,
+            original,
             schedule=balance.schedule or schedule,
             balance=named_balance(balance.balance, balance.bounds or None, hosts=balance.hosts if moves else None),
             memory=balance.memory or None,
@@ -88,7 +88,7 @@ def pipelining_with(
 def balanced_config(base: Any) -> Any:
     """Return a torchtitan configuration with the section `balance`, of a trainer that balances its pipeline.
 
-    `base` is a `Trainer.Config`, of any trainer. Raises TypeError for anything else.
+    `base` is the `Trainer.Config` of any trainer. Raises TypeError for anything else.
     """
     if not isinstance(base, Trainer.Config):
         raise TypeError(f"only a configuration of torchtitan's Trainer can be balanced, not a {type(base).__name__}")
@@ -111,18 +111,18 @@ def balanced_config(base: Any) -> Any:
         def close(self) -> None:
             schedule = getattr(self, "pp_schedule", None)
             if isinstance(schedule, BalancedSchedule):
-                # torchtitan's main closes its trainer in the handler of an error, too.
+                # torchtitan's main closes its trainer in its error handler, too.
                 schedule.close(failed=sys.exception() is not None)
             super().close()
 
-    # What torchtitan's Configurable wires by a nested class.
+    # torchtitan's Configurable connects the two by a nested class.
     Config._owner = BalancedTrainer
     BalancedTrainer.Config = Config
-    return Config(**{one.name: getattr(base, one.name) for one in dataclasses.fields(base)})
+    return Config(**{setting.name: getattr(base, setting.name) for setting in dataclasses.fields(base)})
 
 
 def _registry(module: str) -> Any:
-    """Return the module of configurations that torchtitan would take for this name."""
+    """Return the module of configurations that torchtitan uses for this name."""
     full = module if "." in module else f"torchtitan.models.{module}"
     try:
         return importlib.import_module(f"{full}.config_registry")
@@ -133,10 +133,9 @@ def _registry(module: str) -> Any:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """Return what makes the configuration of a name such as `llama3.llama3_debugmodel`, balanced."""
+    """Return a function that makes the balanced configuration of a name such as `llama3.llama3_debugmodel`."""
     module, dot, config = name.rpartition(".")
     if not dot:
         raise AttributeError(name)
-    registry = _registry(module)
-    made_by = getattr(registry, config)
-    return lambda: balanced_config(made_by())
+    make_config = getattr(_registry(module), config)
+    return lambda: balanced_config(make_config())

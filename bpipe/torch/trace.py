@@ -1,12 +1,10 @@
-"""Say what every stage of a model would hold, and every rank at its peak, without its memory and without a group.
+"""Predict what every stage of a model would hold, and every rank at its peak, without its memory and without a group.
 
-In: a function that makes the stages. Out: sizes and peaks; as a program, JSON on stdout, for `bpipe trace --module`.
+    python -m bpipe.torch.trace '{"module": "FILE:FUNCTION", ...}'      prints JSON, for `bpipe trace --module`
 
-    python -m bpipe.torch.trace '{"module": "FILE:FUNCTION", ...}'
-
-The function is called on torch's fake tensors, which have shapes and a device and no bytes, so that each device's own
-kernels decide what is saved. Nobody else holds a fake tensor, so what is a micro-batch's own is told by what it is not:
-no parameter, buffer or other tensor of a module, nothing that the caller gives, and no output of a stage.
+The function that makes the stages is called on torch's fake tensors, which have shapes and a device and no bytes, so
+that each device's own kernels decide what is saved. References to fake tensors cannot be counted, so a micro-batch's
+own storages are those that are no parameter, buffer or other tensor of a module, no input, and no output of a stage.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ from bpipe.torch.sizes import StageSizes, sizes_of
 
 # What two micro-batches both save is neither's own.
 _MICROBATCHES = 2
-# All stages' modules in order, a micro-batch's inputs of the first, and, where there is a loss, that and its target.
+# All stages' modules in order, a micro-batch's inputs of the first, and, if there is a loss, that and its target.
 Made = Sequence[Any]
 
 
 @dataclass(frozen=True)
 class TracedStage:
-    """One stage: what a micro-batch of it saves, and how many parameters it has."""
+    """What a micro-batch of a stage saves, and its number of parameters."""
 
     sizes: StageSizes
     parameters: int
@@ -60,83 +58,85 @@ class PredictedPeaks:
 def trace_stages(
     make: Callable[[], Made], device: str | torch.device = "cpu", minimum_bytes: int = 65536
 ) -> list[TracedStage]:
-    """Return what each stage would save on this device, which need not be there.
+    """Return what each stage would save on a device.
 
-    `make()`, called on fake tensors, returns all stages' modules in order and the inputs of the first, one micro-batch's
-    in a tuple; and, where there is one, the loss and its target. Raises ValueError for what is none of that, and for
-    tensors of other kinds (DTensors).
+    Args:
+        make: Called on fake tensors, returns the modules of all stages in order and a tuple with one micro-batch's
+            inputs of the first; followed by the loss and its target, if there is a loss.
+        device: Need not be there.
+        minimum_bytes: Of the smallest storage that moves.
+
+    Raises:
+        ValueError: For anything else, and for tensors of other kinds (DTensors).
     """
     with FakeTensorMode() as mode, torch.device(device):
         stages, inputs, *of_loss = _checked(make())
-        given = [tuple(_received(each, mode) for each in inputs) for _ in range(_MICROBATCHES)]
+        received = [tuple(_received(tensor, mode) for tensor in inputs) for _ in range(_MICROBATCHES)]
         traced = []
         for index, module in enumerate(stages):
             loss = of_loss if index == len(stages) - 1 else []
             # A stage keeps what it received; the first one's inputs are the user's.
-            theirs = (*loss[1:], *(given[1] if not index else ()))
-            ran = [_forward(module, each, loss) for each in given]
-            own = _own_bytes(module, ran, theirs)
+            of_user = (*loss[1:], *(received[1] if not index else ()))
+            ran = [_forward(module, microbatch, loss) for microbatch in received]
+            own = _own_bytes(module, ran, of_user)
             moved = [nbytes for nbytes in own if nbytes >= minimum_bytes]
-            parameters = sum(each.numel() for each in module.parameters())
+            parameters = sum(parameter.numel() for parameter in module.parameters())
             traced.append(TracedStage(sizes_of(index, sum(own), moved), parameters))
-            given = [tuple(_received(output, mode) for output in outputs) for outputs, _ in ran]
+            received = [tuple(_received(output, mode) for output in outputs) for outputs, _ in ran]
     return traced
 
 
 def _own_bytes(
-    stage: nn.Module, ran: Sequence[tuple[list[torch.Tensor], list[Any]]], theirs: Sequence[torch.Tensor]
+    stage: nn.Module, ran: Sequence[tuple[list[torch.Tensor], list[Any]]], of_user: Sequence[torch.Tensor]
 ) -> list[int]:
     """Return the bytes of every storage that one micro-batch saved and nobody else holds."""
-    outputs = [output for of_one, _ in ran for output in of_one]
+    outputs = [output for microbatch, _ in ran for output in microbatch]
     first, second = (_saved(roots) for _, roots in ran)
-    aside = {*_of_module(stage), *map(_address, (*theirs, *outputs)), *first.keys()}
+    aside = {*_of_module(stage), *map(_address, (*of_user, *outputs)), *first.keys()}
     return [nbytes for address, nbytes in second.items() if address not in aside]
 
 
 def _checked(made: Made) -> Made:
-    """Return what was made. Raises ValueError where it is not stages, inputs, and a loss with its target or none."""
+    """Return the function's result. Raises ValueError unless it is stages, inputs, and a loss with its target or none."""
     stages = made[0] if isinstance(made, tuple) and len(made) in (2, 4) else ()
     if not stages or not all(isinstance(stage, nn.Module) for stage in stages) or not isinstance(made[1], tuple):
         raise ValueError(
             "the function returns no stages: let it return (modules of all stages in order, inputs of the first in a "
-            "tuple), followed by loss and target where there is a loss"
+            "tuple), followed by loss and target if there is a loss"
         )
     return made
 
 
 def _received(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a tensor as a stage receives it: with memory of its own."""
+    """Return a tensor as a stage receives it, with memory of its own."""
     if type(tensor) not in (FakeTensor, nn.Parameter, torch.Tensor):
         raise ValueError(
             f"a {type(tensor).__name__} between stages cannot be traced: trace what stages are before that"
         )
-    found = torch.empty_like(tensor)
-    return found.requires_grad_() if found.is_floating_point() else found
+    received = torch.empty_like(tensor)
+    return received.requires_grad_() if received.is_floating_point() else received
 
 
 def _forward(stage: nn.Module, inputs: Sequence[Any], loss: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
     """Return a stage's outputs, and the roots of its graph."""
-    made = stage(*inputs)
-    outputs = list(made) if isinstance(made, (tuple, list)) else [made]
-    roots = [loss[0](made, loss[1])] if loss else outputs
+    output = stage(*inputs)
+    outputs = list(output) if isinstance(output, (tuple, list)) else [output]
+    roots = [loss[0](output, loss[1])] if loss else outputs
     return outputs, [root.grad_fn for root in roots]
 
 
 def _saved(roots: Sequence[Any]) -> dict[int, int]:
     """Return the bytes of every storage that the graph saved, by its address, in the order of the walk."""
-    found: dict[int, int] = {}
     regions = Regions()
-    for node in nodes_of(roots):
-        for name in saved_names(type(node)):
-            if not regions.recomputes(node, name):
-                _add(found, saved_tensors(node, name))
-    _add(found, (tensor for tensor, _ in regions.tensors()))
-    return found
-
-
-def _add(found: dict[int, int], tensors: Iterator[torch.Tensor]) -> None:
-    for tensor in tensors:
-        found.setdefault(_address(tensor), tensor.untyped_storage().nbytes())
+    tensors = [
+        tensor
+        for node in nodes_of(roots)
+        for name in saved_names(type(node))
+        if not regions.recomputes(node, name)
+        for tensor in saved_tensors(node, name)
+    ]
+    tensors += [tensor for tensor, _ in regions.tensors()]
+    return {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -145,8 +145,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _of_module(module: nn.Module) -> Iterator[int]:
     """Yield the storages of a module's parameters, buffers and other tensors."""
-    for each in (*module.parameters(), *module.buffers()):
-        yield _address(each)
+    for tensor in (*module.parameters(), *module.buffers()):
+        yield _address(tensor)
     for part in module.modules():
         yield from (_address(value) for value in vars(part).values() if isinstance(value, torch.Tensor))
 
@@ -160,26 +160,26 @@ def predict_peaks(
     memory: Memory | None = None,
     group_size: int | None = None,
 ) -> PredictedPeaks:
-    """Return what every rank would hold of these stages; options are those of `BalancedSchedule`. By default the
-    schedule is 1F1B, of several stages per rank the interleaved one.
+    """Return what every rank would hold of these stages.
 
-    Raises ValueError as that does, and for split backwards, of which nobody knows what torch keeps between them.
+    Options are those of `BalancedSchedule`. By default the schedule is 1F1B, for several stages per rank interleaved.
+    Raises ValueError as that does, and for split backwards: what torch keeps between the halves is not known.
     """
-    sizes = {each.sizes.stage: each.sizes for each in traced}
+    sizes = {stage.sizes.stage: stage.sizes for stage in traced}
     stages: Any = [SimpleNamespace(group_size=num_ranks, num_stages=len(traced))]
     schedule = default_family(max(1, len(traced) // num_ranks)) if schedule is None else schedule
     if memory is not None:
         plain = build(config_of(schedule, stages, num_microbatches, None, group_size))
         plan = RankBudgets.of(memory, plain, balance, differing=False).plan(plain, sizes)
         return PredictedPeaks(plan.schedule, plan.need_bytes)
-    found = build(config_of(schedule, stages, num_microbatches, balance, group_size))
-    refuse_unrunnable(found)
-    if found.split_stages:
+    balanced = build(config_of(schedule, stages, num_microbatches, balance, group_size))
+    refuse_unrunnable(balanced)
+    if balanced.split_stages:
         raise ValueError(
-            f"{found.name} splits backwards, and what torch keeps from dgrad to wgrad is known only once they have "
+            f"{balanced.name} splits backwards, and what torch keeps from dgrad to wgrad is known only once they have "
             "run: use whole backwards (1f1b, interleaved-1f1b)"
         )
-    return PredictedPeaks(found, need_bytes(found, sizes))
+    return PredictedPeaks(balanced, need_bytes(balanced, sizes))
 
 
 def _function(name: str) -> Callable[[], Made]:
@@ -194,22 +194,18 @@ def _function(name: str) -> Callable[[], Made]:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
-    found: Callable[[], Made] | None = getattr(module, function, None)
-    if found is None:
+    make: Callable[[], Made] | None = getattr(module, function, None)
+    if make is None:
         raise ValueError(f"--module {name}: {file} has no {function}")
-    return found
+    return make
 
 
 def answer(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes of every stage, and peaks of every rank as it is and balanced."""
+    """Return sizes of every stage, and peaks of every rank without balancing and with it."""
     traced = trace_stages(_function(options["module"]), options["device"])
     stages = [
-        {
-            "parameters": each.parameters,
-            "saved_bytes": each.sizes.saved_bytes,
-            "moved_bytes": each.sizes.moved_bytes,
-        }
-        for each in traced
+        {"parameters": stage.parameters, "saved_bytes": stage.sizes.saved_bytes, "moved_bytes": stage.sizes.moved_bytes}
+        for stage in traced
     ]
     settings = {name: options[name] for name in ("schedule", "group_size")}
     sizes = (traced, options["ranks"], options["microbatches"])

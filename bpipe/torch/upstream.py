@@ -1,15 +1,13 @@
-"""Name everything private of `torch.distributed.pipelining` that this project uses, and refuse a torch without it.
+"""Everything private of `torch.distributed.pipelining` that this project uses; a torch without it is refused.
 
-In: the installed torch. Out: its classes under the names used here, or `UnfitTorch` with what is missing. The only module of
-`bpipe` that imports torch's pipelining, and the only one that knows what differs among its versions. Replaces nothing.
-
-`scripts/test_torch.sh` runs the tests with one of `RUN_VERSIONS`. From 2.11 to 2.15 `_initialize_stages` grew two keywords
-and `_maybe_compute_loss` one, which are passed on as they come. What else changed:
+This is the only module of `bpipe` that imports torch's pipelining and knows the differences among its versions.
+`scripts/test_torch.sh` runs the tests with one of `RUN_VERSIONS`. From 2.11 to 2.15 `_initialize_stages` got two keywords
+and `_maybe_compute_loss` one, which are passed on. What else changed:
 
   2.11  an argument of the pipeline is a `_RootArgPlaceholder`; later it is a `_RecvInfo` without a buffer; the handshake
         sends from a stage to the next one on its own rank, too
   2.15  a stage keeps a `_ForwardChunkState` in place of the pair in `fwd_cache`; buffers to receive into are made at the
-        RECV and given up at the computation, not kept for ever; lists of actions name the waits for sends
+        RECV and dropped at the computation, not kept for ever; lists of actions contain the waits for sends
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A page says what ran with each, and a test holds it to these.
+# docs/pipelining.md lists what ran with each.
 RUN_VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 _SCHEDULES, _STAGE = "torch.distributed.pipelining.schedules", "torch.distributed.pipelining.stage"
@@ -32,79 +30,49 @@ class UnfitTorch(RuntimeError):
 
 
 class TorchName(NamedTuple):
-    """A name of torch's: its module, and its first parameters that are given or read here.
-
-    `use` says what for; it stands in the error where the name is missing.
-    """
+    """A name in torch."""
 
     module: str
     name: str
-    parameters: tuple[str, ...]
+
+    parameters: str
+    """Its first parameters that are used here, separated by spaces."""
+
     use: str
+    """What it is used for, in the error if the name is missing."""
 
 
+_RUNTIME, _BASE = "_PipelineScheduleRuntime", "_PipelineStageBase"
 NAMES = (
-    TorchName(_SCHEDULES, "get_schedule_class", ("schedule_name",), "torch's schedules by name"),
+    TorchName(_SCHEDULES, "get_schedule_class", "schedule_name", "torch's schedules by name"),
+    TorchName(_SCHEDULES, "PipelineScheduleSingle", "stage n_microbatches loss_fn", "torch's schedules of one stage"),
+    TorchName(_SCHEDULES, "PipelineScheduleMulti", "stages n_microbatches loss_fn", "torch's schedules of several"),
+    TorchName(_SCHEDULES, _RUNTIME, "", "the loop that runs a list of actions"),
+    TorchName(_SCHEDULES, f"{_RUNTIME}._prepare_schedule_with_comms", "self actions", "messages between computations"),
+    TorchName(_SCHEDULES, f"{_RUNTIME}._step_microbatches", "self arg_mbs kwarg_mbs target_mbs losses", "one step"),
+    TorchName(_SCHEDULES, f"{_RUNTIME}._initialize_stages", "self args kwargs", "the stages' handshake"),
     TorchName(
-        _SCHEDULES, "PipelineScheduleSingle", ("stage", "n_microbatches", "loss_fn"), "torch's schedules of one stage"
+        _SCHEDULES, f"{_RUNTIME}._maybe_compute_loss", "self stage output target_mbs mb_index", "the end of a forward"
     ),
+    TorchName(_SCHEDULES, "_Action", "stage_index computation_type microbatch_index sub_actions", "what a rank does"),
+    TorchName(_SCHEDULES, "_ComputationType", "", "kinds of actions"),
     TorchName(
-        _SCHEDULES, "PipelineScheduleMulti", ("stages", "n_microbatches", "loss_fn"), "torch's schedules of several"
+        _SCHEDULES, "_check_torch_compile_compatibility", "stages schedule_name", "split backwards of compiled stages"
     ),
-    TorchName(_SCHEDULES, "_PipelineScheduleRuntime", (), "the loop that runs a list of actions"),
-    TorchName(
-        _SCHEDULES,
-        "_PipelineScheduleRuntime._prepare_schedule_with_comms",
-        ("self", "actions"),
-        "messages between computations",
-    ),
-    TorchName(
-        _SCHEDULES,
-        "_PipelineScheduleRuntime._step_microbatches",
-        ("self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses"),
-        "one step",
-    ),
-    TorchName(
-        _SCHEDULES, "_PipelineScheduleRuntime._initialize_stages", ("self", "args", "kwargs"), "the stages' handshake"
-    ),
-    TorchName(
-        _SCHEDULES,
-        "_PipelineScheduleRuntime._maybe_compute_loss",
-        ("self", "stage", "output", "target_mbs", "mb_index"),
-        "the end of a forward",
-    ),
-    TorchName(
-        _SCHEDULES,
-        "_Action",
-        ("stage_index", "computation_type", "microbatch_index", "sub_actions"),
-        "what a rank does",
-    ),
-    TorchName(_SCHEDULES, "_ComputationType", (), "kinds of actions"),
-    TorchName(
-        _SCHEDULES,
-        "_check_torch_compile_compatibility",
-        ("stages", "schedule_name"),
-        "split backwards of compiled stages",
-    ),
-    TorchName(_STAGE, "_PipelineStageBase.forward_one_chunk", ("self", "fwd_chunk_id"), "the beginning of a forward"),
+    TorchName(_STAGE, f"{_BASE}.forward_one_chunk", "self fwd_chunk_id", "the beginning of a forward"),
     TorchName(
         _STAGE,
-        "_PipelineStageBase.backward_one_chunk",
-        ("self", "bwd_chunk_id", "loss", "full_backward"),
+        f"{_BASE}.backward_one_chunk",
+        "self bwd_chunk_id loss full_backward",
         "the beginning and end of a backward",
     ),
-    TorchName(
-        _STAGE,
-        "_PipelineStageBase.backward_weight_one_chunk",
-        ("self", "bwd_chunk_id"),
-        "the beginning and end of a wgrad",
-    ),
+    TorchName(_STAGE, f"{_BASE}.backward_weight_one_chunk", "self bwd_chunk_id", "the beginning and end of a wgrad"),
 )
 KINDS = (
     *("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"),
     *("SEND_F", "SEND_B", "RECV_F", "RECV_B"),
 )
-# Attributes that are read of a schedule and of its stages, which only objects have. A test holds this to the code.
+# Attributes of a schedule and of its stages that are read, which only objects have.
 OF_SCHEDULE = (
     *("_has_backward", "_internal_losses", "_loss_fn", "_n_microbatches", "_num_stages", "_stages"),
     *("pipeline_order", "pipeline_order_with_comms", "pp_group_size", "rank", "scale_grads"),
@@ -114,12 +82,12 @@ OF_STAGE = (
     *("args_recv_info", "backward_state", "clear_runtime_states", "device", "dw_builder", "grad_recv_info", "group"),
     *("group_rank", "group_size", "is_first", "is_last", "num_stages", "set_local_fwd_input", "stage_index", "submod"),
 )
-# What a stage keeps of its forwards has one of these names: since 2.15, and before.
+# Names of what a stage keeps of its forwards: since 2.15, and before.
 FORWARDS = ("_forward_chunk_states", "fwd_cache")
 
 
 def lacking() -> list[str]:
-    """Return what of the table the installed torch lacks: names, and parameters of those it has."""
+    """Return the names and parameters of the table that the installed torch lacks."""
     missing = []
     for module, name, parameters, use in NAMES:
         thing: Any = import_module(module)
@@ -128,8 +96,8 @@ def lacking() -> list[str]:
         if thing is None:
             missing.append(f"{name} ({use})")
             continue
-        known = inspect.signature(thing).parameters if parameters else {}
-        missing += [f"{name}({parameter}) ({use})" for parameter in parameters if parameter not in known]
+        signature = inspect.signature(thing).parameters if parameters else {}
+        missing += [f"{name}({parameter}) ({use})" for parameter in parameters.split() if parameter not in signature]
     kinds = getattr(import_module(_SCHEDULES), "_ComputationType", None)
     return missing + [f"_ComputationType.{kind}" for kind in KINDS if kinds is not None and not hasattr(kinds, kind)]
 
@@ -143,7 +111,7 @@ def _require(missing: list[str]) -> None:
 
 
 def require_attributes(schedule: object, stages: list[Any]) -> None:
-    """Raise UnfitTorch where a schedule or one of its stages lacks an attribute that is read."""
+    """Raise UnfitTorch if a schedule or one of its stages lacks an attribute that is read."""
     of_stages = [f"stage.{name}" for name in OF_STAGE if not all(hasattr(stage, name) for stage in stages)]
     if not all(any(hasattr(stage, name) for name in FORWARDS) for stage in stages):
         of_stages.append(f"stage.{' or stage.'.join(FORWARDS)}")
@@ -160,8 +128,8 @@ TorchAction: Any = _schedules._Action
 Computation: Any = _schedules._ComputationType
 schedule_class: Any = _schedules.get_schedule_class
 refuse_compiled: Any = _schedules._check_torch_compile_compatibility
-# Waits for sends in a list of actions, since 2.15. `_add_wait_send` puts each behind the backward of what was sent, or at the
-# end: by then it has arrived, so nobody waits.
+# Waits for sends in a list of actions, since 2.15. `_add_wait_send` puts each after the backward of what was sent, or at
+# the end: by then it has arrived, so the wait is over at once.
 SEND_WAITS: tuple[Any, ...] = tuple(kind for kind in Computation if kind.name in ("WAIT_SEND_F", "WAIT_SEND_B"))
 # Whether the handshake sends from a rank to itself.
 _SENDS_TO_ITSELF = not hasattr(_stage.PipelineStage, "_is_same_rank")
@@ -170,7 +138,7 @@ KEEPS_BUFFERS = not hasattr(_stage._RecvInfo, "take_buffer")
 
 
 def ran_forward(stage: Any, microbatch: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return what a stage's forward of a micro-batch made, and what it took: positional arguments, then keywords."""
+    """Return the outputs of a stage's forward of a micro-batch, and its inputs: positional arguments, then keywords."""
     if hasattr(stage, "fwd_cache"):
         outputs, inputs = stage.fwd_cache[microbatch]
         return outputs, inputs
@@ -179,20 +147,20 @@ def ran_forward(stage: Any, microbatch: int) -> tuple[Sequence[Any], Sequence[An
 
 
 def receive_buffers(infos: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the buffers that there are now of what a stage receives: none for the pipeline's own arguments."""
+    """Return the present buffers of what a stage receives; the pipeline's own arguments have none."""
     buffers = (getattr(info, "buffer", None) for info in infos)
     return [buffer for buffer in buffers if buffer is not None]
 
 
 def receive_zeros(stage: Any, microbatch: int) -> None:
-    """Put zeros where a stage takes what another rank sends it for a micro-batch."""
+    """Fill the buffers for what another rank sends a stage for a micro-batch with zeros."""
     with torch.no_grad():
         for info in stage.args_recv_info[microbatch]:
             (info.buffer if KEEPS_BUFFERS else info.allocate_buffer(stage.device)).zero_()
 
 
 def refuse_sends_to_itself(stages: Sequence[Any], device: torch.device) -> None:
-    """Raise ValueError where torch's handshake would send from this rank to itself over gloo, which cannot."""
+    """Raise ValueError if torch's handshake would send from this rank to itself over gloo, which does not support that."""
     indices = {int(stage.stage_index) for stage in stages}
     folds = next((index for index in sorted(indices) if index + 1 in indices), None)
     if _SENDS_TO_ITSELF and device.type == "cpu" and folds is not None:

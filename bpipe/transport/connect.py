@@ -1,8 +1,4 @@
-"""Connect the pairs of a world, and choose each pair's transport by what its link measures.
-
-In: pairs of ranks and what the user wants. Out: this rank's `Connection`, which makes transports. Collective over the
-world. Knows no schedule.
-"""
+"""Connect the pairs of a world, and choose each pair's transport by what its link measures."""
 
 from __future__ import annotations
 
@@ -17,12 +13,10 @@ import torch.distributed as dist
 
 from bpipe.schedule.hosts import Pair
 from bpipe.transport import AUTO
-from bpipe.transport.base import Transport
 from bpipe.transport.control import Control, Subject
-from bpipe.transport.device import Device
-from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import (
     Distributed,
+    Headed,
     PairGroups,
     abort_groups,
     destroy_groups,
@@ -30,53 +24,60 @@ from bpipe.transport.distributed import (
     pair_groups,
     part,
 )
-from bpipe.transport.headed import Headed
-from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits
+from bpipe.transport.host_memory import Budget, Buffers, LocalRank, memory_limits, read_link, read_text
 from bpipe.transport.lanes import CopyLane
-from bpipe.transport.memory import SharedMemory
-from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
+from bpipe.transport.memory import Device, DeviceMemory, SharedMemory
+from bpipe.transport.one_sided import HostMemory, Peer, Transport
 from bpipe.transport.probe import measure, measure_alone
 
 TWO_SIDED = ("nccl", "gloo")
-# A one-sided copy takes no compute unit and no moment of the partner's: worth a somewhat slower link.
+# A one-sided copy takes no compute unit and no time of the partner: worth a somewhat slower link.
 ONE_SIDED_ADVANTAGE = 1.25
 
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a rank: two ranks share memory only on one boot of one machine, and see each other's processes only
-    in one namespace.
-
-    `no_room` says why its buffers might not fit into the host's memory.
-    """
+    """Location of a rank."""
 
     boot: str
+    """Two ranks share memory only on one boot of one machine."""
+
     namespace: str
+    """Two ranks see each other's processes only in one namespace."""
+
     host: str
+
     no_room: str | None = None
+    """Why its buffers might not fit into the host's memory."""
 
     @staticmethod
     def here(no_room: str | None = None) -> Location:
-        return Location(
-            _first_line("/proc/sys/kernel/random/boot_id"), _target("/proc/self/ns/pid"), socket.gethostname(), no_room
-        )
+        """Return this process's location."""
+        unknown = f"unknown on {socket.gethostname()}"
+        boot = read_text(Path("/proc/sys/kernel/random/boot_id")) or unknown
+        return Location(boot, read_link(Path("/proc/self/ns/pid")) or unknown, socket.gethostname(), no_room)
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Measured link of one pair: the chosen transport, bytes a second of each candidate there and back, and why
-    others cannot be used."""
+    """Measured link of one pair."""
 
     ranks: Pair
+
     transport: str
+    """The chosen one; empty if none can be used."""
+
     bytes_per_s: Mapping[str, float]
+    """By candidate, there and back."""
+
     refused: Mapping[str, str] = field(default_factory=dict)
+    """By candidate that cannot be used, why."""
 
 
 def candidates(wanted: str, device_type: str) -> tuple[str, ...]:
-    """Return the transports to try. Raises ValueError where the wanted one cannot reach the device's memory."""
+    """Return the transports to try. Raises ValueError if the wanted one cannot reach the device's memory."""
     on_cpu = device_type == "cpu"
-    # Host memory is where a CPU's activations are anyway: it can be asked for, but is never a way out.
+    # A CPU's activations are in host memory anyway, so "host" has to be asked for there.
     automatic = ("gloo", "peer") if on_cpu else ("nccl", "peer", "host")
     possible = ("gloo" if on_cpu else "nccl", "peer", "host")
     if wanted == AUTO:
@@ -89,7 +90,7 @@ def candidates(wanted: str, device_type: str) -> tuple[str, ...]:
 
 
 def obstacle(name: str, mine: Location, theirs: Location) -> str | None:
-    """Return why two ranks cannot use a transport, or None where they can."""
+    """Return why two ranks cannot use a transport, or None if they can."""
     if name == "host":
         return mine.no_room or theirs.no_room
     if name != "peer":
@@ -102,17 +103,14 @@ def obstacle(name: str, mine: Location, theirs: Location) -> str | None:
 
 
 def choose(bytes_per_s: Mapping[str, float]) -> str:
-    """Return the fastest of what was measured, one-sided ones with an advantage."""
+    """Return the fastest measured transport; one-sided ones have an advantage."""
     return max(
         bytes_per_s, key=lambda name: bytes_per_s[name] * (ONE_SIDED_ADVANTAGE if name in ("peer", "host") else 1.0)
     )
 
 
 class Connection:
-    """This rank's way to its partner.
-
-    `transport()` makes the transport for one program; all of them share groups and lanes.
-    """
+    """This rank's connection to its partner. The transports of all programs share its groups and lanes."""
 
     def __init__(
         self,
@@ -133,63 +131,61 @@ class Connection:
         self.timeout_s = timeout_s
 
     def transport(self, name: str | None = None, differing: bool = False) -> Transport:
-        """Return a transport of this name, or of the one that was chosen.
+        """Return the transport for one program: the named one, by default the one that was chosen.
 
-        `differing`: micro-batches of one stage may differ in size.
+        `differing`: whether micro-batches of one stage may differ in size.
         """
         if name is None:
             assert self.link is not None
             name = self.link.transport
         if name in self._groups:
-            alike = Distributed(self.control, self._groups[name])
-            return Headed(alike, self.control) if differing else alike
+            return (Headed if differing else Distributed)(self.control, self._groups[name])
         if name in TWO_SIDED:
             raise RuntimeError(
                 f"this pair has no groups for {name}: it was connected by "
                 f"{self.link.transport if self.link else 'others'}"
             )
         if name == "host":
-            return OneSidedCopies(HostMemory(self._device, self.budget), *self._lanes)
+            return HostMemory(self._device, *self._lanes, self.budget)
         lender = DeviceMemory(self._device) if self._device.has_runtime else SharedMemory()
-        return OneSidedCopies(Peer(self.control, lender), *self._lanes)
+        return Peer(self.control, lender, *self._lanes)
 
     def settle(self, link: MeasuredLink) -> None:
-        """Keep to this link. Both ranks call it with the same one.
+        """Use this link from now on. Both ranks call it with the same one.
 
-        A communicator takes hundreds of megabytes of a GPU, so those that lost go. One that failed stays, aborted or
-        not: to destroy it may take for ever.
+        A communicator takes hundreds of megabytes of a GPU, so those that were not chosen are destroyed. One that
+        failed stays, aborted or not, because destroying it may never end.
         """
         self.link = link
         for name in [name for name in self._groups if name in link.bytes_per_s and name != link.transport]:
             destroy_groups(self._groups.pop(name))
 
     def abort(self, name: str) -> None:
-        """Give up what is under way by this transport, if that can be done: copies that a rank makes by itself
-        cannot."""
+        """Abort what is under way by this transport, if it is two-sided: copies by one rank cannot be aborted."""
         if name in self._groups:
             abort_groups(self._groups[name])
 
     def close(self) -> None:
-        """End the connection after a run that ended well: both ranks call it, after their engines' `release`.
+        """End threads and process groups after a run that ended well.
 
-        The transports' threads and process groups end. Raises what the control group raises where the partner does not
+        Both ranks call it, after their engines' `release`. Raises what the control group raises if the partner does not
         come within the time-out.
         """
         for lane in self._lanes:
             lane.close()
         used = self._groups if self.link is None else {self.link.transport: self._groups.get(self.link.transport)}
-        # One that failed while it was tried stays: to destroy it may take for ever.
+        # One that failed while it was tried stays: destroying it may never end.
         part(self.control, [groups for groups in used.values() if groups is not None])
         self._groups.clear()
 
     def abandon(self) -> None:
-        """End the threads after an error, and wait for nobody; the groups stay."""
+        """End the threads after an error without waiting. The groups stay."""
         for lane in self._lanes:
             lane.close(wait=False)
 
 
 class OwnMemory:
-    """This rank's way into its own node's memory. Like a connection, of which nobody else is a part."""
+    """This rank's connection to its own node's memory, which involves no other rank."""
 
     def __init__(self, device: Device, budget: Budget, timeout_s: float) -> None:
         self._device, self._budget = device, budget
@@ -198,48 +194,36 @@ class OwnMemory:
         self.link = MeasuredLink((rank, rank), "host", {"host": measure_alone(self.transport(), device)})
 
     def transport(self, name: str | None = None, differing: bool = False) -> Transport:
-        """Return a transport for one program; all of them share lanes.
-
-        It is always the same one, and takes any sizes.
-        """
-        return OneSidedCopies(self._host(), *self._lanes)
-
-    def _host(self) -> HostMemory:
-        wanted, way_out = (
-            "--bpipe-hosts",
-            "Evict less (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)",
-        )
-        return HostMemory(self._device, self._budget, wanted, way_out)
+        """Return the transport for one program, which is always `host` and takes any sizes. All share the lanes."""
+        way_out = "Evict less (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)"
+        return HostMemory(self._device, *self._lanes, self._budget, "--bpipe-hosts", way_out)
 
     def close(self) -> None:
-        """End the threads that copy."""
         for lane in self._lanes:
             lane.close()
 
     def abandon(self) -> None:
-        """End them, and wait for nobody."""
         for lane in self._lanes:
             lane.close(wait=False)
 
 
 def connect_own(buffers: Buffers, timeout_s: float, device: Device) -> tuple[OwnMemory | None, list[MeasuredLink]]:
-    """Return this rank's way into its node's memory, None where it has no `buffers` to keep there; and every such
+    """Return this rank's connection to its node's memory, None if it has no `buffers` to keep there; and every such
     rank's link, on all ranks.
 
     Collective over the world: what all ranks of a node keep there has to fit together.
     """
     everyone = _neighbours(buffers)
     own = OwnMemory(device, Budget(everyone[dist.get_rank()], everyone), timeout_s) if buffers.count else None
-    mine = [] if own is None else [asdict(own.link)]
-    return own, _all_links(mine)
+    return own, _all_links([] if own is None else [own.link])
 
 
 def connect(
     pairs: Sequence[Pair], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
 ) -> tuple[Connection | None, list[MeasuredLink]]:
-    """Connect where no rank is in several pairs.
+    """Connect pairs if no rank is in several of them; arguments as of `connect_all`.
 
-    Return this rank's connection, None where it is in no pair, and the measured links.
+    Return this rank's connection, None if it is in no pair, and the measured links.
     """
     connections, links = connect_all(pairs, wanted, timeout_s, device, buffers)
     if len(connections) > 1:
@@ -253,8 +237,7 @@ def connect(
 def _connected(
     pairs: Sequence[Pair], two_sided: Sequence[str], timeout_s: float, device: Device
 ) -> dict[int, Connection]:
-    """Return this rank's connections by the other's rank, ascending, with groups for all transports of two sides but
-    no transport yet."""
+    """Return this rank's connections by the other's rank, ascending, with groups for all two-sided transports."""
     rank = dist.get_rank()
     connections: dict[int, Connection] = {}
     for low, high in sorted(pairs):
@@ -262,9 +245,9 @@ def _connected(
         groups = {name: pair_groups(low, high, name, timeout_s) for name in two_sided}
         if control is not None:
             partner = high if rank == low else low
-            mine = {name: made for name, made in groups.items() if made is not None}
+            own = {name: pair for name, pair in groups.items() if pair is not None}
             lanes = device.lanes(device.device, timeout_s)
-            connections[partner] = Connection(partner, control, mine, device, lanes, timeout_s)
+            connections[partner] = Connection(partner, control, own, device, lanes, timeout_s)
     return dict(sorted(connections.items()))
 
 
@@ -276,25 +259,35 @@ def connect_all(
     buffers: Buffers | None = None,
     own_memory: bool = False,
 ) -> tuple[dict[int, Connection], list[MeasuredLink]]:
-    """Connect all pairs: this rank's connections by the other's rank, ascending, and every pair's link, the same on all
-    ranks.
+    """Connect all pairs. Collective over the world.
 
-    `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together, and two
-    ranks that are in several pairs come to those in one order. `buffers` are what this rank would keep in the host's
-    memory; with `own_memory` that is for what goes to no other rank. Raises ValueError or RuntimeError on every rank
-    alike where a pair has no transport.
+    Args:
+        pairs: (low, high) global ranks, equal on every rank: the world makes the groups together, and two ranks that
+            are in several pairs come to those in one order.
+        wanted: A transport, or "auto" for the best of those that can be used.
+        timeout_s: Seconds after which a transfer or a message fails.
+        device: This rank's.
+        buffers: What this rank would keep in the host's memory.
+        own_memory: Whether `buffers` are for what goes to no other rank, so that no pair uses the host's memory.
+
+    Returns:
+        This rank's connections by the other's rank, ascending; and every pair's link, the same on all ranks.
+
+    Raises:
+        ValueError: For a transport that cannot be used on this device.
+        RuntimeError: On every rank alike, if a pair has no transport.
     """
     names = tuple(name for name in candidates(wanted, device.device.type) if not (own_memory and name == "host"))
     rank = dist.get_rank()
     everyone = _neighbours(buffers or Buffers())
     connections = _connected(pairs, [name for name in names if name in TWO_SIDED], timeout_s, device)
-    # Who asks for host memory gets it if what is really needed fits, which is known once an iteration has run. Nobody
-    # is given it unless it fits in any case.
+    # Host memory that was asked for is used if what is really needed fits, which is known once an iteration has run. It
+    # is chosen automatically only if it fits in any case.
     here = Location.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)
     links = _all_links([_find_link(connection, names, rank, device, here) for connection in connections.values()])
     _refuse_without_transport(links, connections.values())
     on_host = {rank for link in links if link.transport == "host" for rank in link.ranks}
-    budget = Budget(everyone[rank], [each for number, each in enumerate(everyone) if number in on_host])
+    budget = Budget(everyone[rank], [other for number, other in enumerate(everyone) if number in on_host])
     for partner, connection in connections.items():
         connection.settle(next(link for link in links if set(link.ranks) == {rank, partner}))
         connection.budget = budget
@@ -302,18 +295,18 @@ def connect_all(
 
 
 def _neighbours(buffers: Buffers) -> list[LocalRank]:
-    """By rank, what each would keep in its host's memory and the limits on that. Collective over the world."""
+    """Return what each rank would keep in its host's memory and the limits on that. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (asdict(buffers), [asdict(room) for room in memory_limits()]))
-    return [LocalRank(Buffers(**one), tuple(MemoryLimit(**room) for room in limits)) for one, limits in everyone]
+    dist.all_gather_object(everyone, LocalRank(buffers, memory_limits()))
+    return everyone
 
 
-def _all_links(mine: list[dict[str, Any]]) -> list[MeasuredLink]:
-    """What every pair found, each once. Collective over the world."""
+def _all_links(mine: list[MeasuredLink]) -> list[MeasuredLink]:
+    """Return every pair's link once. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    # Both ranks of a pair told the same.
-    links = {each["ranks"]: MeasuredLink(**each) for of_rank in everyone for each in of_rank}
+    # Both ranks of a pair have the same link.
+    links: dict[Pair, MeasuredLink] = {link.ranks: link for of_rank in everyone for link in of_rank}
     return [links[ranks] for ranks in sorted(links)]
 
 
@@ -330,13 +323,8 @@ def _refuse_without_transport(links: Sequence[MeasuredLink], connections: Iterab
         raise RuntimeError("no transport connects every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 
 
-def _find_link(
-    connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Location
-) -> dict[str, Any]:
-    """Try every candidate with the partner and agree on one.
-
-    Returns a `MeasuredLink`'s fields, the same on both ranks.
-    """
+def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Location) -> MeasuredLink:
+    """Try every candidate with the partner and agree on one, the same on both ranks."""
     partner = connection.partner
     ranks = min(rank, partner), max(rank, partner)
     theirs = Location(**connection.control.exchange(Subject.FACTS, asdict(mine)))
@@ -354,18 +342,4 @@ def _find_link(
     # The lower rank has held the clock, so its choice counts.
     link = {"transport": choose(measured) if measured else "", "bytes_per_s": measured, "refused": refused}
     theirs_link = connection.control.exchange(Subject.PROBE, link)
-    return {"ranks": ranks, **(link if rank < partner else theirs_link)}
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return f"unknown on {socket.gethostname()}"
-
-
-def _target(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return f"unknown on {socket.gethostname()}"
+    return MeasuredLink(ranks, **(link if rank < partner else theirs_link))

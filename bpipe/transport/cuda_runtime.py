@@ -1,11 +1,8 @@
-"""Call CUDA's runtime: the very one that torch has loaded.
-
-In: numbers and addresses. Out: numbers and addresses, or a `CudaError` that names the call. Knows no tensors and no
-schedule.
+"""Calls of the CUDA runtime that torch has loaded.
 
 One process may hold several runtimes, and each has a current device and a last error of its own. So the functions are
-looked up through torch's own extension module, in whatever it was linked with: no package of bindings is needed, and
-none can be of another CUDA than torch.
+looked up through torch's own extension module, in whatever it was linked with. That needs no package of bindings, which
+could be for another CUDA than torch's.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Where from, where to, and how many bytes.
+# Source, target, bytes.
 Copy = tuple[int, int, int]
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -32,7 +29,7 @@ _NO_FAILED_INDEX_SINCE = 13000
 
 
 class CudaError(RuntimeError):
-    """A call failed. `status` is CUDA's number for why."""
+    """A call that failed. `status` is CUDA's error code."""
 
     def __init__(self, call: str, status: int, name: str) -> None:
         super().__init__(f"{call} failed: {name}")
@@ -52,7 +49,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes. The two places are hints for managed memory only and stay empty."""
+    """cudaMemcpyAttributes. The two locations are hints for managed memory only and stay empty."""
 
     _fields_ = (("source_order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
 
@@ -78,14 +75,14 @@ _BATCH = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
 
 
 class CudaRuntime:
-    """The calls that are needed, each looked up once. Every error is raised, and taken off CUDA's record.
+    """The calls that are needed. Every error is raised, and cleared as CUDA's last error.
 
-    Torch reads that record after each kernel it starts: an error left there would be raised in the middle of the model,
-    as torch's own.
+    Torch reads the last error after each kernel that it starts: one left there would be raised in the middle of the
+    model, as torch's own.
     """
 
     def __init__(self, library: Any) -> None:
-        """`library` has the functions as attributes, as `ctypes.CDLL` does. Raises RuntimeError where it has not."""
+        """`library` has the functions as attributes, as `ctypes.CDLL` does. Raises RuntimeError if one is missing."""
         self._library = library
         try:
             self._functions = {name: self._bound(name, types) for name, types in SIGNATURES.items()}
@@ -110,14 +107,14 @@ class CudaRuntime:
         raise CudaError(name, status, self._name_of(status).decode())
 
     def _number(self, name: str) -> int:
-        found = ctypes.c_int()
-        self._call(name, ctypes.byref(found))
-        return found.value
+        number = ctypes.c_int()
+        self._call(name, ctypes.byref(number))
+        return number.value
 
     def _address(self, name: str, *arguments: Any) -> int:
-        found = ctypes.c_void_p()
-        self._call(name, ctypes.byref(found), *arguments)
-        return found.value or 0
+        address = ctypes.c_void_p()
+        self._call(name, ctypes.byref(address), *arguments)
+        return address.value or 0
 
     @functools.cached_property
     def version(self) -> int:
@@ -134,11 +131,11 @@ class CudaRuntime:
         self._call("cudaSetDevice", index)
 
     def synchronize(self) -> None:
-        """Wait until the current device has done all it was given: for ever where a kernel on it never ends."""
+        """Wait until the current device is idle: for ever if a kernel on it never ends."""
         self._call("cudaDeviceSynchronize")
 
     def memory(self) -> tuple[int, int]:
-        """Return the current device's free bytes and all its bytes."""
+        """Return the current device's free and total bytes."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
@@ -169,21 +166,18 @@ class CudaRuntime:
         self._call("cudaHostUnregister", address)
 
     def copy(self, copies: Sequence[Copy], stream: int) -> None:
-        """Start these copies on a stream, in any order among themselves: by one call where CUDA has one for it."""
+        """Start these copies on a stream, in any order among themselves: by one call if CUDA has one for it."""
         # The default stream takes no batches. Nothing in a step runs there.
         if self._batch is not None and stream and len(copies) > 1:
             self._batch(copies, stream)
             return
-        one = self._functions["cudaMemcpyAsync"]
         for source, target, nbytes in copies:
-            status = one(target, source, nbytes, _COPY_BY_ADDRESS, stream)
-            if status:
-                self._fail("cudaMemcpyAsync", status)
+            self._call("cudaMemcpyAsync", target, source, nbytes, _COPY_BY_ADDRESS, stream)
 
     def _batch_call(self) -> Callable[[Sequence[Copy], int], None] | None:
-        """Many copies at once; None where this CUDA, or the driver under it, cannot.
+        """Return the call for many copies at once; None if this CUDA, or the driver under it, has none.
 
-        340 calls of a fraction of the host's time each would take as long as a layer's forward.
+        340 single calls would take as long as a layer's forward.
         """
         if min(self.version, self.driver_version) < _BATCHES_SINCE:
             return None
@@ -211,12 +205,12 @@ class CudaRuntime:
         return batch
 
 
-# By the type of a device, the library with the runtime that torch uses for it. A look-up through one that is open goes
-# on into everything it was linked with.
+# By device type, the library with the runtime that torch uses for it. A look-up in it goes on into everything that it
+# was linked with.
 LIBRARIES: dict[str, str] = {"cuda": torch._C.__file__}
 
 
 @functools.cache
 def runtime(device_type: str = "cuda") -> CudaRuntime:
-    """Return torch's own CUDA runtime. Raises RuntimeError where torch was built without it."""
+    """Return torch's own CUDA runtime. Raises RuntimeError if torch was built without it."""
     return CudaRuntime(ctypes.CDLL(LIBRARIES[device_type]))

@@ -1,16 +1,13 @@
-"""Carry bytes by `torch.distributed` point-to-point operations, NCCL and gloo by the same calls.
-
-In: a pair's process groups. Out: the two-sided transport of this rank. Knows no schedule.
+"""The two-sided transport: `torch.distributed` point-to-point operations, NCCL and gloo by the same calls.
 
 A pair has two process groups for the transfers, one per direction of the data, made eagerly by all ranks in one order
 and used once before the first step. A communicator runs its operations in issue order, and both ends issue from one
-program, so within a direction they match by order alone; there are no tags, which would hide an order that differs. Two
+program, so within a direction they match by order alone. There are no tags, which would hide an order that differs. Two
 directions in one communicator would wait for each other.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,51 +17,24 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from bpipe.transport.control import Control, SentMessage, Subject
-from bpipe.transport.layout import Sizes
+from bpipe.transport.control import Control, Subject, Works
+from bpipe.transport.layout import Sizes, offsets
 
 # NCCL opens at most this many point-to-point operations in one group call; more must be split, on both ends alike.
 MAX_BATCHED_OPERATIONS = 512
-# How many blocks NCCL may run for a transfer, each on a compute unit of its own that the computation goes without. By
-# default up to 32 of an H100's 132. NCCL starts two for each NVLink to fill all of them, 36 for 450 GB/s, so one
-# carries some 12 to 25 GB/s. A pair needs a part of that: the paper's GPT-3 96B asks for 16 GB/s on A100s, three times
-# as much on H100s. A power of two, as NCCL rounds up.
+# Blocks that NCCL may run for a transfer, each on a compute unit that the computation goes without; by default up to 32
+# of an H100's 132. NCCL starts two for each NVLink to fill all of them, 36 for 450 GB/s, so one carries some 12 to 25
+# GB/s. A pair needs a part of that: the paper's GPT-3 96B asks for 16 GB/s on A100s, three times as much on H100s. A
+# power of two, as NCCL rounds up.
 MAX_CTAS = 4
 
-
-# Gathers every rank's part into one tensor. torch 2.14 gave it this name and warns of the one before,
-# `all_gather_into_tensor`.
+# Gathers every rank's part into one tensor. torch 2.14 renamed `all_gather_into_tensor` and warns of the old name.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Works:
-    """The operations of one transfer; `tensors` keeps what they read or write alive until they are waited for."""
-
-    def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        self._works = list(works)
-        self._tensors = list(tensors)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works, self._tensors = [], []
-
-    def again(self) -> Works:
-        """Return works for another waiter, on a device for another stream."""
-        return Works(self._works, self._tensors)
-
-    @property
-    def completed(self) -> bool:
-        """Whether it is over. Gloo does not know before it was waited for."""
-        return all(work.is_completed() for work in self._works)
 
 
 @dataclass(frozen=True)
 class PairGroups:
-    """This rank's two groups with its partner (a global rank).
-
-    What waits in them fails after `timeout_s`, where that is known.
-    """
+    """This rank's two groups with its partner (a global rank). What waits in them fails after `timeout_s`."""
 
     partner: int
     sending: dist.ProcessGroup
@@ -75,77 +45,63 @@ class PairGroups:
 def new_group(
     ranks: Sequence[int], backend: str, timeout_s: float, name: str, few_units: bool = True
 ) -> dist.ProcessGroup:
-    """Return a group of these ranks.
+    """Return a group of these ranks, or a constant on ranks outside it.
 
-    Collective over the world: every rank calls it, in the same order. Elsewhere the result is not used.
+    Collective over the world: every rank calls it, in the same order.
 
-    `few_units`: for what runs beside a computation and should leave it the device; a computation waits for what has all
-    of them.
+    Args:
+        ranks: Global ranks.
+        backend: As `torch.distributed` names it.
+        timeout_s: Seconds after which what waits in the group fails.
+        name: For logs.
+        few_units: Whether NCCL leaves the computation most compute units. False for messages that a computation waits
+            for.
     """
     timeout = timedelta(seconds=timeout_s)
     options = nccl_options(timeout, few_units) if backend == "nccl" else None
-    # Ranks outside a group get a constant that says so.
-    made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"BPIPE_{name}")
-    return cast(dist.ProcessGroup, made)
+    group = dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"BPIPE_{name}"
+    )
+    return cast(dist.ProcessGroup, group)
 
 
 def nccl_options(timeout: timedelta, few_units: bool = True) -> Any:
-    """Return NCCL's options for what runs beside a computation: at once, and transfers on few compute units.
+    """Return NCCL's options: high priority, and for transfers few compute units.
 
-    Messages between stages are small beside transfers and a computation waits for them: NCCL chooses their units. For
-    messages this was never run on GPUs. A torch without one of the settings gets the others, and rank 0 warns of what
-    is missing.
+    Messages between stages are small and a computation waits for them, so NCCL chooses their units. For messages this
+    was never run on GPUs.
     """
-    options = dist.ProcessGroupNCCL.Options()
-    # Else torch complains that it and the group's differ.
+    options: Any = dist.ProcessGroupNCCL.Options()
+    # Otherwise torch complains that it differs from the group's.
     options._timeout = timeout
-    missing = []
-    # Its few blocks must not queue behind a whole layer's.
-    if hasattr(options, "is_high_priority_stream"):
-        options.is_high_priority_stream = True
-    else:
-        missing.append("is_high_priority_stream")
-    config: Any = getattr(options, "config", None)
-    if few_units and hasattr(config, "max_ctas"):
-        config.max_ctas = MAX_CTAS
-    elif few_units:
-        missing.append("config.max_ctas")
-    if missing and dist.get_rank() == 0:
-        warnings.warn(
-            f"bpipe: the NCCL options of this torch ({torch.__version__}) lack {' and '.join(missing)}: transfers "
-            "may start later than necessary or slow down the computation more",
-            stacklevel=2,
-        )
+    # The few blocks of a transfer must not queue behind those of a whole layer.
+    options.is_high_priority_stream = True
+    if few_units:
+        options.config.max_ctas = MAX_CTAS
     return options
 
 
 def destroy_groups(groups: PairGroups) -> None:
-    """Let go of a pair's groups, and of what they hold on the device.
-
-    Both ranks call it, with nothing under way in them.
-    """
+    """Destroy a pair's groups. Both ranks call it, with nothing under way in them."""
     upward_first = dist.get_rank() < groups.partner
     for group in (groups.sending, groups.receiving) if upward_first else (groups.receiving, groups.sending):
         dist.destroy_process_group(group)
 
 
 def part(control: Control, groups: Iterable[PairGroups]) -> None:
-    """Destroy what two ranks have together, once both have come here.
+    """Destroy the groups that two ranks have together, once both have come here.
 
-    Both ranks call it, when their devices have done what they were given: a destroyed communicator ends the rest.
-    Raises what the control group raises where the partner does not come within the time-out.
+    Both ranks call it when their devices are idle: destroying a communicator ends what is still running in it. Raises
+    what the control group raises if the partner does not come within the time-out.
     """
     control.exchange(Subject.END, None)
-    for each in groups:
-        destroy_groups(each)
+    for pair in groups:
+        destroy_groups(pair)
     control.destroy()
 
 
 def abort_groups(groups: PairGroups) -> None:
-    """End whatever is under way in a pair's groups, and them.
-
-    What waits on the device goes on; nobody may use them again.
-    """
+    """Abort a pair's groups and whatever is under way in them, so that what waits on the device goes on."""
     for group in (groups.sending, groups.receiving):
         group.abort()
 
@@ -153,7 +109,7 @@ def abort_groups(groups: PairGroups) -> None:
 def pair_groups(
     low: int, high: int, backend: str, timeout_s: float, purpose: str = "", few_units: bool = True
 ) -> PairGroups | None:
-    """Return the pair's groups, one a direction; None on any other rank.
+    """Return the pair's groups, one per direction; None on any other rank.
 
     Collective over the world; arguments as of `new_group`.
     """
@@ -183,7 +139,7 @@ def try_out(groups: PairGroups, device: torch.device) -> None:
 
 
 def batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> Works:
-    """Start one operation a tensor, in order, in as few group calls as NCCL allows."""
+    """Start one operation per tensor, in order, in as few group calls as NCCL allows."""
     works: list[Any] = []
     for start in range(0, len(tensors), MAX_BATCHED_OPERATIONS):
         works.extend(issue(operation, tensors[start : start + MAX_BATCHED_OPERATIONS], partner, group))
@@ -191,10 +147,10 @@ def batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group
 
 
 def issue(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> list[Any]:
-    """Start one operation a tensor in one group call, as `batch_isend_irecv` does it.
+    """Start one operation per tensor in one group call, as `batch_isend_irecv` does.
 
-    That makes an object for each and checks it twice: 4.4 microseconds of the main thread for a tensor, where this
-    takes 1.4.
+    Torch's function makes and checks an object for each tensor, which takes 4.4 microseconds of the main thread instead
+    of 1.4.
     """
     start = group.send if operation is dist.isend else group.recv
     other = dist.get_group_rank(group, partner)
@@ -204,10 +160,10 @@ def issue(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: 
 def in_one_call(
     group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any]
 ) -> list[Any]:
-    """Start an operation for each tensor: one kernel, where the backend has kernels.
+    """Start an operation for each tensor: one kernel, if the backend has kernels.
 
-    Of several the second stands in a hardware queue until the first is over, and whatever was issued behind it, too.
-    Several operations go to a backend in one call by `_coalescing_manager`, as in Megatron's and torch's sharded data
+    Of several kernels the second waits in a hardware queue until the first is over, and so does whatever was issued
+    after it. `_coalescing_manager` makes one call of several operations, as in Megatron's and torch's sharded data
     parallelism.
     """
     device = tensors[0].device
@@ -223,7 +179,7 @@ def in_one_call(
 
 @contextmanager
 def name_timeout(timeout_s: float | None) -> Iterator[None]:
-    """Add the time-out, where it is known, to an error of a group. Raises ConnectionError from it."""
+    """Add the time-out, if it is known, to an error of a group. Raises ConnectionError from it."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -233,7 +189,7 @@ def name_timeout(timeout_s: float | None) -> Iterator[None]:
 
 
 class Distributed:
-    """The two-sided transport: what one end puts, the other must host."""
+    """The two-sided transport: what one end puts, the other must host. Both know how large it is."""
 
     one_sided: Literal[False] = False
 
@@ -241,22 +197,28 @@ class Distributed:
         self._control = control
         self._groups = groups
 
-    def announce(self, sizes: Sizes) -> SentMessage:
+    def announce(self, sizes: Sizes) -> Works:
+        """Announce the lengths of a micro-batch's tensors, on the evictor, once for each stage before its first put."""
         return self._control.send(Subject.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
     def learn(self) -> dict[int, tuple[int, ...]]:
+        """Return the evictor's next announcement, on the acceptor. Blocks until it is there."""
         return {stage: tuple(lengths) for stage, lengths in self._control.receive(Subject.SIZES)}
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Send flat uint8 tensors into the host buffer. They must not change or be freed before the wait."""
         return self._send(tensors)
 
     def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Receive the host buffer into the tensors. They must not be read before the wait."""
         return self._receive(tensors)
 
     def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Receive what the partner puts into this host buffer, whose memory is `tensors`; on the acceptor."""
         return self._receive(tensors)
 
     def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Let the partner get this host buffer, on the acceptor. It must not be refilled before the wait."""
         return self._send(tensors)
 
     def release(self) -> None:
@@ -269,3 +231,40 @@ class Distributed:
 
     def _receive(self, tensors: Sequence[torch.Tensor]) -> Works:
         return batched(dist.irecv, tensors, self._groups.partner, self._groups.receiving)
+
+
+class Headed(Distributed):
+    """The two-sided transport for micro-batches of differing size: the lengths of its storages go in front of each.
+
+        evictor     lengths --control--> payload --transport-->     what is empty has lengths too, and no payload
+        acceptor    lengths, then a receive of each into the room   its host waits for the lengths
+
+    The thread that issues everything else of its rank posts a HOST, too, when the program comes to it, and waits there
+    until the evictor has come to its EVICT. Another thread that posted it once the lengths are there would post it after
+    what the first one issued in the meantime. In a hardware queue that streams share, it could then wait for a message that
+    the evictor sends only once this very transfer has passed. `schedule.check.deadlock` takes this wait into account.
+    """
+
+    def __init__(self, control: Control, groups: PairGroups) -> None:
+        super().__init__(control, groups)
+        # By host buffer: the parts of its room that hold a micro-batch.
+        self._parts: dict[int, list[torch.Tensor]] = {}
+
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        lengths = self._control.send(Subject.LENGTHS, [tensor.numel() for tensor in tensors])
+        return Works([lengths, self._send(tensors)], ())
+
+    def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Wait for the lengths, and post their receives. `tensors` is one, all the room there is."""
+        (room,) = tensors
+        lengths = self._control.receive(Subject.LENGTHS)
+        parts = [room.narrow(0, start, nbytes) for start, nbytes in zip(offsets(lengths), lengths, strict=True)]
+        self._parts[host_buffer] = parts
+        return self._receive(parts)
+
+    def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        """Send back what the host buffer holds."""
+        return self._send(self._parts.pop(host_buffer))
+
+    def abandon(self) -> None:
+        self._parts.clear()

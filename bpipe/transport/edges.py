@@ -1,20 +1,16 @@
-"""Carry the messages between pipeline stages by `torch.distributed` point-to-point operations, gloo and NCCL by the
-same calls.
-
-In: the groups of this rank with its neighbours, and a Program's messages in its order. Out: the tensors that they
-carry. Knows no schedule.
+"""Messages between pipeline stages by `torch.distributed` point-to-point operations, gloo and NCCL by the same calls.
 
 Every directed edge between two ranks is a process group of its own, made by all ranks in one order and used once before
 the first step. Within an edge both ends issue in the sender's order, so messages match by order alone; two directions
-in one communicator would wait for each other. A sender never waits: what it sent is let go when the program says so,
-which is once it has arrived, or before that where a backend knows. What a stage makes has the same shape for every
-micro-batch, or for that slice of each, which its first message tells; where shapes may differ, every message tells its
-own.
+in one communicator would wait for each other. A sender never waits: the tensors are dropped when the program says so,
+which is once they have arrived, or before that if a backend knows. What a stage makes has the same shape for every
+micro-batch, or for that slice of each, and its first message carries that shape. If shapes may differ, every message
+carries its own.
 
-A message that tells its shape passes by way of the hosts. Whoever is to receive it knows no shape, so it cannot post it
-ahead; and where streams share a hardware queue, the sender's next message would stand in it until that is posted, and
-whatever comes behind, too. Of two neighbours that send to each other at once neither would go on. What passes by way of
-the hosts stands in no queue. That is slow on a device, whose host waits until it has made the message.
+A message that carries its shape passes by way of the hosts. Its receiver does not know the shape, so it cannot post the
+receive ahead. If streams share a hardware queue, the sender's next message would wait in it until that is posted, and
+so would whatever comes after. Of two neighbours that send to each other at once neither would go on. What passes by way
+of the hosts is in no queue. It is slow on a device: the host waits until the device has made the message.
 """
 
 from __future__ import annotations
@@ -29,26 +25,16 @@ import torch.distributed as dist
 from bpipe.schedule.action import Kind
 from bpipe.schedule.hosts import Pair
 from bpipe.schedule.program import Message
-from bpipe.transport.control import Control, SentMessage, Subject
-from bpipe.transport.distributed import (
-    PairGroups,
-    Works,
-    batched,
-    name_timeout,
-    pair_control,
-    pair_groups,
-    part,
-    try_out,
-)
-from bpipe.transport.shapes import Shapes, check_alike, empty, shapes_of
+from bpipe.transport.control import Control, Shapes, Subject, Works, check_alike, empty, shapes_of
+from bpipe.transport.distributed import PairGroups, batched, name_timeout, pair_control, pair_groups, part, try_out
 
-# What a stage makes in its forward, or in its backward, of one slice: the same for every micro-batch.
+# Stage, kind of computation and slice: what these make has the same shape for every micro-batch.
 Sort = tuple[int, Kind, int]
 
 
 @dataclass(frozen=True)
 class Edge:
-    """This rank's way to a neighbour: a group for each direction, and the hosts' control group."""
+    """This rank's groups with a neighbour: one for each direction, and the hosts' control group."""
 
     groups: PairGroups
     control: Control
@@ -56,8 +42,7 @@ class Edge:
     def close(self) -> None:
         """Destroy the groups after a run that ended well.
 
-        Both ranks call it, each for its edges in the order in which they were connected, when their devices have done
-        what they were given.
+        Both ranks call it when their devices are idle, each for its edges in the order in which they were connected.
         """
         part(self.control, [self.groups])
 
@@ -88,8 +73,8 @@ def connect_edges(
 
 @dataclass
 class _Inbound:
-    """What comes from one neighbour: what was posted, and of that what is being received, or has come by way of the
-    hosts."""
+    """Messages of one neighbour: those that were posted, and of these what is being received, or has come by way of
+    the hosts."""
 
     posted: deque[Message] = field(default_factory=deque)
     shapes: dict[Sort, Shapes] = field(default_factory=dict)
@@ -98,13 +83,15 @@ class _Inbound:
 
 
 class Edges:
-    """One rank's messages for one program; the edges may serve several."""
+    """One rank's messages for one program; the edges may serve several.
+
+    `edges` are by the neighbour's rank in the pipeline. `slices` is the number of slices of a micro-batch, which may
+    differ in shape; with `differing` so may micro-batches.
+    """
 
     def __init__(
         self, rank: int, edges: Mapping[int, Edge], device: torch.device, slices: int = 1, differing: bool = False
     ) -> None:
-        """`edges` are by the neighbour's rank in the pipeline; a micro-batch goes in so many slices, which may differ
-        in shape. `differing`: so may micro-batches."""
         self._rank = rank
         self._differing = differing
         self._slices = slices
@@ -112,10 +99,9 @@ class Edges:
         self._edges = edges
         self._inbound = {neighbour: _Inbound() for neighbour in edges}
         self._shapes: dict[tuple[int, Sort], Shapes] = {}
-        # By message, what carries it and keeps its tensors, until it is waited for: over an edge, and by way of the
-        # hosts.
+        # By message, until it is waited for: what was sent over an edge, and by way of the hosts.
         self._sent: dict[int, Works] = {}
-        self._firsts: dict[int, SentMessage] = {}
+        self._firsts: dict[int, Works] = {}
 
     def post(self, message: Message) -> None:
         neighbour = self._neighbour(message)
@@ -125,14 +111,16 @@ class Edges:
     def send(self, message: Message, tensors: tuple[torch.Tensor, ...]) -> None:
         target, sort = self._neighbour(message), self._sort(message)
         groups = self._edges[target].groups
-        self._let_go()
-        tells = self._differing or (target, sort) not in self._shapes
+        # Some backends know that a send is over without being waited for: drop its tensors, oldest first.
+        while self._sent and self._sent[oldest := next(iter(self._sent))].completed:
+            del self._sent[oldest]
+        carries_shape = self._differing or (target, sort) not in self._shapes
         if not self._differing:
             shapes = shapes_of(tensors)
             check_alike(self._rank, message, shapes, self._shapes.setdefault((target, sort), shapes))
         parts = [tensor.detach().contiguous() for tensor in tensors]
         with name_timeout(groups.timeout_s):
-            if tells:
+            if carries_shape:
                 self._firsts[message.value] = self._edges[target].control.send_tensors(Subject.FIRST, parts)
             else:
                 self._sent[message.value] = batched(dist.isend, parts, groups.partner, groups.sending)
@@ -155,14 +143,6 @@ class Edges:
             works.wait()
         return tensors
 
-    def _let_go(self) -> None:
-        """Some backends know that a send is over without being waited for; what it carried may go, oldest first."""
-        while self._sent:
-            oldest = next(iter(self._sent))
-            if not self._sent[oldest].completed:
-                return
-            del self._sent[oldest]
-
     def _neighbour(self, message: Message) -> int:
         if message.is_collective:
             raise ValueError(
@@ -177,7 +157,7 @@ class Edges:
         return maker.stage, maker.kind, maker.microbatch % self._slices
 
     def _receive(self, neighbour: int) -> None:
-        """Receive what was posted, up to the first message of which the shape is not known."""
+        """Receive what was posted, up to the first message whose shape is not known."""
         inbound, groups = self._inbound[neighbour], self._edges[neighbour].groups
         while inbound.posted and self._sort(inbound.posted[0]) in inbound.shapes:
             message = inbound.posted.popleft()
@@ -189,9 +169,9 @@ class Edges:
                 )
 
     def _take_first(self, neighbour: int, needed: Message) -> None:
-        """Take the first message of a sort, or the next of any, for which the host waits, and receive what was posted behind it.
+        """Wait for the next posted message, which carries its shape, and receive what was posted after it.
 
-        Raises ValueError where there is none, so that `needed` was never posted.
+        Raises ValueError if there is none, so that `needed` was never posted.
         """
         inbound, edge = self._inbound[neighbour], self._edges[neighbour]
         if not inbound.posted:

@@ -1,7 +1,7 @@
-"""Copy beside the computation where there is no GPU: one worker thread a direction stands for a copy engine's stream.
+"""Lanes of copies next to the computation.
 
-In: jobs, and what each has to wait for. Out: a `Pending` each. On a GPU `bpipe.runtime.streams` gives lanes with the
-same two methods, which issue to the device's streams instead. Knows no host buffers and no bytes.
+Without a GPU one worker thread per direction takes the place of a copy engine's stream. On a GPU
+`bpipe.runtime.streams` has lanes with the same two methods, which issue to the device's streams instead.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class CopyLane(Protocol):
     """Copies of one direction, in the order they are asked for."""
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
-        """Do the job once all of `after` have ended and every earlier job of this lane has."""
+        """Do the job once all of `after` and every earlier job of this lane have ended."""
 
     def close(self, wait: bool = True) -> None:
-        """Close the lane to further jobs. End what belongs to it and, unless told not to, wait for that."""
+        """Close the lane to further jobs and end its thread, if it has one; `wait`: until that has ended."""
 
 
 class Ticket:
-    """A job of a thread lane. `span_s` says when it ran, on `time.perf_counter`'s clock."""
+    """A job of a thread lane. `span_s`: its begin and end on `time.perf_counter`'s clock."""
 
     def __init__(self, job: Job, after: Sequence[Pending], timeout_s: float) -> None:
         self._job: Job | None = job
@@ -45,7 +45,7 @@ class Ticket:
             raise self._error
 
     def run(self) -> None:
-        """Do the job. Once, in the lane's thread."""
+        """Do the job, once and in the lane's thread."""
         assert self._job is not None
         try:
             for pending in self._after:
@@ -54,16 +54,16 @@ class Ticket:
             self._job()
             self.span_s = (begin, time.perf_counter())
         except BaseException as error:
-            # Raised again where somebody waits: a thread of its own has nobody to tell.
+            # Raised again by `wait`, in the thread that needs the copy.
             self._error = error
         finally:
-            # A job holds tensors. Let go before saying so: whoever waits may be about to free them.
+            # A job holds tensors. Drop them before the event is set: whoever waits may be about to free them.
             self._job, self._after = None, ()
             self._ended.set()
 
 
 class ThreadLane:
-    """A worker thread. What `run` is given is done there, one after another."""
+    """A worker thread that does one job after another."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -83,8 +83,5 @@ class ThreadLane:
             self._thread.join(self._timeout_s)
 
     def _work(self) -> None:
-        while True:
-            ticket = self._jobs.get()
-            if ticket is None:
-                return
+        while (ticket := self._jobs.get()) is not None:
             ticket.run()

@@ -1,14 +1,11 @@
-"""Lay host buffers out in memory.
+"""Layout of host buffers in memory.
 
-In: which stages each buffer hosts, and how large their micro-batches are, as far as known. Out: offsets.
+Both ends of a pair make room at the same transfers, from the same schedule and sizes, so no layout is ever sent.
 
-Both ends of a pair make room at the same transfers, from the same schedule and sizes, so no layout is ever sent. Bytes,
-integers only.
-
-A stage's size is known from its first forward on, and what leaves may leave before another stage has run at all. So
-room is made when a micro-batch comes for which there is none, in a further piece of memory, and then by what is known
-also for every buffer that has none yet. One that has some stays where it is, though it may be too small by now: it may
-hold something. Mostly all is known by the first one, and one piece holds all.
+A stage's size is known from its first forward on, and its micro-batches may leave before another stage has run at all.
+So when a micro-batch comes for which there is no room, a further piece of memory is added, with room for every buffer
+that has none yet, as far as sizes are known. A buffer that has room stays where it is, even if it is too small by now,
+because it may hold something. Mostly all sizes are known by the first micro-batch, and one piece holds all.
 """
 
 from __future__ import annotations
@@ -18,11 +15,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-# Storages start on the boundary copy engines and vector loads like best; the remainder of one's last block is never
-# moved.
+# Storages start on the boundary that copy engines and vector loads like best. The rest of a last block never moves.
 ALIGNMENT_BYTES = 512
 
-# By stage, how long the storages are that one of its micro-batches moves, in bytes.
+# By stage, the lengths in bytes of the storages that one of its micro-batches moves.
 Sizes = Mapping[int, tuple[int, ...]]
 
 
@@ -33,20 +29,20 @@ def aligned(nbytes: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def allocated_bytes(lengths: tuple[int, ...]) -> int:
-    """Return bytes that storages of these lengths take in a host buffer.
+    """Return the bytes that storages of these lengths take in a host buffer.
 
-    Remembered: every eviction asks, on the main thread, and micro-batches of a stage are alike.
+    Cached, because every eviction asks on the main thread, and micro-batches of a stage are alike.
     """
     return sum(map(aligned, lengths))
 
 
 def offsets(lengths: Iterable[int], start: int = 0) -> list[int]:
-    """Return the offset of each storage of these lengths, laid one behind another from `start`."""
+    """Return the offset of each storage of these lengths, one after another from `start`."""
     return list(itertools.accumulate(map(aligned, lengths), initial=start))[:-1]
 
 
 class _Room(NamedTuple):
-    """A host buffer's place: the how many-th piece of memory, from which byte of it, and how much."""
+    """A host buffer's room: the index of the piece of memory, the first byte in it, and the length."""
 
     piece: int
     start: int
@@ -54,7 +50,7 @@ class _Room(NamedTuple):
 
 
 class BufferLayout:
-    """Layout of host buffers.
+    """Layout of host buffers; `stages_in_buffers` are the stages that each of them hosts.
 
     `pieces` are the bytes of every piece of memory, in the order in which they were needed.
     """
@@ -83,13 +79,13 @@ class BufferLayout:
         return len(self._rooms)
 
     def make_room(self, host_buffer: int, stage: int, sizes: Sizes) -> int:
-        """Make room for a micro-batch of `stage` in the buffer.
+        """Make room for a micro-batch of `stage` in the buffer, which is empty.
 
-        Return the bytes of a new piece, or 0 where there is room.
+        Return the bytes of a new piece, or 0 if there is room.
         """
-        if allocated_bytes(sizes[stage]) <= self._room_bytes(host_buffer):
+        room = self._rooms.get(host_buffer)
+        if allocated_bytes(sizes[stage]) <= (room.nbytes if room else 0):
             return 0
-        # What comes into it finds it empty.
         self._rooms.pop(host_buffer, None)
         return self._add_piece(sizes)
 
@@ -97,24 +93,20 @@ class BufferLayout:
         """Add a piece for all buffers that have no room."""
         nbytes = 0
         for number, stages in enumerate(self._stages_in_buffers):
-            most = max((allocated_bytes(sizes[stage]) for stage in stages if stage in sizes), default=0)
-            if most and number not in self._rooms:
-                self._rooms[number] = _Room(len(self.pieces), nbytes, most)
-                nbytes += most
+            largest = max((allocated_bytes(sizes[stage]) for stage in stages if stage in sizes), default=0)
+            if largest and number not in self._rooms:
+                self._rooms[number] = _Room(len(self.pieces), nbytes, largest)
+                nbytes += largest
         if nbytes:
             self.pieces.append(nbytes)
         return nbytes
 
-    def _room_bytes(self, host_buffer: int) -> int:
-        return self._rooms[host_buffer].nbytes if host_buffer in self._rooms else 0
-
     def place(self, host_buffer: int, lengths: Iterable[int]) -> tuple[int, list[int]]:
-        """Return the piece in which the buffer lies, and the offset in it of each of a micro-batch's storages, of
-        these lengths."""
+        """Return the buffer's piece, and the offset in it of each of a micro-batch's storages of these lengths."""
         room = self._rooms[host_buffer]
         return room.piece, offsets(lengths, room.start)
 
     def clear(self) -> None:
-        """Forget all rooms: whoever has the memory lets it go."""
+        """Forget all rooms, because the memory is freed."""
         self._rooms.clear()
         self.pieces.clear()

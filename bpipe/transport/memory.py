@@ -1,47 +1,75 @@
-"""Memory an evictor's copies can reach, without the acceptor's help, where there is no GPU; and its own memory,
-anywhere.
+"""Memory that an evictor's copies can reach without the acceptor's help: shared by two processes, or its own.
 
-In: a size, or a handle another process gave. Out: a `Region` to copy into and from. Knows no host buffers and no
-schedule.
+On a GPU it is memory that copy engines reach: another process's, opened through CUDA's IPC handles, or a host's with
+locked pages. It lies outside torch's allocator on purpose: the memory lives as long as the run, so it must not pin a
+block of the allocator's, and memory of expandable segments has no IPC handle (pytorch/pytorch 165685). The evictor
+opens a handle with its own device current, so that the copies run on its own streams and no context is made on the
+partner's device.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from bpipe.transport.device import Device
-from bpipe.transport.device_memory import Piece, pinned_memory
+from bpipe.transport.cuda_runtime import LIBRARIES, OUT_OF_MEMORY, CudaError, CudaRuntime, runtime
+from bpipe.transport.lanes import CopyLane
+
+# An offset in bytes from a region's start, and the tensor to copy.
+Piece = tuple[int, torch.Tensor]
+
+# CUDA's programming guide, interprocess communication: share only allocations that are multiples of this.
+_BLOCK_BYTES = 2 << 20
+
+_abandoned: list[DeviceRegion] = []
+
+
+@dataclass(frozen=True)
+class Device:
+    """A rank's device, as transports use it. Made by `bpipe.runtime.streams.copying_on`."""
+
+    device: torch.device
+
+    lanes: Callable[[torch.device, float], tuple[CopyLane, CopyLane]]
+    """Makes the lanes outbound and inbound, with a time-out in seconds."""
+
+    synchronize: Callable[[torch.device], None]
+
+    current_stream: Callable[[], int]
+    """Handle of the current stream."""
+
+    empty_cache: Callable[[], None]
+    """Gives back what torch's allocator keeps unused."""
+
+    apart: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What is issued inside goes to a stream of its own, from any thread."""
+
+    @property
+    def has_runtime(self) -> bool:
+        """Whether copy engines reach memory by its address, told by a runtime such as CUDA's."""
+        return self.device.type in LIBRARIES
 
 
 class Region(Protocol):
     """A piece of memory to copy into and from.
 
-    The calls only start their copies where the current stream is a device's.
+    The calls only start their copies if the current stream is a device's.
     """
 
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        """Copy all of `source`, contiguous uint8, to `offset` bytes from the region's start."""
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Copy each contiguous uint8 tensor to its offset in bytes from the region's start; none overlaps another."""
 
-    def read(self, offset: int, target: torch.Tensor) -> None:
-        """Copy into all of `target` from `offset`."""
-
-    def write_all(self, pieces: Iterable[Piece]) -> None:
-        """Write each of these tensors at its offset; none overlaps another."""
-        for offset, source in pieces:
-            self.write(offset, source)
-
-    def read_all(self, pieces: Iterable[Piece]) -> None:
-        """Read each of these tensors from its offset."""
-        for offset, target in pieces:
-            self.read(offset, target)
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """Copy into all of each tensor from its offset."""
 
     def close(self) -> None:
-        """Let go of it in good order: wait for the copies that are under way, then free it."""
+        """Wait for the copies that are under way, then free the memory."""
 
     def abandon(self) -> None:
         """Forget the region after an error, without waiting for the device or freeing what a copy may still reach."""
@@ -57,20 +85,22 @@ class Lender(Protocol):
         """
 
     def open(self, handle: Any) -> Region:
-        """Open the partner's memory on the evictor. Raises OSError or RuntimeError where it cannot be reached."""
+        """Open the partner's memory on the evictor. Raises OSError or RuntimeError if it cannot be reached."""
 
 
-class TensorRegion(Region):
+class TensorRegion:
     """A flat uint8 tensor. Whoever is copying holds it too."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        _copy(self._tensor.narrow(0, offset, source.numel()), source)
+    def write(self, pieces: Iterable[Piece]) -> None:
+        for offset, source in pieces:
+            _copy(self._tensor.narrow(0, offset, source.numel()), source)
 
-    def read(self, offset: int, target: torch.Tensor) -> None:
-        _copy(target, self._tensor.narrow(0, offset, target.numel()))
+    def read(self, pieces: Iterable[Piece]) -> None:
+        for offset, target in pieces:
+            _copy(target, self._tensor.narrow(0, offset, target.numel()))
 
     def close(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
@@ -94,7 +124,7 @@ _WORD_BYTES = 8
 
 
 def own_memory(nbytes: int, device: Device) -> Region:
-    """Return this process's own host memory, as the device needs it."""
+    """Return this process's own host memory, pinned if the device's copy engines need that."""
     return pinned_memory(nbytes, device) if device.has_runtime else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
 
 
@@ -110,7 +140,7 @@ class SharedMemory:
         os.ftruncate(descriptor, max(nbytes, 1))
         region = _Mapped(descriptor, nbytes)
         # Pages come with their first use: better here than in the first iteration.
-        region.touch()
+        region._tensor.zero_()
         return {"process": os.getpid(), "descriptor": descriptor, "nbytes": nbytes}, region
 
     def open(self, handle: Any) -> Region:
@@ -127,11 +157,129 @@ class _Mapped(TensorRegion):
         # The tensor keeps the mapping alive, the mapping the memory.
         super().__init__(torch.frombuffer(mmap.mmap(descriptor, max(nbytes, 1)), dtype=torch.uint8))
 
-    def touch(self) -> None:
-        self._tensor.zero_()
-
     def close(self) -> None:
         super().close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class DeviceRegion:
+    """Memory by address. Copies are issued to the current stream. `owner` keeps a host's memory alive."""
+
+    def __init__(
+        self, address: int, nbytes: int, device: Device, close: Callable[[], None], owner: torch.Tensor | None = None
+    ) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._device = device
+        self._close = close
+        self._owner = owner
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        _runtime_of(self._device).copy(
+            [(piece.data_ptr(), self._at(offset, piece), piece.numel()) for offset, piece in pieces],
+            self._device.current_stream(),
+        )
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        _runtime_of(self._device).copy(
+            [(self._at(offset, piece), piece.data_ptr(), piece.numel()) for offset, piece in pieces],
+            self._device.current_stream(),
+        )
+
+    def _at(self, offset: int, piece: torch.Tensor) -> int:
+        nbytes = piece.numel()
+        assert 0 <= offset <= offset + nbytes <= self._nbytes, (
+            f"{nbytes} bytes at {offset} of a region of {self._nbytes}"
+        )
+        return self._address + offset
+
+    def close(self) -> None:
+        # A transfer's wait orders streams and does not stop the host: copies may be under way, and CUDA does not say
+        # what unmapping does to them.
+        _make_current(self._device)
+        _runtime_of(self._device).synchronize()
+        self._close()
+
+    def abandon(self) -> None:
+        # A kernel on the device may wait for a partner that is gone, and the partner may be copying. The end of the
+        # process gives everything back, in whatever state it is.
+        _abandoned.append(self)
+
+
+class DeviceMemory:
+    """Memory of a device, lent to another process on the same machine; also between two processes on one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def make(self, nbytes: int) -> tuple[Any, DeviceRegion]:
+        _make_current(self._device)
+        # A handle opens the whole block an allocation lies in. Whole blocks share theirs with nobody.
+        address = self._allocate(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
+        try:
+            handle = _runtime_of(self._device).handle_of(address)
+        except CudaError:
+            # If IPC is not allowed, another transport takes over and needs the room.
+            _runtime_of(self._device).free(address)
+            raise
+        return {"handle": handle.hex(), "nbytes": nbytes}, DeviceRegion(
+            address, nbytes, self._device, lambda: _runtime_of(self._device).free(address)
+        )
+
+    def open(self, handle: Any) -> DeviceRegion:
+        _make_current(self._device)
+        address = _runtime_of(self._device).open_handle(bytes.fromhex(handle["handle"]))
+        return DeviceRegion(
+            address, handle["nbytes"], self._device, lambda: _runtime_of(self._device).close_handle(address)
+        )
+
+    def _allocate(self, nbytes: int) -> int:
+        """Allocate from the driver, after torch's allocator has given back what it does not use if that is needed."""
+        try:
+            return _runtime_of(self._device).allocate(nbytes)
+        except CudaError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+        self._device.empty_cache()
+        try:
+            return _runtime_of(self._device).allocate(nbytes)
+        except CudaError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+            free, total = _runtime_of(self._device).memory()
+            raise RuntimeError(
+                f"the partner's host buffers need {_gib(nbytes)} of {self._device.device}, which has {_gib(free)} of "
+                f"{_gib(total)} free after torch released unused memory ({error}). Make this stage hold less (a "
+                "smaller --micro-batch-size, recomputation), or keep the buffers in CPU memory: --bpipe-transport "
+                "host"
+            ) from error
+
+
+def pinned_memory(nbytes: int, device: Device) -> DeviceRegion:
+    """Return this process's own host memory, whose pages stay where they are, so that the device copies to and from it
+    by itself.
+
+    Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of host
+    buffers would take 16.
+    """
+    _make_current(device)
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    address = memory.data_ptr()
+    _runtime_of(device).lock(address, nbytes)
+    return DeviceRegion(address, nbytes, device, lambda: _runtime_of(device).unlock(address), memory)
+
+
+def _runtime_of(device: Device) -> CudaRuntime:
+    return runtime(device.device.type)
+
+
+def _make_current(device: Device) -> None:
+    """Whichever device this thread used last, or none yet: memory and mappings belong to this rank's own."""
+    assert device.device.index is not None, "a rank's device has a number"
+    _runtime_of(device).set_device(device.device.index)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.4g} GiB"

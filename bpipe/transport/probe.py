@@ -1,7 +1,6 @@
-"""Measure a pair's link through a transport, and see that what comes back is what was sent.
+"""Measure a pair's link through a transport that nothing has used yet, and check that what comes back was sent.
 
-In: a transport that nothing has used yet, on both ranks at once. Out: bytes a second there and back, or why it did not
-work. A trial runs in a thread and on a stream of its own: one that hangs is given up and the run goes on.
+A trial runs in a thread and on a stream of its own, so that the run goes on without one that hangs.
 """
 
 from __future__ import annotations
@@ -13,59 +12,53 @@ from collections.abc import Callable
 
 import torch
 
-from bpipe.transport.base import Transport
 from bpipe.transport.control import Control, Subject
-from bpipe.transport.device import Device
 from bpipe.transport.layout import BufferLayout
+from bpipe.transport.memory import Device
+from bpipe.transport.one_sided import Transport
 
 # Ten times what a latency-bound message takes on the slowest link here, a few milliseconds on the fastest.
 PROBE_BYTES = 16 << 20
 PROBES = 4
-
-
-# How long an aborted trial may take to end, before nobody waits for it any more.
+# Seconds that an aborted trial may take to end before nobody waits for it any more.
 GRACE_S = 10.0
-
-
-class _Trial:
-    """Rounds in a thread of their own: a communicator that is never made holds up its caller, and a copy that never
-    comes the stream."""
-
-    def __init__(self, transport: Transport, device: Device, evictor: bool) -> None:
-        self._seconds: list[float] = []
-        self._why: str | None = None
-
-        def run() -> None:
-            try:
-                with device.apart():
-                    self._seconds = _rounds(transport, device, evictor)
-            except Exception as error:
-                self._why = f"{type(error).__name__}: {error}"
-
-        # A daemon: one that hangs must not hold up the end of the process.
-        self._thread = threading.Thread(target=run, name="bpipe-probe", daemon=True)
-        self._thread.start()
-
-    def seconds(self, within_s: float, abort: Callable[[], None]) -> tuple[list[float], str | None]:
-        """Return the seconds of every round, or why there are none. What takes longer than `within_s` is aborted."""
-        self._thread.join(within_s)
-        if self._thread.is_alive():
-            abort()
-            self._thread.join(GRACE_S)
-            return [], f"nothing arrived within {within_s:g} s (half of --bpipe-timeout)"
-        return self._seconds, self._why
 
 
 def measure(
     transport: Transport, control: Control, device: Device, evictor: bool, within_s: float, abort: Callable[[], None]
 ) -> tuple[float, str | None]:
-    """Return the speed, or why there is none; the lower rank is the evictor. It ends with both telling how it went.
+    """Return the link's bytes per second there and back, or why it cannot be used. Both ranks call it.
 
-    `within_s` is less than what a watchdog waits before it ends the process; `abort()` ends what the transport has
-    under way.
+    Args:
+        transport: What to try.
+        control: The pair's, by which both ranks agree on the outcome.
+        device: This rank's.
+        evictor: Whether this rank evicts: the lower one does.
+        within_s: Seconds for the trial, less than a watchdog waits before it ends the process.
+        abort: Ends what the transport has under way.
     """
-    seconds, why = _Trial(transport, device, evictor).seconds(within_s, abort)
-    # What the trial allocated lies in the pool of its own stream, where nobody would use it again.
+    seconds: list[float] = []
+    errors: list[str] = []
+
+    def trial() -> None:
+        try:
+            with device.apart():
+                seconds.extend(_rounds(transport, device, evictor))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    # A thread of its own: a communicator that is never made blocks its caller, and a copy that never comes the stream. A
+    # daemon: one that hangs must not hold up the end of the process.
+    thread = threading.Thread(target=trial, name="bpipe-probe", daemon=True)
+    thread.start()
+    thread.join(within_s)
+    hangs = thread.is_alive()
+    if hangs:
+        abort()
+        thread.join(GRACE_S)
+    late = f"nothing arrived within {within_s:g} s (half of --bpipe-timeout)"
+    why = late if hangs else next(iter(errors), None)
+    # What the trial allocated is in the pool of its own stream, where nobody would use it again.
     device.empty_cache()
     # The first also connects, allocates and touches pages.
     speed = 0.0 if why else 2 * PROBE_BYTES / statistics.median(seconds[1:])
@@ -73,7 +66,7 @@ def measure(
     if not why and not other:
         transport.release()
         return speed, None
-    # Another transport takes over and needs the room. Memory is freed only once nobody has it open.
+    # Another transport takes over and needs the memory, which is freed only once nobody has it open.
     if evictor:
         transport.withdraw()
     control.exchange(Subject.PROBE, None)
@@ -83,36 +76,17 @@ def measure(
 
 
 def measure_alone(transport: Transport, device: Device) -> float:
-    """Return the speed of a transport into this rank's own memory, of which nobody else is a part.
-
-    Raises what it raises.
-    """
+    """Return the bytes per second of a transport into this rank's own memory. Raises what the transport raises."""
     seconds = _rounds(transport, device, evictor=True)
     transport.release()
     return 2 * PROBE_BYTES / statistics.median(seconds[1:])
 
 
 def _rounds(transport: Transport, device: Device, evictor: bool) -> list[float]:
-    """Return the seconds of every round there and back.
-
-    Raises RuntimeError where a byte came back that was not sent.
-    """
+    """Return the seconds of every round there and back. Raises RuntimeError if other bytes come back."""
     buffer = torch.arange(PROBE_BYTES // 8, device=device.device).view(torch.uint8)
     back = torch.zeros_like(buffer)
-    _open(transport, evictor)
-    seconds = []
-    for _ in range(PROBES):
-        begin = time.perf_counter()
-        _round(transport, buffer, back, evictor)
-        device.synchronize(device.device)
-        seconds.append(time.perf_counter() - begin)
-    if evictor and not torch.equal(buffer, back):
-        raise RuntimeError("received data differs from the data sent")
-    return seconds
-
-
-def _open(transport: Transport, evictor: bool) -> None:
-    """One host buffer for one tensor."""
+    # One host buffer for one tensor.
     layout = BufferLayout.of([(0,)], {0: (PROBE_BYTES,)})
     if evictor:
         if transport.one_sided:
@@ -122,12 +96,17 @@ def _open(transport: Transport, evictor: bool) -> None:
         transport.learn()
         if transport.one_sided and transport.lends:
             transport.lend(layout.nbytes)
-
-
-def _round(transport: Transport, buffer: torch.Tensor, back: torch.Tensor, evictor: bool) -> None:
-    if evictor:
-        transport.put(0, [buffer]).wait()
-        transport.get(0, [back]).wait()
-    elif not transport.one_sided:
-        transport.host(0, [back]).wait()
-        transport.give_back(0, [back]).wait()
+    seconds = []
+    for _ in range(PROBES):
+        begin = time.perf_counter()
+        if evictor:
+            transport.put(0, [buffer]).wait()
+            transport.get(0, [back]).wait()
+        elif not transport.one_sided:
+            transport.host(0, [back]).wait()
+            transport.give_back(0, [back]).wait()
+        device.synchronize(device.device)
+        seconds.append(time.perf_counter() - begin)
+    if evictor and not torch.equal(buffer, back):
+        raise RuntimeError("received data differs from the data sent")
+    return seconds

@@ -1,7 +1,4 @@
-"""Say over what each pair talks, and whether that is enough.
-
-In: links and where they are. Out: lines of text. Moves nothing.
-"""
+"""Lines for the log on the links of pairs: what they measured, and whether that is enough."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:
 
 
 def _chosen(name: str, links: Sequence[MeasuredLink]) -> str:
-    """What links of the same stages have in common: their transport, how fast they are, and what else was tried on
-    the first of them."""
+    """Describe links of the same stages: their transport, their speed, and what else was tried on the first of them."""
     of = "ranks" if links[0].ranks[0] == links[0].ranks[1] else "pairs of ranks"
     count = "" if len(links) == 1 else f", {len(links)} {of}"
-    others = [other for other in links[0].bytes_per_s if other != name]
     tried = [
-        f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}" for other in others
+        f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}"
+        for other in links[0].bytes_per_s
+        if other != name
     ]
     tried += [f"{other} not usable: {why}" for other, why in links[0].refused.items()]
     also = f" ({'; '.join(tried)})" if tried else ""
@@ -48,7 +45,7 @@ def _range(bytes_per_s: Iterable[float]) -> str:
 
 
 def sufficiency(stage: int, partner: int, moved_bytes: int, window_s: float, bytes_per_s: float) -> tuple[bool, str]:
-    """Return whether a link keeps up, and the sentence that says so.
+    """Return whether a link keeps up, and a sentence on that.
 
     `window_s`: one micro-batch's forward and backward, all chunks.
     """

@@ -49,11 +49,12 @@ from bpipe.runtime.streams import Streams, copying_on
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Pending, Transport
+from bpipe.transport.base import Pending
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.layout import BufferLayout
+from bpipe.transport.one_sided import Transport
 
 CPU = torch.device("cpu")
 TRANSPORTS = ("gloo", "peer", "host")
@@ -221,7 +222,7 @@ def hosted(acceptor: Acceptor | None) -> dict[str, float]:
     worked = time.process_time()
     begin = time.perf_counter()
     if acceptor is not None:
-        acceptor.hear(Action(0, Kind.HOST, 0), 1)
+        acceptor.hear(1)
         acceptor.host(HOSTED[Kind.HOST], 0)
         acceptor.give_back(HOSTED[Kind.RETURN], 0)
         acceptor.end()

@@ -85,10 +85,11 @@ def flip_a_bit(transport: str) -> None:
         return
     read = TensorRegion.read
 
-    def reading(self: TensorRegion, offset: int, target: Any) -> None:
-        if offset:
-            damaged(self._tensor[offset:], 10)
-        read(self, offset, target)
+    def reading(self: TensorRegion, pieces: Any) -> None:
+        for offset, target in pieces:
+            if offset:
+                damaged(self._tensor[offset:], 10)
+            read(self, [(offset, target)])
 
     TensorRegion.read = reading  # type: ignore[method-assign]
 

@@ -26,8 +26,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
-from bpipe.runtime.messages import Messages
-from bpipe.runtime.stage import TorchStages
+from bpipe.runtime.stage import Messages, TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.schedule.memory import num_transfers
 from bpipe.transport.config import TransferConfig
@@ -63,9 +62,9 @@ class Rank:
         """Train the pattern's iterations, each twice: with the engine, and with nothing moved."""
         if pattern["release"]:
             self.engine.release()
-            if self.engine.sizing is not None:
-                # As a new run, or the largest pattern so far would leave room for all that come.
-                self.engine.sizing.most_bytes.clear()
+            # As a new run, or the largest pattern so far would leave room for all that come.
+            for evictor in self.engine._partners.evictors.values():
+                evictor.sizing.most_bytes.clear()
         wrong, stayed = [], []
         for iteration, sizes in enumerate(pattern["iterations"]):
             found = self.gradient(sizes, iteration, self.engine)

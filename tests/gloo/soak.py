@@ -35,8 +35,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
-from bpipe.runtime.messages import Messages
-from bpipe.runtime.stage import TorchStages
+from bpipe.runtime.stage import Messages, TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.schedule.action import Action
 from bpipe.schedule.host_buffers import links_of
@@ -249,11 +248,12 @@ class Rank:
         """
         write, put, host, send = TensorRegion.write, Distributed.put, Distributed.host, Edges.send
 
-        def half_written(region: TensorRegion, offset: int, source: torch.Tensor) -> None:
-            half = source.numel() // 2
-            write(region, offset, source[:half])
-            self.moment("copying")
-            write(region, offset + half, source[half:])
+        def half_written(region: TensorRegion, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+            for offset, source in pieces:
+                half = source.numel() // 2
+                write(region, [(offset, source[:half])])
+                self.moment("copying")
+                write(region, [(offset + half, source[half:])])
 
         def asked(transfer: Any, moment: str) -> Any:
             def then_break(*arguments: Any) -> Any:

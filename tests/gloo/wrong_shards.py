@@ -58,7 +58,7 @@ if __name__ == "__main__":
             passing = self._passing.get(message.value)
             if message.made_by[0].kind is not kind or passing is None:
                 return wait(self, message)
-            return *passing.made, *passing.more
+            return *passing.result, *passing.later_result
 
         Collectives.wait = hasty  # type: ignore[method-assign]
         come_late()

@@ -16,9 +16,7 @@ import torch
 
 from bpipe.runtime.capture import find
 from bpipe.runtime.streams import Clock, copying_on, synchronize
-from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.memory import Lender, Region, own_memory
-from bpipe.transport.one_sided import HostMemory
+from bpipe.transport.memory import DeviceMemory, Lender, Region, own_memory
 
 # `SMALL` is for late devices, which stand for a GPU on a small CPU.
 FULL, MODERATE, SMALL = "full", "moderate", "small"
@@ -94,11 +92,6 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
     begin = clock.mark()
     work()
     return clock.mark().since(begin)
-
-
-def in_host_memory(device: torch.device) -> HostMemory:
-    """Host buffers in this process's own memory, with locked pages."""
-    return HostMemory(copying_on(device))
 
 
 def pinned_region(nbytes: int, device: torch.device) -> Region:

@@ -61,17 +61,17 @@ def copy_rates(device: torch.device, nbytes: int, most: int, until: float) -> Co
 
     def out() -> None:
         with beside(outward):
-            there[0].write(0, here[0])
+            there[0].write([(0, here[0])])
         join(outward)
 
     def home() -> None:
         with beside(homeward):
-            there[1].read(0, here[1])
+            there[1].read([(0, here[1])])
         join(homeward)
 
     def both() -> None:
         with beside(homeward):
-            there[1].read(0, here[1])
+            there[1].read([(0, here[1])])
         out()
         join(homeward)
 

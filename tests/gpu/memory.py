@@ -22,6 +22,7 @@ from bpipe.runtime.executor import Executor
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import live_bytes, memory_of, num_transfers
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.one_sided import OneSidedCopies
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, repeats, say, tidy
 from tests.gpu.one_stage import GptStage, KeptLender, Shape, engine_of, lending, loop_of, to_host
@@ -144,7 +145,8 @@ def peak_of(
     transfers = num_transfers(plan, rank)
     # Whatever the driver sets up with the first call should not count as ours.
     lender_on(device).make(BLOCK_BYTES)[1].close()
-    lender, transport = KeptLender(device), None
+    lender = KeptLender(device)
+    transport: OneSidedCopies | None = None
     if transfers.evictions:
         transport = to_host(device)
     elif transfers.hosts:

@@ -28,7 +28,7 @@ from bpipe.transport.base import Done, Pending
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.control import Subject
 from bpipe.transport.memory import Lender, Region
-from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, Peer
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import drawn, lender_on
 from tests.support.alone import Alone
@@ -40,9 +40,9 @@ def balanced(stages: int, microbatches: int) -> Schedule:
     return build(ScheduleConfig("1f1b", stages, microbatches, balance=BalanceConfig()))
 
 
-def to_host(device: torch.device) -> OneSidedCopies:
+def to_host(device: torch.device) -> HostMemory:
     """Return a transport into this process's own memory, with locked pages."""
-    return OneSidedCopies(HostMemory(copying_on(device)), *lanes(device, TIMEOUT_S))
+    return HostMemory(copying_on(device), *lanes(device, TIMEOUT_S))
 
 
 def engine_of(
@@ -93,9 +93,9 @@ class KeptLender:
         return self._lender.open(handle)
 
 
-def lending(lender: Lender, device: torch.device, stage: int, lengths: Sequence[int]) -> OneSidedCopies:
+def lending(lender: Lender, device: torch.device, stage: int, lengths: Sequence[int]) -> Peer:
     """Return the acceptor's half of `peer` with nobody on the other side: it lends, and nothing comes."""
-    return OneSidedCopies(Peer(OneWay(stage, lengths), lender), *lanes(device, TIMEOUT_S))  # type: ignore[arg-type]
+    return Peer(OneWay(stage, lengths), lender, *lanes(device, TIMEOUT_S))  # type: ignore[arg-type]
 
 
 def loop_of(

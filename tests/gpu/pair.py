@@ -23,8 +23,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from bpipe.runtime.streams import copying_on
 from bpipe.schedule.memory import num_transfers
-from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
+from bpipe.transport.one_sided import Transport
 from megatron.scheduling.start.gpu_sharing import make_node_of_its_own
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import Result

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bpipe.runtime.graph_pieces import Pieces
+from bpipe.runtime.graph import Pieces
 from bpipe.runtime.streams import current
 
 Tensors = tuple[torch.Tensor, ...]

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from bpipe.runtime.streams import Streams, synchronize
-from bpipe.transport.base import Transport
 from bpipe.transport.layout import BufferLayout
-from bpipe.transport.one_sided import OneSidedCopies, Peer
+from bpipe.transport.one_sided import Peer, Transport
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, random_bytes, repeats
 from tests.gpu.one_stage import TIMEOUT_S, KeptLender
@@ -94,7 +93,7 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
     on, device = member.on, member.on.device
     lender = KeptLender(device)
     lanes = late_lanes(on, TIMEOUT_S)
-    transport = OneSidedCopies(Peer(member.connection.control, lender), *lanes)
+    transport = Peer(member.connection.control, lender, *lanes)
     lengths = dict(enumerate(sizes.kinds))
     layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
     found: Found = {}
@@ -116,8 +115,7 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
             expected = _content(_last_number(number), sizes.kinds[0], device)
             seen = [torch.zeros_like(tensor) for tensor in expected]
             piece, offsets = layout.place(number, sizes.kinds[0])
-            for offset, tensor in zip(offsets, seen, strict=True):
-                lender.regions[piece].read(offset, tensor)
+            lender.regions[piece].read(zip(offsets, seen, strict=True))
             wrong += not all(map(torch.equal, seen, expected))
         found["wrong"] = wrong
     dist.barrier()

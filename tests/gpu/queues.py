@@ -61,7 +61,7 @@ class Device:
 
     def copy_home(self, stream: torch.Stream) -> None:
         with current(stream):
-            self._home.write(0, self._here)
+            self._home.write([(0, self._here)])
 
     def event(self, stream: torch.Stream, timing: bool = False) -> torch.Event:
         event = torch.Event(self._on.device, enable_timing=timing)

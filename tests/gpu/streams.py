@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.streams import lanes
+from bpipe.runtime.streams import copying_on, lanes
 from bpipe.schedule.memory import num_transfers
 from bpipe.transport.base import Pending
 from bpipe.transport.lanes import CopyLane, Job
-from bpipe.transport.one_sided import OneSidedCopies
+from bpipe.transport.one_sided import HostMemory
 from tests.gpu.accelerators import LATE, Accelerator
-from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, repeats
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, repeats
 from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of
 from tests.gpu.waits import WAITS, Wait
 
@@ -68,9 +68,9 @@ def late_lanes(on: Accelerator, timeout_s: float) -> tuple[CopyLane, CopyLane]:
     return outbound, inbound
 
 
-def late_to_host(on: Accelerator) -> OneSidedCopies:
+def late_to_host(on: Accelerator) -> HostMemory:
     """Return a transport into host memory, whose copies may come late."""
-    return OneSidedCopies(in_host_memory(on.device), *late_lanes(on, TIMEOUT_S))
+    return HostMemory(copying_on(on.device), *late_lanes(on, TIMEOUT_S))
 
 
 class Stage0:

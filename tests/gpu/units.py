@@ -100,8 +100,8 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 
     def by_engines(times: int) -> None:
         for _ in range(times):
-            out.write(0, source.view(torch.uint8))
-            home.read(0, target.view(torch.uint8))
+            out.write([(0, source.view(torch.uint8))])
+            home.read([(0, target.view(torch.uint8))])
 
     copies: dict[str, Callable[[int], None]] = {"copy engines, to and from pinned host memory, in turn": by_engines}
     for units in sizes.units:

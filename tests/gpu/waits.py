@@ -13,8 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bpipe.runtime.acceptor import ReceivingAcceptor
-from bpipe.runtime.activations import Activations, ActivationsState
-from bpipe.runtime.evictor import Evictor
+from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
 from bpipe.runtime.streams import StreamLane, Streams, current
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.lanes import Job

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What runs on late devices: no thread copies there (`lanes`).
 MODULES = (
-    *("evictor", "acceptor", "engine", "streams", "executor", "one_sided", "distributed", "headed", "edges"),
+    *("evictor", "acceptor", "engine", "streams", "executor", "one_sided", "control", "distributed", "edges"),
     *("collectives", "shards"),
 )
 
@@ -35,7 +35,7 @@ FURTHER = (Mutation("bpipe/runtime/shards.py", "used_here(gathered, *early)", "p
 ORDERED_ANYWAY = {
     (
         "engine",
-        "self._evictor.finish_evictions()",
+        "self._partners.finish_evictions()",
         1,
     ): "memory, not bits: a load in a bubble takes what an eviction frees; test_engine.py",
     (
@@ -52,7 +52,7 @@ ORDERED_ANYWAY = {
         (
             ("evictor", "self.finish_evictions()", 0),
             ("evictor", "self._finish(activations, ActivationsState.HERE)", 0),
-            ("engine", "self._evictor.finish_all()", 0),
+            ("engine", "self._partners.finish_all()", 0),
         ),
         "--bpipe-sync-transfers: what is waited for at once would be waited for where it is needed; test_engine.py",
     ),
@@ -94,7 +94,6 @@ NEAREST = {
     "collectives": "vocabulary",
     "shards": "vocabulary",
     "streams": "vocabulary 2",
-    "headed": "differ",
     "one_sided": "lender",
 }
 

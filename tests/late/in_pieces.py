@@ -13,8 +13,7 @@ import torch
 
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks, Executor
-from bpipe.runtime.messages import Messages
-from bpipe.runtime.stage import TorchStages
+from bpipe.runtime.stage import Messages, TorchStages
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.schedule import Schedule
 from tests.gpu.parts import LayerPlan, Steps, Tensors, one_piece, run_at_once

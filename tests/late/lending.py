@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.memory import DeviceMemory
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw
 from tests.late.pipeline import LatePipeline

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from bpipe.runtime import executor
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks
-from bpipe.runtime.messages import Messages
-from bpipe.runtime.stage import Tensors
+from bpipe.runtime.stage import Messages, Tensors
 from bpipe.schedule.action import Action
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.program import Exchange, Message, Program

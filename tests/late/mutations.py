@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
-TRANSPORTS = ("one_sided", "lanes", "distributed", "headed", "edges", "collectives")
+TRANSPORTS = ("one_sided", "lanes", "control", "distributed", "edges", "collectives")
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,11 @@ TABLE = (
     # Synchronous transfers.
     mutate("evictor", "self.finish_evictions()", "pass"),
     mutate("evictor", "self._finish(activations, ActivationsState.HERE)", "pass"),
-    mutate("engine", "self._evictor.finish_all()", "pass"),
+    mutate("engine", "self._partners.finish_all()", "pass"),
     # Where the engine lets the two roles wait.
-    mutate("engine", "self._evictor.finish_evictions()", "pass"),
-    mutate("engine", "self._evictor.finish_evictions()", "pass", nth=1),
-    mutate("engine", "self._finish_loads(self._evictor, step)", "pass"),
-    mutate("engine", "evictor.finish_load(each)", "pass"),
+    mutate("engine", "self._partners.finish_evictions()", "pass"),
+    mutate("engine", "self._partners.finish_evictions()", "pass", nth=1),
+    mutate("engine", "self._partners.finish_load(computation)", "pass"),
     mutate("engine", "pending.wait()", "pass"),
     # [8]: host buffers.
     mutate("acceptor", "self._settle(buffer)  # [8]", "pass"),
@@ -94,8 +93,8 @@ TABLE = (
     mutate("acceptor", "self._wait(pending, action, buffer.state.value)", "pass"),
     mutate(
         "one_sided",
-        "self._last[host_buffer] = lane.run(copy, after=[*after, *([last] if last is not None else [])])  # [8]",
-        "self._last[host_buffer] = lane.run(copy, after)",
+        "self._last[host_buffer] = lane.run(copy, after=[] if last is None else [last])  # [8]",
+        "self._last[host_buffer] = lane.run(copy)",
     ),
     mutate("one_sided", "pending.wait()", "pass"),
     # Messages between the two ends.
@@ -108,14 +107,12 @@ TABLE = (
     # The threads, and the process groups.
     mutate("lanes", "if not self._ended.wait(self._timeout_s):", "if False:"),
     mutate("lanes", "pending.wait()", "pass"),
-    mutate("distributed", "work.wait()", "pass"),
+    mutate("control", "work.wait()", "pass"),
     mutate(
         "distributed",
         "batched(operation, [tensor], groups.partner, group).wait()",
         "batched(operation, [tensor], groups.partner, group)",
     ),
-    # Lengths in front.
-    mutate("headed", "part.wait()", "pass"),
     # Messages between stages.
     mutate(
         "executor",
@@ -132,7 +129,7 @@ TABLE = (
         "self._reduce(message, made, taker, Kind.SHARD_BACKWARD).wait()",
         "self._reduce(message, made, taker, Kind.SHARD_BACKWARD)",
     ),
-    mutate("collectives", "return self._by(message).wait(message)", "return ()"),
+    mutate("collectives", "return self._carrier(message).wait(message)", "return ()"),
 )
 
 

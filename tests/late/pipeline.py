@@ -17,19 +17,16 @@ from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
-from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.stage import TorchStages
+from bpipe.runtime.stage import Messages, TorchStages
 from bpipe.runtime.streams import allocated_on, copying_on
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Transport
 from bpipe.transport.config import TransferConfig
-from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.distributed import Distributed, pair_groups, try_out
+from bpipe.transport.distributed import Distributed, Headed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
-from bpipe.transport.headed import Headed
-from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
+from bpipe.transport.memory import DeviceMemory
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer, Transport
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension
 from tests.late.group import join
@@ -127,8 +124,8 @@ class Rank:
                 made[partner] = self._reaching(low == high, control)
                 continue
             try_out(groups, device(self.rank))
-            alike = Distributed(control, groups)  # type: ignore[arg-type]
-            made[partner] = Headed(alike, control) if self._pipeline.differing else alike  # type: ignore[arg-type]
+            transport = Headed if self._pipeline.differing else Distributed
+            made[partner] = transport(control, groups)  # type: ignore[arg-type]
         return made
 
     def _two_sided(self, low: int, high: int) -> bool:
@@ -138,9 +135,9 @@ class Rank:
         copying = copying_on(device(self.rank))
         lanes = copying.lanes(device(self.rank), TIMEOUT_S)
         if own or self._pipeline.kind == "host":
-            return OneSidedCopies(HostMemory(copying), *lanes)
+            return HostMemory(copying, *lanes)
         assert control is not None
-        return OneSidedCopies(Peer(control, DeviceMemory(copying)), *lanes)  # type: ignore[arg-type]
+        return Peer(control, DeviceMemory(copying), *lanes)  # type: ignore[arg-type]
 
 
 class LatePipeline:

@@ -24,9 +24,9 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.torch import BalancedSchedule
 from bpipe.torch import schedule as torch_schedule
 from bpipe.torch.orders import config_of
-from bpipe.transport.base import Transport
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
+from bpipe.transport.one_sided import Transport
 from tests.late.devices import Draw, device, extension
 from tests.late.group import join
 from tests.late.model import LateModel, Place, nothing
@@ -63,7 +63,7 @@ def loss_of(made: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
 class Connections:
     """What `connected` returns: this rank's transports, which are there already."""
 
-    table = placed = ""
+    table = ""
 
     def __init__(self, transports: dict[int, Transport], links: list[MeasuredLink]) -> None:
         self._transports, self.links = transports, links

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.messages import Messages
 from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
-from bpipe.runtime.stage import Part, Shards, TorchStages
+from bpipe.runtime.stage import Messages, Part, Shards, TorchStages
 from bpipe.runtime.streams import beside
 from bpipe.runtime.vocabulary.embedding import embedded
 from bpipe.schedule.layout import Vocabulary

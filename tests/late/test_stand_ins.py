@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.runtime.activations import ActivationsState
+from bpipe.runtime.evictor import ActivationsState
 from bpipe.runtime.streams import current
 from tests.gpu.waits import without_compute, without_the_end_of
 from tests.late.cases import SCHEDULES, balanced

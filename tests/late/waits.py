@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from bpipe.runtime.activations import ActivationsState
+from bpipe.runtime.evictor import ActivationsState
 from bpipe.transport import edges
 from bpipe.transport.distributed import Works, batched
 from tests.gpu.waits import without_compute, without_the_end_of, without_the_last_copy, without_the_last_transfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bpipe.runtime.messages import Tensors
+from bpipe.runtime.stage import Tensors
 from bpipe.schedule.program import Message
 
 

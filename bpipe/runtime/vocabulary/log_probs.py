@@ -1,10 +1,7 @@
-"""Compute log-probabilities and entropies of tokens whose logits are in shards, as trainers by reinforcement need them.
+"""Log-probabilities and entropies of tokens whose logits are in shards, as reinforcement learning needs them.
 
-In: a shard's logits, labels, and how ranks gather each other's numbers. Out: values that every rank has alike, with
-their gradients for its own logits. No rank has all logits, and 4 numbers per token pass between ranks, once. Knows no
-group.
-
-Shapes as in `output`: logits [n, r], labels [n] (rows of the whole vocabulary).
+No rank has all logits, and 4 numbers per token pass between ranks, once. Shapes as in `output`: logits [n, r], labels
+[n] (rows of the whole vocabulary).
 """
 
 from __future__ import annotations
@@ -14,18 +11,20 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from bpipe.runtime.vocabulary.output import SoftmaxTotals, statistics, totals
+from bpipe.runtime.vocabulary.output import SoftmaxTotals, rows_of, statistics, totals
 
 # From a rank's own [4, n] to all ranks' [shards, 4, n], in the order of their rows, the same on every rank.
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenLogProbs(NamedTuple):
-    """Values of every token [n], in 32 bit at least: the logarithm of its label's probability, and the entropy of all
-    its probabilities, in nats."""
+    """Values of every token [n], in 32 bit at least."""
 
     log_probs: torch.Tensor
+    """The logarithm of the label's probability."""
+
     entropy: torch.Tensor
+    """The entropy of all probabilities, in nats."""
 
 
 def vocabulary_parallel_log_probs(
@@ -33,9 +32,18 @@ def vocabulary_parallel_log_probs(
 ) -> TokenLogProbs:
     """Return log-probabilities and entropies of the softmax of logits / temperature. Collective over the shards.
 
-    `logits` are those of the rows from `first_row` on. Gradients flow to them from both results, and every rank has
-    those of its own rows: what they give the layer's input is to be summed over shards. A label that is no row of any
-    shard has the log-probability of a logit of 0. Raises ValueError for a temperature that is not above 0.
+    Gradients flow from both results to the logits of this rank's rows, so the gradient of the layer's input has to be
+    summed over shards. A label that is no row of any shard has the log-probability of a logit of 0.
+
+    Args:
+        logits: Of this shard's rows.
+        labels: Rows of the whole vocabulary.
+        first_row: Of this shard.
+        gather: How ranks gather each other's numbers.
+        temperature: Above 0.
+
+    Raises:
+        ValueError: For another temperature.
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature:g} must be above 0")
@@ -50,28 +58,26 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = statistics(logits, labels, first_row)
         wide = logits.to(own.dtype)
-        # What the shard adds to the mean logit, relative to its own maximum as its sum is; of a logit of minus infinity
-        # nothing.
+        # The shard's part of the mean logit, relative to its own maximum as its sum is; 0 for a logit of minus infinity.
         mean = ((wide - own[0][:, None]).exp() * wide).nan_to_num(nan=0.0).sum(1)
-        every = gather(torch.cat((own, mean[None])))
-        found = totals(every[:, :3])
-        mean_logit = (every[:, 3] * (every[:, 0] - found.maximum).exp()).sum(0) / found.total
-        log_total = found.maximum + found.total.log()
+        gathered = gather(torch.cat((own, mean[None])))
+        softmax = totals(gathered[:, :3])
+        mean_logit = (gathered[:, 3] * (gathered[:, 0] - softmax.maximum).exp()).sum(0) / softmax.total
+        log_total = softmax.maximum + softmax.total.log()
         entropy = log_total - mean_logit
         ctx.first_row = first_row
-        ctx.save_for_backward(logits, labels, *found, entropy)
-        return found.label_logit - log_total, entropy
+        ctx.save_for_backward(logits, labels, *softmax, entropy)
+        return softmax.label_logit - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, labels, *parts, entropy = ctx.saved_tensors
-        found, (of_log_prob, of_entropy) = SoftmaxTotals(*parts), gradients
-        log_prob = logits.to(entropy.dtype) - (found.maximum + found.total.log())[:, None]
+        softmax, (of_log_prob, of_entropy) = SoftmaxTotals(*parts), gradients
+        log_prob = logits.to(entropy.dtype) - (softmax.maximum + softmax.total.log())[:, None]
         prob = log_prob.exp()
         # d log p(label) / d logit = [it is the label] - p; d entropy / d logit = -p (log p + entropy).
         entropic = (prob * (log_prob + entropy[:, None])).nan_to_num(nan=0.0)
         gradient = -(of_log_prob[:, None] * prob + of_entropy[:, None] * entropic)
-        rows = labels - ctx.first_row
-        mine = (rows >= 0) & (rows < logits.shape[1])
-        gradient.scatter_add_(1, rows.where(mine, 0)[:, None], (of_log_prob * mine)[:, None])
+        rows, inside = rows_of(labels, ctx.first_row, logits.shape[1])
+        gradient.scatter_add_(1, rows[:, None], (of_log_prob * inside)[:, None])
         return gradient.to(logits.dtype), None, None, None

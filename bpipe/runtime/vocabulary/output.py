@@ -1,17 +1,15 @@
-"""Compute the output layer's loss and its gradients shard by shard.
-
-In: a shard's logits, labels. Out: losses, parts of gradients.
+"""The output layer's loss and its gradients, shard by shard.
 
     S    logits of the shard's rows; `statistics` of them: a maximum, a sum of exponentials, the label's logit
-    C1   everybody gathers everybody's statistics, and makes the same `totals` of them: the same bits on every rank
+    C1   every rank gathers the statistics of all, and makes the same `totals` of them: the same bits on every rank
     T    `logits_gradient`: softmax minus one at the label, times the gradient of each token's loss
 
-Algorithm 1: what T's gradient of the logits gives the layer's input is reduced behind T. Algorithm 2: S computes
-`early_part`, with the shard's own maximum and sum in place of all; once the totals are there `late_part` puts that
-right, and nothing is reduced behind T. Statistics, losses and what is reduced are 32 bit at least, whatever the logits.
-What stays between S and T are the logits as they are: T computes their exponentials again, a few tokens at a time.
-Tokens that do not count have a gradient of zero: whoever masks them is outside. Source: Yeung et al., "Balancing
-Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no group, no layer, no order.
+Algorithm 1: the part of the input's gradient that follows from T's gradient of the logits is reduced after T. Algorithm
+2: S computes `early_part`, with the shard's own maximum and sum instead of the totals; once these are there,
+`late_part` corrects it, and nothing is reduced after T. Statistics, losses and what is reduced are in 32 bit at least.
+Between S and T the logits stay as they are: T computes their exponentials again, a few tokens at a time. Tokens that do
+not count have a gradient of zero, which the caller sets. Source: Yeung et al., "Balancing Pipeline Parallelism with
+Vocabulary Parallelism", 2024.
 
 Shapes: n tokens, r rows of the shard, h hidden. logits [n, r], labels [n] (rows of the whole vocabulary), weight [r,
 h].
@@ -19,38 +17,41 @@ h].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-# Of a shard's logits so many are in 32 bit at once: 32 MiB.
+# Logits of a shard that are in 32 bit at once: 32 MiB.
 _WIDE_AT_ONCE = 2**23
 
 
 class SoftmaxTotals(NamedTuple):
-    """Totals of every token over the whole vocabulary, [n]: the largest logit, the sum of exponentials relative to
-    it, the label's logit."""
+    """Totals of every token over the whole vocabulary, [n]."""
 
     maximum: torch.Tensor
+    """The largest logit."""
+
     total: torch.Tensor
+    """The sum of exponentials relative to `maximum`."""
+
     label_logit: torch.Tensor
 
 
 @torch.no_grad()
 def statistics(logits: torch.Tensor, labels: torch.Tensor, first_row: int) -> torch.Tensor:
     """Return a shard's statistics [3, n]: its maximum, its sum of exponentials relative to that, and the label's
-    logit, 0 where another shard has it."""
-    found = torch.empty(3, len(logits), dtype=_wide(logits), device=logits.device)
-    rows, mine = _own(labels, first_row, logits.shape[1])
-    found[2] = logits.gather(1, rows[:, None]).squeeze(1).where(mine, 0)
+    logit, 0 if another shard has it."""
+    own = torch.empty(3, len(logits), dtype=_wide(logits), device=logits.device)
+    rows, inside = rows_of(labels, first_row, logits.shape[1])
+    own[2] = logits.gather(1, rows[:, None]).squeeze(1).where(inside, 0)
     for tokens in _blocks(logits):
-        wide = logits[tokens].to(found.dtype, copy=True)
-        found[0, tokens] = wide.amax(1)
-        found[1, tokens] = wide.sub_(found[0, tokens, None]).exp_().sum(1)
-        # Or two of them would be here while the next is made.
+        wide = logits[tokens].to(own.dtype, copy=True)
+        own[0, tokens] = wide.amax(1)
+        own[1, tokens] = wide.sub_(own[0, tokens, None]).exp_().sum(1)
+        # Otherwise two of them would be in memory while the next is made.
         del wide
-    return found
+    return own
 
 
 @torch.no_grad()
@@ -62,56 +63,38 @@ def totals(gathered: torch.Tensor) -> SoftmaxTotals:
 
 
 @torch.no_grad()
-def losses(found: SoftmaxTotals, labels: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def losses(softmax: SoftmaxTotals, labels: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Return losses [n]: minus the logarithm of the label's probability.
 
-    A label that is no row leaves the sum's logarithm, as in Megatron's own loss.
+    For a label that is no row it is the logarithm of the sum, as in Megatron's own loss.
     """
     inside = (labels >= 0) & (labels < vocabulary)
-    return found.total.log() - (found.label_logit - found.maximum).where(inside, 0)
+    return softmax.total.log() - (softmax.label_logit - softmax.maximum).where(inside, 0)
 
 
 @torch.no_grad()
 def logits_gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    first_row: int,
-    found: SoftmaxTotals,
-    token_gradients: torch.Tensor,
-    overwrite: bool = False,
+    logits: torch.Tensor, labels: torch.Tensor, first_row: int, softmax: SoftmaxTotals, token_gradients: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of a shard's logits [n, r], of their type.
-
-    `token_gradients` [n] is that of every token's loss.
-
-    `overwrite`: write it over the logits, which nobody needs any more.
-    """
-    gradient = logits if overwrite else torch.empty_like(logits)
-    rows, mine = _own(labels, first_row, logits.shape[1])
+    """Return the gradient of a shard's logits [n, r], written over them. `token_gradients` [n]: of every token's loss."""
+    rows, inside = rows_of(labels, first_row, logits.shape[1])
     for tokens in _blocks(logits):
-        wide = (
-            logits[tokens]
-            .to(_wide(logits), copy=True)
-            .sub_(found.maximum[tokens, None])
-            .exp_()
-            .div_(found.total[tokens, None])
-        )
-        wide.scatter_add_(1, rows[tokens, None], -mine[tokens, None].to(wide.dtype))
-        gradient[tokens] = wide.mul_(token_gradients[tokens, None])
+        wide = logits[tokens].to(_wide(logits), copy=True)
+        wide.sub_(softmax.maximum[tokens, None]).exp_().div_(softmax.total[tokens, None])
+        wide.scatter_add_(1, rows[tokens, None], -inside[tokens, None].to(wide.dtype))
+        logits[tokens] = wide.mul_(token_gradients[tokens, None])
         del wide
-    return gradient
+    return logits
 
 
 @torch.no_grad()
 def early_part(
     logits: torch.Tensor, weight: torch.Tensor, own: torch.Tensor, token_gradients: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a shard gives the layer's input, [n, h], 32 bit, as far as it is known before the totals.
+    """Return a shard's part of the gradient of the layer's input, [n, h] in 32 bit, as known before the totals.
 
-    `own` are its statistics.
-
-    The gradients of the tokens' losses are in it already: with the scale of a half-precision training no probability is
-    too small.
+    `own` are its statistics. The gradients of the tokens' losses are in it already: with the loss scale of a
+    half-precision training no probability is too small.
     """
     part = torch.empty(len(logits), weight.shape[1], dtype=own.dtype, device=own.device)
     for tokens in _blocks(logits):
@@ -128,40 +111,28 @@ def late_part(
     labels: torch.Tensor,
     first_row: int,
     own: torch.Tensor,
-    found: SoftmaxTotals,
+    softmax: SoftmaxTotals,
     token_gradients: torch.Tensor,
 ) -> torch.Tensor:
-    """Return all that a shard gives the layer's input, [n, h], 32 bit, written over `early`.
-
-    The sum over shards is its gradient.
-    """
-    share = own[1] * (own[0] - found.maximum).exp() / found.total
-    rows, mine = _own(labels, first_row, len(weight))
-    at_label = (token_gradients * mine)[:, None] * weight[rows].to(early.dtype)
+    """Return a shard's part of the gradient of the layer's input, [n, h] in 32 bit, written over `early`."""
+    share = own[1] * (own[0] - softmax.maximum).exp() / softmax.total
+    rows, inside = rows_of(labels, first_row, len(weight))
+    at_label = (token_gradients * inside)[:, None] * weight[rows].to(early.dtype)
     return early.mul_(share[:, None]).sub_(at_label)
-
-
-@torch.no_grad()
-def summed(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Sum all shards' parts of an input's gradient in 32 bit at least, rounded once."""
-    total = parts[0].to(_wide(parts[0]), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(dtype)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _own(labels: torch.Tensor, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the labels as rows of the shard, any row where they are none of it, and whether they are."""
+def rows_of(labels: torch.Tensor, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return labels or tokens as rows of a shard, 0 for those of other shards, and whether they are the shard's."""
     rows = labels - first_row
-    mine = (rows >= 0) & (rows < num_rows)
-    return rows.where(mine, 0), mine
+    inside = (rows >= 0) & (rows < num_rows)
+    return rows.where(inside, 0), inside
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Return the tokens, a few at a time."""
-    each = max(1, _WIDE_AT_ONCE // logits.shape[1])
-    return (slice(first, first + each) for first in range(0, len(logits), each))
+    count = max(1, _WIDE_AT_ONCE // logits.shape[1])
+    return (slice(first, first + count) for first in range(0, len(logits), count))

@@ -1,9 +1,7 @@
-"""Say which rows of the vocabulary's layers each shard holds.
+"""The rows of the vocabulary's layers that each shard holds.
 
-In: the padded vocabulary and over how many ranks it is split. Out: ranges.
-
-Tensor parallelism is outermost: the pipeline shares out among its ranks what its tensor-parallel rank holds without
-shards, so no row leaves its pipeline. Knows no tensor and no group.
+Tensor parallelism is outermost: the ranks of a pipeline share the rows that its tensor-parallel rank holds without
+shards, so no row leaves its pipeline.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# What Megatron pads to, times the tensor-parallel size, unless told otherwise.
+# Megatron pads to this times the tensor-parallel size by default.
 MULTIPLE = 128
 
 
@@ -19,8 +17,7 @@ MULTIPLE = 128
 class Rows:
     """Rows of the vocabulary in equal shards, one for each of `tensor` * `pipeline` ranks.
 
-    Raises ValueError where shards differ: rows that nobody asked for would take part in the softmax and change the
-    loss.
+    Raises ValueError if shards would differ: additional rows would take part in the softmax and change the loss.
     """
 
     vocabulary: int
@@ -31,9 +28,9 @@ class Rows:
         if self.vocabulary % self.num_shards:
             multiple = math.lcm(MULTIPLE, self.pipeline)
             raise ValueError(
-                f"a vocabulary of {self.vocabulary} rows is not to be had in {self.num_shards} equal shards, of "
-                f"{self.tensor} tensor- "
-                f"times {self.pipeline} pipeline-parallel ranks: pad it with --make-vocab-size-divisible-by {multiple}"
+                f"a vocabulary of {self.vocabulary} rows cannot be split into {self.num_shards} equal shards, of "
+                f"{self.tensor} tensor- times {self.pipeline} pipeline-parallel ranks: pad it with "
+                f"--make-vocab-size-divisible-by {multiple}"
             )
 
     @property

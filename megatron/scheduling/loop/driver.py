@@ -28,7 +28,7 @@ from bpipe.record.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.checksums import Certificate, Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import TIMERS, Engine
-from bpipe.runtime.graph_pieces import Pieces
+from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
 from bpipe.runtime.meter import Meter
@@ -40,8 +40,8 @@ from bpipe.schedule.families.family import Family
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import KeptMemory, Memory, moves_anything
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from bpipe.transport.one_sided import Transport
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves, Keep

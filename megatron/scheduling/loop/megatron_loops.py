@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 
 from bpipe.config.features.feature import Settings
 from bpipe.runtime.checkpoints import leave_aside
-from bpipe.runtime.graph_pieces import Pieces
+from bpipe.runtime.graph import Pieces
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import combined, interleaved, one_f_one_b
 from bpipe.schedule.families.family import Family

@@ -9,7 +9,7 @@ import torch
 
 from bpipe.record.format import ONE_SIDED
 from bpipe.record.report.memory import without_transfers
-from bpipe.runtime.waits import wait_level
+from bpipe.runtime.config import wait_level
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel
 from bpipe.schedule.check.rules import check_waits

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from bpipe.build import ScheduleConfig
 from bpipe.record.format import MEMORY, MemoryHeader, MemoryMark
 from bpipe.record.write import append, begin
-from bpipe.runtime.board import first_to_say
+from bpipe.runtime.failures import first_to_say
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.failures import cause_of
 from bpipe.runtime.meter import Meter

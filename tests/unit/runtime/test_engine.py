@@ -156,15 +156,15 @@ def test_an_evicted_micro_batch_has_no_bytes_here() -> None:
     def watched(host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
         references = [StorageWeakRef(buffer.untyped_storage()) for buffer in tensors]
         late = put(host_buffer, tensors)
-        finish = engine._evictor.finish_evictions  # type: ignore[union-attr]
+        finish = engine._partners.finish_evictions
 
         def finish_and_look() -> None:
             finish()
             storages = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in references]
             seen.append(sum(storage.nbytes() for storage in storages if storage is not None))
-            engine._evictor.finish_evictions = finish  # type: ignore[union-attr, method-assign]
+            engine._partners.finish_evictions = finish  # type: ignore[method-assign]
 
-        engine._evictor.finish_evictions = finish_and_look  # type: ignore[union-attr, method-assign]
+        engine._partners.finish_evictions = finish_and_look  # type: ignore[method-assign]
         return late
 
     transport.put = watched  # type: ignore[method-assign]

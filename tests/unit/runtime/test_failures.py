@@ -28,7 +28,7 @@ class Ranks:
         self.watches: dict[int, Watch] = {}
         for rank in alive:
             watch = self.watches[rank] = Watch(lambda status, rank=rank: self.left.update({rank: status}))  # type: ignore[misc]
-            watch._board, watch._rank, watch._world = store, rank, world
+            watch._store, watch._rank, watch._world = store, rank, world
             watch.begin()
 
     def until_left(self, number: int) -> None:

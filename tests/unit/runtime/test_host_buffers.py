@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.runtime.acceptor import HostBuffer, HostBufferState
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.host_buffers import HostBuffer, HostBufferState
 from bpipe.schedule.action import Action, Kind
 
 HOST, RETURN = Action(0, Kind.HOST, 5), Action(0, Kind.RETURN, 5)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bpipe.runtime.capture import SavedStorage, find
-from bpipe.runtime.graph_pieces import Pieces
+from bpipe.runtime.graph import Pieces
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 64, 32

@@ -397,5 +397,5 @@ def test_shards_that_cannot_be_are_refused_with_the_way_out() -> None:
         own_schedule(args(bpipe_vocabulary="interlaced", bpipe_schedule="mine.csv"))
     uneven = args(bpipe_vocabulary="1", padded_vocab_size=1028)
     (problem,) = unplaced(uneven, own_schedule(uneven))  # type: ignore[arg-type]
-    assert problem.startswith("--bpipe-vocabulary 1: a vocabulary of 1028 rows is not to be had in 8 equal shards")
+    assert problem.startswith("--bpipe-vocabulary 1: a vocabulary of 1028 rows cannot be split into 8 equal shards")
     assert problem.endswith("--make-vocab-size-divisible-by 128")

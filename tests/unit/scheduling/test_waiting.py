@@ -7,7 +7,7 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.waits import wait_level
+from bpipe.runtime.config import wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange

@@ -8,7 +8,7 @@ import torch
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.memory import without_transfers
-from bpipe.runtime.waits import wait_level
+from bpipe.runtime.config import wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.program import Exchange
 from bpipe.torch.checks import received_in, refuse_standstill, why_unmoved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.torch.option_names import name_arguments
+from bpipe.torch.schedule import name_arguments
 
 
 def test_an_error_that_names_flags_says_the_arguments() -> None:

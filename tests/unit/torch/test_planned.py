@@ -10,7 +10,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
 from bpipe.schedule.memory import num_transfers
-from bpipe.torch.memory_budget import RankBudgets, budget_bytes, plan_within
+from bpipe.torch.memory_budget import RankBudgets, budget_bytes
 from bpipe.torch.sizes import StageSizes
 from bpipe.transport.layout import BufferLayout
 
@@ -55,9 +55,9 @@ def test_what_host_buffers_take_to_begin_where_copies_like_it_keeps_the_budget_t
     sizes = {stage: StageSizes(stage, 8000, lengths, (8000,)) for stage in range(4)}
     # Rank 3 holds a micro-batch of its own, and two of rank 0's.
     held = 8000 + 2 * 8 * 1024
-    found = plan_within(PLAIN, (held,) * 4, sizes)
+    found = RankBudgets((held,) * 4, BalanceConfig()).plan(PLAIN, sizes)
     assert num_transfers(found.schedule, 0).evictions
     hosted = stages_in_buffers(host_buffers(found.schedule, 3))
     assert BufferLayout.of(hosted, dict.fromkeys(sizes, lengths)).nbytes + 8000 == found.need_bytes[3] == held
     with pytest.raises(ValueError, match=r"^memory: no plan keeps .* Micro-batches and host buffers are counted"):
-        plan_within(PLAIN, (held - 1,) * 4, sizes)
+        RankBudgets((held - 1,) * 4, BalanceConfig()).plan(PLAIN, sizes)

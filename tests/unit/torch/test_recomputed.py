@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bpipe.torch.recompute import refuse_split_recomputation
+from bpipe.torch.checks import refuse_split_recomputation
 
 
 def test_halves_of_a_stage_that_recomputes_are_refused() -> None:

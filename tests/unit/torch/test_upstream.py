@@ -18,7 +18,7 @@ def test_the_installed_torch_lacks_nothing() -> None:
 
 def test_a_torch_without_a_name_or_a_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     row = upstream.NAMES[0]
-    changed = (row._replace(name="_Gone.method"), row._replace(parameters=("schedule_name", "rank")))
+    changed = (row._replace(name="_Gone.method"), row._replace(parameters="schedule_name rank"))
     monkeypatch.setattr(upstream, "NAMES", changed)
     assert upstream.lacking() == [
         "_Gone.method (torch's schedules by name)",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bpipe.transport.cuda_runtime import CudaRuntime
-from bpipe.transport.device import Device
+from bpipe.transport.memory import Device
 
 ADDRESS, SIZE, INT, UINT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
 TOTAL_BYTES = 80 << 30

@@ -116,12 +116,12 @@ def peers(
     has lanes too."""
     here, there = controls(timeout_s, rendezvous=others is not None)
     lanes = others or (NoLane(), NoLane())
-    return OneSidedCopies(Peer(here, lender()), outbound, inbound), OneSidedCopies(Peer(there, lender()), *lanes)  # type: ignore[arg-type]
+    return Peer(here, lender(), outbound, inbound), Peer(there, lender(), *lanes)  # type: ignore[arg-type]
 
 
 def alone(outbound: CopyLane, inbound: CopyLane) -> tuple[OneSidedCopies, OneSidedCopies]:
     """The same over the evictor's own memory."""
-    return OneSidedCopies(HostMemory(CPU), outbound, inbound), OneSidedCopies(HostMemory(CPU), NoLane(), NoLane())
+    return HostMemory(CPU, outbound, inbound), HostMemory(CPU, NoLane(), NoLane())
 
 
 class NoLane:

@@ -11,9 +11,8 @@ import weakref
 import pytest
 import torch
 
-from bpipe.transport import device_memory
-from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.memory import own_memory
+from bpipe.transport import memory
+from bpipe.transport.memory import DeviceMemory, own_memory
 from tests.unit.transport.fake_cuda import Error, FakeCuda
 
 
@@ -25,12 +24,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     runtime = cuda.runtime()
     cuda.calls.clear()
-    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
-    monkeypatch.setattr(device_memory, "_abandoned", [])
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "_abandoned", [])
     return cuda
 
 
-def memory(cuda: FakeCuda, index: int = 0) -> DeviceMemory:
+def lender(cuda: FakeCuda, index: int = 0) -> DeviceMemory:
     return DeviceMemory(cuda.device(index))
 
 
@@ -39,14 +38,14 @@ def numbers(length: int) -> torch.Tensor:
 
 
 def test_an_opened_handle_is_the_lenders_memory(cuda: FakeCuda) -> None:
-    handle, lent = memory(cuda).make(4096)
-    opened = memory(cuda).open(json.loads(json.dumps(handle)))
+    handle, lent = lender(cuda).make(4096)
+    opened = lender(cuda).open(json.loads(json.dumps(handle)))
     sent, back = numbers(1000), torch.zeros(1000, dtype=torch.uint8)
-    opened.write(96, sent)
-    lent.read(96, back)
+    opened.write([(96, sent)])
+    lent.read([(96, back)])
     assert torch.equal(sent, back)
     back.zero_()
-    opened.read(96, back)
+    opened.read([(96, back)])
     assert torch.equal(sent, back)
     opened.close()
     lent.close()
@@ -55,23 +54,23 @@ def test_an_opened_handle_is_the_lenders_memory(cuda: FakeCuda) -> None:
 
 
 def test_what_lies_beside_a_copy_is_not_touched(cuda: FakeCuda) -> None:
-    _, lent = memory(cuda).make(3000)
+    _, lent = lender(cuda).make(3000)
     whole = torch.full((3000,), 17, dtype=torch.uint8)
-    lent.write(0, whole)
-    lent.write(1000, numbers(1000))
+    lent.write([(0, whole)])
+    lent.write([(1000, numbers(1000))])
     back = torch.zeros(3000, dtype=torch.uint8)
-    lent.read(0, back)
+    lent.read([(0, back)])
     assert torch.equal(back[1000:2000], numbers(1000))
     assert (back[:1000] == 17).all()
     assert (back[2000:] == 17).all()
 
 
 def test_nothing_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
-    _, lent = memory(cuda).make(100)
+    _, lent = lender(cuda).make(100)
     with pytest.raises(AssertionError, match="50 bytes at 60 of a region of 100"):
-        lent.write(60, numbers(50))
+        lent.write([(60, numbers(50))])
     with pytest.raises(AssertionError, match="50 bytes at 60 of a region of 100"):
-        lent.read(60, numbers(50))
+        lent.read([(60, numbers(50))])
     assert cuda.streams == []
 
 
@@ -89,9 +88,9 @@ def test_nothing_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
 )
 def test_an_error_of_cudas_names_the_call(cuda: FakeCuda, call: str, error: Error) -> None:
     def one_transfer() -> None:
-        handle, lent = memory(cuda).make(100)
-        opened = memory(cuda).open(handle)
-        opened.write(0, numbers(100))
+        handle, lent = lender(cuda).make(100)
+        opened = lender(cuda).open(handle)
+        opened.write([(0, numbers(100))])
         opened.close()
         lent.close()
 
@@ -110,16 +109,16 @@ def test_pages_that_cannot_be_locked_are_an_error(cuda: FakeCuda) -> None:
 def test_memory_is_made_and_opened_on_this_ranks_device(cuda: FakeCuda, index: int) -> None:
     """Whatever device the runtime thinks of: it used to be device 0 for every rank, unless something had set it
     before."""
-    handle, _ = memory(cuda, index).make(100)
+    handle, _ = lender(cuda, index).make(100)
     cuda.current_device = 7
-    memory(cuda, index).open(handle)
+    lender(cuda, index).open(handle)
     assert cuda.devices == {"cudaMalloc": index, "cudaIpcOpenMemHandle": index}
 
 
 def test_what_torch_keeps_unused_is_given_back_before_lending_fails(cuda: FakeCuda) -> None:
     """On a GPU that torch's cache fills, the driver has nothing left: this used to be the end of it."""
     cuda.free_bytes, cuda.cached_bytes = 1 << 20, 16 << 20
-    _, lent = memory(cuda).make(8 << 20)
+    _, lent = lender(cuda).make(8 << 20)
     assert (
         cuda.calls == ("cudaSetDevice cudaMalloc cudaGetLastError empty_cache cudaMalloc cudaIpcGetMemHandle").split()
     )
@@ -131,7 +130,7 @@ def test_an_error_is_taken_off_the_record(cuda: FakeCuda) -> None:
     already dealt with."""
     cuda.failing["cudaIpcGetMemHandle"] = Error.cudaErrorMapBufferObjectFailed
     with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
-        memory(cuda).make(100)
+        lender(cuda).make(100)
     assert cuda.last_error == 0
 
 
@@ -151,20 +150,20 @@ def test_a_transfer_is_one_call_where_cuda_has_one(
     CUDA 12.8 has one call for all; 13.0 changed it.
     """
     cuda = installed(FakeCuda(version, driver), monkeypatch)
-    _, lent = memory(cuda).make(4096)
-    lent.write_all(pieces(10, 1000, 7))
+    _, lent = lender(cuda).make(4096)
+    lent.write(pieces(10, 1000, 7))
     back = [(offset, torch.zeros_like(sent)) for offset, sent in pieces(10, 1000, 7)]
-    lent.read_all(back)
+    lent.read(back)
     assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(back, pieces(10, 1000, 7), strict=True))
     assert cuda.batches == ([3, 3] if batched else [])
     assert cuda.streams == [7] * (2 if batched else 6)
 
 
 def test_a_batch_that_cuda_refuses_is_an_error(cuda: FakeCuda) -> None:
-    _, lent = memory(cuda).make(4096)
+    _, lent = lender(cuda).make(4096)
     cuda.failing["cudaMemcpyBatchAsync"] = Error.cudaErrorMapBufferObjectFailed
     with pytest.raises(RuntimeError, match="cudaMemcpyBatchAsync failed: cudaErrorMapBufferObjectFailed"):
-        lent.write_all(pieces(10, 20))
+        lent.write(pieces(10, 20))
 
 
 def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: FakeCuda) -> None:
@@ -172,10 +171,10 @@ def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: 
 
     And the partner may be copying.
     """
-    handle, lent = memory(cuda).make(4096)
-    opened, pinned = memory(cuda).open(handle), own_memory(4096, cuda.device())
+    handle, lent = lender(cuda).make(4096)
+    opened, pinned = lender(cuda).open(handle), own_memory(4096, cuda.device())
     for region in (lent, opened, pinned):
-        region.write(0, numbers(100))
+        region.write([(0, numbers(100))])
     cuda.calls.clear()
     for region in (opened, lent, pinned):
         region.abandon()

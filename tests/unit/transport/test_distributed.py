@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -179,45 +177,12 @@ def test_this_torch_starts_several_operations_at_once() -> None:
     assert "supports_coalescing" in dir(torch._C._distributed_c10d.Backend)
 
 
-def test_nccl_carries_messages_at_once_and_on_as_many_units_as_it_likes(dist: Recorded) -> None:
-    new_group([0, 1], "nccl", 2.5, "EDGE_UP_0_1", few_units=False)
+@pytest.mark.parametrize("few_units", [True, False])
+def test_nccl_carries_messages_at_once_and_transfers_on_few_units(few_units: bool, dist: Recorded) -> None:
+    new_group([0, 1], "nccl", 2.5, "UP_0_1", few_units)
     (options,) = dist.options
     assert options.is_high_priority_stream
-    assert options.config.max_ctas == -1
-
-
-class WithoutPriority:
-    __slots__ = ("_timeout", "config")
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace(max_ctas=-1)
-
-
-class WithoutConfig:
-    __slots__ = ("_timeout", "is_high_priority_stream")
-
-    def __init__(self) -> None:
-        self.is_high_priority_stream = False
-
-
-@pytest.mark.parametrize(
-    ("options", "missing"), [(WithoutPriority, "is_high_priority_stream"), (WithoutConfig, r"config\.max_ctas")]
-)
-def test_a_torch_without_a_setting_gets_the_other_and_rank_0_says_so(
-    options: type, missing: str, dist: Recorded
-) -> None:
-    dist.ProcessGroupNCCL = SimpleNamespace(Options=options)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        new_group([0, 1], "nccl", 2.5, "UP_0_1")
-    assert len(warned) == (dist.rank == 0)
-    for one in warned:
-        assert re.search(
-            rf"bpipe: the NCCL options of this torch \(.*\) lack {missing}: transfers may", str(one.message)
-        )
-    made = dist.options[0]
-    assert getattr(made, "is_high_priority_stream", True)
-    assert not hasattr(made, "config") or made.config.max_ctas == MAX_CTAS
+    assert options.config.max_ctas == (MAX_CTAS if few_units else -1)
 
 
 def test_both_ranks_destroy_their_groups_in_one_order(dist: Recorded) -> None:

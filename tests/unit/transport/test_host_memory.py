@@ -9,7 +9,7 @@ import pytest
 
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits
 from bpipe.transport.one_sided import HostMemory
-from tests.unit.transport.loopback import CPU
+from tests.unit.transport.loopback import CPU, NoLane
 
 GIB = 1 << 30
 V2_MOUNT = "31 23 0:28 {base} /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
@@ -110,15 +110,15 @@ def test_nobody_is_given_host_memory_that_might_not_suffice() -> None:
 
 def test_buffers_that_do_not_fit_are_refused_with_both_numbers_and_the_way_out() -> None:
     everyone = neighbours(1, 1)
-    host = HostMemory(CPU, Budget(everyone[0], everyone))
+    host = HostMemory(CPU, NoLane(), NoLane(), Budget(everyone[0], everyone))
     with pytest.raises(
         RuntimeError,
         match=r"--bpipe-transport host: the host buffers of 2 ranks need 60 GiB, but .* 40 GiB available.*Use another",
     ):
-        host.grow(30 * GIB)
+        host._add(30 * GIB)
     for _ in range(2):
-        host.grow(512)
-    assert host.region(0) is not host.region(1)
+        host._add(512)
+    assert host._region(0) is not host._region(1)
     with pytest.raises(RuntimeError, match="host buffers of 2 ranks need 60 GiB"):
-        host.grow(30 * GIB - 1024)
+        host._add(30 * GIB - 1024)
     host.release()

@@ -39,11 +39,11 @@ def numbers(length: int, seed: int = 0) -> torch.Tensor:
 def test_every_byte_is_copied_and_none_beside_them(length: int) -> None:
     """Whole words are copied as such, everything else byte by byte."""
     region = own_memory(2 * length + 512, CPU)
-    region.write(0, torch.full((2 * length + 512,), 17, dtype=torch.uint8))
-    region.write(512, numbers(length))
+    region.write([(0, torch.full((2 * length + 512,), 17, dtype=torch.uint8))])
+    region.write([(512, numbers(length))])
     back, whole = torch.zeros(length, dtype=torch.uint8), torch.zeros(2 * length + 512, dtype=torch.uint8)
-    region.read(512, back)
-    region.read(0, whole)
+    region.read([(512, back)])
+    region.read([(0, whole)])
     assert torch.equal(back, numbers(length))
     assert torch.equal(whole[512 : 512 + length], numbers(length))
     assert (whole[:512] == 17).all()
@@ -56,9 +56,9 @@ def test_the_memory_lives_as_long_as_either_end_has_it() -> None:
     handle, made = SharedMemory().make(5000)
     opened = SharedMemory().open(handle)
     sent, back = numbers(5000), torch.zeros(5000, dtype=torch.uint8)
-    made.write(0, sent)
+    made.write([(0, sent)])
     made.close()
-    opened.read(0, back)
+    opened.read([(0, back)])
     assert torch.equal(sent, back)
     opened.close()
 

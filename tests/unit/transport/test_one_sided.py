@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from bpipe.transport import device_memory
+from bpipe.transport import memory
 from bpipe.transport.base import Pending
-from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import BufferLayout, Sizes
-from bpipe.transport.memory import SharedMemory
+from bpipe.transport.memory import DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.unit.transport.fake_cuda import FakeCuda
 from tests.unit.transport.loopback import AtOnce, alone, controls, peers
@@ -188,13 +187,11 @@ def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]
 
 def on_a_device(cuda: FakeCuda, kind: str) -> tuple[OneSidedCopies, OneSidedCopies]:
     """Both ends as on a GPU, where copies are issued at once and nobody knows when they end."""
+    lanes, device = (AtOnce(), AtOnce()), cuda.device()
+    if kind == "host":
+        return HostMemory(device, *lanes), HostMemory(device, *lanes)
     here, there = controls()
-    ways = [
-        Peer(control, DeviceMemory(cuda.device())) if kind == "peer" else HostMemory(cuda.device())
-        for control in (here, there)
-    ]  # type: ignore[arg-type]
-    evictor, acceptor = (OneSidedCopies(way, AtOnce(), AtOnce()) for way in ways)
-    return evictor, acceptor
+    return Peer(here, DeviceMemory(device), *lanes), Peer(there, DeviceMemory(device), *lanes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["peer", "host"])
@@ -205,7 +202,7 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
     minutes."""
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)
@@ -222,7 +219,7 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
 def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)
@@ -236,10 +233,7 @@ def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeyp
 def test_two_that_lend_to_each_other_need_not_wait_for_each_other() -> None:
     """With gloo a message's wait lasts until it was received: both used to wait for the other to listen, when
     lending and when parting."""
-    ends = [
-        OneSidedCopies(Peer(control, SharedMemory()), AtOnce(), AtOnce())
-        for control in controls(timeout_s=2.0, rendezvous=True)
-    ]  # type: ignore[arg-type]
+    ends = [Peer(control, SharedMemory(), AtOnce(), AtOnce()) for control in controls(timeout_s=2.0, rendezvous=True)]  # type: ignore[arg-type]
     errors: list[Exception] = []
 
     def both_roles(end: OneSidedCopies, seed: int) -> None:

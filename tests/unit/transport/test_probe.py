@@ -11,11 +11,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from bpipe.transport import device_memory, probe
+from bpipe.transport import memory, probe
 from bpipe.transport.base import Done, Pending
-from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.layout import Sizes
-from bpipe.transport.one_sided import OneSidedCopies, Peer
+from bpipe.transport.memory import DeviceMemory
+from bpipe.transport.one_sided import Peer
 from bpipe.transport.probe import measure
 from tests.unit.transport.fake_cuda import Error, FakeCuda
 from tests.unit.transport.loopback import CPU, AtOnce, controls
@@ -25,7 +25,7 @@ from tests.unit.transport.loopback import CPU, AtOnce, controls
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
     monkeypatch.setattr(probe, "PROBE_BYTES", 1 << 16)
     return cuda
 
@@ -36,7 +36,7 @@ def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
     found: dict[bool, tuple[float, str | None]] = {}
 
     def end(control: object, evictor: bool) -> None:
-        transport = OneSidedCopies(Peer(control, DeviceMemory(cuda.device())), AtOnce(), AtOnce())  # type: ignore[arg-type]
+        transport = Peer(control, DeviceMemory(cuda.device()), AtOnce(), AtOnce())  # type: ignore[arg-type]
         found[evictor] = measure(transport, control, device, evictor, 20.0, lambda: None)  # type: ignore[arg-type]
 
     threads = [
