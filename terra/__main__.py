@@ -1,5 +1,4 @@
-"""`python -m terra audit SCRIPT [ARGUMENTS...]`: status 0 where nothing was found, 1 where something was, 2 where it
-could not be said."""
+"""`python -m terra audit SCRIPT [ARGUMENTS...]`: status 0 if nothing was found, 1 if something was, 2 without a result."""
 
 from __future__ import annotations
 

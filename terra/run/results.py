@@ -1,20 +1,27 @@
-"""Hand out what an operation made that ran at once, in the program's thread.
+"""Hand out the results of operations that ran at once, in the program's thread, as placeholders with their values.
 
-In: its call and result. Out: placeholders with their values.
-
-What it made of which forms is remembered here: the next time it need not run before the program goes on.
+What an operation made of which forms is remembered: the next time it need not run before the program goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from terra.backend.operations import Outputs
-from terra.run.cell import Cell, Form, Owner, Placeholder, below_autograd, form_of, has_shared_memory, is_plain
+from terra.run.cell import Cell, Form, Owner, Placeholder, below_autograd, form_of, has_shared_memory, is_plain, plain
 from terra.run.issue import Call, Outer, Outers, rebuilt, value_of
+
+
+class Outputs(NamedTuple):
+    """What an operation makes: one tensor if `is_one`, otherwise a sequence of them.
+
+    `outputs` has, of each, its form, or the number of the tensor argument that it is, or None if it is no tensor.
+    """
+
+    outputs: tuple[Form | int | None, ...]
+    is_one: bool
 
 
 def run_below(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -25,11 +32,7 @@ def run_below(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the arguments with their placeholders' values, waited for."""
-
-    def value(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.cell.fetch() if isinstance(tensor, Placeholder) else tensor
-
-    return rebuilt(args, value), {name: rebuilt(each, value) for name, each in kwargs.items()}
+    return rebuilt(args, plain), {name: rebuilt(value, plain) for name, value in kwargs.items()}
 
 
 def _outputs(found: Any) -> list[torch.Tensor | None] | None:
@@ -76,7 +79,7 @@ class Results:
         return given, place
 
     def _own(self, call: Call) -> None:
-        """As where the runner gets them."""
+        """Own the tensors from outside, as if the runner got them."""
         for source in call.sources:
             if not isinstance(source, Outer) or source.is_shared:
                 continue
