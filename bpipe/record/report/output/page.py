@@ -1,12 +1,9 @@
-"""Write the report as one HTML file.
+"""Write a view, the plain values of a run's or a simulation's page, as one HTML file.
 
-In: the view, plain JSON values as `bpipe report` prints them. Out: the text of the page.
-
-Of a run that has not been (`is_run` false) there is no measured side: ranks say by name what lies `under` their
-activations, and stages what they hold in `parts`. The page asks the network for nothing: styles, scripts and data stand
-in it. Actions travel as columns of whole numbers (ticks of 0.1 microseconds, each column in the shortest of four
-spellings), because the timeline of a large pipeline has a hundred thousand of them. Knows no record, no schedule and no
-simulation: whatever is drawn, counted or concluded was said by the view.
+A simulation (`is_run` false) has no measured side: ranks have names for what is `under` their activations, and stages
+say what they hold in `parts`. The page loads nothing from the network: it has its styles, scripts and data. Actions
+are columns of whole numbers (ticks of 0.1 microseconds, each column in the shortest of four forms), because the timeline
+of a large pipeline has a hundred thousand of them.
 """
 
 from __future__ import annotations
@@ -21,24 +18,13 @@ from bpipe.schedule.action import Kind
 from bpipe.schedule.files.text import TextError, read_action
 
 TICK_S = 1e-7
-# What no action has: a host buffer, or bytes, where there are none.
+# Stands for no host buffer, and for no bytes.
 NOTHING = -1
 
-SCRIPTS = (
-    "data.js",
-    "format.js",
-    "tables.js",
-    "bars.js",
-    "paint.js",
-    "lanes.js",
-    "layout.js",
-    "timeline.js",
-    "input.js",
-    "main.js",
-)
+SCRIPTS = "data.js format.js tables.js bars.js paint.js lanes.js layout.js timeline.js input.js main.js".split()
 _KINDS = tuple(kind.value for kind in Kind)
 _COLUMNS = 6
-# A table of distinct values pays only while its indices are shorter than what they stand for.
+# A table of distinct values pays only while its indices are shorter than the values.
 _MOST_DISTINCT = 1000
 
 
@@ -46,15 +32,11 @@ def render(view: Mapping[str, Any]) -> str:
     """Return the page. Raises ValueError, with its place, for a view that is not of the agreed form."""
     tracks = _Tracks()
     iterations = [_iteration(iteration, tracks) for iteration in _of(view, "iterations", "the view")]
+    names = ("figures", "facts", "answers", "bottleneck", "stages", "differences")
     data = {
         "title": str(_of(view, "title", "the view")),
         "is_run": view.get("is_run", True),
-        "figures": _of(view, "figures", "the view"),
-        "facts": _of(view, "facts", "the view"),
-        "answers": _of(view, "answers", "the view"),
-        "bottleneck": _of(view, "bottleneck", "the view"),
-        "stages": _of(view, "stages", "the view"),
-        "differences": _of(view, "differences", "the view"),
+        **{name: _of(view, name, "the view") for name in names},
         "tick_s": TICK_S,
         "kinds": _KINDS,
         "tracks": tracks.packed,
@@ -66,14 +48,13 @@ def render(view: Mapping[str, Any]) -> str:
         "DATA": embed(data),
         "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
     }
-    page = _asset("page.html")
     # One pass, so that nothing in a title can name another part.
-    pieces = page.split("@@")
+    pieces = _asset("page.html").split("@@")
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
 def embed(value: object) -> str:
-    """Write JSON that may stand in a script element: no `<` that could end it, and no number that JSON lacks."""
+    """Write JSON for a script element: without `<`, which could end it, and without numbers that JSON lacks."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     except ValueError:
@@ -82,8 +63,7 @@ def embed(value: object) -> str:
 
 
 def column(values: Sequence[int]) -> dict[str, Any]:
-    """Write whole numbers in the shortest form: as they are, as differences, or either as indices into their
-    distinct values."""
+    """Write whole numbers in the shortest form: themselves, differences, or indices into either's distinct values."""
     differences = [value - before for before, value in zip([0, *values], values, strict=False)]
     candidates: list[dict[str, Any]] = []
     for name, numbers in (("values", list(values)), ("differences", differences)):
@@ -104,14 +84,14 @@ def _of(part: Mapping[str, Any], name: str, place: str) -> Any:
 
 
 class _Tracks:
-    """Every track once: all iterations have the same simulation, and it is half of all there is."""
+    """Every track once: all iterations have the same simulation, which is half of the data."""
 
     def __init__(self) -> None:
         self.packed: list[dict[str, Any]] = []
         self._places: dict[int, int] = {}
 
     def place(self, track: Mapping[str, Any], where: str) -> int:
-        """Where the track stands in `packed`."""
+        """Return the track's index in `packed`."""
         if id(track) not in self._places:
             self._places[id(track)] = len(self.packed)
             self.packed.append(_track(track, where))
@@ -138,7 +118,7 @@ def _rank(rank: Mapping[str, Any], place: str, tracks: _Tracks) -> dict[str, Any
 
 
 def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """One side of one rank as columns."""
+    """Return one side of one rank as columns."""
     actions = _of(track, "actions", place)
     for row in actions:
         if len(row) != _COLUMNS:
@@ -155,8 +135,7 @@ def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 class _Packed(NamedTuple):
-    """An action as whole numbers, each of which is a column of its track: the kind's place in `_KINDS`, times in
-    ticks."""
+    """An action as whole numbers, each in its column of the track: the kind's index in `_KINDS`, times in ticks."""
 
     kind: int
     stage: int
