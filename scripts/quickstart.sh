@@ -15,10 +15,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-    exit 0
-fi
+help_if_asked "$@"
 
 STAGES=8
 MICROBATCHES=16

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Make sure of a Python environment in which this checkout is installed with an extra. Run by itself: `pip install -e ".[dev]"`.
 #
-# In: an active virtual environment, or VENV=<folder>; otherwise .venv in this checkout, made with Python 3.12 or newer. Out: $ROOT, $PYTHON
-# and a PATH that begins with the environment. The other scripts source this file; run by itself it only does the set-up. It asks the
-# network for nothing but what pip asks, and does nothing where a fingerprint of the project files says that nothing has changed.
+# Uses the active virtual environment, or VENV=<folder>, or else .venv in this checkout, which it makes with Python 3.12 or newer. Sets $ROOT,
+# $PYTHON and a PATH that begins with the environment. The other scripts source this file; run by itself it only does the set-up. Only pip
+# uses the network, and nothing is done if a fingerprint of the project files has not changed.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -19,6 +19,24 @@ say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 die() {
     say "$@"
     exit 1
+}
+
+# usage: print the head of the script. help_if_asked ARGUMENT... and usage_unless_given ARGUMENT...: the same, and end, if the first argument
+# asks for help, or if there is none.
+usage() { sed -n '2,${/^#/!q; s/^# \{0,1\}//p}' "$0"; }
+
+help_if_asked() {
+    if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+        usage
+        exit 0
+    fi
+}
+
+usage_unless_given() {
+    if (($# == 0)); then
+        usage >&2
+        exit 2
+    fi
 }
 
 # --- Running things that a signal can end -----------------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""Print what examples/smoke_8gpu.sh found, as one table.
+"""Print the results of examples/smoke_8gpu.sh as one table, with a row per run. The exit status is 0 if all are identical.
 
-In: its folder. Out: a row per run; the exit status is 0 only if all are identical.
+Usage: smoke_table.py FOLDER
 
-verdicts.tsv has a line per run (layout, run, verdict); where a run was compared, its folder also has its record and
-`bpipe compare`'s JSON, from which the transport that carried it, what its fullest stage held and its losses are read.
-Knows no tensors.
+verdicts.tsv has a line per run (layout, run, verdict). If a run was compared, its folder also has its record and the
+JSON of `bpipe compare`, with the transport, what its fullest stage held, and its losses.
 """
 
 from __future__ import annotations
@@ -16,24 +15,13 @@ from typing import Any
 
 MIB = 2**20
 IDENTICAL = "identical"
-HEAD = (
-    "layout",
-    "run",
-    "carried by",
-    "fullest stage, MiB: stock",
-    "with --bpipe",
-    "loss, first to last",
-    "beside stock",
-)
+HEAD = tuple("layout|run|carried by|fullest stage, MiB: stock|with --bpipe|loss, first to last|beside stock".split("|"))
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
-    """Raises OSError or ValueError where the folder is not what the script leaves."""
-    found: list[tuple[str, ...]] = []
-    for line in (folder / "verdicts.tsv").read_text().splitlines():
-        layout, run, verdict = line.split("\t")
-        found.append((layout, run, *_measured(folder / layout / run), verdict))
-    return found
+    """Return the cells of every run. Raises OSError or ValueError if the folder is not what the script leaves."""
+    lines = (line.split("\t") for line in (folder / "verdicts.tsv").read_text().splitlines())
+    return [(layout, run, *_measured(folder / layout / run), verdict) for layout, run, verdict in lines]
 
 
 def _measured(folder: Path) -> tuple[str, str, str, str]:
@@ -42,7 +30,7 @@ def _measured(folder: Path) -> tuple[str, str, str, str]:
     except FileNotFoundError:
         return ("-",) * 4
     carried = sorted({link["transport"] for link in run["links"]})
-    # A loss that is not finite stands there as text.
+    # A loss that is not finite is text there.
     loss = f"{float(summary['a']['first_loss']):.4f} to {float(summary['a']['last_loss']):.4f}"
     return ", ".join(carried), _fullest(summary["a"]), _fullest(summary["b"]), loss
 

@@ -14,11 +14,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 CHECKS_ONLY=""
 PYTEST_OPTIONS=()
 for option in "$@"; do
+    help_if_asked "$option"
     case "$option" in
-        -h | --help)
-            sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-            exit 0
-            ;;
         --checks) CHECKS_ONLY=yes ;;
         *) PYTEST_OPTIONS+=("$option") ;;
     esac

@@ -10,16 +10,8 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-usage() { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
-
-if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    usage
-    exit 0
-fi
-if (($# == 0)); then
-    usage >&2
-    exit 2
-fi
+help_if_asked "$@"
+usage_unless_given "$@"
 WANTED=$1
 shift
 if [[ ! "$WANTED" =~ ^(newest|[0-9]+(\.[0-9]+){1,2}[A-Za-z0-9.+-]*)$ ]]; then

@@ -13,20 +13,13 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-usage() { sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 refuse() {
     say "$@"
     exit 2
 }
 
-if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    usage
-    exit 0
-fi
-if (($# == 0)); then
-    usage >&2
-    exit 2
-fi
+help_if_asked "$@"
+usage_unless_given "$@"
 CHECKOUT=$1 REFS=()
 shift
 while (($#)) && [[ "$1" != -* ]]; do

@@ -1,16 +1,14 @@
-"""Measure what moving a micro-batch costs on this machine's CPU: transports side by side, alternating, in one run.
-
-In: sizes and rounds. Out: tables on stdout, and with --json everything that was measured. Two parts.
+"""Measure what moving a micro-batch costs on this machine's CPU, with all transports in turn in one run.
 
 Links: two processes. One micro-batch there and back, as one storage and as several, over each transport and, in the
-same round, by a plain copy within one process. How long the calls on the acceptor's main thread took, and what its
-whole process worked meanwhile. Pipeline: four processes run 1F1B, an iteration without balancing and then one with each
-transport, asynchronously, synchronously, and with checks of all that moves, in an order that turns from round to round.
-A computation is a wait of fixed length, and so leaves the cores to the copies, as a device would leave them to its copy
-engines. Ratios are to the iteration without balancing of the same round.
+same round, by a plain copy within one process; the time that the calls took on the acceptor's main thread, and the
+processor time of its whole process. Pipeline: four processes run 1F1B, an iteration without balancing and then one with
+each transport, asynchronously, synchronously, and with checks of all that moves, in an order that rotates. A computation
+is a wait of fixed length, and so leaves the cores to the copies, as a device would leave them to its copy engines.
+Ratios are to the iteration without balancing of the same round.
 
-What it cannot show: anything of a GPU, its links or its copy engines; contention between copies and real computation,
-which on a CPU share the same cores and memory.
+It cannot show anything of a GPU, its links or its copy engines, nor contention between copies and real computation,
+which on a CPU share cores and memory.
 """
 
 from __future__ import annotations
@@ -105,32 +103,31 @@ def environment() -> dict[str, Any]:
 
 
 # -- links
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def links(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every size, in one storage and in several, over every transport."""
     connections = connected([(0, 1)])
-    found = []
-    for size in options.sizes:
-        for storages in (1, options.storages):
-            found.append(one_size(rank, connections, int(size * MB), storages, options.rounds))
+    entries = [
+        one_size(rank, connections, int(size * MB), storages, options.rounds)
+        for size, storages in product(options.sizes, (1, options.storages))
+    ]
     for connection in connections.values():
         connection.close()
-    return found
+    return entries
 
 
 def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
-    """Return this rank's connection over each transport; none where it is in no pair."""
-    made = {name: connect(pairs, name, TIMEOUT_S, copying_on(CPU))[0] for name in TRANSPORTS}
-    return {name: connection for name, connection in made.items() if connection is not None}
+    """Return this rank's connection over each transport, if it is in a pair."""
+    connections = {name: connect(pairs, name, TIMEOUT_S, copying_on(CPU))[0] for name in TRANSPORTS}
+    return {name: connection for name, connection in connections.items() if connection is not None}
 
 
-def everyones(mine: Any) -> list[Any]:
-    """By rank, what each has of this."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's value."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def append_each(samples: dict[str, list[float]], values: Mapping[str, float]) -> None:
@@ -139,7 +136,7 @@ def append_each(samples: dict[str, list[float]], values: Mapping[str, float]) ->
 
 
 class Buffers(NamedTuple):
-    """One micro-batch's storages: what is sent, what a plain copy passes through, and what comes back."""
+    """One micro-batch's storages: those sent, those that a plain copy passes through, and those that come back."""
 
     sent: list[torch.Tensor]
     between: list[torch.Tensor]
@@ -154,7 +151,7 @@ class Buffers(NamedTuple):
 def one_size(
     rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int
 ) -> dict[str, Any]:
-    """One size over all transports, in an order that turns from round to round."""
+    """Measure one size over all transports."""
     lengths = (nbytes // storages,) * storages
     ends: dict[str, Transport] = {name: connection.transport() for name, connection in connections.items()}
     buffers = Buffers.of(lengths)
@@ -163,9 +160,9 @@ def one_size(
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in (*TRANSPORTS, MEMCPY)}
     for counts, name in in_turn((*TRANSPORTS, MEMCPY), rounds):
         dist.barrier()
-        told = everyones(hosted(acceptors.get(name)) if rank else there_and_back(name, ends.get(name), buffers))
+        values = gathered(hosted(acceptors.get(name)) if rank else there_and_back(name, ends.get(name), buffers))
         if counts:
-            append_each(samples[name], told[0] | told[1])
+            append_each(samples[name], values[0] | values[1])
     for message in announced:
         message.wait()
     for end in ends.values():
@@ -174,7 +171,7 @@ def one_size(
 
 
 def there_and_back(name: str, end: Transport | None, buffers: Buffers) -> dict[str, float]:
-    """Send all and take it back, by plain copies where there is no transport: seconds of both ways."""
+    """Send all and take it back, without a transport by plain copies, and return the seconds of both ways."""
     sent, between, back = buffers
     there_s, back_s = copied(sent, between, back) if end is None else evicted(end, sent, back)
     dist.barrier()
@@ -206,7 +203,7 @@ def evicted(end: Transport, sent: list[torch.Tensor], back: list[torch.Tensor]) 
 
 
 def copied(sent: list[torch.Tensor], between: list[torch.Tensor], back: list[torch.Tensor]) -> tuple[float, float]:
-    """The same bytes within one process, from memory to memory."""
+    """Copy the same bytes within one process."""
     times = []
     for sources, targets in ((sent, between), (between, back)):
         begin = time.perf_counter()
@@ -217,7 +214,7 @@ def copied(sent: list[torch.Tensor], between: list[torch.Tensor], back: list[tor
 
 
 def hosted(acceptor: Acceptor | None) -> dict[str, float]:
-    """Run the acceptor's half, waited for at once: how long its calls held this thread, and what all threads took."""
+    """Run the acceptor's half, and return the time of its calls and the processor time of all threads."""
     worked = time.process_time()
     begin = time.perf_counter()
     if acceptor is not None:
@@ -231,11 +228,10 @@ def hosted(acceptor: Acceptor | None) -> dict[str, float]:
 
 
 # -- pipeline
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Waiting(TorchStages):
-    """One rank's stage. Computation is a wait; what it saves is real, and is summed up to the number that goes on."""
+    """One rank's stage. Computation is a wait; it saves real tensors, and passes on their sum."""
 
     def __init__(self, rank: int, values: int, storages: int) -> None:
         super().__init__({rank: self.compute})
@@ -243,7 +239,7 @@ class Waiting(TorchStages):
 
     def compute(self, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
         hidden = torch.zeros(self.values).requires_grad_()
-        # Each saves its result: as many storages, each of `values` numbers. The sum's result is all that goes on.
+        # Each saves its result, of `values` numbers.
         for _ in range(self.storages):
             hidden = torch.tanh(hidden)
         time.sleep(FORWARD_S)
@@ -255,25 +251,27 @@ class Waiting(TorchStages):
 
 
 class TimedVerifier(Verifier):
-    """Adds up the processor's seconds that checks take: other processes do not count."""
+    """Adds up the processor time of checks, without that of other processes."""
 
     took_s = 0.0
 
-    def poison(self, storage: torch.UntypedStorage) -> None:
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
         begin = time.thread_time()
-        POISON(storage)
+        yield
         self.took_s += time.thread_time() - begin
+
+    def poison(self, storage: torch.UntypedStorage) -> None:
+        with self.timed():
+            POISON(storage)
 
     def _sums(self, tensors: Sequence[torch.Tensor], moment: str) -> torch.Tensor:
-        begin = time.thread_time()
-        sums = super()._sums(tensors, moment)
-        self.took_s += time.thread_time() - begin
-        return sums
+        with self.timed():
+            return super()._sums(tensors, moment)
 
     def end(self) -> None:
-        begin = time.thread_time()
-        super().end()
-        self.took_s += time.thread_time() - begin
+        with self.timed():
+            super().end()
 
 
 class Loop:
@@ -317,13 +315,9 @@ class Loop:
 
 
 def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Iterations without balancing and with it, over each transport, asynchronously and not."""
+    """Measure iterations without and with balancing, over each transport, asynchronously and not."""
     plans = {
-        balance: build(
-            ScheduleConfig(
-                schedule="1f1b", num_ranks=STAGES, num_microbatches=MICROBATCHES, balance=named_balance(balance)
-            )
-        )
+        balance: build(ScheduleConfig("1f1b", STAGES, MICROBATCHES, balance=named_balance(balance)))
         for balance in ("none", "bpipe")
     }
     partners = plans["bpipe"].partners
@@ -340,14 +334,12 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     for counts, name in in_turn(tuple(loops), options.rounds):
         took = loops[name].iteration()
         verifier = loops[name].verifier
-        everyone = everyones((took, loops[name].held_s, 0.0 if verifier is None else verifier.took_s))
+        everyone = gathered((took, loops[name].held_s, 0.0 if verifier is None else verifier.took_s))
         if counts:
             sends, hosts = pairs[0]
             held = {"evictor_held_s": everyone[sends][1], "acceptor_held_s": everyone[hosts][1]}
-            append_each(
-                samples[name],
-                {"iteration_s": max(one[0] for one in everyone), **held, "checks_s": everyone[sends][2]},
-            )
+            iteration_s = max(took for took, _, _ in everyone)
+            append_each(samples[name], {"iteration_s": iteration_s, **held, "checks_s": everyone[sends][2]})
     moved = loops["gloo"].engine.moved_bytes.get(rank, 0)
     checked = loops[f"gloo{VERIFIED}"].verifier
     assert checked is not None
@@ -365,16 +357,13 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 # -- report
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def report(measured: dict[str, Any]) -> None:
-    where = measured["environment"]
-    machine = f"{where['cores']} cores{' of a virtual machine' if where['virtual'] else ''}, {where['cpu']}"
-    print(
-        f"{where['date']}, {machine}, torch {where['torch']}, load {where['load_before']:.1f} before, "
-        f"{where['load_after']:.1f} after"
-    )
+    host = measured["environment"]
+    machine = f"{host['cores']} cores{' of a virtual machine' if host['virtual'] else ''}, {host['cpu']}"
+    load = f"load {host['load_before']:.1f} before, {host['load_after']:.1f} after"
+    print(f"{host['date']}, {machine}, torch {host['torch']}, {load}")
     print("Medians of all rounds, with quartiles. Ratios are taken within a round.\n")
     print("There and back, GB/s: bytes of both ways by the time of both.")
     print(
@@ -384,32 +373,30 @@ def report(measured: dict[str, Any]) -> None:
     for entry in measured["links"]:
         for cells in link_rows(entry):
             print(f"| {' | '.join(cells)} |")
-    found = measured["pipeline"]
+    pipelined = measured["pipeline"]
+    forward = f"a forward of {1e3 * pipelined['forward_s']:.0f} ms"
     print(
-        f"\n1F1B, {STAGES} stages, {MICROBATCHES} micro-batches, a forward of {1e3 * found['forward_s']:.0f} ms;",
-        end=" ",
+        f"\n1F1B, {STAGES} stages, {MICROBATCHES} micro-batches, {forward}; {pipelined['transfers']} micro-batches leave "
+        f"stage 0 and return, {pipelined['moved_bytes'] / MB:.1f} MB each."
     )
-    print(f"{found['transfers']} micro-batches leave stage 0 and return, {found['moved_bytes'] / MB:.1f} MB each.")
     print("| balancing | iteration ms | to none, % more | evictor held % | acceptor held % |")
     print("|---|---|---|---|---|")
-    for cells in pipeline_rows(found["samples"]):
+    for cells in pipeline_rows(pipelined["samples"]):
         print(f"| {' | '.join(cells)} |")
     print("\nAn iteration whose transfers are checked, to one of the same transport and round whose are not, % more:")
     for name in TRANSPORTS:
-        checked, plain = (found["samples"][f"{name}{how}"]["iteration_s"] for how in (VERIFIED, ""))
-        own = spread(quotients(found["samples"][f"{name}{VERIFIED}"]["checks_s"], checked, 100), ".2f")
-        print(
-            f"{name}: {spread([100 * (ratio - 1) for ratio in quotients(checked, plain)], '+.2f')}; the evictor's "
-            f"processor is at it for {own} % of that"
-        )
+        checked, plain = (pipelined["samples"][f"{name}{how}"]["iteration_s"] for how in (VERIFIED, ""))
+        own = spread(quotients(pipelined["samples"][f"{name}{VERIFIED}"]["checks_s"], checked, 100), ".2f")
+        more = spread([100 * (ratio - 1) for ratio in quotients(checked, plain)], "+.2f")
+        print(f"{name}: {more}; the evictor's processor is at it for {own} % of that")
 
 
 def link_rows(entry: dict[str, Any]) -> Iterator[list[str]]:
-    """Of one size, each way's cells."""
+    """Yield each way's cells for one size."""
     samples = entry["samples"]
     both = {
-        name: [sum(pair) for pair in zip(each["there_s"], each["back_s"], strict=True)]
-        for name, each in samples.items()
+        name: [sum(pair) for pair in zip(of_way["there_s"], of_way["back_s"], strict=True)]
+        for name, of_way in samples.items()
     }
     for name in (MEMCPY, *TRANSPORTS):
         speeds = [2 * entry["nbytes"] / took / 1e9 for took in both[name]]
@@ -423,15 +410,15 @@ def link_rows(entry: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def pipeline_rows(samples: dict[str, dict[str, list[float]]]) -> Iterator[list[str]]:
-    """Return each way's cells; what is compared to none is empty for none."""
-    for name, each in samples.items():
-        took = each["iteration_s"]
-        cells = [name, spread([1e3 * one for one in took], ".1f")]
+    """Yield each way's cells; without balancing those of comparisons are empty."""
+    for name, of_way in samples.items():
+        took = of_way["iteration_s"]
+        cells = [name, spread([1e3 * seconds for seconds in took], ".1f")]
         if name == "none":
             yield [*cells, "", "", ""]
             continue
         more = [100 * (ratio - 1) for ratio in quotients(took, samples["none"]["iteration_s"])]
-        held = [spread(quotients(each[f"{who}_held_s"], took, 100), ".3f") for who in ("evictor", "acceptor")]
+        held = [spread(quotients(of_way[f"{side}_held_s"], took, 100), ".3f") for side in ("evictor", "acceptor")]
         yield [*cells, spread(more, "+.2f"), *held]
 
 
