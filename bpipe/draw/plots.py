@@ -48,8 +48,6 @@ class StagePeaks:
 
 def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
     """Return two bars per stage, without and with balancing, and a dash at what the schedule predicted."""
-    if not stages:
-        raise ValueError("there is no stage to draw")
     figure, axes = _figure(8, 3.9, title)
     highest = max(max(stage.plain_bytes, stage.balanced_bytes) for stage in stages)
     unit, unit_name = (GIB, "GiB") if highest > GIB else (MIB, "MiB")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ import platform
 import random
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,13 +40,14 @@ with contextlib.redirect_stdout(None):
 
 # isort: split
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bench.turns import add_sizes, on_ranks, processor_seconds, quotients, spread
+from bench.turns import in_turn, on_ranks, quotients, spread
 from bpipe.build import ScheduleConfig
 from bpipe.schedule.program import Exchange
 from megatron.scheduling.hooks import patches
@@ -120,8 +121,15 @@ def prepared(sizes: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[Call
 def measure(_: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
     model, iteration = prepared(sizes)
     loops = {"Megatron's": STOCK, "ours": own_loop(sizes)}
-    ways = {name: functools.partial(iteration, loop) for name, loop in loops.items()}
-    return processor_seconds(ways, lambda _: model.zero_grad(), sizes.rounds)
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for counts, name in in_turn(tuple(loops), sizes.rounds):
+        dist.barrier()
+        begin_s = time.thread_time()
+        iteration(loops[name])
+        if counts:
+            seconds[name].append(time.thread_time() - begin_s)
+        model.zero_grad()
+    return seconds
 
 
 def in_95_of_100(values: list[float]) -> tuple[float, float]:
@@ -133,7 +141,13 @@ def in_95_of_100(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_sizes(parser, microbatches=16)
+    parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=1, help="of a stage")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE")
     sizes = parser.parse_args()
     measured = on_ranks(measure, sizes.stages, sizes)
     rows, together = [], []

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,6 @@ from torch.multiprocessing.spawn import start_processes
 
 # Rounds that are not measured.
 WARM_UP = 2
-
-
-def add_sizes(parser: argparse.ArgumentParser, microbatches: int) -> None:
-    """Add the sizes of a pipeline of layers, the rounds, and the file for all measurements."""
-    parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline")
-    parser.add_argument("--microbatches", type=int, default=microbatches)
-    parser.add_argument("--layers", type=int, default=1, help="of a stage")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", metavar="FILE")
 
 
 def on_ranks(measure: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
@@ -57,21 +44,6 @@ def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[bool, str]]:
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
             yield turn >= WARM_UP, name
-
-
-def processor_seconds(
-    ways: Mapping[str, Callable[[], object]], clear: Callable[[str], None], rounds: int
-) -> dict[str, list[float]]:
-    """Return each way's processor time of this thread in every round, without `clear` after it. Collective."""
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for counts, name in in_turn(tuple(ways), rounds):
-        dist.barrier()
-        begin_s = time.thread_time()
-        ways[name]()
-        if counts:
-            spent[name].append(time.thread_time() - begin_s)
-        clear(name)
-    return spent
 
 
 def spread(values: list[float], form: str) -> str:

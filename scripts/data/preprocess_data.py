@@ -94,33 +94,6 @@ def texts_of(line: Line, key: str, record: Any) -> list[str]:
     return texts
 
 
-def encode(line: Line, keys: list[str], tokenizer: Tokenizer, append_eod: bool) -> dict[str, Document]:
-    """Tokenize one line. An empty text gives an empty document, a blank line one for each key."""
-    if not line.raw.strip():
-        return {key: Document([], []) for key in keys}
-    try:
-        record = json.loads(line.raw)
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise line.fault(f"is not JSON: {error}") from error
-    documents = {}
-    for key in keys:
-        ids: list[int] = []
-        lengths: list[int] = []
-        for text in texts_of(line, key, record):
-            try:
-                tokens = tokenizer.tokenize(text)
-            except ValueError as error:  # half a surrogate pair, or words that a tokenizer does not know
-                raise line.fault(f"the tokenizer refuses key {key!r}: {error}") from error
-            if len(tokens) > 0:
-                ids += tokens
-                lengths.append(len(tokens))
-        if ids and append_eod:
-            ids.append(tokenizer.eod)
-            lengths[-1] += 1
-        documents[key] = Document(ids, lengths)
-    return documents
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoder:
     """Encodes lines."""
@@ -132,9 +105,35 @@ class Encoder:
     def __call__(self, line: Line) -> dict[str, Document] | str:
         """Encode a line. A fault is returned like a document, so that the first in the input is reported."""
         try:
-            return encode(line, self.keys, self.tokenizer, self.append_eod)
+            return self._encode(line)
         except InputError as error:
             return str(error)
+
+    def _encode(self, line: Line) -> dict[str, Document]:
+        """Tokenize one line. An empty text gives an empty document, a blank line one for each key."""
+        if not line.raw.strip():
+            return {key: Document([], []) for key in self.keys}
+        try:
+            record = json.loads(line.raw)
+        except ValueError as error:  # not UTF-8, or not JSON
+            raise line.fault(f"is not JSON: {error}") from error
+        documents = {}
+        for key in self.keys:
+            ids: list[int] = []
+            lengths: list[int] = []
+            for text in texts_of(line, key, record):
+                try:
+                    tokens = self.tokenizer.tokenize(text)
+                except ValueError as error:  # half a surrogate pair, or words that a tokenizer does not know
+                    raise line.fault(f"the tokenizer refuses key {key!r}: {error}") from error
+                if len(tokens) > 0:
+                    ids += tokens
+                    lengths.append(len(tokens))
+            if ids and self.append_eod:
+                ids.append(self.tokenizer.eod)
+                lengths[-1] += 1
+            documents[key] = Document(ids, lengths)
+        return documents
 
 
 # The encoder of a forked process. It comes through the fork, because not every tokenizer can be pickled.

@@ -103,13 +103,13 @@ def _install() -> None:
         _put(torch.Tensor, name, _reading(getattr(torch.Tensor, name)))
     for owner, name, stand_in in past.stand_ins(_wait, _lend):
         _put(owner, name, stand_in(getattr(owner, name)))
-    _put(forward_ad, "enter_dual_level", _refusing_duals(forward_ad.enter_dual_level))
+    _put(forward_ad, "enter_dual_level", past.after(_refuse_duals_in_steps, forward_ad.enter_dual_level))
     _put(threading.Thread, "start", _starting(threading.Thread.start))
     for owner, name in ((_thread, "start_new_thread"), (torch, "set_flush_denormal"), (torch._C, "set_flush_denormal")):
-        _put(owner, name, _for_good(getattr(owner, name)))
+        _put(owner, name, past.after(_run_at_once_for_good, getattr(owner, name)))
     _put(torch.Tensor, "data", property(_BASE.data.__get__, _exchange))
     for owner, name in SETTERS:
-        _put(owner, name, _waiting(getattr(owner, name)))
+        _put(owner, name, past.after(_wait, getattr(owner, name)))
     _put(torch.random, "default_generator", Generator(torch.default_generator, _wait))
     for types in _FOREACH_TYPES:
         types.append(Placeholder)
@@ -152,15 +152,6 @@ def _reading(read: Callable[..., Any]) -> Callable[..., Any]:
     return waiting
 
 
-def _waiting(setter: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(setter)
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        _wait()
-        return setter(*args, **kwargs)
-
-    return waiting
-
-
 def _exchange(self: torch.Tensor, data: torch.Tensor) -> None:
     _lend()
     _BASE.data.__set__(self, plain(data))
@@ -173,14 +164,9 @@ def refuse_duals() -> None:
     )
 
 
-def _refusing_duals(enter: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(enter)
-    def entering(*args: Any, **kwargs: Any) -> Any:
-        if any(session.in_step for session in _here()):
-            refuse_duals()
-        return enter(*args, **kwargs)
-
-    return entering
+def _refuse_duals_in_steps() -> None:
+    if any(session.in_step for session in _here()):
+        refuse_duals()
 
 
 def _starting(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,15 +179,10 @@ def _starting(start: Callable[..., Any]) -> Callable[..., Any]:
     return starting
 
 
-def _for_good(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        global _is_for_good
-        _is_for_good = True
-        _run_at_once()
-        return function(*args, **kwargs)
-
-    return run
+def _run_at_once_for_good() -> None:
+    global _is_for_good
+    _is_for_good = True
+    _run_at_once()
 
 
 def _run_at_once() -> None:

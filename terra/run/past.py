@@ -60,13 +60,15 @@ def stand_ins(wait: Callable[[], None], lend: Callable[[], None]) -> Iterator[tu
         yield owner, name, functools.partial(_unwatched, wait, name)
     # Pending operations mean what a tensor was before it was swapped.
     for owner, name in ((torch.utils, "swap_tensors"), (torch._C, "_swap_tensor_impl")):
-        yield owner, name, functools.partial(_after, lend)
+        yield owner, name, functools.partial(after, lend)
 
 
-def _after(before: Callable[[], None], function: Function) -> Function:
+def after(action: Callable[[], None], function: Function) -> Function:
+    """Return a function that calls `action` first."""
+
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before()
+        action()
         return function(*args, **kwargs)
 
     return run

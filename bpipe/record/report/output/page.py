@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from bpipe.schedule.action import Kind
-from bpipe.schedule.files.text import TextError, read_action
+from bpipe.schedule.files.text import read_action
 
 TICK_S = 1e-7
 # Stands for no host buffer, and for no bytes.
@@ -23,20 +23,20 @@ NOTHING = -1
 
 SCRIPTS = "data.js format.js tables.js bars.js paint.js lanes.js layout.js timeline.js input.js main.js".split()
 _KINDS = tuple(kind.value for kind in Kind)
-_COLUMNS = 6
 # A table of distinct values pays only while its indices are shorter than the values.
 _MOST_DISTINCT = 1000
 
 
 def render(view: Mapping[str, Any]) -> str:
-    """Return the page. Raises ValueError, with its place, for a view that is not of the agreed form."""
+    """Return the page. Raises ValueError for a number that is not finite."""
     tracks = _Tracks()
-    iterations = [_iteration(iteration, tracks) for iteration in _of(view, "iterations", "the view")]
-    names = ("figures", "facts", "answers", "bottleneck", "stages", "differences")
+    iterations = [
+        {**iteration, "ranks": [_rank(rank, tracks) for rank in iteration["ranks"]]} for iteration in view["iterations"]
+    ]
     data = {
-        "title": str(_of(view, "title", "the view")),
+        "title": view["title"],
         "is_run": view.get("is_run", True),
-        **{name: _of(view, name, "the view") for name in names},
+        **{name: view[name] for name in ("figures", "facts", "answers", "bottleneck", "stages", "differences")},
         "tick_s": TICK_S,
         "kinds": _KINDS,
         "tracks": tracks.packed,
@@ -55,10 +55,7 @@ def render(view: Mapping[str, Any]) -> str:
 
 def embed(value: object) -> str:
     """Write JSON for a script element: without `<`, which could end it, and without numbers that JSON lacks."""
-    try:
-        text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    except ValueError:
-        raise ValueError("the view holds a number that is not finite: leave it out, or say null") from None
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
@@ -77,12 +74,6 @@ def column(values: Sequence[int]) -> dict[str, Any]:
     return min(candidates, key=lambda candidate: len(json.dumps(candidate, separators=(",", ":"))))
 
 
-def _of(part: Mapping[str, Any], name: str, place: str) -> Any:
-    if name not in part:
-        raise ValueError(f"{place} has no {name!r}: it has {', '.join(part) or 'nothing'}")
-    return part[name]
-
-
 class _Tracks:
     """Every track once: all iterations have the same simulation, which is half of the data."""
 
@@ -90,47 +81,32 @@ class _Tracks:
         self.packed: list[dict[str, Any]] = []
         self._places: dict[int, int] = {}
 
-    def place(self, track: Mapping[str, Any], where: str) -> int:
+    def place(self, track: Mapping[str, Any] | None) -> int | None:
         """Return the track's index in `packed`."""
+        if track is None:
+            return None
         if id(track) not in self._places:
             self._places[id(track)] = len(self.packed)
-            self.packed.append(_track(track, where))
+            self.packed.append(_track(track))
         return self._places[id(track)]
 
 
-def _iteration(iteration: Mapping[str, Any], tracks: _Tracks) -> dict[str, Any]:
-    place = f"iteration {iteration.get('iteration', '?')}"
-    return {
-        "iteration": _of(iteration, "iteration", place),
-        "end_s": _of(iteration, "end_s", place),
-        "ranks": [_rank(rank, place, tracks) for rank in _of(iteration, "ranks", place)],
-    }
+def _rank(rank: Mapping[str, Any], tracks: _Tracks) -> dict[str, Any]:
+    packed = {name: rank[name] for name in ("rank", "label", "bound_bytes")}
+    return (
+        packed
+        | {"under": rank.get("under", [])}
+        | {side: tracks.place(rank[side]) for side in ("measured", "simulated")}
+    )
 
 
-def _rank(rank: Mapping[str, Any], place: str, tracks: _Tracks) -> dict[str, Any]:
-    place = f"{place}, rank {rank.get('rank', '?')}"
-    packed = {name: _of(rank, name, place) for name in ("rank", "label", "bound_bytes")}
-    packed["under"] = rank.get("under", [])
-    for side in ("measured", "simulated"):
-        track = _of(rank, side, place)
-        packed[side] = None if track is None else tracks.place(track, f"{place}, {side}")
-    return packed
-
-
-def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _track(track: Mapping[str, Any]) -> dict[str, Any]:
     """Return one side of one rank as columns."""
-    actions = _of(track, "actions", place)
-    for row in actions:
-        if len(row) != _COLUMNS:
-            raise ValueError(
-                f"{place}: {row!r} has {len(row)} entries, an action has 6: text, start, end, wait, bytes, slot"
-            )
-    rows = [_packed(row, place) for row in actions]
-    memory = _of(track, "memory", place)
+    rows = [_packed(*row) for row in track["actions"]]
     return {
         **{name: column([getattr(row, name) for row in rows]) for name in _Packed._fields},
-        "memory_time": column([_ticks(time) for time, _ in memory]),
-        "memory_held": column([int(held) for _, held in memory]),
+        "memory_time": column([_ticks(time) for time, _ in track["memory"]]),
+        "memory_held": column([int(held) for _, held in track["memory"]]),
     }
 
 
@@ -147,13 +123,8 @@ class _Packed(NamedTuple):
     slot: int
 
 
-def _packed(row: Sequence[Any], place: str) -> _Packed:
-    text, start_s, end_s, wait_s, num_bytes, slot = row
-    try:
-        action = read_action(text)
-    except TextError as error:
-        raise ValueError(f"{place}: {error}") from None
-    start = _ticks(start_s)
+def _packed(text: str, start_s: float, end_s: float, wait_s: float, num_bytes: int | None, slot: int | None) -> _Packed:
+    action, start = read_action(text), _ticks(start_s)
     return _Packed(
         kind=_KINDS.index(action.kind.value),
         stage=action.stage,
