@@ -52,17 +52,17 @@ def main() -> int:
         print("usage: smoke_table.py FOLDER", file=sys.stderr)
         return 2
     try:
-        found = rows(Path(sys.argv[1]))
+        runs = rows(Path(sys.argv[1]))
     except (OSError, ValueError, KeyError) as error:
         print(f"smoke_table.py: {sys.argv[1]}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    print(table(found))
-    wrong = [cells for cells in found if cells[-1] != IDENTICAL]
-    if wrong or not found:
+    print(table(runs))
+    wrong = [cells for cells in runs if cells[-1] != IDENTICAL]
+    if wrong or not runs:
         named = ", ".join(f"{layout} {run}" for layout, run, *_ in wrong) or "no run at all"
         print(f"NOT as stock Megatron: {named}")
         return 1
-    print(f"all {len(found)} runs train as stock Megatron does, to the last bit")
+    print(f"all {len(runs)} runs train as stock Megatron does, to the last bit")
     return 0
 
 

@@ -214,24 +214,23 @@ class _Match:
 
     step: Step
     # From the numbers of the fullest step's operations to this one's, and the other way.
-    there: Mapping[int, int]
-    back: Mapping[int, int]
+    to_step: Mapping[int, int]
+    to_fullest: Mapping[int, int]
 
     @classmethod
     def of(cls, fullest: Step, other: Step) -> _Match:
         keys = [[(operation.name, operation.place) for operation in step.operations] for step in (fullest, other)]
-        if keys[0] == keys[1]:
-            there = {number: number for number in range(len(keys[0]))}
-        else:
-            blocks = SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
-            there = {start + number: begin + number for start, begin, length in blocks for number in range(length)}
-        return cls(other, there, {other: one for one, other in there.items()})
+        blocks = [(0, 0, len(keys[0]))]
+        if keys[0] != keys[1]:
+            blocks = list(SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks())
+        pairs = [(start + number, begin + number) for start, begin, length in blocks for number in range(length)]
+        return cls(other, dict(pairs), {number: of_fullest for of_fullest, number in pairs})
 
     def as_fullest(self, memory: Fixed | MadeInStep | None) -> Fixed | MadeInStep | None:
         """Return memory as the fullest step has it: made by the operation that is the same node."""
         if not isinstance(memory, MadeInStep) or memory.operation < 0:
             return memory
-        return MadeInStep(self.back.get(memory.operation, _NOWHERE))
+        return MadeInStep(self.to_fullest.get(memory.operation, _NOWHERE))
 
 
 def _across(steps: Sequence[Step]) -> Iterator[_Found]:
@@ -240,14 +239,14 @@ def _across(steps: Sequence[Step]) -> Iterator[_Found]:
     yield from _sometimes(fullest, matches)
     nodes = _Nodes(fullest)
     for number, operation in enumerate(fullest.operations):
-        same = [(match.step.operations[match.there[number]], match) for match in matches if number in match.there]
+        same = [(match.step.operations[match.to_step[number]], match) for match in matches if number in match.to_step]
         yield from nodes.different(number, operation, same)
 
 
 def _sometimes(fullest: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
     """Yield each operation that not all steps have."""
     for number, operation in enumerate(fullest.operations):
-        having = sum(number in match.there for match in matches)
+        having = sum(number in match.to_step for match in matches)
         if having < len(matches):
             yield Kind.SOMETIMES, operation, f"in {having} of {len(matches)} steps"
     # What the fullest step lacks, by its name, place and number among these.
@@ -255,7 +254,7 @@ def _sometimes(fullest: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
     for match in matches:
         counted = Counter[tuple[str, Place]]()
         for number, operation in enumerate(match.step.operations):
-            if number not in match.back:
+            if number not in match.to_fullest:
                 key = operation.name, operation.place
                 counted[key] += 1
                 extra.setdefault((*key, counted[key]), []).append(operation)
@@ -280,41 +279,41 @@ class _Nodes:
             return
         named = [({argument.name: argument for argument in other.arguments}, match) for other, match in same]
         for argument in operation.arguments:
-            found = _argument(
-                argument, [(by_name[argument.name], match) for by_name, match in named if argument.name in by_name]
-            )
-            if found is None or self._is_known(number, argument, found[0]):
+            of_steps = [(by_name[argument.name], match) for by_name, match in named if argument.name in by_name]
+            kind, detail = _argument(argument, of_steps)
+            if kind is None or self._is_reported(number, argument, kind):
                 continue
-            if found[0] is Kind.REPLACED and operation.short == LIFT:
-                found = Kind.FROM_PYTHON, f"{_words(argument)} is made from numbers that Python holds"
-            yield found[0], operation, found[1]
+            if kind is Kind.REPLACED and operation.short == LIFT:
+                kind, detail = Kind.FROM_PYTHON, f"{_words(argument)} is made from numbers that Python holds"
+            yield kind, operation, detail
 
-    def _is_known(self, number: int, argument: Argument, kind: Kind) -> bool:
+    def _is_reported(self, number: int, argument: Argument, kind: Kind) -> bool:
         """Whether it was reported already where it began; otherwise note it."""
         if kind is Kind.ATTRIBUTE and not argument.meta:
             self._varying.add(MadeInStep(number))
         if kind is Kind.SHAPE or (kind is Kind.SCALAR and isinstance(argument.value, int)):
-            known = argument.memory in self._varying or MadeInStep(number) in self._varying
+            reported = argument.memory in self._varying or MadeInStep(number) in self._varying
             self._varying.add(MadeInStep(number))
-            return known
+            return reported
         if kind in (Kind.REPLACED, Kind.SOURCE) and argument.memory is not None:
-            known = argument.memory in self._reported
+            reported = argument.memory in self._reported
             self._reported.add(argument.memory)
-            return known
+            return reported
         return False
 
 
-def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -> tuple[Kind, str] | None:
+def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -> tuple[Kind | None, str]:
+    """Return what differs in an argument, if anything does."""
     seen = [other for other, _ in of_steps]
-    setting = _setting(argument, seen)
-    if setting is not None or len(_different(match.as_fullest(other.memory) for other, match in of_steps)) == 1:
-        return setting
+    kind, detail = _setting(argument, seen)
+    if kind is not None or len(_different(match.as_fullest(other.memory) for other, match in of_steps)) == 1:
+        return kind, detail
     if all(isinstance(other.memory, Fixed) for other in seen):
         return Kind.REPLACED, f"{argument.name}, {_words(argument)}, is another tensor"
     return Kind.SOURCE, f"{argument.name}, {_words(argument)}, comes from a different source"
 
 
-def _setting(argument: Argument, seen: Sequence[Argument]) -> tuple[Kind, str] | None:
+def _setting(argument: Argument, seen: Sequence[Argument]) -> tuple[Kind | None, str]:
     """Return what differs in an argument, other than its memory."""
     shapes, metas, values = (_different(getattr(other, name) for other in seen) for name in ("shape", "meta", "value"))
     if len(shapes) > 1:
@@ -325,7 +324,7 @@ def _setting(argument: Argument, seen: Sequence[Argument]) -> tuple[Kind, str] |
     if len(values) > 1:
         are_numbers = all(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values)
         return Kind.SCALAR if are_numbers else Kind.ATTRIBUTE, _in_turn(argument, map(_number, values))
-    return None
+    return None, ""
 
 
 def _in_turn(argument: Argument, words: Iterable[str]) -> str:

@@ -237,10 +237,10 @@ class Recorder:
         )
 
     def _memory(self, step: Step, storage: torch.UntypedStorage) -> Fixed | MadeInStep:
-        known: Any = step.made.get(storage._cdata) or self._given.get(storage._cdata)
-        if known is None:
-            known = self._given[storage._cdata] = storage, Fixed(len(self._given))
-        memory: Fixed | MadeInStep = known[1]
+        entry: Any = step.made.get(storage._cdata) or self._given.get(storage._cdata)
+        if entry is None:
+            entry = self._given[storage._cdata] = storage, Fixed(len(self._given))
+        memory: Fixed | MadeInStep = entry[1]
         return memory
 
 

@@ -73,12 +73,12 @@ class Gathering:
             self.fed.append(_copy(value))
             return 3 * (len(self.fed) - 1) + _FED
         assert isinstance(source, Outer)
-        known = self._sources.get(id(source.tensor))
-        if known is None:
-            known = self._sources[id(source.tensor)] = 3 * len(self.fed) + _FED
+        number = self._sources.get(id(source.tensor))
+        if number is None:
+            number = self._sources[id(source.tensor)] = 3 * len(self.fed) + _FED
             self.fed.append(source.tensor)
             outers.own(source)
-        return known
+        return number
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

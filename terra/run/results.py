@@ -35,11 +35,11 @@ def values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[st
     return rebuilt(args, plain), {name: rebuilt(value, plain) for name, value in kwargs.items()}
 
 
-def _outputs(found: Any) -> list[torch.Tensor | None] | None:
-    """Return the tensors that an operation made, None where it made anything else."""
-    outputs = [found] if isinstance(found, torch.Tensor) else list(found) if isinstance(found, (tuple, list)) else None
-    are_tensors = outputs is not None and all(each is None or isinstance(each, torch.Tensor) for each in outputs)
-    return outputs if are_tensors else None
+def _outputs(result: Any) -> list[torch.Tensor | None] | None:
+    """Return the tensors that an operation made, or None if it made anything else."""
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    are_tensors = all(isinstance(output, torch.Tensor) for output in outputs if output is not None)
+    return outputs if are_tensors and result is not None else None
 
 
 class Results:
@@ -49,47 +49,47 @@ class Results:
         self.known: dict[Any, Outputs] = {}
         self._owner, self._outers = owner, outers
 
-    def hand_out(self, call: Call, found: Any) -> Any:
+    def hand_out(self, call: Call, result: Any) -> Any:
         self._own(call)
-        is_one = isinstance(found, torch.Tensor)
-        outputs = _outputs(found)
+        is_one = isinstance(result, torch.Tensor)
+        outputs = _outputs(result)
         if outputs is None:
-            if found is None:
+            if result is None:
                 self._remember(call, Outputs((), False))
-            return found
+            return result
         arguments = {id(value_of(source)): place for place, source in reversed(list(enumerate(call.sources)))}
-        made = [self._one(call, each, arguments) for each in outputs]
-        if all(each is None or is_plain(each) for each in outputs):
-            self._remember(call, Outputs(tuple(form for _, form in made), is_one))
-        return made[0][0] if is_one else [handed for handed, _ in made]
+        pairs = [self._one(call, output, arguments) for output in outputs]
+        if all(output is None or is_plain(output) for output in outputs):
+            self._remember(call, Outputs(tuple(form for _, form in pairs), is_one))
+        return pairs[0][0] if is_one else [handed for handed, _ in pairs]
 
     def _one(
         self, call: Call, output: torch.Tensor | None, arguments: Mapping[int, int]
     ) -> tuple[Any, Form | int | None]:
-        """Return an output as the program gets it, and its form, or which argument it is."""
+        """Return an output as the program gets it, and its form or the number of the argument that it is."""
         if output is None or not is_plain(output) or (call.function.makes_sizes and output.dtype == torch.int64):
             return output, None
         place = arguments.get(id(output))
         if place is None:
             form = form_of(output)
             return Placeholder(Cell(self._owner, form, output, has_shared_memory(output))), form
-        given = call.tensors[place]
-        if isinstance(given, Placeholder) and given.cell.form != form_of(output):
-            given.become(Cell(self._owner, form_of(output), output, given.cell.is_shared))
-        return given, place
+        argument = call.tensors[place]
+        if isinstance(argument, Placeholder) and argument.cell.form != form_of(output):
+            argument.become(Cell(self._owner, form_of(output), output, argument.cell.is_shared))
+        return argument, place
 
     def _own(self, call: Call) -> None:
         """Own the tensors from outside, as if the runner got them."""
         for source in call.sources:
             if not isinstance(source, Outer) or source.is_shared:
                 continue
-            if not source.is_host or any(source is each for each in call.written):
+            if not source.is_host or any(source is written for written in call.written):
                 self._outers.own(source)
 
     def _remember(self, call: Call, made: Outputs) -> None:
         still = all(
-            form_of(value_of(each)) == form
-            for each, form in zip(call.sources, call.forms, strict=True)
+            form_of(value_of(source)) == form
+            for source, form in zip(call.sources, call.forms, strict=True)
             if isinstance(form, Form)
         )
         if not call.is_awaited and not call.function.moves and still:

@@ -1,4 +1,4 @@
-"""Run a program's steps beside the program, each in a `with session:`, with results that are equal to the bit.
+"""Run a program's steps next to the program, each in a `with session:`, with results that are equal to the bit.
 
 The first step runs as it is, because libraries and optimizers make what they need there. Then steps are traced: their
 operations run at once, and their trace is merged into the graph, until one brings nothing new. From then on Python only
@@ -44,7 +44,7 @@ FRAMES_OF_ISSUE = 3
 STEPS_AHEAD = 2
 # Limit of the compiled blocks and of the known results: a program whose sizes never recur would make ever more.
 _MOST_KNOWN = 20_000
-# What torch says of code that takes a placeholder for a tensor with memory, and what we add to it.
+# Torch's words about code that takes a placeholder for a tensor with memory, and the note that is added.
 _OF_PLACEHOLDERS = ("data is not allocated yet", "python object of type Placeholder")
 _NO_MEMORY = (
     "terra: a session's step makes placeholders, which have no memory and a class of their own. Code that reads "
@@ -284,10 +284,10 @@ class Session:
         """Run an operation on placeholders outside of a step: only views and what it writes stay placeholders."""
         self.drain()
         function = self._function(operation)
-        found = run_below(operation, *values(args, kwargs))
+        result = run_below(operation, *values(args, kwargs))
         if function.makes_views or function.writes:
-            return self._results.hand_out(Call(function, self._outers, args, kwargs), found)
-        return found
+            return self._results.hand_out(Call(function, self._outers, args, kwargs), result)
+        return result
 
 
 class _Issued(TorchDispatchMode):

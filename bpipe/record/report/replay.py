@@ -42,7 +42,7 @@ class Basis:
     seconds: Mapping[tuple[int, Kind], float]
     bytes_per_s: Mapping[int, float]  # of transfers, by stage
     bytes_source: Mapping[int, str]
-    message_s: float | None  # None if no message could be told from waiting: the prediction then has none
+    message_s: float | None  # None if no message could be told from waiting; the prediction then has none
     message_between_s: float | None  # between nodes
     assumed: tuple[int, ...]  # stages without a record
 
