@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from terra.run.cell import Cell, Form, below_autograd, undispatched
-from terra.run.issue import Call, Outer, Outers, Source
-from terra.run.results import Outputs
-from terra.run.runner import Block, Program
-from terra.run.state import State
+from terra.run.issue import Call, Outer, Outers, Outputs, Source
+from terra.run.runner import Block, Program, State
 from terra.trace.graph import Node
 from terra.trace.place import Place
 

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from torch.utils import _foreach_utils
 from terra.run import past
 from terra.run.cell import READS, Placeholder, plain, undispatched
 from terra.run.runner import RunnerThread
-from terra.run.state import SETTERS, Generator, Generators
 
 _BASE: Any = torch._C.TensorBase
 # With tensors of other types than these, optimizers and the clipping of gradients go another way, one tensor at a time.
@@ -40,6 +39,19 @@ _FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_utils._foreach_supported_types
 _SWITCH_S = 2e-4
 # Half of it is zero if denormal numbers are flushed.
 _SMALLEST = sys.float_info.min
+
+# Where programs and torch itself look up what sets a flag for kernels.
+_FLAGS = (
+    "_set_deterministic_algorithms _set_deterministic_fill_uninitialized_memory _set_default_dtype _set_mkldnn_enabled "
+    "_set_mkldnn_deterministic _set_float32_matmul_precision _set_fp32_precision_setter _set_cudnn_enabled "
+    "_set_cudnn_benchmark _set_cudnn_deterministic _set_cudnn_allow_tf32 _set_cublas_allow_tf32 _set_sdp_use_flash "
+    "_set_sdp_use_math _set_sdp_use_mem_efficient _set_sdp_use_cudnn _set_nnpack_enabled set_num_threads"
+).split()
+_SETTERS: tuple[tuple[Any, str], ...] = (
+    *((torch._C, name) for name in _FLAGS if hasattr(torch._C, name)),
+    (torch, "set_num_threads"),
+)
+_OF_GENERATORS = "get_state set_state manual_seed seed initial_seed graphsafe_get_state graphsafe_set_state".split()
 
 # Those of `terra.run.session`.
 _sessions: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -108,13 +120,13 @@ def _install() -> None:
     for owner, name in ((_thread, "start_new_thread"), (torch, "set_flush_denormal"), (torch._C, "set_flush_denormal")):
         _put(owner, name, past.after(_run_at_once_for_good, getattr(owner, name)))
     _put(torch.Tensor, "data", property(_BASE.data.__get__, _exchange))
-    for owner, name in SETTERS:
+    for owner, name in _SETTERS:
         _put(owner, name, past.after(_wait, getattr(owner, name)))
-    _put(torch.random, "default_generator", Generator(torch.default_generator, _wait))
+    _put(torch.random, "default_generator", _Generator(torch.default_generator, _wait))
     for types in _FOREACH_TYPES:
         types.append(Placeholder)
     if torch.cuda.is_initialized():
-        _put(torch.cuda, "default_generators", Generators(torch.cuda.default_generators, _wait))
+        _put(torch.cuda, "default_generators", _Generators(torch.cuda.default_generators, _wait))
     _intervals_s.append(sys.getswitchinterval())
     sys.setswitchinterval(min(_SWITCH_S, _intervals_s[0]))
 
@@ -122,6 +134,38 @@ def _install() -> None:
 def _put(owner: Any, name: str, by: Any) -> None:
     _before.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, by)
+
+
+class _Generator:
+    """Replaces a default generator of `torch.random` or `torch.cuda`: calls `before` before its state is used."""
+
+    def __init__(self, generator: torch.Generator, before: Callable[[], None]) -> None:
+        self.generator, self._before = generator, before
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.generator, name)
+        if name not in _OF_GENERATORS:
+            return attribute
+
+        def waiting(*args: Any) -> Any:
+            self._before()
+            return attribute(*(value.cell.fetch() if hasattr(value, "cell") else value for value in args))
+
+        return waiting
+
+
+class _Generators:
+    """Replaces the default generators of `torch.cuda`, one by one as they are looked up: a stand-in for them of
+    somebody else's may have no end."""
+
+    def __init__(self, generators: Sequence[torch.Generator], before: Callable[[], None]) -> None:
+        self._generators, self._before = generators, before
+
+    def __getitem__(self, index: int) -> _Generator:
+        return _Generator(self._generators[index], self._before)
+
+    def __len__(self) -> int:
+        return len(self._generators)
 
 
 def _remove_unless_used() -> None:

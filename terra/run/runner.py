@@ -13,13 +13,34 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from terra.run.cell import Cell, below_autograd
-from terra.run.state import State, apply
 
 # Runs a block. Takes its inputs, and the cells of its results with the last one first, and empties both.
 Program = Callable[[list[Any], list[Cell]], None]
 # How long a session that ends waits for its thread.
 _END_S = 5.0
+
+
+class State(NamedTuple):
+    """Settings that torch keeps for each thread."""
+
+    with_gradients: bool
+    num_threads: int
+
+
+def current() -> tuple[bool, int]:
+    """Return this thread's `State` as a plain tuple, because every operation needs it."""
+    return torch.is_grad_enabled(), torch.get_num_threads()
+
+
+def apply(state: State) -> None:
+    """Apply a state in the thread that runs operations."""
+    if torch.is_grad_enabled() is not state.with_gradients:
+        torch._C._set_grad_enabled(state.with_gradients)
+    if torch.get_num_threads() != state.num_threads:
+        torch.set_num_threads(state.num_threads)
 
 
 class Block(NamedTuple):

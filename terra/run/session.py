@@ -27,10 +27,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from terra.run import guards
 from terra.run.blocks import Gathering, Variants
 from terra.run.cell import Placeholder
-from terra.run.issue import Call, Function, Outers, are_sizes, refuse_other_gradient, refuse_other_higher_derivatives
-from terra.run.results import Outputs, Results, run_below, values
-from terra.run.runner import Runner
-from terra.run.state import State, current
+from terra.run.issue import (
+    Call,
+    Function,
+    Outers,
+    Outputs,
+    Results,
+    are_sizes,
+    refuse_other_gradient,
+    refuse_other_higher_derivatives,
+    run_below,
+    values,
+)
+from terra.run.runner import Runner, State, current
 from terra.trace.graph import END, Key, Node, TraceGraph
 from terra.trace.place import Sites
 
