@@ -96,7 +96,7 @@ def test_every_part_is_counted_and_one_that_fails_fails_all(scripts: Path, tmp_p
     row = r"\| 9\.9\.9 \| 20\S+ \| FAILED: 2 failed, 400 passed, 3 skipped \| 5 passed \| 1 passed \| passed \|"
     assert re.search(row, done.stdout)
     assert done.returncode == 1
-    assert "with torch 9.9.9+cpu 1 of 4 parts failed. Everything that was said: " in done.stderr
+    assert "with torch 9.9.9+cpu 1 of 4 parts failed. Logs: " in done.stderr
 
 
 def test_the_oldest_and_the_newest_are_those_that_are_promised(scripts: Path) -> None:
