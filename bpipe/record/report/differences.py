@@ -11,17 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
+from bpipe.record.report import context
 from bpipe.record.report.compare import Comparison
-from bpipe.record.report.context import (
-    SMALLEST_SHARE,
-    beside_computation,
-    beside_exposed,
-    beside_iteration,
-    beside_peak,
-    beside_transfer,
-    beside_waiting,
-    transfer_seconds,
-)
 from bpipe.record.report.selection import lanes_of
 from bpipe.record.report.units import bytes_text, seconds_text
 from bpipe.schedule.action import Action, Kind
@@ -76,7 +67,7 @@ def differences(comparison: Comparison) -> tuple[Difference, ...]:
     for candidates in (_iterations, _computations, _transfers, _waiting, _peaks):
         for difference, facts in candidates(comparison):
             other = largest.get(difference.kind)
-            if difference.share >= SMALLEST_SHARE and (other is None or difference.share > other[0].share):
+            if difference.share >= context.SMALLEST_SHARE and (other is None or difference.share > other[0].share):
                 largest[difference.kind] = difference, facts
     chosen = sorted(largest.values(), key=lambda pair: -pair[0].share)[:MOST]
     return tuple(replace(difference, beside=tuple(facts)) for difference, facts in chosen)
@@ -95,7 +86,7 @@ def _iterations(comparison: Comparison) -> Iterator[_Candidate]:
     for timeline in comparison.measured.shown:
         what = f"iteration {timeline.iteration}, pipeline time"
         difference = _seconds(comparison, "iteration", None, what, timeline.span_s, predicted)
-        yield replace(difference, iteration=timeline.iteration), beside_iteration(comparison, timeline)
+        yield replace(difference, iteration=timeline.iteration), context.beside_iteration(comparison, timeline)
 
 
 def _computations(comparison: Comparison) -> Iterator[_Candidate]:
@@ -112,7 +103,7 @@ def _computations(comparison: Comparison) -> Iterator[_Candidate]:
                 measured = median(map(mean, samples))
                 yield (
                     _seconds(comparison, kind.name.lower(), stage, what, measured, predicted, len(samples[0])),
-                    beside_computation(comparison, stage, kind, place),
+                    context.beside_computation(comparison, stage, kind, place),
                 )
 
 
@@ -130,17 +121,17 @@ def _transfers(comparison: Comparison) -> Iterator[_Candidate]:
             what = f"stage {row.stage}, exposed transfer time"
             yield (
                 _seconds(comparison, "exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s),
-                beside_exposed(comparison, row.stage),
+                context.beside_exposed(comparison, row.stage),
             )
     for stage in comparison.prediction.basis.bytes_per_s:
         for place in dict.fromkeys(measured.schedule.layout.replicas(stage)):
-            seconds = transfer_seconds(measured, place, stage)
+            seconds = context.transfer_seconds(measured, place, stage)
             if seconds:
                 what = f"{_named(comparison, stage, place)}, one transfer (median)"
                 predicted = float(costs[stage].transfer_s or 0)
                 yield (
                     _seconds(comparison, "transfer", stage, what, median(seconds), predicted),
-                    beside_transfer(comparison, stage, place),
+                    context.beside_transfer(comparison, stage, place),
                 )
 
 
@@ -153,7 +144,7 @@ def _waiting(comparison: Comparison) -> Iterator[_Candidate]:
             idle_s = median(timeline.span_s - lane.busy_s - lane.exposed_s for timeline, lane in lanes)
             yield (
                 _seconds(comparison, "waiting", row.stage, what, idle_s, comparison.prediction.idle_s(row.stage)),
-                beside_waiting(comparison, row.stage),
+                context.beside_waiting(comparison, row.stage),
             )
 
 
@@ -164,5 +155,5 @@ def _peaks(comparison: Comparison) -> Iterator[_Candidate]:
             what = f"stage {row.stage}, peak of activations"
             yield (
                 Difference("peak", row.stage, what, row.measured_bytes, row.predicted_bytes, "bytes", share),
-                beside_peak(comparison, row.stage),
+                context.beside_peak(comparison, row.stage),
             )
