@@ -22,7 +22,7 @@ MOST_COLUMNS = 200
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read everything that a run recorded of its iterations."""
+    """Read everything that a run recorded of its iterations. Raises ValueError if it is not the record of one run."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give the one that was the run's --bpipe-report")

@@ -37,14 +37,8 @@ esac
 
 def run(scripts: Path, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = os.environ | ({} if folder is None else {"VENV": str(folder)})
-    return subprocess.run(
-        [str(scripts / "test_torch.sh"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=env,
-    )
+    command = [str(scripts / "test_torch.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
 @pytest.fixture(autouse=True)
