@@ -97,15 +97,10 @@ def rule_by_slice(
     `moved` lacks what never leaves; what `after_input` lacks is held whole. `shard`: bytes of a slice between S and T.
     """
     slices = schedule.layout.slices
-    places = [(0, 0, 0)] * (schedule.num_stages * slices)
+    places: list[tuple[int, ...]] = [(0, 0, 0)] * (schedule.num_stages * slices)
     for key, size in saved.items():
         place = key[0] * slices + key[1] % slices
-        of_saved, of_moved, of_between = places[place]
-        places[place] = (
-            max(of_saved, size),
-            max(of_moved, moved.get(key, 0)),
-            max(of_between, after_input.get(key, size)),
-        )
+        places[place] = tuple(map(max, places[place], (size, moved.get(key, 0), after_input.get(key, size))))
     return Memory(tuple(StageMemory(*sizes) for sizes in places), slices=slices, shard_bytes=shard)
 
 
