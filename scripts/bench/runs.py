@@ -78,7 +78,7 @@ def read_rows(name: str) -> list[dict[str, str]]:
 
 def setup_of(model: Model, cluster: str, t: int, p: int, b: int, batch: int, recompute: str, **changes: Any) -> Setup:
     """Return a configuration with equal stages and, unless `changes` says otherwise, unfused attention in fp16."""
-    choices = {"attention": "unfused", "precision": "fp16", "sequence": 2048, **changes}
+    choices: dict[str, Any] = {"attention": "unfused", "precision": "fp16", "sequence": 2048, **changes}
     layers = choices.pop("layers", None) or split_layers(model.num_layers, p)
     return Setup(model, parse_cluster(cluster), t, p, b, batch, layers=layers, recompute=recompute, **choices)
 
@@ -145,7 +145,7 @@ def _yeung_run(row: dict[str, str]) -> str:
 def _shards(row: dict[str, str]) -> tuple[ShardCost, ...]:
     share = SHARDED[row["method"]][1]
     passes = zip(*(_seconds(row, name) for name in ("output", "input_forward", "input_backward")), strict=True)
-    return tuple(ShardCost(share * output, (1 - share) * output, *inputs) for output, *inputs in passes)
+    return tuple(ShardCost(share * output, (1 - share) * output, first, last) for output, first, last in passes)
 
 
 def _seconds(row: dict[str, str], name: str) -> list[float]:

@@ -135,7 +135,12 @@ def _stage_cost(
 def _shards(seconds: Mapping[tuple[int, Kind], float], num_ranks: int) -> tuple[ShardCost, ...]:
     """Return the costs of the shards. A message between them takes no time, because nobody measured it."""
     kinds = (Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD)
-    return tuple(ShardCost(*(seconds.get((rank, kind), 0.0) for kind in kinds)) for rank in range(num_ranks))
+
+    def cost(rank: int) -> ShardCost:
+        forward, backward, input_forward, input_backward = (seconds.get((rank, kind), 0.0) for kind in kinds)
+        return ShardCost(forward, backward, input_forward, input_backward)
+
+    return tuple(map(cost, range(num_ranks)))
 
 
 def _one_sided(measured: Measured) -> frozenset[int]:
