@@ -113,7 +113,7 @@ class Row(NamedTuple):
     action: ActionText
     start_s: Start
     end_s: End
-    wait_s: Wait = 0.0  # for which computation had to wait for this transfer
+    wait_s: Wait = 0.0  # seconds for which computation waited for this transfer
     host_start_s: HostTime | None = None
     host_end_s: HostTime | None = None
     bytes: Bytes | None = None
@@ -150,7 +150,7 @@ class RunInfo:
     world_size: Ranks | None = None
     num_pipelines: Ranks | None = None
     balanced: Flag = False
-    synchronous: Flag = False  # whether it waited for every transfer where it started it
+    synchronous: Flag = False  # whether every transfer was waited for as soon as it was started
     device: Text | None = None
     torch: Text | None = None
     megatron_core: Text | None = None
