@@ -80,7 +80,8 @@ def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str) -
 
 def written(value: Any) -> dict[str, Any]:
     """Return a line's keys and values as JSON has them."""
-    fields = ((key, getattr(value, key.name)) for key in keys_of(type(value)))
+    kind: type = type(value)
+    fields = ((key, getattr(value, key.name)) for key in keys_of(kind))
     return {key.name: None if field is None else key.rule.write(field) for key, field in fields}
 
 

@@ -36,7 +36,7 @@ def measured_bars() -> list[ErrorBars]:
     """Return how much longer than predicted runs took, by kind of run, as `bpipe plan` prints it."""
     ratios: dict[str, list[float]] = {kind.kind: [] for kind in (AMPERE, HOPPER, BLACKWELL, EXPERTS)}
     for row in (*runs.published(), *runs.before_bloom(), *runs.in_fp8(), *runs.with_experts()):
-        kind = row.setup and error_bars(row.setup)
+        kind = error_bars(row.setup) if row.setup else None
         if kind is not None and row.quantity != PEAK_GB:
             ratios[kind.kind].append(1 / row.seconds_ratio)
     ratios[CALIBRATED.kind] = [

@@ -79,7 +79,7 @@ def read_rows(name: str) -> list[dict[str, str]]:
 def setup_of(model: Model, cluster: str, t: int, p: int, b: int, batch: int, recompute: str, **changes: Any) -> Setup:
     """Return a configuration with equal stages and, unless `changes` says otherwise, unfused attention in fp16."""
     choices: dict[str, Any] = {"attention": "unfused", "precision": "fp16", "sequence": 2048, **changes}
-    layers = choices.pop("layers", None) or split_layers(model.num_layers, p)
+    layers: Any = choices.pop("layers", None) or split_layers(model.num_layers, p)
     return Setup(model, parse_cluster(cluster), t, p, b, batch, layers=layers, recompute=recompute, **choices)
 
 
@@ -176,8 +176,8 @@ YEUNG_OUTPUT_MS = (26.4, 31.2)
 
 def stage_times() -> Iterator[Row]:
     for row in read_rows("bpipe_stage_times.csv"):
-        sizes = (int(row[name]) for name in ("tensor", "pipeline", "micro_batch", "global_batch"))
-        setup = setup_of(PRESETS[row["model"]], row["cluster"], *sizes, row["recompute"])
+        t, p, b, batch = (int(row[name]) for name in ("tensor", "pipeline", "micro_batch", "global_batch"))
+        setup = setup_of(PRESETS[row["model"]], row["cluster"], t, p, b, batch, row["recompute"])
         measured_ms = float(row["forward_ms"]), float(row["backward_ms"])
         yield from _passes(KIM, f"{row['model']}, recompute {row['recompute']}", measured_ms, _stage_seconds(setup))
     for vocabulary, stage_ms in YEUNG_STAGE_MS.items():
@@ -427,8 +427,8 @@ def before_bloom() -> tuple[Row, ...]:
         sizes = (tensor, pipeline, micro_batch, 2048)
         # Their file counts both embeddings as a layer.
         layers = _shorter_ends(num_layers, pipeline)
-        changes = {"layers": layers, "precision": "bf16", "sequence_parallel": False}
-        setup = setup_of(model, "a100-80g:48x8@6.25", *sizes, "full", **changes)
+        choices: dict[str, Any] = {"layers": layers, "precision": "bf16", "sequence_parallel": False}
+        setup = setup_of(model, "a100-80g:48x8@6.25", *sizes, "full", **choices)
         run = f"{model.name}, t/p/b {tensor}/{pipeline}/{micro_batch}"
         compared.append(Row(BIG_SCIENCE, run, SECONDS, float(row["iteration_s"]), _iteration_s(setup), setup))
     return tuple(compared)
@@ -457,15 +457,12 @@ def in_fp8() -> tuple[Row, ...]:
 def _bridge_setup(row: dict[str, str], dispatcher: str, **others: Any) -> Setup:
     """Return a run of NVIDIA's. Where its source is silent: nothing recomputed, reductions and gathers overlapped."""
     model, chunks = {**PRESETS, **EXPERT_MODELS}[row["model"]], int(row["chunks"])
-    sizes = (int(row[name]) for name in ("tensor", "pipeline", "micro_batch", "global_batch"))
+    t, p, b, batch = (int(row[name]) for name in ("tensor", "pipeline", "micro_batch", "global_batch"))
     return setup_of(
-        model,
-        row["cluster"],
-        *sizes,
-        "none",
+        *(model, row["cluster"], t, p, b, batch, "none"),
         attention="flash",
         precision="bf16",
-        layers=split_layers(model.num_layers, int(row["pipeline"]) * chunks, allow_uneven=True),
+        layers=split_layers(model.num_layers, p * chunks, allow_uneven=True),
         schedule=default_family(chunks),
         num_chunks=chunks,
         switches=Switches(overlap_grad_reduce=True, overlap_param_gather=True),
