@@ -1,7 +1,4 @@
-"""Write the reference pages of flags from the table. In: a folder. Out: its pages: `python -m bpipe.reference docs`.
-
-A test holds that they are current.
-"""
+"""Write the reference pages of flags from the table into a folder: `python -m bpipe.reference docs`."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bpipe.cli import COMMANDS, command_of
-from bpipe.config.flags.flag import Flag, Group
+from bpipe.config.flags.flag import Flag
 from bpipe.config.flags.trainer import TRAINER
 
 _MADE = "Generated from the table in `bpipe/config/flags` by `python -m bpipe.reference docs`: make changes there."
@@ -22,7 +19,7 @@ This page is the reference for the flags that are added to Megatron's own. If a 
 _COMMANDS = f"""`bpipe COMMAND --help` shows the most common flags, `--help-all` all of them. A flag means the same in every command. If
 it has two names, the longer is Megatron's. {_MADE}
 """
-# By its file, a page's title and its commands, in the order in which a group of flags is first shown.
+# By file, a page's title and its commands, in the order in which groups of flags are first shown.
 _PAGES = {
     "flags.md": ("Flags for schedules and runs", ("schedule", "capture", "check-launch", "report", "compare")),
     "flags_planning.md": ("Flags for plans", ("simulate", "plan")),
@@ -36,20 +33,16 @@ def pages() -> dict[str, str]:
     for group in TRAINER:
         training += [f"## {_capital(group.title)}", "", *_table(flag.of_launch for flag in group.flags), ""]
     shown = dict[tuple[str, ...], str]()
-    found = {file: _page(file, shown) for file in _PAGES} | {"flags_training.md": training}
-    return {name: "\n".join(lines).rstrip() + "\n" for name, lines in found.items()}
+    lines_of = {file: _page(file, shown) for file in _PAGES} | {"flags_training.md": training}
+    return {name: "\n".join(lines).rstrip() + "\n" for name, lines in lines_of.items()}
 
 
 def _page(file: str, shown: dict[tuple[str, ...], str]) -> list[str]:
-    """A page's lines. `shown`: by a group of flags, where it stands already."""
+    """Return a page's lines. `shown`: where each group of flags is shown already."""
     title, names = _PAGES[file]
-    asked = ", ".join(f"`{name}`" for name in names[:-1])
-    lines = [
-        f"# {title}",
-        "",
-        f"This page is the reference for the flags of `bpipe` {asked} and `{names[-1]}`.",
-        _COMMANDS,
-    ]
+    commands = ", ".join(f"`{name}`" for name in names[:-1])
+    about = f"This page is the reference for the flags of `bpipe` {commands} and `{names[-1]}`."
+    lines = [f"# {title}", "", about, _COMMANDS]
     for name in names:
         command = command_of(name)
         lines += [f"## bpipe {name}", "", f"{_capital(COMMANDS[name])}.", "", "```"]
@@ -61,17 +54,15 @@ def _page(file: str, shown: dict[tuple[str, ...], str]) -> list[str]:
                 of_command = first.partition("#bpipe-")[2]
                 lines += [f"{_capital(group.title)}: the same as for [bpipe {of_command}]({first}).", ""]
                 continue
-            lines += [*_titled(group), *_table(group.flags), ""]
+            if group.title:
+                text = f" ({group.text})" if group.text else ""
+                lines += [f"{_capital(group.title)}{text}:", ""]
+            lines += [*_table(group.flags), ""]
     return lines
 
 
-def _titled(group: Group) -> list[str]:
-    text = f" ({group.text})" if group.text else ""
-    return [f"{_capital(group.title)}{text}:", ""] if group.title else []
-
-
 def _table(flags: Iterable[Flag]) -> list[str]:
-    """Write a row a flag; its help says the default."""
+    """Return a row per flag, whose help has the default."""
     return ["| flag | meaning |", "|---|---|", *(f"| {_usage(flag)} | {_cell(flag.help)} |" for flag in flags)]
 
 

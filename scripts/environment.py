@@ -1,9 +1,8 @@
-"""Say what a Python environment still lacks for this project.
+"""Print what a Python environment lacks for this project with an extra, one line per unmet requirement.
 
-In: an extra of pyproject.toml beside this folder, and the interpreter that runs the file. Out: one line for each unmet
-requirement of the project with that extra. With `--stamp` in its place: a fingerprint of what an installation depends
-on. Installs nothing and imports none of the packages it looks for; it runs in an environment that holds nothing but
-pip.
+Usage: environment.py EXTRA | --stamp (a fingerprint of what an installation depends on)
+
+Installs nothing and imports none of the packages it looks for: it runs in an environment that has nothing but pip.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def described(root: Path) -> dict[str, Any]:
 
 
 def requirements(root: Path, extra: str) -> Iterator[str]:
-    """Yield every requirement line of the project with an extra, those of the extras that it names in place of their
-    names."""
+    """Yield every requirement line of the project with an extra, and with the extras that it names."""
     project = described(root)
     lines = [*project["dependencies"], *project["optional-dependencies"][extra]]
     for line in lines:
@@ -48,22 +46,22 @@ def requirements(root: Path, extra: str) -> Iterator[str]:
 
 
 def unmet(line: str) -> str | None:
-    """Why a requirement does not hold here, or None where it does."""
+    """Return why a requirement is not met here, or None if it is."""
     requirement = Requirement(line)
     if requirement.marker is not None and not requirement.marker.evaluate():
         return None
     try:
-        found = metadata.version(requirement.name)
+        version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         return f"{line}: not installed"
     # An installation that was cut off can leave a package's record without a version.
-    if found is None or not requirement.specifier.contains(found, prereleases=True):
-        return f"{line}: {found} is installed"
+    if version is None or not requirement.specifier.contains(version, prereleases=True):
+        return f"{line}: {version} is installed"
     return None
 
 
 def project_unmet(root: Path) -> str | None:
-    """Say where the environment's installation of this project is not this very checkout."""
+    """Return why the environment's installation of this project is not this checkout, or None if it is."""
     name = described(root)["name"]
     try:
         record = metadata.distribution(name).read_text("direct_url.json")
@@ -76,8 +74,7 @@ def project_unmet(root: Path) -> str | None:
 
 
 def stamp(root: Path) -> str:
-    """Return a fingerprint that changes when an installation has to be repeated: the two project files and the place
-    of the checkout."""
+    """Return a fingerprint of the project files and the checkout's place: if it changes, install again."""
     digest = hashlib.sha256(str(root).encode())
     for name in ("pyproject.toml", "setup.py"):
         digest.update((root / name).read_bytes())

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 """Check on one GPU what can be checked there of moving activations, and measure what can be measured.
 
-In: a machine with a GPU and torch; some cases want Megatron or Transformer Engine, and are skipped without. --device
-late runs the same on the late devices of the tests, with small sizes: right and wrong mean the same there, and which
-transfers are waited for; how long anything takes is declared. Out: a line for everything found, a summary, and with
---json a file of all of it, written after every step.
+Needs a GPU and torch; cases that need Megatron or Transformer Engine are skipped without. --device late runs the same
+with small sizes on the late devices of the tests: right and wrong mean the same there, and which transfers are waited
+for, but times are declared. Prints a line for every finding and a summary; --json writes everything after every step.
 
---minutes 12 runs the whole programme within 12 minutes. Steps that are right or wrong run side by side, timed ones alone.
-Each case runs in a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on.
-Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. --list says what each step
-shows; --table writes the table of results of docs/gpu.md.
+--minutes 12 runs everything within 12 minutes. Steps that are right or wrong run side by side, timed ones alone. Each
+case runs in a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on. The
+exit status is 1 if a step found something wrong or did not end, and 2 without a GPU. --list says what each step shows;
+--table writes the results into docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from tests.gpu.cases import CASES
 from tests.gpu.common import FULL, SMALL, Result
 
 ON_LATE = "on late devices: right, wrong and which waits are exposed mean the same as on a GPU, times are declared"
-# A step that has less than this left is not begun.
+# A step with less time is not started.
 LEAST_S = 10.0
 CONNECTIONS, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
 DOCUMENT = isolate.ROOT / "docs" / "gpu.md"
@@ -50,7 +49,7 @@ DOCUMENT = isolate.ROOT / "docs" / "gpu.md"
 
 @dataclass(frozen=True)
 class Under:
-    """Variables of the environment, and the cases that run under them (none: the one of the step's name)."""
+    """Variables of the environment, and the cases that run under them, by default the one of the step's name."""
 
     label: str
     environment: Mapping[str, str]
@@ -64,7 +63,7 @@ class Step:
     Attributes:
         limit_s: seconds after which the step is ended.
         under: environments in which its cases run.
-        alone: whether nothing may run beside it, because it is timed, or takes or reads all of the device's memory.
+        alone: whether nothing may run next to it, because it is timed, or takes or reads all of the device's memory.
         title: what it shows, if its case does not say so.
     """
 
@@ -74,7 +73,7 @@ class Step:
     title: str = ""
 
     def runs(self, name: str) -> list[tuple[Under, str]]:
-        """Return what has to be started for it."""
+        """Return the cases to start, each with its environment."""
         return [(under, case) for under in self.under for case in under.cases or (name,)]
 
 
@@ -85,7 +84,7 @@ OTHER_ALLOCATORS = (
     Under("expandable segments", {ALLOCATOR: "expandable_segments:True"}, ("versions", *RIGHT, "memory")),
     Under("cudaMallocAsync", {ALLOCATOR: "backend:cudaMallocAsync"}, ("versions", "streams")),
 )
-# Most wanted first: what is not reached within --minutes is at the end. Steps between two that run alone run side by side.
+# The most wanted first, because --minutes may not reach the last. Steps between two that run alone run side by side.
 STEPS: dict[str, Step] = {
     "versions": Step(40),
     "twice": Step(60),
@@ -113,7 +112,7 @@ STEPS: dict[str, Step] = {
     "allocators": Step(105, OTHER_ALLOCATORS, title="the order of streams again under torch's other allocators"),
     "overhead_one_queue": Step(80, (ONE_QUEUE,), alone=True, title="the same with all streams in one queue"),
 }
-# On a GPU's machine most of a step is starting Python and torch, and kernels of several processes take turns.
+# Most of a step is starting Python and torch, and kernels of several processes take turns.
 SIDE_BY_SIDE = {CUDA: 4, LATE: 2}
 
 
@@ -122,7 +121,7 @@ def shows(name: str) -> str:
 
 
 def needs_gpu(name: str) -> str:
-    """Return why a late device cannot answer a step; nothing where it can."""
+    """Return why late devices cannot answer a step, or an empty text if they can."""
     if name == "allocators":
         return "a late device has only one allocator"
     cases = {case for _, case in STEPS[name].runs(name)}
@@ -136,16 +135,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _list(names)
         return 0
     if options.table is not None:
-        DOCUMENT.write_text(
-            with_results(DOCUMENT.read_text(), [json.loads(file.read_text()) for file in options.table])
-        )
+        files = [json.loads(file.read_text()) for file in options.table]
+        DOCUMENT.write_text(with_results(DOCUMENT.read_text(), files))
         return 0
     if options.device == CUDA and not torch.cuda.is_available():
         print("gpu_check: torch sees no CUDA device; --device late runs the cases without one", file=sys.stderr)
         return 2
     header = _header(options.device, arguments)
-    for what, value in header.items():
-        print(f"{what}: {value}")
+    for name, value in header.items():
+        print(f"{name}: {value}")
     results = _find_out(names, options.device, options.minutes, header, options.json)
     _summary(results)
     if options.device == LATE:
@@ -156,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _find_out(
     names: Sequence[str], device: str, minutes: float | None, header: Mapping[str, Any], path: Path | None
 ) -> dict[str, Result]:
-    """Run the steps, within so many minutes in all. What is not reached by then is said to be skipped."""
+    """Run the steps, within `minutes` in all. Those that are not reached by then are skipped."""
     until = time.monotonic() + 60 * minutes if minutes else float("inf")
     results: dict[str, Result] = {}
     writing = threading.Lock()
@@ -172,9 +170,9 @@ def _find_out(
             print(f"--- {name}: {shows(name)}\n{lines.getvalue()}", end="", flush=True)
             results[name] = result
             if path:
-                # After every step: what has been found is kept, whatever happens later.
-                found = {done: asdict(results[done]) for done in names if done in results}
-                isolate.write(path, {"header": header, "asked": names, "steps": found})
+                # After every step, so that nothing is lost whatever happens later.
+                steps = {done: asdict(results[done]) for done in names if done in results}
+                isolate.write(path, {"header": header, "asked": names, "steps": steps})
 
     for alone, together in itertools.groupby(names, key=lambda name: STEPS[name].alone):
         if alone:
@@ -193,55 +191,54 @@ def _find_out(
 
 
 def find_out(name: str, device: str, size: str, limit_s: float, lines: TextIO = sys.stdout) -> Result:
-    """Run a step, or what it consists of, in processes of their own, and write to `lines` what they say.
+    """Run a step's cases in processes of their own, and write their output to `lines`.
 
-    What one of them leaves of the time, the next ones have.
+    The time that one of them leaves is added to that of the next ones.
     """
     runs = STEPS[name].runs(name)
     if device == LATE and any(ALLOCATOR in under.environment for under, _ in runs):
         return Result(skipped=needs_gpu(name))
     until = time.monotonic() + limit_s
-    found = []
+    results = []
     for number, (under, case) in enumerate(runs):
         if under.label:
             print(f"  {case}, {under.label}:", file=lines)
-        # Never nothing: a case that is ended at once says so, and no time-out is below zero.
+        # At least a second, so that a case that is ended at once says so.
         left_s = max((until - time.monotonic()) / (len(runs) - number), 1.0)
-        found.append((under.label, case, isolate.isolated(case, device, size, left_s, under.environment, lines)))
-    return merged(found) if any(label for label, _, _ in found) else found[0][2]
+        results.append((under.label, case, isolate.isolated(case, device, size, left_s, under.environment, lines)))
+    return merged(results) if any(label for label, _, _ in results) else results[0][2]
 
 
-def merged(found: Sequence[tuple[str, str, Result]]) -> Result:
-    """Return one result of several: what they run under, what ran, and what came of it. Prints nothing.
+def merged(results: Sequence[tuple[str, str, Result]]) -> Result:
+    """Return one result of several, each with the label of its environment and the name of its case.
 
-    What a case judged becomes a line that says whether it was right; what it only measured keeps its lines.
+    A case that is right or wrong becomes one line; one that only measures keeps its lines.
     """
-    result = Result()
-    for label, name, one in found:
+    whole = Result()
+    for label, name, result in results:
         title = f"{name}, {label}"
-        result.facts[title] = {"rows": one.rows, "facts": one.facts, "skipped": one.skipped, "failure": one.failure}
-        if one.failure is None and one.skipped is None and one.ok is None:
-            result.rows += [(f"{label}: {what}", value) for what, value in one.rows]
-        elif one.skipped is not None:
-            result.rows.append((title, f"skipped: {one.skipped}"))
+        whole.facts[title] = {key: getattr(result, key) for key in ("rows", "facts", "skipped", "failure")}
+        if result.skipped is not None:
+            whole.rows.append((title, f"skipped: {result.skipped}"))
+        elif result.failure is None and result.ok is None:
+            whole.rows += [(f"{label}: {subject}", value) for subject, value in result.rows]
         else:
-            result.ok = one.ok is True and result.ok is not False
-            result.rows.append((title, f"{'ok' if one.ok is True else 'FAILED'}: {judged(one)}"))
-    if all(one.skipped is not None for _, _, one in found):
-        result.skipped = found[0][2].skipped
-    return result
+            whole.ok = result.ok is True and whole.ok is not False
+            whole.rows.append((title, f"{'ok' if result.ok is True else 'FAILED'}: {judged(result)}"))
+    if all(result.skipped is not None for _, _, result in results):
+        whole.skipped = results[0][2].skipped
+    return whole
 
 
 def judged(result: Result) -> str:
-    """Say in one line what came of a case."""
+    """Return the outcome of a case in one line."""
     if result.failure:
         return result.failure.strip().splitlines()[-1]
-    wrong = [what for what, value in result.rows if value.startswith("FAILED")]
+    wrong = [subject for subject, value in result.rows if value.startswith("FAILED")]
     return f"not right: {', '.join(wrong)}" if wrong else f"{len(result.rows)} lines as expected"
 
 
 # -- options and what is printed
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -259,27 +256,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         return value
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", type=steps, metavar="STEP,STEP", help=f"run only these steps, from {', '.join(STEPS)}"
-    )
-    parser.add_argument(
-        "--device", choices=NAMES, default=CUDA, help="device to run the steps on (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=minutes,
-        metavar="N",
-        help="end within N minutes, and skip what is not reached by then (default: each step's own limit)",
-    )
-    parser.add_argument("--list", action="store_true", help="list the chosen steps with their limits, and run nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE, updated after every step")
-    parser.add_argument(
-        "--table",
-        type=Path,
-        nargs="*",
-        metavar="FILE",
-        help="write the results of such files into docs/gpu.md, and run nothing",
-    )
+    add = parser.add_argument
+    add("--only", type=steps, metavar="STEP,STEP", help=f"run only these steps, from {', '.join(STEPS)}")
+    add("--device", choices=NAMES, default=CUDA, help="device to run the steps on (default: %(default)s)")
+    within = "end within N minutes, and skip what is not reached by then (default: each step's own limit)"
+    add("--minutes", type=minutes, metavar="N", help=within)
+    add("--list", action="store_true", help="list the chosen steps with their limits, and run nothing")
+    add("--json", type=Path, metavar="FILE", help="write all results to FILE, updated after every step")
+    to_document = "write the results of such files into docs/gpu.md, and run nothing"
+    add("--table", type=Path, nargs="*", metavar="FILE", help=to_document)
     return parser.parse_args(arguments)
 
 
@@ -307,14 +292,13 @@ def _header(device: str, arguments: Sequence[str] | None) -> dict[str, str]:
 
 
 def _gpu() -> str:
-    """Name, driver and memory, from the driver's own tool: asking torch would make a context here, and it takes
-    memory."""
+    """Return name, driver and memory from the driver's own tool: torch would make a context, which takes memory."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown, nvidia-smi failed ({error})"
-    return said.strip().replace("\n", "; ")
+    return output.strip().replace("\n", "; ")
 
 
 def _summary(results: Mapping[str, Result]) -> None:
@@ -323,32 +307,31 @@ def _summary(results: Mapping[str, Result]) -> None:
     for name, result in results.items():
         verdict = {True: "ok", False: "FAILED", None: "measured"}[result.ok]
         print(f"{name:<{width}}  {'skipped: ' + result.skipped if result.skipped else verdict}")
-        for what, value in result.rows:
-            print(f"{'':<{width}}    {what}: {value}")
+        for subject, value in result.rows:
+            print(f"{'':<{width}}    {subject}: {value}")
         if result.failure:
             print(f"{'':<{width}}    {result.failure.strip().splitlines()[-1]}")
 
 
 # -- the document's table
-# ----------------------------------------------------------------------------------------------------------------------
 
 RESULTS = "## Results\n"
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
 
 
 def with_results(text: str, files: Sequence[Mapping[str, Any]]) -> str:
-    """Return the document with a row for each step that ran: of the last of these files that has it, or what stood there.
+    """Return the document with a row for each step that ran: from the last of these files that has it, or the old row.
 
-    Raises ValueError for a file that is of no GPU.
+    Raises ValueError for a file of a run without a GPU.
     """
-    before, _, shown = text.partition(RESULTS)
-    rows = {name: (where.strip(), result.strip()) for name, where, result in ROW.findall(shown)}
+    before, _, results = text.partition(RESULTS)
+    rows = {name: (gpu.strip(), result.strip()) for name, gpu, result in ROW.findall(results)}
     for file in files:
         header = file["header"]
         if header["device"] != CUDA:
             raise ValueError(f"{header['command']} ran {header['gpu']}: the table is only for GPUs")
-        where = _cell(f"{header['gpu'].split(',')[0]}, {header['date'].split()[0]}")
-        rows |= {name: (where, _cell(_told(Result(**found)))) for name, found in file["steps"].items()}
+        gpu = _cell(f"{header['gpu'].split(',')[0]}, {header['date'].split()[0]}")
+        rows |= {name: (gpu, _cell(_outcome(Result(**step)))) for name, step in file["steps"].items()}
     return f"{before}{RESULTS}\n" + "\n".join([*_on_late_devices(), "", *_on_gpus(rows)]) + "\n"
 
 
@@ -373,11 +356,11 @@ def _on_gpus(rows: Mapping[str, tuple[str, str]]) -> list[str]:
     return lines + [f"| `{name}` | {' | '.join(rows[name])} |" for name in STEPS if name in rows]
 
 
-def _told(result: Result) -> str:
+def _outcome(result: Result) -> str:
     if result.skipped:
         return f"skipped: {result.skipped}"
     if result.ok is None and not result.failure:
-        return "<br>".join(f"{what}: {value}" for what, value in result.rows)
+        return "<br>".join(f"{subject}: {value}" for subject, value in result.rows)
     return f"{'right' if result.ok else 'WRONG'}: {judged(result)}"
 
 

@@ -1,7 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the figures of the documentation.
-
-In: the repository, and the folder of a quickstart's two runs. Out: svg files in docs/figures.
+"""Draw the figures of the documentation as svg files.
 
 Usage: scripts/make_figures.py [--runs runs/quickstart] [--output docs/figures]
 
@@ -36,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def schedule_svg() -> str:
-    """Return 1F1B in the project's own picture of a schedule, once without balancing and once with it."""
+    """Draw 1F1B without balancing, and below it with balancing."""
     subtitles = {"none": "without balancing", "bpipe": "with balancing"}
     halves = [
         lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance))), text)
@@ -46,7 +44,7 @@ def schedule_svg() -> str:
 
 
 def every_svg() -> str:
-    """Return all families, one below the other."""
+    """Draw all families, one below the other."""
     pictures = []
     for name, family in FAMILIES.items():
         config = ScheduleConfig(name, 4, 8, num_chunks=family.chunks(2)[-1])
@@ -68,20 +66,10 @@ def read_memory(runs: Path) -> list[StagePeaks]:
         raise ValueError(
             f"{runs / 'plain'}: no rank_*.json there; --runs takes the folder that scripts/quickstart.sh fills"
         )
-    plain, balanced = (
-        read_stages(runs / name, 1 + max(ranks), name == "balanced")[0] for name in ("plain", "balanced")
-    )
+    pair = [read_stages(runs / name, 1 + max(ranks), name == "balanced")[0] for name in ("plain", "balanced")]
+    names = ("peak_bytes", "predicted_bytes", "peak_microbatches")
     return [
-        StagePeaks(
-            stage,
-            plain[stage].peak_bytes,
-            plain[stage].predicted_bytes,
-            plain[stage].peak_microbatches,
-            balanced[stage].peak_bytes,
-            balanced[stage].predicted_bytes,
-            balanced[stage].peak_microbatches,
-        )
-        for stage in sorted(plain)
+        StagePeaks(stage, *(getattr(run[stage], name) for run in pair for name in names)) for stage in sorted(ranks)
     ]
 
 

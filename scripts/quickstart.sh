@@ -4,21 +4,18 @@
 # Usage: scripts/quickstart.sh [--schedule NAME | --slices K] [more flags of pretrain_gpt.py, for both runs]
 #
 # With --schedule grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b, the second run uses that schedule. The first uses Megatron's
-# own loop with as many virtual stages, on the same text and bit-identical. Both run without dropout, which depends on the order.
-# With --slices K, both runs train every sequence in K slices, and the second balances them.
+# own loop with the same number of virtual stages, on the same text, and is bit-identical. Both run without dropout, which depends on the
+# order. With --slices K, both runs train every sequence in K slices, and the second balances them.
 #
-# With 8 GPUs or more it runs one rank per GPU. With 1 to 7 the ranks share them: right, but slow, so it trains 10 iterations. Without GPUs it
-# runs on the CPU. All its files are in runs/quickstart, or in the folder that RUNS names: the corpus, a log of each run, what each stage
-# measured, summary.json, and report.html and trace.json of the balanced run.
+# With 8 GPUs or more it runs one rank per GPU. With 1 to 7 the ranks share them: correct, but slow, so it trains 10 iterations. Without
+# GPUs it runs on the CPU. All its files are in runs/quickstart, or in the folder that RUNS names: the corpus, a log of each run, what each
+# stage measured, summary.json, and report.html and trace.json of the balanced run.
 # With --schedule or --slices, the results are in a subfolder there, such as zb-h1 or slices-4.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-    exit 0
-fi
+help_if_asked "$@"
 
 STAGES=8
 MICROBATCHES=16
@@ -38,7 +35,7 @@ SCHEDULE_ARGS=()
 if [[ "${1:-}" == --schedule ]]; then
     case "${2:-}" in
         grouped-interleaved | interleaved-1f1b)
-            # Twice the layers, a stage of each virtual one, and so half the iterations.
+            # Twice the layers, so that each virtual stage has one, and half the iterations.
             LAYERS=$((2 * STAGES)) ITERATIONS=$((ITERATIONS / 2))
             BOTH_ARGS+=(--num-virtual-stages-per-pipeline-rank 2)
             ;;
@@ -61,7 +58,7 @@ if [[ "${1:-}" == --slices ]]; then
     RESULTS="$RUNS/slices-$2"
     PLAIN="in $2 slices, without balancing"
     BALANCED="in $2 slices, with --bpipe"
-    # Attention that is computed again saves as much of each slice.
+    # Recomputed attention saves the same of each slice.
     BOTH_ARGS+=(--bpipe-slices "$2" --recompute-granularity selective --recompute-modules core_attn)
     shift 2
 fi
@@ -80,7 +77,7 @@ fi
 
 "$PYTHON" scripts/data/make_corpus.py --output "$CORPUS"
 if [[ ! -f "$DATA.bin" || ! "$DATA.idx" -nt "$CORPUS" || scripts/data/preprocess_data.py -nt "$DATA.idx" ]]; then
-    # Megatron's shuffled indices are found again by the data's name, not by its content.
+    # Megatron finds its cached indices by the data's name, not by its content.
     rm -rf "$RUNS/data/cache"
     run_logged "$RUNS/preprocess.log" '^(Processed|/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \
         --input "$CORPUS" --json-keys text --output-prefix "$RUNS/data/stdlib" --overwrite \
@@ -91,7 +88,7 @@ fi
 # --- The device -------------------------------------------------------------------------------------------------------------------------
 
 num_gpus() {
-    # Asking torch takes seconds, so ask only where there is a driver. It also knows CUDA_VISIBLE_DEVICES.
+    # torch also knows CUDA_VISIBLE_DEVICES, but importing it takes seconds, so only if there is a driver.
     if command -v nvidia-smi >/dev/null || [[ -e /dev/nvidiactl ]]; then
         "$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null || echo 0
     else
@@ -102,7 +99,7 @@ num_gpus() {
 DEVICE_ARGS=()
 GPUS="$(num_gpus)"
 if ((GPUS > 0)); then
-    # Without these a GPU may add the same numbers in another order the second time, balanced or not.
+    # Without these a GPU may add the same numbers in another order in the second run, balanced or not.
     export CUBLAS_WORKSPACE_CONFIG=:4096:8 NCCL_ALGO=Ring
     DEVICE_ARGS+=(--deterministic-mode)
     if ! "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
@@ -118,10 +115,10 @@ if ((GPUS > 0)); then
         DEVICE_ARGS+=(--bpipe-share-gpus)
     fi
 else
-    # Eight processes of one thread each, and no name look-up of this host, which a machine without a network may not know.
+    # Eight processes of one thread each, without a look-up of this host's name, which may fail without a network.
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 fi
-# In the middle, when everything has been allocated and touched.
+# In the middle, when everything has been allocated and used.
 RECORDED=$((ITERATIONS / 2))-$((ITERATIONS / 2 + 2))
 
 # --- The two runs -----------------------------------------------------------------------------------------------------------------------
@@ -148,7 +145,7 @@ train() {
     shift 2
     say "training $description ($ITERATIONS iterations, $STAGES stages, $MICROBATCHES micro-batches; log: $RESULTS/$name.log)"
     rm -rf "${RESULTS:?}/$name"
-    # When one rank fails, torchrun's own summary is the end of the log, and says nothing of why.
+    # When a rank fails, torchrun's own summary is the end of the log, without the reason.
     CAUSES='^(\[rank[0-9]+\]: )?[A-Za-z_.]*(Error|Exception)(: |$)' run_logged "$RESULTS/$name.log" ' iteration +[0-9]+/|^bpipe: ' \
         "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$STAGES" pretrain_gpt.py \
         "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "${DEVICE_ARGS[@]}" \
@@ -176,7 +173,7 @@ bpipe compare "$RESULTS/plain" "$RESULTS/balanced" --balancing --pp "$STAGES" --
 echo
 bpipe report "$RESULTS/balanced" --html "$RESULTS/report.html" --trace "$RESULTS/trace.json"
 
-# The answer once more, where a terminal shows it: fullest stage, before and after.
+# The answer once more at the end, where a terminal shows it: the fullest stage before and after.
 echo
 "$PYTHON" - "$RESULTS" "$ITERATIONS" <<'PROGRAM'
 import json, sys

@@ -1,12 +1,11 @@
-"""Run one command, keep all it prints in a log, show the lines that matter, and leave none of its processes behind.
+"""Run one command, log its output, show the lines that matter, and leave none of its processes behind.
 
-In: a log file, a regular expression for the lines to show, a command. Out: the command's exit status; on failure, what
-the log says of the cause, or else its end. Knows nothing of what it runs. Standard library only: the set-up uses it
-before anything is installed. Linux only (prctl and /proc).
+The exit status is the command's. If it fails, the lines of the log that match --causes are repeated, or else its end.
+Standard library only, because the set-up uses it before anything is installed. Linux only (prctl and /proc).
 
 A launcher may die before the processes it started. They are adopted by this process, which ends them when the command
-has ended. Told to stop (Ctrl-C, TERM, hang-up), it passes the signal on and waits, then ends what is left, then kills
-what is left of that. Should this process itself be killed, the kernel tells the command.
+has ended. On Ctrl-C, TERM or hang-up it passes the signal on and waits, then ends what is left, then kills what is left
+of that. If this process itself is killed, the kernel tells the command.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from types import FrameType
 from typing import IO
 
 GRACE_S = 5.0
-# What watches over a process ends just after it by itself, such as Python's own tracker of shared resources.
+# Watchers of a process, such as Python's own tracker of shared resources, end by themselves just after it.
 SETTLING_S = 0.5
 TAIL_LINES = 25
 CAUSE_LINES = 8
@@ -40,7 +39,7 @@ LIBC = ctypes.CDLL(None)
 
 @dataclass
 class Excerpt:
-    """What is worth repeating when the command fails: lines that tell the cause, and the last ones."""
+    """What is repeated if the command fails: lines with the cause, or else the last ones."""
 
     causes: re.Pattern[str] | None
     found: list[str] = field(default_factory=list)
@@ -56,7 +55,7 @@ class Excerpt:
 
 
 class Stopped(Exception):
-    """A signal asked for the end."""
+    """A signal arrived."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -67,8 +66,8 @@ def family() -> dict[int, list[int]]:
     """Return the children of every living process, from /proc."""
     below: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        # A process may end while it is being read. The zombies among them are dead, unless only their first thread is:
-        # then the process still has its children, and nobody has adopted them yet.
+        # A process may end while it is being read. A zombie is dead, unless only its first thread is: then the process
+        # still has its children, and nobody has adopted them yet.
         with contextlib.suppress(OSError):
             if entry.name.isdigit():
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -83,18 +82,18 @@ def children(root: int) -> list[int]:
 
 def descendants(root: int) -> list[int]:
     """Return all living processes below `root`."""
-    everyone = family()
-    found: list[int] = []
+    children_of = family()
+    pids: list[int] = []
     waiting = [root]
     while waiting:
-        below = everyone.get(waiting.pop(), [])
-        found += below
+        below = children_of.get(waiting.pop(), [])
+        pids += below
         waiting += below
-    return found
+    return pids
 
 
 def end_all(grace_s: float) -> int:
-    """End every process below this one; return how many had to be ended."""
+    """End every process below this one, and return how many there were."""
     left = descendants(os.getpid())
     for pid in left:
         send(pid, signal.SIGTERM)
@@ -127,7 +126,7 @@ def keep_and_show(stream: IO[bytes], log: IO[bytes], pattern: re.Pattern[str], e
 
 
 def stop(number: int, _frame: FrameType | None) -> None:
-    # Asked once is enough: a second Ctrl-C must not break the clearing-up that the first one started.
+    # A second Ctrl-C must not break the clearing-up that the first one started.
     for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(other, signal.SIG_IGN)
     raise Stopped(number)
@@ -140,7 +139,7 @@ def run(
     command: list[str],
     grace_s: float = GRACE_S,
 ) -> int:
-    """Run `command`; return its status, or 128 + n when signal n ended it or asked for the end."""
+    """Run `command` and return its status, or 128 + n if signal n ended it or this process."""
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -165,8 +164,8 @@ def run(
             reader.join(grace_s)
         except Stopped as stopped:
             command_itself = set(children(os.getpid()))
-            # Ctrl-C goes to the whole group of a terminal, so the command has had it already; a second one would break
-            # its clearing-up.
+            # Ctrl-C goes to the whole group of a terminal, so the command has it already, and a second one would break its
+            # clearing-up.
             if stopped.number != signal.SIGINT:
                 for pid in command_itself:
                     send(pid, stopped.number)
@@ -178,25 +177,18 @@ def run(
     if left:
         print(f"{left} processes outlived {command[0]} and were ended", file=sys.stderr)
     if status and pattern.pattern:
-        what = "from" if excerpt.found else "the end of"
-        print(f"{command[0]} ended with status {status}; {what} {log_path}:\n{excerpt}", file=sys.stderr)
+        part = "from" if excerpt.found else "the end of"
+        print(f"{command[0]} ended with status {status}; {part} {log_path}:\n{excerpt}", file=sys.stderr)
     return status
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Run a command, log its output, show the lines that match, leave no process behind."
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--log", type=Path, required=True, help="file for everything the command prints")
-    parser.add_argument(
-        "--show",
-        default="",
-        metavar="REGEX",
-        help="lines to show as they come (default: all; the end of the log is then not repeated)",
-    )
-    parser.add_argument(
-        "--causes", metavar="REGEX", help="lines to repeat if the command fails, in place of the end of the log"
-    )
+    show = "lines to show as they come (default: all; the end of the log is then not repeated)"
+    parser.add_argument("--show", default="", metavar="REGEX", help=show)
+    causes = "lines to repeat if the command fails, in place of the end of the log"
+    parser.add_argument("--causes", metavar="REGEX", help=causes)
     parser.add_argument("command", nargs="+", help="after --")
     args = parser.parse_args()
     try:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Make sure of a Python environment in which this checkout is installed with an extra. Run by itself: `pip install -e ".[dev]"`.
 #
-# In: an active virtual environment, or VENV=<folder>; otherwise .venv in this checkout, made with Python 3.12 or newer. Out: $ROOT, $PYTHON
-# and a PATH that begins with the environment. The other scripts source this file; run by itself it only does the set-up. It asks the
-# network for nothing but what pip asks, and does nothing where a fingerprint of the project files says that nothing has changed.
+# Uses the active virtual environment, or VENV=<folder>, or else .venv in this checkout, which it makes with Python 3.12 or newer. Sets $ROOT,
+# $PYTHON and a PATH that begins with the environment. The other scripts source this file; run by itself it only does the set-up. Only pip
+# uses the network, and nothing is done if a fingerprint of the project files has not changed.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-# The CUDA build of torch with its libraries takes about 5.5 GB, and pip unpacks beside that.
+# The CUDA build of torch with its libraries takes about 5.5 GB, and pip needs space to unpack.
 NEEDED_GIB=8
 PYTHON=""
 ENVIRONMENT=""
@@ -19,6 +19,24 @@ say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 die() {
     say "$@"
     exit 1
+}
+
+# usage: print the head of the script. help_if_asked ARGUMENT... and usage_unless_given ARGUMENT...: the same, and end, if the first argument
+# asks for help, or if there is none.
+usage() { sed -n '2,${/^#/!q; s/^# \{0,1\}//p}' "$0"; }
+
+help_if_asked() {
+    if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+        usage
+        exit 0
+    fi
+}
+
+usage_unless_given() {
+    if (($# == 0)); then
+        usage >&2
+        exit 2
+    fi
 }
 
 # --- Running things that a signal can end -----------------------------------------------------------------------------------------------
@@ -70,7 +88,7 @@ find_python() {
 
 # --- Choosing the environment -----------------------------------------------------------------------------------------------------------
 
-# An environment of somebody else's is used only if it can hold the project; it is never repaired or made anew.
+# Somebody else's environment is used only if it is usable; it is never repaired or made anew.
 unusable() {
     local folder=$1 python=$1/bin/python
     if [[ ! -x "$python" || ! -e "$folder/pyvenv.cfg" ]]; then
@@ -88,7 +106,7 @@ choose_environment() {
     local folder reason
     for folder in "${VENV:-}" "${VIRTUAL_ENV:-}"; do
         [[ -n "$folder" ]] || continue
-        # Named, but not there yet: made there, in place of .venv.
+        # VENV does not exist yet: the environment is made there instead of in .venv.
         if [[ "$folder" == "${VENV:-}" && -z "$(ls -A "$folder" 2>/dev/null)" && (! -e "$folder" || -d "$folder") ]]; then
             mkdir -p "$folder" || die "VENV=$folder cannot be made. Name a folder that can be written to."
             ENVIRONMENT="$(cd "$folder" && pwd -P)"
@@ -117,7 +135,7 @@ complete() {
 create_environment() {
     local base
     base="$(find_python)" || exit 1
-    # --clear: what an interrupted run left there is not worth keeping.
+    # --clear removes what an interrupted run left there.
     "$base" -I -m venv --clear "$ENVIRONMENT" || die "$base cannot make an environment in $ENVIRONMENT. Install its venv module" \
         "(Debian/Ubuntu: apt install python3.12-venv), or free space there."
 }
@@ -132,7 +150,7 @@ check_disk() {
 }
 
 pip_install() {
-    # pip unpacks gigabytes; if it is interrupted they must not stay in a /tmp that nobody clears, and /tmp may be small.
+    # pip unpacks gigabytes. If it is interrupted they must not stay in a /tmp that nobody clears, and /tmp may be small.
     local log="$ENVIRONMENT/bpipe-install.log" unpacking="$ENVIRONMENT/bpipe-unpacking" status=0
     rm -rf "$unpacking"
     mkdir "$unpacking"
@@ -150,7 +168,7 @@ pip_install() {
     die "pip failed. Everything it said: $log"
 }
 
-# Metadata can be whole where files are missing; only an import tells.
+# Metadata can be complete while files are missing, so import.
 imports_work() {
     local also=""
     if [[ "$EXTRA" == dev ]]; then also=", pytest"; fi
@@ -164,7 +182,7 @@ install() {
     if [[ ! -x "$PYTHON" ]] || ! recent_enough "$PYTHON" || ! "$PYTHON" -I -c 'import pip' 2>/dev/null; then
         create_environment
     fi
-    # Only torch is big. (The listing exits with 1 where anything is missing, so it cannot stand in a pipe here.)
+    # Only torch is big. (The listing exits with 1 if anything is missing, so it cannot be in a pipe here.)
     missing="$("$PYTHON" -I "$ROOT/scripts/environment.py" "$EXTRA" || true)"
     if [[ $'\n'"$missing" == *$'\ntorch'* ]]; then check_disk; fi
     rm -f "$ENVIRONMENT/.bpipe-installed"
@@ -181,7 +199,7 @@ install() {
     "$PYTHON" -I "$ROOT/scripts/environment.py" --stamp >"$ENVIRONMENT/.bpipe-installed"
 }
 
-# set_up EXTRA WHAT: EXTRA is what the caller needs, of pyproject.toml's; WHAT ("then ...") what it does afterwards, for the line that says so.
+# set_up EXTRA NEXT: make sure of an environment with that extra of pyproject.toml. NEXT ("then ...") is what the caller does afterwards.
 set_up() {
     EXTRA=$1
     choose_environment
@@ -190,7 +208,7 @@ set_up() {
         say "using $ENVIRONMENT; $2"
     else
         say "installing bpipe and what it needs into $ENVIRONMENT (torch is large: the first time takes minutes and 5.5 GB), $2"
-        # Two scripts started together must not install at once. The lock is on a file that is always there, so none is left behind.
+        # Two scripts started together must not install at once. The lock is on a file that always exists, so none is left behind.
         if command -v flock >/dev/null; then
             exec 9<"$ROOT/pyproject.toml"
             flock 9

@@ -1,10 +1,9 @@
-"""Print what examples/smoke_8gpu.sh found, as one table.
+"""Print the results of examples/smoke_8gpu.sh as one table, with a row per run. The exit status is 0 if all are identical.
 
-In: its folder. Out: a row per run; the exit status is 0 only if all are identical.
+Usage: smoke_table.py FOLDER
 
-verdicts.tsv has a line per run (layout, run, verdict); where a run was compared, its folder also has its record and
-`bpipe compare`'s JSON, from which the transport that carried it, what its fullest stage held and its losses are read.
-Knows no tensors.
+verdicts.tsv has a line per run (layout, run, verdict). If a run was compared, its folder also has its record and the
+JSON of `bpipe compare`, with the transport, what its fullest stage held, and its losses.
 """
 
 from __future__ import annotations
@@ -16,24 +15,13 @@ from typing import Any
 
 MIB = 2**20
 IDENTICAL = "identical"
-HEAD = (
-    "layout",
-    "run",
-    "carried by",
-    "fullest stage, MiB: stock",
-    "with --bpipe",
-    "loss, first to last",
-    "beside stock",
-)
+HEAD = tuple("layout|run|carried by|fullest stage, MiB: stock|with --bpipe|loss, first to last|beside stock".split("|"))
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
-    """Raises OSError or ValueError where the folder is not what the script leaves."""
-    found: list[tuple[str, ...]] = []
-    for line in (folder / "verdicts.tsv").read_text().splitlines():
-        layout, run, verdict = line.split("\t")
-        found.append((layout, run, *_measured(folder / layout / run), verdict))
-    return found
+    """Return the cells of every run. Raises OSError or ValueError if the folder is not what the script leaves."""
+    lines = (line.split("\t") for line in (folder / "verdicts.tsv").read_text().splitlines())
+    return [(layout, run, *_measured(folder / layout / run), verdict) for layout, run, verdict in lines]
 
 
 def _measured(folder: Path) -> tuple[str, str, str, str]:
@@ -42,7 +30,7 @@ def _measured(folder: Path) -> tuple[str, str, str, str]:
     except FileNotFoundError:
         return ("-",) * 4
     carried = sorted({link["transport"] for link in run["links"]})
-    # A loss that is not finite stands there as text.
+    # A loss that is not finite is text there.
     loss = f"{float(summary['a']['first_loss']):.4f} to {float(summary['a']['last_loss']):.4f}"
     return ", ".join(carried), _fullest(summary["a"]), _fullest(summary["b"]), loss
 
@@ -64,17 +52,17 @@ def main() -> int:
         print("usage: smoke_table.py FOLDER", file=sys.stderr)
         return 2
     try:
-        found = rows(Path(sys.argv[1]))
+        runs = rows(Path(sys.argv[1]))
     except (OSError, ValueError, KeyError) as error:
         print(f"smoke_table.py: {sys.argv[1]}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    print(table(found))
-    wrong = [cells for cells in found if cells[-1] != IDENTICAL]
-    if wrong or not found:
+    print(table(runs))
+    wrong = [cells for cells in runs if cells[-1] != IDENTICAL]
+    if wrong or not runs:
         named = ", ".join(f"{layout} {run}" for layout, run, *_ in wrong) or "no run at all"
         print(f"NOT as stock Megatron: {named}")
         return 1
-    print(f"all {len(found)} runs train as stock Megatron does, to the last bit")
+    print(f"all {len(runs)} runs train as stock Megatron does, to the last bit")
     return 0
 
 

@@ -4,9 +4,9 @@
 #   --checks  only the gate: formatting, lint, types, tests/unit
 #   --slow    also the tests marked slow (or RUN_SLOW=1)
 #
-# The gate comes first and ends the run where it fails; then come the tests on late devices (which skip themselves without a compiler),
-# those with real processes (scripts, and gloo on the CPU), and those in a browser (which skip themselves without one). Each time several
-# pytests run side by side (pytest-xdist); `-n 0` keeps to one, which `--pdb` needs.
+# The gate comes first and ends the run if it fails. Then come the tests on late devices (skipped without a compiler), those with real
+# processes (scripts, and gloo on the CPU), and those in a browser (skipped without one). Several pytests run side by side (pytest-xdist);
+# with `-n 0` only one does, as `--pdb` needs.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -14,11 +14,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 CHECKS_ONLY=""
 PYTEST_OPTIONS=()
 for option in "$@"; do
+    help_if_asked "$option"
     case "$option" in
-        -h | --help)
-            sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-            exit 0
-            ;;
         --checks) CHECKS_ONLY=yes ;;
         *) PYTEST_OPTIONS+=("$option") ;;
     esac
@@ -28,7 +25,7 @@ set_up dev "then formatting, lint, types, unit tests${CHECKS_ONLY:+ only}"
 cd "$ROOT"
 if [[ -t 1 ]]; then export FORCE_COLOR=1; fi
 
-# step NAME COMMAND...: run one part of the gate; all parts run, so that one round shows everything that is wrong.
+# step NAME COMMAND...: run one part of the gate. All parts run, so that one run shows everything that is wrong.
 FAILED=()
 STATUS=0
 NO_TESTS_CHOSEN=5
@@ -44,13 +41,13 @@ step() {
     if ((STATUS > 0)); then FAILED+=("$name"); fi
 }
 
-# A process test starts up to eight ranks that wait for each other much of the time: three such tests fill two cores, and more of them would
-# mean time-outs and memory on a larger machine. Files stay whole, for what is started once serves a file, and come in the order of
-# tests/gloo/conftest.py, the longest first: xdist's own begins with those of the most tests.
+# A process test starts up to eight ranks that wait for each other much of the time: three such tests fill two cores, and more would cause
+# time-outs and need more memory. Files stay whole, because a file shares what it starts, and come in the order of tests/gloo/conftest.py,
+# the longest first: xdist begins with those that have the most tests.
 UNIT_WORKERS=(-n "$(getconf _NPROCESSORS_ONLN)" --dist worksteal)
 PROCESS_WORKERS=(-n 3 --dist loadfile --no-loadscope-reorder)
 
-# test_step NAME [OPTION...] FOLDER...: pytest on those of the folders that hold tests; pytest calls an empty collection an error.
+# test_step NAME [OPTION...] FOLDER...: run pytest on the folders that have tests, because it calls an empty collection an error.
 test_step() {
     local name=$1 folder folders=() options=()
     shift
@@ -62,9 +59,9 @@ test_step() {
         if [[ -n "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ]]; then folders+=("$folder"); fi
     done
     if ((${#folders[@]} > 0)); then
-        # The longest are shown, so that whoever makes the suite longer sees it.
+        # The longest are shown, so that whoever slows the suite down sees it.
         step "$name" pytest --durations=10 "${options[@]}" "${PYTEST_OPTIONS[@]}" "${folders[@]}"
-        # A choice of tests (-k, -m) may well choose none in one of the folders.
+        # A selection of tests (-k, -m) may be empty in one of the folders.
         if ((STATUS == NO_TESTS_CHOSEN && ${#PYTEST_OPTIONS[@]} > 0)); then unset "FAILED[-1]"; fi
     fi
 }
@@ -83,7 +80,7 @@ step "size (scripts/size.py)" scripts.size
 test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
-    # In processes of their own: torch has one kind of accelerator in each.
+    # In processes of their own, because a process has only one kind of accelerator.
     test_step "devices that run late" "${UNIT_WORKERS[@]}" tests/late
     test_step "cases of a GPU, on such devices" "${UNIT_WORKERS[@]}" tests/gpu
     test_step "tests with real processes" "${PROCESS_WORKERS[@]}" tests/scripts tests/gloo tests/browser

@@ -1,25 +1,17 @@
 #!/usr/bin/env bash
-# Run what depends on torch's version with one version of it, on the CPU, and print a row of the table in docs/pipelining.md.
+# Run the tests that depend on torch's version with one version, on the CPU, and print a row of the table in docs/pipelining.md.
 # Usage: scripts/test_torch.sh VERSION [pytest options]
 #
-# VERSION is a version of PyPI, such as 2.11.0, or `newest`. It is installed with the extra `dev` into runs/torch/VERSION, or into the
-# folder that VENV names, and used again from there (5.5 GB each). Four parts: the runtime's tests; those of bpipe.torch, with real
-# processes; one training with Megatron, balanced and stock; the example with torch's pipelining. Ends with a line for each part, its
-# numbers of tests, a row of the table, and with 0, 1 (some part failed, or torch is not installed) or 2 (VERSION is none).
+# VERSION is a version on PyPI, such as 2.11.0, or `newest`. It is installed with the extra `dev` into runs/torch/VERSION, or into the
+# folder that VENV names, and reused from there (5.5 GB each). Four parts: the runtime's tests; those of bpipe.torch, with real processes;
+# one training with Megatron, balanced and stock; the example with torch's pipelining. Prints a line for each part with its numbers of
+# tests, and a row of the table. The exit status is 0, 1 (a part failed, or torch is not installed) or 2 (VERSION is not a version).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-usage() { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
-
-if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    usage
-    exit 0
-fi
-if (($# == 0)); then
-    usage >&2
-    exit 2
-fi
+help_if_asked "$@"
+usage_unless_given "$@"
 WANTED=$1
 shift
 if [[ ! "$WANTED" =~ ^(newest|[0-9]+(\.[0-9]+){1,2}[A-Za-z0-9.+-]*)$ ]]; then
@@ -32,7 +24,7 @@ LOGS="$FOLDER-logs"
 mkdir -p "$LOGS"
 export VENV="${VENV:-$FOLDER}"
 if [[ "$WANTED" != newest ]]; then
-    # pip keeps to it beside the project's own bound, and beside what else is set here.
+    # pip also keeps the project's own bound, and other constraints that are set here.
     echo "torch==$WANTED" >"$LOGS/constraint.txt"
     export PIP_CONSTRAINT="${PIP_CONSTRAINT:+$PIP_CONSTRAINT }$LOGS/constraint.txt"
 fi
@@ -53,7 +45,7 @@ part() {
     run_logged "$LOGS/$name.log" '^(FAILED|ERROR) |(passed|failed).* in [0-9]' "$@" || status=$?
     if ((status > 128)); then exit "$status"; fi
     if ((status > 0)); then FAILED=$((FAILED + 1)); fi
-    # pytest counts, in its last line; a library may say more behind that.
+    # pytest's last line has the numbers; a library may print more after it.
     result="$(grep -oE '^(=+ )?[0-9]+ (passed|failed|skipped|errors?|deselected)[^=]* in ' "$LOGS/$name.log" | tail -n 1 |
         sed -E 's/^=+ //; s/,? in $//; s/, [0-9]+ (deselected|warnings?)//g' || true)"
     if ((status > 0)); then result="FAILED${result:+: $result}"; fi
@@ -74,6 +66,6 @@ part example "$PYTHON" examples/pipelining.py
 for line in "${LINES[@]}"; do say "$line"; done
 echo "| ${VERSION%%+*} | $(date -u +%Y-%m-%d) |$ROW"
 if ((FAILED)); then
-    say "with torch $VERSION $FAILED of ${#LINES[@]} parts failed. Everything that was said: $LOGS"
+    say "with torch $VERSION $FAILED of ${#LINES[@]} parts failed. Logs: $LOGS"
     exit 1
 fi

@@ -1,7 +1,7 @@
-"""Look at what an imperative PyTorch program issues, step by step, beside the program itself, and run it there.
+"""Look at what a PyTorch program issues, step by step, and run it next to the program.
 
-`audit(step)` runs a step function a few times and says, a source line each, what a CUDA graph or `torch.compile` would
-freeze, lose or break on. `Session` runs a step's operations beside the Python that issues them. A package of its own:
+`audit(step)` runs a step function a few times and lists, by source line, what a CUDA graph or `torch.compile` would
+freeze, lose or break on. `Session` runs a step's operations next to the Python that issues them. A package of its own:
 it needs torch, and knows neither bpipe nor Megatron.
 """
 

@@ -1,5 +1,4 @@
-"""`python -m terra audit SCRIPT [ARGUMENTS...]`: status 0 where nothing was found, 1 where something was, 2 where it
-could not be said."""
+"""`python -m terra audit SCRIPT [ARGUMENTS...]`: status 0 if nothing was found, 1 if something was, 2 without a result."""
 
 from __future__ import annotations
 
@@ -25,15 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "line what a CUDA graph or torch.compile would freeze, lose or break on. "
         "The script runs as usual; its arguments come last.",
     )
-    audit.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps to compare (default {STEPS})")
-    audit.add_argument(
-        "--warm-up", type=int, default=WARM_UP, metavar="N", help=f"steps before them, at least 1 (default {WARM_UP})"
-    )
-    audit.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the findings to this file as JSON ('-': to standard output, instead of the text)",
-    )
+    steps = f"steps to compare (default {STEPS})"
+    audit.add_argument("--steps", type=int, default=STEPS, metavar="N", help=steps)
+    warm_up = f"steps before them, at least 1 (default {WARM_UP})"
+    audit.add_argument("--warm-up", type=int, default=WARM_UP, metavar="N", help=warm_up)
+    json_help = "write the findings to this file as JSON ('-': to standard output, instead of the text)"
+    audit.add_argument("--json", metavar="FILE", help=json_help)
     audit.add_argument("script", type=Path)
     audit.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -42,17 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.script.is_file():
         parser.error(f"{options.script} is not a file")
     try:
-        found = audit_script(options.script, options.arguments, options.steps, options.warm_up)
+        result = audit_script(options.script, options.arguments, options.steps, options.warm_up)
     except ValueError as error:
         print(f"terra: {error}", file=sys.stderr)
         return 2
     if options.json == "-":
-        print(json.dumps(document(found), indent=1))
+        print(json.dumps(document(result), indent=1))
     else:
-        print(text(found), end="")
+        print(text(result), end="")
         if options.json is not None:
-            Path(options.json).write_text(json.dumps(document(found), indent=1) + "\n", encoding="utf-8")
-    return 1 if found.findings else 0
+            Path(options.json).write_text(json.dumps(document(result), indent=1) + "\n", encoding="utf-8")
+    return 1 if result.findings else 0
 
 
 if __name__ == "__main__":

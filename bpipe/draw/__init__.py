@@ -1,1 +1,1 @@
-"""Pictures of schedules: what is drawn where (`picture`), and its writers."""
+"""Pictures of schedules and simulations, and their writers."""

@@ -1,11 +1,9 @@
-"""Lay a schedule out as shapes.
+"""Lay a schedule out as shapes: a `Picture` of boxes, lines and words in pixels, each with the name of its style.
 
-In: a Schedule. Out: a `Picture` of boxes, lines and words in pixels, each with the name of its style.
-
-Time runs right. A lane is a rank: its computations, below them what it moves, below that the curve of the micro-batches
-it holds, with its bound as a dashed line. Nothing is told by colour alone: forwards are plain boxes, backwards hatched,
-bubbles dotted outlines without a word, transfers pointed boxes with a letter, away (E, R) or towards (L, H). Knows no
-file format.
+Time runs to the right. A lane is a rank: its computations, below them its transfers, below these the curve of the
+micro-batches that it holds, with its bound as a dashed line. Nothing differs by colour alone: forwards are plain boxes,
+backwards hatched, bubbles dotted outlines without a word, transfers pointed boxes with a letter, away (E, R) or towards
+(L, H).
 """
 
 from __future__ import annotations
@@ -54,30 +52,24 @@ STYLES = {
 }
 RARE = frozenset({"shard"})
 
-_COMPUTE_STYLES = {
+STYLE_OF = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward",
     Kind.BACKWARD_WEIGHT: "weight",
     **dict.fromkeys(SHARDS, "shard"),
+    **dict.fromkeys((Kind.EVICT, Kind.RETURN), "away"),
+    **dict.fromkeys((Kind.HOST, Kind.LOAD), "towards"),
 }
-_AWAY = (Kind.EVICT, Kind.RETURN)
 _LINES = ("curve", "bound")
-LEGEND = (
-    *(
-        ("forward", "forward"),
-        ("backward", "backward"),
-        ("bubble", "bubble"),
-        ("away", "evict, return"),
-        ("towards", "load, host"),
-    ),
-    *(("curve", "held"), ("bound", "bound")),
-)
+FORWARD, BACKWARD, BUBBLE = (("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"))
+LEGEND_OF_TRANSFERS = (("away", "evict, return"), ("towards", "load, host"))
+LEGEND_OF_SHARDS = (("shard", "shard of the vocabulary"),)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A closed or open run of points."""
+    """A line through points, closed or open."""
 
     style: str
     points: tuple[tuple[float, float], ...]
@@ -86,7 +78,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """Text, its anchor point left, in the middle or right of it, and its middle in height there."""
+    """Text at a point, centred in height. `anchor`: the point is at its start, its middle or its end."""
 
     x: float
     y: float
@@ -106,7 +98,7 @@ class Picture:
 
 
 def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
-    """Return the picture of a schedule; `subtitle` goes on after its name and size."""
+    """Return the picture of a schedule. `subtitle` follows its name and size."""
     num_slots = len(schedule.ranks[0])
     lane_height = BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + LANE_GAP
     width = MARGIN_LEFT + max(num_slots * SLOT_WIDTH, 14 * SLOT_WIDTH) + MARGIN_RIGHT
@@ -117,8 +109,8 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
     if subtitle:
         title += f", {subtitle}"
     picture.words.append(Word(MARGIN_LEFT, 16, title, 14, "start"))
-    shards = (("shard", "shard of the vocabulary"),) if schedule.layout.shard_kinds else ()
-    draw_legend(picture, (*LEGEND, *shards), MARGIN_LEFT, 36)
+    legend = (FORWARD, BACKWARD, BUBBLE, *LEGEND_OF_TRANSFERS, ("curve", "held"), ("bound", "bound"))
+    draw_legend(picture, legend + (LEGEND_OF_SHARDS if schedule.layout.shard_kinds else ()), MARGIN_LEFT, 36)
     curves = [live_counts(schedule, rank) for rank in range(schedule.num_ranks)]
     top = max(max(max(curve) for curve in curves), *(schedule.bounds or (1,)))
     for rank in range(schedule.num_ranks):
@@ -131,27 +123,18 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
             _computation(picture, x, y, cell, schedule.num_chunks > 1)
             for index, action in enumerate(cell.transfers):
                 _transfer(picture, x, y + BOX_HEIGHT + 2, index, len(cell.transfers), action)
-        _curve(
-            picture,
-            y + BOX_HEIGHT + MOVE_HEIGHT + 4,
-            curves[rank],
-            top,
-            None if schedule.bounds is None else schedule.bounds[rank],
-        )
+        bound = None if schedule.bounds is None else schedule.bounds[rank]
+        _curve(picture, y + BOX_HEIGHT + MOVE_HEIGHT + 4, curves[rank], top, bound)
     return picture
 
 
 def _pooled(schedule: Schedule, rank: int) -> list[str]:
-    """Of a pool: where a rank's activations go, and whose come to it."""
+    """Return where a rank's activations go in a pool, and whose come to it."""
     hosts = schedule.hosts if schedule.is_pooled else None
     if hosts is None:
         return []
-    to, of = hosts[rank], guests_of(schedule, rank)
-    return [
-        text
-        for text in (f"to {','.join(map(write_host, to))}" if to else "", f"for {','.join(map(str, of))}" if of else "")
-        if text
-    ]
+    to, guests = ",".join(map(write_host, hosts[rank])), ",".join(map(str, guests_of(schedule, rank)))
+    return [f"{word} {names}" for word, names in (("to", to), ("for", guests)) if names]
 
 
 def stack(pictures: Sequence[Picture]) -> Picture:
@@ -166,34 +149,29 @@ def stack(pictures: Sequence[Picture]) -> Picture:
     return stacked
 
 
-def _box(x: float, y: float, width: float, height: float) -> tuple[tuple[float, float], ...]:
+def box(x: float, y: float, width: float, height: float) -> tuple[tuple[float, float], ...]:
     return ((x, y), (x + width, y), (x + width, y + height), (x, y + height))
 
 
 def pointed(x: float, y: float, width: float, height: float, away: bool) -> tuple[tuple[float, float], ...]:
     """Return a box with a point to the right for what leaves, to the left for what arrives."""
     tip = min(5.0, width / 3)
+    left, right = (x, x + width - tip) if away else (x + tip, x + width)
     if away:
-        return (
-            (x, y),
-            (x + width - tip, y),
-            (x + width, y + height / 2),
-            (x + width - tip, y + height),
-            (x, y + height),
-        )
-    return ((x + tip, y), (x + width, y), (x + width, y + height), (x + tip, y + height), (x, y + height / 2))
+        return ((left, y), (right, y), (x + width, y + height / 2), (right, y + height), (left, y + height))
+    return ((left, y), (right, y), (right, y + height), (left, y + height), (x, y + height / 2))
 
 
 def _computation(picture: Picture, x: float, y: float, cell: Slot, with_stage: bool) -> None:
-    """One box, or one above the other where a forward and a backward overlap."""
+    """Draw one box, or two, one above the other, if a forward and a backward overlap."""
     actions = cell.computations
     if not actions:
-        picture.shapes.append(Shape("bubble", _box(x + 0.5, y, SLOT_WIDTH - 1, BOX_HEIGHT)))
+        picture.shapes.append(Shape("bubble", box(x + 0.5, y, SLOT_WIDTH - 1, BOX_HEIGHT)))
         return
     height = BOX_HEIGHT / len(actions)
     for index, action in enumerate(actions):
         top = y + index * height
-        picture.shapes.append(Shape(_COMPUTE_STYLES[action.kind], _box(x + 0.5, top, SLOT_WIDTH - 1, height)))
+        picture.shapes.append(Shape(STYLE_OF[action.kind], box(x + 0.5, top, SLOT_WIDTH - 1, height)))
         text = str(action) if with_stage else f"{action.kind.value}{action.microbatch}"
         size = 11 if len(text) < 5 and len(actions) == 1 else 8
         picture.words.append(Word(x + SLOT_WIDTH / 2, top + height / 2, text, size))
@@ -202,16 +180,10 @@ def _computation(picture: Picture, x: float, y: float, cell: Slot, with_stage: b
 def _transfer(picture: Picture, x: float, y: float, index: int, count: int, action: Action) -> None:
     width = (SLOT_WIDTH - 1) / count
     left = x + 0.5 + index * width
-    away = action.kind in _AWAY
-    picture.shapes.append(Shape("away" if away else "towards", pointed(left, y, width, MOVE_HEIGHT - 4, away)))
-    picture.words.append(
-        Word(
-            left + width / 2,
-            y + MOVE_HEIGHT / 2 - 2,
-            f"{action.kind.value[0]}{action.microbatch}",
-            9 if count == 1 else 6,
-        )
-    )
+    style = STYLE_OF[action.kind]
+    picture.shapes.append(Shape(style, pointed(left, y, width, MOVE_HEIGHT - 4, style == "away")))
+    text = f"{action.kind.value[0]}{action.microbatch}"
+    picture.words.append(Word(left + width / 2, y + MOVE_HEIGHT / 2 - 2, text, 9 if count == 1 else 6))
 
 
 def _curve(picture: Picture, y: float, counts: Sequence[Count], top: Count, bound: int | None) -> None:
@@ -237,8 +209,9 @@ def draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, 
     for style, text in entries:
         if style in _LINES:
             picture.shapes.append(Shape(style, ((x, y), (x + 16, y)), closed=False))
+        elif style in ("away", "towards"):
+            picture.shapes.append(Shape(style, pointed(x, y - 6, 16, 12, style == "away")))
         else:
-            box = pointed(x, y - 6, 16, 12, style == "away") if style in ("away", "towards") else _box(x, y - 6, 16, 12)
-            picture.shapes.append(Shape(style, box))
+            picture.shapes.append(Shape(style, box(x, y - 6, 16, 12)))
         picture.words.append(Word(x + 20, y, text, 10, "start"))
         x += 34 + 6 * len(text)

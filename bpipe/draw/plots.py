@@ -1,9 +1,7 @@
-"""Draw what was predicted or measured as charts.
+"""Charts of what was predicted or measured, and files of them that are the same each time.
 
-In: plain numbers. Out: matplotlib figures, and files of them that are the same each time.
-
-The colours are Okabe and Ito's; bars also differ by hatching and lines by marker and dashes, so nothing is told by
-colour alone. Every bar and point has an id in the svg that names it. Knows no schedule, no run and no planner.
+The colours are those of Okabe and Ito. Bars also differ by hatching, and lines by marker and dashes, so nothing differs
+by colour alone. Every bar and point has an id in the svg.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from matplotlib.figure import Figure
 BLUE, SKY, VERMILION, GREEN, BLACK = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#000000"
 MIB, GIB = 2**20, 2**30
 _PNG_DOTS_PER_INCH = 160
-# Text stays text, ids do not change from one drawing to the next.
+# Text stays text, and ids are the same in each drawing.
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "bpipe",
@@ -37,7 +35,7 @@ _STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class StagePeaks:
-    """Peaks of one stage's saved activations in two runs: bytes measured, bytes predicted, micro-batches held."""
+    """Peaks of one stage's saved activations in two runs, measured and predicted, and the micro-batches held."""
 
     stage: int
     plain_bytes: int
@@ -49,39 +47,25 @@ class StagePeaks:
 
 
 def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
-    """Return two bars a stage, without balancing and with it; a dash where the schedule alone said the bar would
-    end."""
-    if not stages:
-        raise ValueError("there is no stage to draw")
+    """Return two bars per stage, without and with balancing, and a dash at what the schedule predicted."""
     figure, axes = _figure(8, 3.9, title)
     highest = max(max(stage.plain_bytes, stage.balanced_bytes) for stage in stages)
     unit, unit_name = (GIB, "GiB") if highest > GIB else (MIB, "MiB")
     width = 0.4
+    look = {"edgecolor": BLACK, "linewidth": 0.7}
     sides = (
-        (
-            "plain",
-            "without balancing, measured",
-            -width / 2,
-            {"color": SKY, "hatch": "///", "edgecolor": BLACK, "linewidth": 0.7},
-        ),
-        ("balanced", "with balancing, measured", width / 2, {"color": BLUE, "edgecolor": BLACK, "linewidth": 0.7}),
+        ("plain", "without balancing, measured", -width / 2, {"color": SKY, "hatch": "///", **look}),
+        ("balanced", "with balancing, measured", width / 2, {"color": BLUE, **look}),
     )
     predicted = None
-    for name, label, shift, look in sides:
+    for name, label, shift, settings in sides:
         places = [stage.stage + shift for stage in stages]
         heights = [getattr(stage, f"{name}_bytes") / unit for stage in stages]
-        bars = axes.bar(places, heights, width, label=label, **look)
+        bars = axes.bar(places, heights, width, label=label, **settings)
         for stage, bar in zip(stages, bars, strict=True):
             bar.set_gid(f"{name}-{stage.stage}")
-            count = getattr(stage, f"{name}_microbatches")
-            axes.annotate(
-                str(count),
-                (bar.get_x() + width / 2, bar.get_height()),
-                (0, 3),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8.5,
-            )
+            count, point = str(getattr(stage, f"{name}_microbatches")), (bar.get_x() + width / 2, bar.get_height())
+            axes.annotate(count, point, (0, 3), textcoords="offset points", ha="center", fontsize=8.5)
         ends = [getattr(stage, f"{name}_predicted_bytes") / unit for stage in stages]
         predicted = axes.hlines(ends, [place - width / 2 for place in places], [place + width / 2 for place in places])
         predicted.set(color=VERMILION, linewidth=2.2, gid=f"{name}-predicted")
@@ -97,14 +81,11 @@ def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:
-    """One configuration on a front: what a device needs, and seconds of an iteration.
+    """One configuration on a front."""
 
-    `group`: what it shares colour and marker with.
-    """
-
-    peak_bytes: int
+    peak_bytes: int  # that a device needs
     iteration_s: float
-    group: str
+    group: str  # those of one group have the same colour and marker
 
 
 def _coordinates(points: Sequence[FrontPoint]) -> tuple[list[float], list[float]]:
@@ -120,11 +101,11 @@ def _scatter_groups(axes: Axes, points: Sequence[FrontPoint]) -> None:
 
 
 def _number_points(axes: Axes, points: Sequence[FrontPoint], winner: int | None) -> None:
-    """A number on each that is apart from the one named before; the table has the others."""
+    """Write the numbers of points that are apart from those that have one; the table has all."""
     gib, seconds = _coordinates(points)
     wide, high = max(gib) - min(gib) or 1, max(seconds) - min(seconds) or 1
     named: list[tuple[float, float]] = []
-    for place, (x, y) in sorted(enumerate(zip(gib, seconds, strict=True)), key=lambda one: one[0] != winner):
+    for place, (x, y) in sorted(enumerate(zip(gib, seconds, strict=True)), key=lambda pair: pair[0] != winner):
         if all(abs(x - other) > 0.025 * wide or abs(y - level) > 0.05 * high for other, level in named):
             named.append((x, y))
             weight = "bold" if place == winner else "normal"
@@ -141,19 +122,12 @@ def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | No
     _scatter_groups(axes, points)
     _number_points(axes, points, winner)
     if winner is not None:
-        axes.scatter(
-            [gib[winner]],
-            [seconds[winner]],
-            s=190,
-            facecolors="none",
-            edgecolors=BLACK,
-            linewidths=1.4,
-            zorder=4,
-            gid="winner",
-        )
-    axes.axvline(limit_bytes / 2**30, color=BLACK, linestyle="--", linewidth=1, gid="limit")
-    axes.annotate(f"{limit_bytes / 2**30:.1f} GiB per device", (limit_bytes / 2**30, 1), (4, -4), xycoords=("data", "axes fraction"),
-                  textcoords="offset points", va="top", fontsize=8.5)  # fmt: skip
+        ring = {"facecolors": "none", "edgecolors": BLACK, "linewidths": 1.4, "zorder": 4, "gid": "winner"}
+        axes.scatter([gib[winner]], [seconds[winner]], s=190, **ring)
+    limit = limit_bytes / GIB
+    axes.axvline(limit, color=BLACK, linestyle="--", linewidth=1, gid="limit")
+    text = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "fontsize": 8.5}
+    axes.annotate(f"{limit:.1f} GiB per device", (limit, 1), (4, -4), **text)
     axes.set(xlabel="memory of the fullest rank, GiB per device", ylabel="iteration, s")
     axes.grid(color="#dddddd", linewidth=0.7)
     figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)

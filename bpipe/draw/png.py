@@ -1,7 +1,4 @@
-"""Write a schedule's picture as PNG.
-
-In: a Schedule. Out: bytes. Needs matplotlib, imported only here; knows no schedule.
-"""
+"""Write a picture as PNG. Needs matplotlib, which is imported only here."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from bpipe.draw.picture import STYLES, Picture, lay_out
 from bpipe.schedule.schedule import Schedule
 
 DOTS_PER_INCH = 100
-# What the renderer can make in one direction.
+# The renderer's limit in one direction.
 MAX_PIXELS = 32_000
 
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
 def write_png(schedule: Schedule) -> bytes:
-    """Draw a schedule as a PNG image. Raises ValueError where it is too large, or matplotlib is missing."""
+    """Draw a schedule as a PNG image. Raises ValueError if it is too large, or matplotlib is missing."""
     return render_png(lay_out(schedule))
 
 
@@ -29,15 +26,11 @@ def render_png(picture: Picture) -> bytes:
             f"the picture is {picture.width} x {picture.height} pixels, a png takes at most {MAX_PIXELS}: "
             "write svg, or draw fewer micro-batches or stages"
         )
-    return _render(picture)
-
-
-def _render(picture: Picture) -> bytes:
     try:
         from matplotlib import rc_context
     except ImportError:
         raise ValueError("png needs matplotlib, which is not installed: pip install matplotlib, or write svg") from None
-    # Words stand on the hatching: it must stay thinner than they are.
+    # Thinner than the words on it.
     with rc_context({"hatch.linewidth": 0.3}):
         return _draw(picture)
 

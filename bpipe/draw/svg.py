@@ -1,7 +1,4 @@
-"""Write a schedule's picture as SVG.
-
-In: a Schedule. Out: text any browser shows. Knows no schedule: `picture` lays out, this spells.
-"""
+"""Write a picture as SVG, which any browser shows."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ def write_svg(schedule: Schedule) -> str:
 
 def render_svg(picture: Picture) -> str:
     """Return any picture, such as a simulation's."""
-    # What few schedules have costs the others no line.
+    # Styles that few schedules have are left out of the others.
     drawn = {shape.style for shape in picture.shapes}
     styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}
     lines = [

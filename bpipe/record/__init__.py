@@ -1,4 +1,1 @@
-"""What a run writes down of itself, and reading it back: every file, key and column is defined once, in `format`.
-
-Needs no torch.
-"""
+"""What a run writes down about itself, and reading it. Every file, key and column is defined in `format`. Needs no torch."""

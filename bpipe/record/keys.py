@@ -1,10 +1,7 @@
-"""Take the keys of a line from the class that stands for it.
+"""Keys of a line of a file, taken from the class that holds it.
 
-In: a class whose fields say how they are read. Out: its keys, and values.
-
-A field of type `Annotated[int, Rule(...)]`, or of such a type or None, is a key of the same name. One without a default
-is needed; of the others null and absence mean the default. A field without a rule is no key. Knows no file and no
-class.
+A field of type `Annotated[int, Rule(...)]`, or of such a type or None, is a key of the same name. A key without a
+default is required; of the others null and absence mean the default. A field without a rule is no key.
 """
 
 from __future__ import annotations
@@ -18,16 +15,12 @@ from typing import Annotated, Any, get_args, get_type_hints
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_list, a_number, a_text, a_whole, an_object, printable
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule of a value: `read(value, name)` returns its meaning or raises ValueError; `write` returns its JSON form."""
+    """How a value is read and written: `read(value, name)` raises ValueError; `write` returns the JSON form."""
 
     read: Callable[[Any, str], Any]
-    write: Callable[[Any], Any] = _as_it_is
+    write: Callable[[Any], Any] = lambda value: value
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +46,13 @@ def keys_of(kind: type) -> tuple[Key, ...]:
 def _defaults(kind: type) -> dict[str, Any]:
     if not dataclasses.is_dataclass(kind):
         return dict(kind._field_defaults)  # type: ignore[attr-defined]
-    plain = {
-        field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
-    }
-    made = {field.name: field.default_factory for field in dataclasses.fields(kind)}
-    return plain | {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
+    defaults = {}
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults
 
 
 def _rule(hint: Any) -> Rule | None:
@@ -66,19 +61,16 @@ def _rule(hint: Any) -> Rule | None:
     return own or next((rule for rule in map(_rule, get_args(hint)) if rule is not None), None)
 
 
-def values_of(kind: type, found: object, name: str, prefix: str = "") -> dict[str, Any]:
-    """Return the arguments for a `kind` that an object read from a file gives.
-
-    What it has besides, later versions added.
-    """
-    return read_keys(keys_of(kind), an_object(found, name), prefix)
+def values_of(kind: type, value: object, name: str, prefix: str = "") -> dict[str, Any]:
+    """Return the arguments of a `kind` that an object of a file has. Unknown keys are ignored: later versions add some."""
+    return read_keys(keys_of(kind), an_object(value, name), prefix)
 
 
-def read_keys(keys: Iterable[Key], held: Mapping[str, object], prefix: str) -> dict[str, Any]:
+def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str) -> dict[str, Any]:
     """Return the values of these keys by their names, without those that are absent or null."""
     values = {}
     for key in keys:
-        value = held.get(key.name)
+        value = entries.get(key.name)
         if value is not None:
             values[key.name] = key.rule.read(value, prefix + key.name)
         elif key.needed:
@@ -89,8 +81,8 @@ def read_keys(keys: Iterable[Key], held: Mapping[str, object], prefix: str) -> d
 def written(value: Any) -> dict[str, Any]:
     """Return a line's keys and values as JSON has them."""
     kind: type = type(value)
-    held = ((key, getattr(value, key.name)) for key in keys_of(kind))
-    return {key.name: None if one is None else key.rule.write(one) for key, one in held}
+    fields = ((key, getattr(value, key.name)) for key in keys_of(kind))
+    return {key.name: None if field is None else key.rule.write(field) for key, field in fields}
 
 
 # Rules for what files hold.
@@ -105,10 +97,10 @@ def number(least: float = 0, most: float = LARGEST) -> Rule:
 
 
 def each(rule: Rule, element: str | None = None) -> Rule:
-    """Read a list as a tuple. `element` is what an error calls one of it, by default what it calls the list."""
+    """Read a list as a tuple. `element`: how an error calls an element, by default like the list."""
     return Rule(
-        lambda value, name: tuple(rule.read(one, element or name) for one in a_list(value, name)),
-        lambda values: [rule.write(one) for one in values],
+        lambda values, name: tuple(rule.read(value, element or name) for value in a_list(values, name)),
+        lambda values: [rule.write(value) for value in values],
     )
 
 
@@ -118,18 +110,14 @@ def line(kind: Callable[..., Any], name: str) -> Rule:
 
 
 def by_name(rule: Rule, element: str) -> Rule:
-    """Read an object whose keys are names.
+    """Read an object whose keys are names. `element`: how an error calls a value, with `{key}` for its key."""
 
-    `element` is what an error calls one value of it, with `{key}` for its key.
-    """
-
-    def read(value: object, name: str) -> dict[str, Any]:
-        return {printable(key): rule.read(one, element.format(key=key)) for key, one in an_object(value, name).items()}
+    def read(values: object, name: str) -> dict[str, Any]:
+        pairs = an_object(values, name).items()
+        return {printable(key): rule.read(value, element.format(key=key)) for key, value in pairs}
 
     return Rule(read, dict)
 
 
 Text = Annotated[str, Rule(a_text)]
 Flag = Annotated[bool, Rule(a_flag)]
-Count = Annotated[int, whole(1, LARGEST)]
-Counts = Annotated[tuple[int, ...], each(whole(0, LARGEST))]

@@ -1,9 +1,4 @@
-"""Refuse what cannot be of one run.
-
-In: what was read of a folder. Out: nothing, or what is missing; or a ValueError with the way out.
-
-Reads no file. Each value was judged alone when it was read; here they are laid beside each other.
-"""
+"""Refuse files that cannot be of one run. Each value was checked alone when it was read; here they are compared."""
 
 from __future__ import annotations
 
@@ -19,27 +14,24 @@ _EMPTY_IT = "The folder has files of two runs: delete those of the older one, an
 
 
 def refuse_two_runs(folder: Path, runs: Sequence[tuple[str, str | None]]) -> None:
-    """Raise ValueError where files say that they are of different runs.
-
-    `runs`: what each is of, and the name of its run.
-    """
+    """Raise ValueError if files are of different runs. `runs`: a description of each file, and the name of its run."""
     for other in runs[1:]:
         if other[1] != runs[0][1]:
-            said = (
-                f"{what} is of {'an older run' if name is None else f'run {name[:40]}'}"
-                for what, name in (runs[0], other)
+            names = (
+                f"{file} is of {'an older run' if name is None else f'run {name[:40]}'}"
+                for file, name in (runs[0], other)
             )
-            raise ValueError(f"{folder}: {', '.join(said)}. {_EMPTY_IT}")
+            raise ValueError(f"{folder}: {', '.join(names)}. {_EMPTY_IT}")
 
 
 def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> None:
-    """Refuse what cannot be of one run: ranks that it does not have, two at one place, disagreement, loops at
-    different times."""
+    """Refuse ranks that the run does not have, two at one place, other programs, and loops at different times."""
     refuse_two_runs(folder, [(f"the record of rank {record.rank}", record.run) for record in ranks])
     if info.run is not None:
         refuse_two_runs(folder, [("run.json", info.run), (f"the record of rank {ranks[0].rank}", ranks[0].run)])
     _check_ranks(folder, info.world_size, ranks)
-    widest = max((one.program.num_ranks for record in ranks for one in record.iterations.values()), default=0)
+    iterations = [iteration for record in ranks for iteration in record.iterations.values()]
+    widest = max((iteration.program.num_ranks for iteration in iterations), default=0)
     if widest > (info.world_size or MOST_RANKS):
         raise ValueError(
             f"{folder}: {widest} stages ran, but run.json has {info.world_size or 'no number of'} ranks. {_EMPTY_IT}"
@@ -49,7 +41,6 @@ def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> N
 
 
 def _check_ranks(folder: Path, world_size: int | None, ranks: Sequence[RankRecord]) -> None:
-    """Refuse ranks that the run does not have, and two at one place."""
     taken: dict[tuple[int, int], int] = {}
     for record in ranks:
         if world_size is not None and record.rank >= world_size:
@@ -60,8 +51,7 @@ def _check_ranks(folder: Path, world_size: int | None, ranks: Sequence[RankRecor
         if other != record.rank:
             raise ValueError(
                 f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline "
-                f"{record.pipeline}. "
-                f"{_EMPTY_IT}"
+                f"{record.pipeline}. {_EMPTY_IT}"
             )
 
 
@@ -73,18 +63,15 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
         if other != program:
             raise ValueError(
                 f"{folder}: in iteration {number} rank {first.rank} ran {_described(program)}, rank {record.rank} ran "
-                f"{_described(other)}. "
-                f"{_EMPTY_IT}"
+                f"{_described(other)}. {_EMPTY_IT}"
             )
-        needed, rows = (
-            2 * program.num_microbatches * program.slices * program.num_chunks,
-            len(record.iterations[number].rows),
-        )
-        # The rows are compared one by one later; a program of another size altogether is not even built for that.
-        if needed > 2 * rows:
+        num_computations = 2 * program.num_microbatches * program.slices * program.num_chunks
+        num_rows = len(record.iterations[number].rows)
+        # The rows are compared one by one later; the program is not even built for that if its size is very different.
+        if num_computations > 2 * num_rows:
             raise ValueError(
-                f"{folder}: iteration {number} of rank {record.rank} has {rows} actions, but its program has "
-                f"{needed} computations"
+                f"{folder}: iteration {number} of rank {record.rank} has {num_rows} actions, but its program has "
+                f"{num_computations} computations"
             )
         if not 0 <= record.place < program.num_ranks:
             raise ValueError(
@@ -92,11 +79,8 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
                 f"{_EMPTY_IT}"
             )
     late = max(ranks, key=lambda record: record.iterations[number].begin_s)
-    early = min(ranks, key=lambda record: record.iterations[number].begin_s + record.iterations[number].elapsed_s)
-    began, ended = (
-        late.iterations[number].begin_s,
-        early.iterations[number].begin_s + early.iterations[number].elapsed_s,
-    )
+    early = min(ranks, key=lambda record: record.iterations[number].end_s)
+    began, ended = late.iterations[number].begin_s, early.iterations[number].end_s
     if began > ended + CLOCK_ERROR_S:
         raise ValueError(
             f"{folder}: rank {late.rank} began iteration {number} {began - ended:.0f} s after rank {early.rank} had "
@@ -107,13 +91,12 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
 def _described(program: ScheduleConfig) -> str:
     return (
         f"{program.schedule} of {program.num_ranks} stages, {program.num_microbatches} micro-batches, "
-        f"{program.num_chunks} chunks, "
-        f"balance {program.balance_name}"
+        f"{program.num_chunks} chunks, balance {program.balance_name}"
     )
 
 
 def missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
-    """Return the ranks without a record, by rank where the size of the world is known, else by place."""
+    """Return a note of the ranks without a record, or of the stages if the size of the world is not known."""
     if info.world_size is not None:
         absent = sorted(set(range(info.world_size)) - {record.rank for record in ranks})
         noun = "rank" if len(absent) == 1 else "ranks"
@@ -124,10 +107,9 @@ def missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
         raise ValueError(
             f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: no run has so many ranks"
         )
-    missing = set(product(range(num_pipelines), range(num_places))) - {
-        (record.pipeline, record.place) for record in ranks
-    }
-    named = [f"{place} of pipeline {pipeline}" for pipeline, place in sorted(missing)]
+    places = set(product(range(num_pipelines), range(num_places)))
+    places -= {(record.pipeline, record.place) for record in ranks}
+    named = [f"{place} of pipeline {pipeline}" for pipeline, place in sorted(places)]
     return [f"no record of stage {_listed(named)}"] if named else []
 
 
@@ -136,7 +118,7 @@ def _listed(names: Sequence[str], most: int = 100) -> str:
 
 
 def check_speed(path: Path, info: RunInfo, step_s: Mapping[int, float]) -> None:
-    """Raise ValueError where a device exceeds its peak: then one of the numbers is wrong."""
+    """Raise ValueError if a device exceeds its peak: then one of the numbers is wrong."""
     if info.flops_per_iteration is None or info.peak_flops is None or info.world_size is None:
         return
     for iteration, elapsed_s in step_s.items():
@@ -144,8 +126,7 @@ def check_speed(path: Path, info: RunInfo, step_s: Mapping[int, float]) -> None:
         if reached > 1:
             raise ValueError(
                 f"{path}: iteration {iteration} would have an MFU of {100 * reached:.4g} %: "
-                f"{info.flops_per_iteration:g} FLOPs in "
-                f"{elapsed_s} s on {info.world_size} devices of {info.peak_flops:g} FLOP/s "
-                f"({info.peak_source or 'source not given'}). "
-                "Correct peak_flops there, or set it to null"
+                f"{info.flops_per_iteration:g} FLOPs in {elapsed_s} s on {info.world_size} devices of "
+                f"{info.peak_flops:g} FLOP/s ({info.peak_source or 'source not given'}). Correct peak_flops there, or set "
+                "it to null"
             )

@@ -1,36 +1,105 @@
-"""Write down what a schedule was built from, and read it back.
-
-In: a `ScheduleConfig`. Out: a JSON object, and the same read strictly. Reads no file and builds no schedule.
-"""
+"""The configuration of a schedule as a JSON object, with the budgets and durations that it was balanced for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from fractions import Fraction
+from itertools import starmap
 from typing import Annotated, Any, get_args, get_type_hints
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig, name_of, named_balance
 from bpipe.balance.deadlines import Windows
 from bpipe.build import ScheduleConfig
-from bpipe.record.activation_budget import ACTIVATION_BUDGET, WINDOWS
-from bpipe.record.keys import Key, Rule, each, read_keys, whole
+from bpipe.record.keys import Flag, Key, Rule, by_name, each, number, read_keys, values_of, whole, written
+from bpipe.schedule.action import Kind
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.files.text import read_costs, read_share
 from bpipe.schedule.layout import Vocabulary
-from bpipe.schedule.memory import plain
+from bpipe.schedule.memory import KeptMemory, memory_of, plain
 from bpipe.schedule.program import Exchange
 from bpipe.values import LARGEST, a_flag, a_text, an_object
+
+_Sizes = Annotated[tuple[int, ...], each(whole())]
+_Seconds = Annotated[tuple[float, ...], each(number())]
+
+
+@dataclass(frozen=True, slots=True)
+class _BudgetKeys:
+    """Keys of an `ActivationBudget`, in bytes of one micro-batch or, with `slices`, of one slice."""
+
+    room_bytes: _Sizes  # by rank
+    saved_bytes: _Sizes  # by stage, the slices of a stage next to each other; so are the next two
+    moved_bytes: _Sizes
+    after_input_bytes: _Sizes
+    shard_bytes: Annotated[int, whole()] = 0  # of a shard of the vocabulary
+    reserved: Flag = False  # whether host buffers have a reserve
+    slices: Annotated[int, whole(1)] = 1
+    keys_bytes: _Sizes = ()  # keys and values that are kept, by stage
+    gradients_bytes: _Sizes = ()  # their gradients
+
+
+def _read_budget(value: object, name: str) -> ActivationBudget:
+    keys = _BudgetKeys(**values_of(_BudgetKeys, value, name, f"{name}."))
+    memory = memory_of(keys.saved_bytes, keys.moved_bytes, keys.after_input_bytes, keys.shard_bytes)
+    kept = tuple(starmap(KeptMemory, zip(keys.keys_bytes, keys.gradients_bytes, strict=True)))
+    return ActivationBudget(keys.room_bytes, replace(memory, reserved=keys.reserved, slices=keys.slices, kept=kept))
+
+
+def _write_budget(budget: ActivationBudget) -> dict[str, Any]:
+    memory = budget.memory
+    return written(
+        _BudgetKeys(
+            room_bytes=budget.room_bytes,
+            saved_bytes=tuple(size.saved_bytes for size in memory.stages),
+            moved_bytes=tuple(size.moved_bytes for size in memory.stages),
+            after_input_bytes=tuple(size.after_input_bytes for size in memory.stages),
+            shard_bytes=memory.shard_bytes,
+            reserved=memory.reserved,
+            slices=memory.slices,
+            keys_bytes=tuple(kept.keys_bytes for kept in memory.kept),
+            gradients_bytes=tuple(kept.gradients_bytes for kept in memory.kept),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowsKeys:
+    """Keys of `Windows`, in seconds."""
+
+    lasts_s: Annotated[
+        Mapping[str, tuple[float, ...]], by_name(each(number()), "{key} of what lasts")
+    ]  # by kind, stage
+    hop_s: Annotated[float, number()]  # of a message
+    inside_s: _Seconds  # of a stage's transfer in a node, then between nodes
+    between_s: _Seconds
+    nodes: _Sizes = ()
+    own_s: _Seconds = ()  # of a stage's transfer to its node's memory
+    slices: Annotated[int, whole(1)] = 1
+
+
+def _read_windows(value: object, name: str) -> Windows:
+    keys = values_of(_WindowsKeys, value, name, f"{name}.")
+    lasts = tuple((Kind(kind), seconds) for kind, seconds in keys.pop("lasts_s").items())
+    return Windows(lasts, **keys)
+
+
+def _write_windows(windows: Windows) -> dict[str, Any]:
+    lasts = {kind.value: tuple(map(float, seconds)) for kind, seconds in windows.lasts_s}
+    inside, between, own = (
+        tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s, windows.own_s)
+    )
+    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own, windows.slices))
 
 
 def _one_of(kind: type[Enum]) -> Rule:
     def read(value: object, name: str) -> Enum:
-        known = {member.value: member for member in kind}
-        if value not in known:
-            raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
-        return known[str(value)]
+        members = {member.value: member for member in kind}
+        if value not in members:
+            raise ValueError(f"{name}: {value!r} is none of {', '.join(members)}")
+        return members[str(value)]
 
     return Rule(read, lambda member: member.value)
 
@@ -46,7 +115,7 @@ def _write_costs(costs: UnitCosts) -> str:
     return ",".join(str(Fraction(getattr(costs, field.name))) for field in fields(UnitCosts))
 
 
-# How a file has what a field holds.
+# The rule of a field, by its type.
 _RULES: dict[Any, Rule] = {
     str: Rule(a_text),
     bool: Rule(a_flag),
@@ -56,12 +125,12 @@ _RULES: dict[Any, Rule] = {
     UnitCosts: Rule(_read_costs, _write_costs),
     Exchange: _one_of(Exchange),
     Vocabulary: _one_of(Vocabulary),
-    ActivationBudget: ACTIVATION_BUDGET,
-    Windows: WINDOWS,
+    ActivationBudget: Rule(_read_budget, _write_budget),
+    Windows: Rule(_read_windows, _write_windows),
 }
-# By key, the field that has another name: files always called the number of ranks that of stages.
+# Keys whose field has another name: in files the number of ranks was always called that of stages.
 _FIELDS = {"num_stages": "num_ranks"}
-# Written even if they are as usual.
+# Written even if they are the default.
 _ALWAYS = ("schedule", "num_stages", "num_microbatches", "num_chunks")
 _BALANCE = Key("balance", Rule(a_text), False, name_of(None))
 
@@ -81,22 +150,24 @@ def _keys_of(kind: type) -> list[Key]:
 _OF_SCHEDULE, _OF_BALANCE = _keys_of(ScheduleConfig), _keys_of(BalanceConfig)
 
 
-def read_program(found: object, name: str = "program") -> ScheduleConfig:
+def read_program(value: object, name: str = "program") -> ScheduleConfig:
     """Read the configuration of a schedule."""
-    held, prefix = an_object(found, name), f"{name}."
-    schedule = {_FIELDS.get(key, key): value for key, value in read_keys(_OF_SCHEDULE, held, prefix).items()}
-    how = read_keys(_OF_BALANCE, held, prefix)
-    named = read_keys([_BALANCE], held, prefix).get(_BALANCE.name, _BALANCE.default)
-    balance = named_balance(named, how.get("bounds"), how.get("partners"), hosts=how.get("hosts"))
-    return ScheduleConfig(**schedule, balance=None if balance is None else BalanceConfig(**how))
+    entries, prefix = an_object(value, name), f"{name}."
+    schedule = {_FIELDS.get(key, key): field for key, field in read_keys(_OF_SCHEDULE, entries, prefix).items()}
+    balancing = read_keys(_OF_BALANCE, entries, prefix)
+    balance_name = read_keys([_BALANCE], entries, prefix).get(_BALANCE.name, _BALANCE.default)
+    balance = named_balance(
+        balance_name, balancing.get("bounds"), balancing.get("partners"), hosts=balancing.get("hosts")
+    )
+    return ScheduleConfig(**schedule, balance=None if balance is None else BalanceConfig(**balancing))
 
 
 def write_program(config: ScheduleConfig) -> dict[str, Any]:
-    """Return the keys of a configuration without those that are as usual."""
+    """Return the keys of a configuration without defaults."""
     schedule = _written(_OF_SCHEDULE, config)
     always = {name: schedule.pop(name) for name in _ALWAYS}
-    how = {} if config.balance is None else _written(_OF_BALANCE, config.balance)
-    return {**always, _BALANCE.name: config.balance_name, **how, **schedule}
+    balancing = {} if config.balance is None else _written(_OF_BALANCE, config.balance)
+    return {**always, _BALANCE.name: config.balance_name, **balancing, **schedule}
 
 
 def _written(keys: Iterable[Key], config: object) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""Write what a run records.
+"""Write what a run records, as `format` defines it.
 
-In: the values that `format` defines. Out: files, or lines appended to them. Knows no tensor and no rank.
-
-A line is written at once, so that a killed run leaves whole ones; a file of one value is there whole or not at all.
+A line is written at once, so that a killed run leaves whole ones; a file of one value is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ def write_whole(path: Path, value: Any) -> None:
 
 
 def begin(path: Path, *values: Any) -> None:
-    """Begin a file with these lines, in place of what another run left."""
+    """Begin a file with these lines, and replace what another run left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(map(_line, values)))
 
@@ -35,38 +33,28 @@ def append(path: Path, *values: Any) -> None:
 
 
 def _line(value: Any) -> str:
-    # The many, and long ones, without spaces.
+    # The long ones, of which there are many, have no spaces.
     separators = (",", ":") if isinstance(value, Iteration | MemoryMark) else None
     return json.dumps(_keys(value), separators=separators) + "\n"
 
 
-_OWN_MEMORY = ("own_buffers", "own_bytes")
-_DIFFERING = (
-    "stayed_microbatches",
-    "stayed_bytes",
-    "passed_microbatches",
-    "passed_bytes",
-    "largest_bytes",
-    "times_grown",
+# Keys that are left out if there is nothing to say: of backwards with halves, of shards, of a node's own memory, of
+# micro-batches that differ in size, of slices, and of checks. Older records do not name their run either.
+_OPTIONAL = frozenset(
+    "run after_input_bytes shard_bytes in_shards_bytes own_buffers own_bytes stayed_microbatches stayed_bytes "
+    "passed_microbatches passed_bytes largest_bytes times_grown keys_bytes predicted_keys_bytes verified_iterations "
+    "verified_microbatches verified_storages verified_bytes".split()
 )
-_SLICED = ("keys_bytes", "predicted_keys_bytes")
-_VERIFIED = ("verified_iterations", "verified_microbatches", "verified_storages", "verified_bytes")
 
 
 def _keys(value: Any) -> dict[str, Any]:
     kind = type(value)
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
-    keys |= written(value)
-    # Only of backwards with halves, of shards, of what a node's own memory holds, of micro-batches that differ in size,
-    # of slices, and of what was checked: elsewhere there is nothing to say. Nor do older records name their run.
-    some = (*_OWN_MEMORY, *_DIFFERING, *_SLICED, *_VERIFIED)
-    for name in ("run", "after_input_bytes", "shard_bytes", "in_shards_bytes", *some):
-        if not keys.get(name, True):
-            del keys[name]
+    keys |= {name: entry for name, entry in written(value).items() if entry or name not in _OPTIONAL}
     if isinstance(value, Iteration):
         keys["columns"] = [column.name for column in COLUMNS]
         keys["actions"] = [
-            [None if one is None else column.rule.write(one) for column, one in zip(COLUMNS, row, strict=True)]
+            [None if cell is None else column.rule.write(cell) for column, cell in zip(COLUMNS, row, strict=True)]
             for row in value.rows
         ]
     if isinstance(value, TrainingStep):

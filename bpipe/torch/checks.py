@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bpipe.record.format import ONE_SIDED
-from bpipe.record.report.memory import without_transfers
+from bpipe.record.report.memory import moved_nothing, without_transfers
 from bpipe.runtime.checkpoints import Regions
 from bpipe.runtime.config import BLOCKING, wait_level
 from bpipe.runtime.graph import nodes_of, saved_names
@@ -16,7 +16,6 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.dependencies import Dependencies
 from bpipe.schedule.lowering.lower import lower_received
-from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.torch.upstream import RUN_VERSIONS, SEND_WAITS, Computation
@@ -119,7 +118,7 @@ def why_unmoved(schedule: Schedule, rank: int, moved_bytes: Mapping[int, int], m
 
     `moved_bytes`: by stage, what the engine moved of a micro-batch. `minimum_bytes`: of the smallest storage that moves.
     """
-    if not num_transfers(schedule, rank).evictions or any(moved_bytes.values()):
+    if not moved_nothing(schedule, rank, moved_bytes):
         return None
     return (
         f"rank {rank} moved nothing: every storage of its micro-batches has less than {minimum_bytes} bytes "

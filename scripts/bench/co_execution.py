@@ -1,17 +1,14 @@
-"""Measure what co-execution gains and costs: steps of one network plainly, beside Python, and lazily, taking turns.
+"""Measure co-execution: steps of one network plainly, next to Python ("beside"), and lazily, taking turns.
 
-In: sizes. Out: a table, and JSON with --json: for each kind and share of Python's work in a step, as part of the plain
-step's time without any, the medians and quartiles over rounds of how many times as fast a step is co-executed, and
-lazily, as plainly within that round. Work is done between a step's layers: "text" counts words and writes lines, as
-tokenizers and logs do, and keeps the interpreter's lock; "unpacking" decompresses, as reading data does, and lets go of
-it.
+Prints a table, and with --json writes it: for each kind and share of Python's work in a step, as a part of the plain
+step's time without any, how many times as fast as plainly a step is co-executed, and lazily, within a round (medians
+and quartiles). Work is done between a step's layers: "text" counts words and writes lines, as tokenizers and logs do,
+and keeps the interpreter's lock; "unpacking" decompresses, as reading data does, and releases it.
 
-Wall clock, for overlap is nothing else; so the machine must have a free core for each side, and torch gets one thread.
-On cores that others use too, two threads get more of them than one, and a gain may be that: the plain side's share of a
-core is printed, and should be near 1. Losses must be equal to the bit. Operations take milliseconds here, as a device's
-do; with --width 64 they take as long as issuing them.
-
-What it cannot show: anything of a GPU, whose queue runs beside Python by itself.
+It measures wall clock, so the machine must have a free core for each side; torch gets one thread. On cores that others
+use, two threads get more of them than one: the plain side's share of a core is printed, and should be near 1. Losses
+must be bit-identical. Operations take milliseconds here, as on a device; with --width 64 they take as long as issuing
+them. It cannot show anything of a GPU, whose queue runs next to Python by itself.
 """
 
 from __future__ import annotations
@@ -36,49 +33,30 @@ import torch
 import terra
 
 SHARES = (0.5, 1.0)
-# Runner of each way.
+# The runner of each way.
 WAYS = {"beside": "threaded", "lazily": "lazy"}
-# Warm-up and traces, and blocks' programs are made in the first co-executed one.
+# Steps until everything is made: warm-up, traces, and the first co-executed step, which compiles the blocks.
 FIRST = 5
-
-
-_WORDS = (
-    "a",
-    "step",
-    "of",
-    "the",
-    "training",
-    "has",
-    "come",
-    "to",
-    "its",
-    "end",
-    "and",
-    "this",
-    "is",
-    "what",
-    "it",
-    "lost",
-)
+_WORDS = "a step of the training has come to its end and this is what it lost".split()
 _PACKED = zlib.compress(bytes(range(256)) * 512)
 
 
 def text(count: int) -> int:
-    """Holds the interpreter's lock."""
-    seen: dict[str, int] = {}
+    """Count words, and hold the interpreter's lock."""
+    lengths: dict[str, int] = {}
     for number in range(count):
         word = _WORDS[number % len(_WORDS)]
-        seen[word] = seen.get(word, 0) + len(f"{number} {word}")
-    return sum(seen.values())
+        lengths[word] = lengths.get(word, 0) + len(f"{number} {word}")
+    return sum(lengths.values())
 
 
 def unpacking(count: int) -> int:
-    """Lets go of the interpreter's lock."""
+    """Decompress, and release the interpreter's lock."""
     return sum(len(zlib.decompress(_PACKED)) for _ in range(count))
 
 
 Work = Callable[[int], int]
-# With a number of turns that takes some tens of milliseconds.
+# With a number of turns that takes tens of milliseconds.
 WORKS: dict[Work, int] = {text: 100_000, unpacking: 300}
 
 
@@ -86,11 +64,11 @@ def training(width: int, layers: int, batch: int) -> Callable[[Work, int], torch
     """Return a step that trains, and does `count` turns of work between its layers."""
     torch.manual_seed(1)
     parts = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(layers)]
-    optimizer = torch.optim.SGD([each for part in parts for each in part.parameters()], lr=1e-3)
-    given = torch.randn(batch, width)
+    optimizer = torch.optim.SGD([parameter for part in parts for parameter in part.parameters()], lr=1e-3)
+    inputs = torch.randn(batch, width)
 
     def step(work: Work, count: int) -> torch.Tensor:
-        hidden = given
+        hidden = inputs
         for part in parts:
             work(count // layers)
             hidden = part(hidden)
@@ -124,15 +102,6 @@ class Way:
         return took_s / steps
 
 
-def _rounds(options: argparse.Namespace, ways: list[Way], work: Work, turns: int) -> list[dict[Way, float]]:
-    """Return the seconds of every way, in an order that turns from round to round."""
-    rounds = []
-    for number in range(options.rounds):
-        first = number % len(ways)
-        rounds.append({way: way.run(options.steps, work, turns) for way in ways[first:] + ways[:first]})
-    return rounds
-
-
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
     """Return the rows, and the plain side's share of a core."""
     with contextlib.ExitStack() as stack:
@@ -150,9 +119,8 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
         kinds = ((text, 0.0), *itertools.product(WORKS, SHARES))
         rows = [_row(options, plain, beside, work, share, step_s) for work, share in kinds]
         for way in beside.values():
-            assert all(torch.equal(one, other) for one, other in zip(plain.losses, way.losses, strict=True)), (
-                "losses differ"
-            )
+            losses = zip(plain.losses, way.losses, strict=True)
+            assert all(torch.equal(*pair) for pair in losses), "losses differ"
         assert all(session.fallbacks == 0 for session in sessions.values())
     return rows, plain.processor_s / plain.wall_s
 
@@ -160,9 +128,12 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
 def _row(
     options: argparse.Namespace, plain: Way, beside: dict[str, Way], work: Work, share: float, step_s: float
 ) -> dict[str, Any]:
-    """One sort of work beside the steps, whose Python takes a share of a plain step's time."""
+    """Measure one kind of work, which takes a share of a plain step's time. The order of ways rotates."""
     turn_s = min(_timed(work, WORKS[work]) for _ in range(3)) / WORKS[work]
-    rounds = _rounds(options, [plain, *beside.values()], work, int(step_s * share / turn_s))
+    turns, ways, rounds = int(step_s * share / turn_s), [plain, *beside.values()], []
+    for number in range(options.rounds):
+        first = number % len(ways)
+        rounds.append({way: way.run(options.steps, work, turns) for way in ways[first:] + ways[:first]})
     row: dict[str, Any] = {"python": share, "work": work.__name__ if share else "none"}
     row["plain_ms"] = spread([took[plain] * 1e3 for took in rounds])
     return row | {name: spread([took[plain] / took[way] for took in rounds]) for name, way in beside.items()}
@@ -175,7 +146,7 @@ def _timed(do: Callable[[int], object], count: int) -> float:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
+    """Return the first quartile, the median and the third quartile."""
     ordered = sorted(values)
     first, median, third = (ordered[round(part * (len(ordered) - 1))] for part in (0.25, 0.5, 0.75))
     return first, median, third
@@ -192,27 +163,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, core = measure(options)
-    print(
-        f"{options.layers} layers {options.width} wide, {options.batch} rows; {os.cpu_count()} cores, {core:.2f} of "
-        f"one for the plain side"
-    )
+    sizes = f"{options.layers} layers {options.width} wide, {options.batch} rows"
+    print(f"{sizes}; {os.cpu_count()} cores, {core:.2f} of one for the plain side")
     print("times as fast as plainly, median (quartiles)")
     print("Python's work     plain ms per step        " + "".join(f"{name:23}" for name in WAYS))
     for row in rows:
-        words = (
-            f"{middle:7.2f} ({first:.2f} to {third:.2f})"
-            for first, middle, third in (row[name] for name in ("plain_ms", *WAYS))
-        )
+        spreads = (row[name] for name in ("plain_ms", *WAYS))
+        words = (f"{middle:7.2f} ({first:.2f} to {third:.2f})" for first, middle, third in spreads)
         print(f"{row['work']:9} {row['python']:4.0%}   {'   '.join(words)}")
     if options.json:
-        facts = {
-            "machine": platform.platform(),
-            "torch": torch.__version__,
-            "options": vars(options),
-            "plain_core": core,
-            "rows": rows,
-        }
-        Path(options.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        facts = {"machine": platform.platform(), "torch": torch.__version__, "options": vars(options)}
+        Path(options.json).write_text(json.dumps(facts | {"plain_core": core, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Measure what our own loop costs beside Megatron's: iterations of the same 1F1B by one and by the other, taking turns
-in one run.
+"""Measure the cost of our own loop: iterations of the same 1F1B by it and by Megatron's, taking turns in one run.
 
-In: sizes. Out: a table, and JSON with --json: of every rank the processor time of the training thread in an iteration
-by each loop, and the ratio within a turn, medians and quartiles; of all ranks together the median with what it would be
-in 95 of 100 such runs, by drawing turns again. Processor time, because on a machine with fewer cores than ranks the
-clock says how the ranks shared them. Weights are left as they are, so every iteration computes the same. With sizes so
-small that there is nothing to compute (--hidden 16 --sequence 8) the difference is what the loops do themselves.
+Prints a table, and with --json writes everything: of every rank the processor time of the training thread per iteration
+by each loop, and the ratio within a turn, with medians and quartiles; of all ranks together the median, with its range
+in 95 of 100 such runs, by drawing turns again. Processor time, because on fewer cores than ranks the clock would show
+how the ranks shared them. Weights stay as they are, so every iteration computes the same. With sizes so small that
+there is nothing to compute (--hidden 16 --sequence 8) the difference is what the loops do themselves.
 
-What it cannot show: anything of a GPU, where the training thread issues what a device computes.
+It cannot show anything of a GPU, where the training thread issues what a device computes.
 """
 
 # ruff: noqa: E402
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -24,6 +22,7 @@ import platform
 import random
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.scheduling.start import startup
 
-# Each process of Megatron's warns of what a CPU lacks, again for every micro-batch, and the table would be lost in it.
-# Errors stay.
+# Megatron warns of what a CPU lacks in each process and for every micro-batch, and would hide the table. Errors stay.
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
 with contextlib.redirect_stdout(None):
@@ -42,13 +40,14 @@ with contextlib.redirect_stdout(None):
 
 # isort: split
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bench.turns import add_sizes, on_ranks, processor_seconds, quotients, spread
+from bench.turns import in_turn, on_ranks, quotients, spread
 from bpipe.build import ScheduleConfig
 from bpipe.schedule.program import Exchange
 from megatron.scheduling.hooks import patches
@@ -103,9 +102,8 @@ def prepared(sizes: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[Call
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=sizes.stages)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     model = model_of(sizes)
-    batch = torch.randint(
-        VOCABULARY, (sizes.microbatches, 2, sizes.sequence), generator=torch.Generator().manual_seed(11)
-    )
+    generator = torch.Generator().manual_seed(11)
+    batch = torch.randint(VOCABULARY, (sizes.microbatches, 2, sizes.sequence), generator=generator)
 
     def iteration(loop: Callable[..., Any]) -> None:
         loop(
@@ -123,12 +121,19 @@ def prepared(sizes: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[Call
 def measure(_: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
     model, iteration = prepared(sizes)
     loops = {"Megatron's": STOCK, "ours": own_loop(sizes)}
-    ways = {name: functools.partial(iteration, loop) for name, loop in loops.items()}
-    return processor_seconds(ways, lambda _: model.zero_grad(), sizes.rounds)
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for counts, name in in_turn(tuple(loops), sizes.rounds):
+        dist.barrier()
+        begin_s = time.thread_time()
+        iteration(loops[name])
+        if counts:
+            seconds[name].append(time.thread_time() - begin_s)
+        model.zero_grad()
+    return seconds
 
 
 def in_95_of_100(values: list[float]) -> tuple[float, float]:
-    """Where the median of so many values lies, by drawing them again with replacement."""
+    """Return the range of the median of such samples, by drawing them again with replacement."""
     draw = random.Random(1)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(NUM_DRAWS))
     return medians[NUM_DRAWS * 25 // 1000], medians[-NUM_DRAWS * 25 // 1000]
@@ -136,14 +141,19 @@ def in_95_of_100(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_sizes(parser, microbatches=16)
+    parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=1, help="of a stage")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE")
     sizes = parser.parse_args()
     measured = on_ranks(measure, sizes.stages, sizes)
     rows, together = [], []
     print(
         f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores; 1F1B of "
-        f"{sizes.stages} stages, "
-        f"{sizes.microbatches} micro-batches; {sizes.rounds} rounds, medians (quartiles)"
+        f"{sizes.stages} stages, {sizes.microbatches} micro-batches; {sizes.rounds} rounds, medians (quartiles)"
     )
     print(f"{'rank':<5} {'Megatron loop, ms':>28} {'ours, ms':>28} {'ours to Megatron in a turn':>32}")
     for rank, spent in enumerate(measured):

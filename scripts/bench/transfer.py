@@ -1,16 +1,13 @@
-"""Measure what moving a micro-batch costs on this machine's CPU: transports side by side, alternating, in one run.
+"""Measure what moving a micro-batch costs on this machine's CPU, with all transports in turn in one run.
 
-In: sizes and rounds. Out: tables on stdout, and with --json everything that was measured. Two parts.
+Links: two processes. One micro-batch there and back, as one storage and as several, over each transport and by plain
+copies within one process. Pipeline: four processes run 1F1B, an iteration without balancing and one with each transport,
+asynchronously, synchronously, and with checks of all that moves. A computation is a wait of fixed length, and so leaves
+the cores to the copies, as a device would leave them to its copy engines. Ratios are to the iteration without balancing
+of the same round.
 
-Links: two processes. One micro-batch there and back, as one storage and as several, over each transport and, in the
-same round, by a plain copy within one process. How long the calls on the acceptor's main thread took, and what its
-whole process worked meanwhile. Pipeline: four processes run 1F1B, an iteration without balancing and then one with each
-transport, asynchronously, synchronously, and with checks of all that moves, in an order that turns from round to round.
-A computation is a wait of fixed length, and so leaves the cores to the copies, as a device would leave them to its copy
-engines. Ratios are to the iteration without balancing of the same round.
-
-What it cannot show: anything of a GPU, its links or its copy engines; contention between copies and real computation,
-which on a CPU share the same cores and memory.
+It cannot show anything of a GPU, its links or its copy engines, nor contention between copies and real computation,
+which on a CPU share cores and memory.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,21 +68,15 @@ BUFFER, HOSTED = (frozenset({0}),), {kind: Action(0, kind, 0) for kind in (Kind.
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sizes", type=float, nargs="+", default=[1, 8, 50], metavar="MB", help="of a micro-batch (default 1 8 50)"
-    )
-    parser.add_argument(
-        "--storages", type=int, default=17, metavar="N", help="storages a micro-batch has, as a GPT layer (default 17)"
-    )
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="rounds of each part (default 15)")
-    parser.add_argument(
-        "--microbatch", type=float, default=16, metavar="MB", help="what the pipeline's micro-batches save (default 16)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single measurement there")
+    add = parser.add_argument
+    add("--sizes", type=float, nargs="+", default=[50], metavar="MB", help="of a micro-batch (default 50)")
+    add("--storages", type=int, default=17, metavar="N", help="of a micro-batch (default 17, as of a GPT layer)")
+    add("--rounds", type=int, default=15, metavar="N", help="rounds of each part (default 15)")
+    add("--microbatch", type=float, default=16, metavar="MB", help="of the pipeline's micro-batches (default 16)")
+    add("--json", type=Path, metavar="FILE", help="also write every single measurement there")
     options = parser.parse_args()
     measured: dict[str, Any] = {"environment": environment()}
     measured |= {"links": on_ranks(links, 2, options)[0], "pipeline": on_ranks(pipeline, STAGES, options)[0]}
-    measured["environment"]["load_after"] = os.getloadavg()[0]
     report(measured)
     if options.json:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
@@ -99,90 +90,65 @@ def environment() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
-        "virtual": "hypervisor" in cpuinfo,
         "torch": torch.__version__,
-        "load_before": os.getloadavg()[0],
     }
 
 
 # -- links
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def links(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every size, in one storage and in several, over every transport."""
     connections = connected([(0, 1)])
-    found = []
-    for size in options.sizes:
-        for storages in (1, options.storages):
-            found.append(one_size(rank, connections, int(size * MB), storages, options.rounds))
+    entries = [
+        one_size(rank, connections, int(size * MB), storages, options.rounds)
+        for size, storages in product(options.sizes, (1, options.storages))
+    ]
     for connection in connections.values():
         connection.close()
-    return found
+    return entries
 
 
 def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
-    """Return this rank's connection over each transport; none where it is in no pair."""
-    made = {name: connect(pairs, name, TIMEOUT_S, copying_on(CPU))[0] for name in TRANSPORTS}
-    return {name: connection for name, connection in made.items() if connection is not None}
-
-
-def everyones(mine: Any) -> list[Any]:
-    """By rank, what each has of this."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told
-
-
-def append_each(samples: dict[str, list[float]], values: Mapping[str, float]) -> None:
-    for key, value in values.items():
-        samples[key].append(value)
-
-
-class Buffers(NamedTuple):
-    """One micro-batch's storages: what is sent, what a plain copy passes through, and what comes back."""
-
-    sent: list[torch.Tensor]
-    between: list[torch.Tensor]
-    back: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> Buffers:
-        sent = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
-        return cls(sent, [torch.zeros_like(buffer) for buffer in sent], [torch.zeros_like(buffer) for buffer in sent])
+    """Return this rank's connection over each transport, if it is in a pair."""
+    connections = {name: connect(pairs, name, TIMEOUT_S, copying_on(CPU))[0] for name in TRANSPORTS}
+    return {name: connection for name, connection in connections.items() if connection is not None}
 
 
 def one_size(
     rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int
 ) -> dict[str, Any]:
-    """One size over all transports, in an order that turns from round to round."""
+    """Measure one size over all transports, and by plain copies."""
     lengths = (nbytes // storages,) * storages
     ends: dict[str, Transport] = {name: connection.transport() for name, connection in connections.items()}
-    buffers = Buffers.of(lengths)
+    sent = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
+    between, back = ([torch.zeros_like(buffer) for buffer in sent] for _ in range(2))
     acceptors = {name: acceptor_of(end) for name, end in ends.items()} if rank else {}
     announced = [] if rank else [announce(end, lengths) for end in ends.values()]
-    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in (*TRANSPORTS, MEMCPY)}
-    for counts, name in in_turn((*TRANSPORTS, MEMCPY), rounds):
+    seconds: dict[str, list[float]] = {name: [] for name in (MEMCPY, *TRANSPORTS)}
+    for counts, name in in_turn(tuple(seconds), rounds):
         dist.barrier()
-        told = everyones(hosted(acceptors.get(name)) if rank else there_and_back(name, ends.get(name), buffers))
+        begin = time.perf_counter()
+        if rank and name in acceptors:
+            accept(acceptors[name])
+        elif not rank and name == MEMCPY:
+            copy(sent, between)
+            copy(between, back)
+        elif not rank:
+            ends[name].put(0, sent).wait()
+            ends[name].get(0, back).wait()
+        took_s = time.perf_counter() - begin
+        dist.barrier()
+        assert rank or all(map(torch.equal, sent, back)), f"{name}: received data differs from the data sent"
+        for buffer in back:
+            buffer.zero_()
         if counts:
-            append_each(samples[name], told[0] | told[1])
+            seconds[name].append(took_s)
     for message in announced:
         message.wait()
     for end in ends.values():
         end.release()
-    return {"nbytes": sum(lengths), "storages": storages, "samples": samples}
-
-
-def there_and_back(name: str, end: Transport | None, buffers: Buffers) -> dict[str, float]:
-    """Send all and take it back, by plain copies where there is no transport: seconds of both ways."""
-    sent, between, back = buffers
-    there_s, back_s = copied(sent, between, back) if end is None else evicted(end, sent, back)
-    dist.barrier()
-    assert all(map(torch.equal, sent, back)), f"{name}: received data differs from the data sent"
-    for buffer in back:
-        buffer.zero_()
-    return {"there_s": there_s, "back_s": back_s}
+    return {"nbytes": sum(lengths), "storages": storages, "seconds": seconds}
 
 
 def announce(end: Transport, lengths: tuple[int, ...]) -> Pending:
@@ -198,45 +164,24 @@ def acceptor_of(end: Transport) -> Acceptor:
     return ReceivingAcceptor(BUFFER, end, Streams(CPU), CPU, lambda pending, action, state: pending.wait())
 
 
-def evicted(end: Transport, sent: list[torch.Tensor], back: list[torch.Tensor]) -> tuple[float, float]:
-    begin = time.perf_counter()
-    end.put(0, sent).wait()
-    middle = time.perf_counter()
-    end.get(0, back).wait()
-    return middle - begin, time.perf_counter() - middle
+def copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
-def copied(sent: list[torch.Tensor], between: list[torch.Tensor], back: list[torch.Tensor]) -> tuple[float, float]:
-    """The same bytes within one process, from memory to memory."""
-    times = []
-    for sources, targets in ((sent, between), (between, back)):
-        begin = time.perf_counter()
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-        times.append(time.perf_counter() - begin)
-    return times[0], times[1]
-
-
-def hosted(acceptor: Acceptor | None) -> dict[str, float]:
-    """Run the acceptor's half, waited for at once: how long its calls held this thread, and what all threads took."""
-    worked = time.process_time()
-    begin = time.perf_counter()
-    if acceptor is not None:
-        acceptor.hear(1)
-        acceptor.host(HOSTED[Kind.HOST], 0)
-        acceptor.give_back(HOSTED[Kind.RETURN], 0)
-        acceptor.end()
-    held_s = time.perf_counter() - begin
-    dist.barrier()
-    return {"held_s": held_s, "acceptor_cpu_s": time.process_time() - worked}
+def accept(acceptor: Acceptor) -> None:
+    """Run the acceptor's half, waited for at once."""
+    acceptor.hear(1)
+    acceptor.host(HOSTED[Kind.HOST], 0)
+    acceptor.give_back(HOSTED[Kind.RETURN], 0)
+    acceptor.end()
 
 
 # -- pipeline
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Waiting(TorchStages):
-    """One rank's stage. Computation is a wait; what it saves is real, and is summed up to the number that goes on."""
+    """One rank's stage. Computation is a wait; it saves real tensors, and passes on their sum."""
 
     def __init__(self, rank: int, values: int, storages: int) -> None:
         super().__init__({rank: self.compute})
@@ -244,7 +189,7 @@ class Waiting(TorchStages):
 
     def compute(self, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
         hidden = torch.zeros(self.values).requires_grad_()
-        # Each saves its result: as many storages, each of `values` numbers. The sum's result is all that goes on.
+        # Each saves its result, of `values` numbers.
         for _ in range(self.storages):
             hidden = torch.tanh(hidden)
         time.sleep(FORWARD_S)
@@ -256,25 +201,27 @@ class Waiting(TorchStages):
 
 
 class TimedVerifier(Verifier):
-    """Adds up the processor's seconds that checks take: other processes do not count."""
+    """Adds up the processor time of checks, without that of other processes."""
 
     took_s = 0.0
 
-    def poison(self, storage: torch.UntypedStorage) -> None:
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
         begin = time.thread_time()
-        POISON(storage)
+        yield
         self.took_s += time.thread_time() - begin
+
+    def poison(self, storage: torch.UntypedStorage) -> None:
+        with self.timed():
+            POISON(storage)
 
     def _sums(self, tensors: Sequence[torch.Tensor], moment: str) -> torch.Tensor:
-        begin = time.thread_time()
-        sums = super()._sums(tensors, moment)
-        self.took_s += time.thread_time() - begin
-        return sums
+        with self.timed():
+            return super()._sums(tensors, moment)
 
     def end(self) -> None:
-        begin = time.thread_time()
-        super().end()
-        self.took_s += time.thread_time() - begin
+        with self.timed():
+            super().end()
 
 
 class Loop:
@@ -318,13 +265,9 @@ class Loop:
 
 
 def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Iterations without balancing and with it, over each transport, asynchronously and not."""
+    """Measure iterations without and with balancing, over each transport, asynchronously and not."""
     plans = {
-        balance: build(
-            ScheduleConfig(
-                schedule="1f1b", num_ranks=STAGES, num_microbatches=MICROBATCHES, balance=named_balance(balance)
-            )
-        )
+        balance: build(ScheduleConfig("1f1b", STAGES, MICROBATCHES, balance=named_balance(balance)))
         for balance in ("none", "bpipe")
     }
     partners = plans["bpipe"].partners
@@ -339,16 +282,13 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
         loops[f"{name}{how}"] = Loop(plans["bpipe"], rank, transport, how, stage, edges)
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in loops}
     for counts, name in in_turn(tuple(loops), options.rounds):
-        took = loops[name].iteration()
+        took = torch.tensor(loops[name].iteration(), dtype=torch.float64)
         verifier = loops[name].verifier
-        everyone = everyones((took, loops[name].held_s, 0.0 if verifier is None else verifier.took_s))
+        dist.all_reduce(took, dist.ReduceOp.MAX)
         if counts:
-            sends, hosts = pairs[0]
-            held = {"evictor_held_s": everyone[sends][1], "acceptor_held_s": everyone[hosts][1]}
-            append_each(
-                samples[name],
-                {"iteration_s": max(one[0] for one in everyone), **held, "checks_s": everyone[sends][2]},
-            )
+            samples[name]["iteration_s"].append(took.item())
+            samples[name]["held_s"].append(loops[name].held_s)
+            samples[name]["checks_s"].append(0.0 if verifier is None else verifier.took_s)
     moved = loops["gloo"].engine.moved_bytes.get(rank, 0)
     checked = loops[f"gloo{VERIFIED}"].verifier
     assert checked is not None
@@ -366,74 +306,47 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 # -- report
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def report(measured: dict[str, Any]) -> None:
-    where = measured["environment"]
-    machine = f"{where['cores']} cores{' of a virtual machine' if where['virtual'] else ''}, {where['cpu']}"
-    print(
-        f"{where['date']}, {machine}, torch {where['torch']}, load {where['load_before']:.1f} before, "
-        f"{where['load_after']:.1f} after"
-    )
+    host = measured["environment"]
+    print(f"{host['date']}, {host['cores']} cores, {host['cpu']}, torch {host['torch']}")
     print("Medians of all rounds, with quartiles. Ratios are taken within a round.\n")
-    print("There and back, GB/s: bytes of both ways by the time of both.")
-    print(
-        "| MB | storages | way | GB/s | of memcpy | times gloo | acceptor held % | acceptor's CPU %, barrier included |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print("There and back: bytes of both ways by the time of both.")
+    print("| MB | storages | way | GB/s |")
+    print("|---|---|---|---|")
     for entry in measured["links"]:
-        for cells in link_rows(entry):
-            print(f"| {' | '.join(cells)} |")
-    found = measured["pipeline"]
+        for name, seconds in entry["seconds"].items():
+            speed = spread([2 * entry["nbytes"] / took_s / 1e9 for took_s in seconds], ".2f")
+            print(f"| {entry['nbytes'] / MB:.0f} | {entry['storages']} | {name} | {speed} |")
+    pipelined = measured["pipeline"]
+    forward = f"a forward of {1e3 * pipelined['forward_s']:.0f} ms"
     print(
-        f"\n1F1B, {STAGES} stages, {MICROBATCHES} micro-batches, a forward of {1e3 * found['forward_s']:.0f} ms;",
-        end=" ",
+        f"\n1F1B, {STAGES} stages, {MICROBATCHES} micro-batches, {forward}; {pipelined['transfers']} micro-batches leave "
+        f"stage 0 and return, {pipelined['moved_bytes'] / MB:.1f} MB each."
     )
-    print(f"{found['transfers']} micro-batches leave stage 0 and return, {found['moved_bytes'] / MB:.1f} MB each.")
-    print("| balancing | iteration ms | to none, % more | evictor held % | acceptor held % |")
-    print("|---|---|---|---|---|")
-    for cells in pipeline_rows(found["samples"]):
+    print("| balancing | iteration ms | to none, % more | evictor held % |")
+    print("|---|---|---|---|")
+    for cells in pipeline_rows(pipelined["samples"]):
         print(f"| {' | '.join(cells)} |")
     print("\nAn iteration whose transfers are checked, to one of the same transport and round whose are not, % more:")
     for name in TRANSPORTS:
-        checked, plain = (found["samples"][f"{name}{how}"]["iteration_s"] for how in (VERIFIED, ""))
-        own = spread(quotients(found["samples"][f"{name}{VERIFIED}"]["checks_s"], checked, 100), ".2f")
-        print(
-            f"{name}: {spread([100 * (ratio - 1) for ratio in quotients(checked, plain)], '+.2f')}; the evictor's "
-            f"processor is at it for {own} % of that"
-        )
-
-
-def link_rows(entry: dict[str, Any]) -> Iterator[list[str]]:
-    """Of one size, each way's cells."""
-    samples = entry["samples"]
-    both = {
-        name: [sum(pair) for pair in zip(each["there_s"], each["back_s"], strict=True)]
-        for name, each in samples.items()
-    }
-    for name in (MEMCPY, *TRANSPORTS):
-        speeds = [2 * entry["nbytes"] / took / 1e9 for took in both[name]]
-        cells = [f"{entry['nbytes'] / MB:.0f}", str(entry["storages"]), name, spread(speeds, ".2f")]
-        if name == MEMCPY:
-            yield [*cells, "", "", "", ""]
-            continue
-        ratios = [spread(quotients(both[other], both[name]), ".2f") for other in (MEMCPY, "gloo")]
-        held, worked = (quotients(samples[name][key], both[name], 100) for key in ("held_s", "acceptor_cpu_s"))
-        yield [*cells, *ratios, spread(held, ".3f"), spread(worked, ".1f")]
+        checked, plain = (pipelined["samples"][f"{name}{how}"]["iteration_s"] for how in (VERIFIED, ""))
+        own = spread(quotients(pipelined["samples"][f"{name}{VERIFIED}"]["checks_s"], checked, 100), ".2f")
+        more = spread([100 * (ratio - 1) for ratio in quotients(checked, plain)], "+.2f")
+        print(f"{name}: {more}; the evictor's processor is at it for {own} % of that")
 
 
 def pipeline_rows(samples: dict[str, dict[str, list[float]]]) -> Iterator[list[str]]:
-    """Return each way's cells; what is compared to none is empty for none."""
-    for name, each in samples.items():
-        took = each["iteration_s"]
-        cells = [name, spread([1e3 * one for one in took], ".1f")]
+    """Yield each way's cells; without balancing those of comparisons are empty."""
+    for name, of_way in samples.items():
+        took = of_way["iteration_s"]
+        cells = [name, spread([1e3 * seconds for seconds in took], ".1f")]
         if name == "none":
-            yield [*cells, "", "", ""]
+            yield [*cells, "", ""]
             continue
         more = [100 * (ratio - 1) for ratio in quotients(took, samples["none"]["iteration_s"])]
-        held = [spread(quotients(each[f"{who}_held_s"], took, 100), ".3f") for who in ("evictor", "acceptor")]
-        yield [*cells, spread(more, "+.2f"), *held]
+        yield [*cells, spread(more, "+.2f"), spread(quotients(of_way["held_s"], took, 100), ".3f")]
 
 
 if __name__ == "__main__":

@@ -1,17 +1,12 @@
-"""Measure several ways of doing one thing in turns, on ranks forked from this process.
-
-In: what a rank does, by name. Out: seconds of every round, and how they are told. Knows no schedule.
-"""
+"""Measure several ways of doing one thing in turns, on ranks forked from this process."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,67 +14,36 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-# Rounds that only warm up.
+# Rounds that are not measured.
 WARM_UP = 2
 
 
-def add_sizes(parser: argparse.ArgumentParser, microbatches: int) -> None:
-    """Add the sizes of a pipeline of layers, the rounds, and where everything that was measured is written."""
-    parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline")
-    parser.add_argument("--microbatches", type=int, default=microbatches)
-    parser.add_argument("--layers", type=int, default=1, help="of a stage")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", metavar="FILE")
+def on_ranks(measure: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+    """Return what `measure(rank, *arguments)` returns on every rank, as JSON values.
 
-
-def on_ranks(measure: Callable[..., Any], num_ranks: int, *given: Any) -> list[Any]:
-    """Return what `measure(rank, *given)` returns on every rank, as JSON values.
-
-    Forked, because importing torch in each process takes longer than the measurement: nothing may have started a thread
-    before.
+    Forked, because importing torch in each process takes longer than the measurement. So no thread may have been
+    started before.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (measure, num_ranks, folder, given)
-        start_processes(_one_rank, args=arguments, nprocs=num_ranks, start_method="fork")
+        start_processes(_one_rank, (measure, num_ranks, folder, arguments), nprocs=num_ranks, start_method="fork")
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def _one_rank(rank: int, measure: Callable[..., Any], num_ranks: int, folder: str, given: tuple[Any, ...]) -> None:
+def _one_rank(rank: int, measure: Callable[..., Any], num_ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(measure(rank, *given)))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(measure(rank, *arguments)))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[bool, str]]:
-    """Return every name in each round, in an order that turns from round to round, as whoever comes first finds other
-    caches; and whether the round counts, or only warms up."""
+    """Yield every name in each round, and whether the round counts. The order rotates, because of caches."""
     for turn in range(WARM_UP + rounds):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
             yield turn >= WARM_UP, name
-
-
-def processor_seconds(
-    ways: Mapping[str, Callable[[], object]], clear: Callable[[str], None], rounds: int
-) -> dict[str, list[float]]:
-    """Return, of each way, the processor time of this thread in every round, without that of `clear` behind it.
-
-    All ranks call this.
-    """
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for counts, name in in_turn(tuple(ways), rounds):
-        dist.barrier()
-        begin_s = time.thread_time()
-        ways[name]()
-        if counts:
-            spent[name].append(time.thread_time() - begin_s)
-        clear(name)
-    return spent
 
 
 def spread(values: list[float], form: str) -> str:

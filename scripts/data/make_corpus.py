@@ -1,8 +1,7 @@
 """Collect a text corpus that every machine already has: the source of Python's own standard library.
 
-In: the running interpreter's library folder. Out: a jsonl file, one line `{"text": ...}` a source file, always in the
-same order, at most --max-bytes of text. Reads no network and imports nothing that it collects. The file is left
-untouched where it would not change, so what was made from it stays newer than it.
+Writes a jsonl file, one line `{"text": ...}` per source file, always in the same order, at most --max-bytes of text. The
+file is left untouched if it would not change, so what was made from it stays newer than it.
 """
 
 from __future__ import annotations
@@ -16,23 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_BYTES = 6_000_000
-# Tests repeat one another, encodings/ is tables of character codes, and what is installed beside the library is not the
-# library.
+# Tests repeat one another, encodings/ is tables of character codes, and installed packages are not the library.
 SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "lib-dynload"}
 
 
-def sources(library: Path) -> Iterator[Path]:
-    """Return every .py file of the library but tests, ordered by its path's parts, so that neither locale nor file
-    system matters."""
-    kept = (path for path in library.rglob("*.py") if not SKIPPED.intersection(path.relative_to(library).parts))
-    return iter(sorted(kept, key=lambda path: path.relative_to(library).parts))
-
-
 def documents(library: Path, max_bytes: int) -> Iterator[str]:
-    """Return the texts, whole files only, until the next one would pass `max_bytes`; files that are not UTF-8 or
-    empty are left out."""
+    """Yield the texts of whole files, until the next one would pass `max_bytes`, without those that are not UTF-8.
+
+    They are ordered by the parts of their paths, so that neither locale nor file system matters.
+    """
     total = 0
-    for path in sources(library):
+    paths = {path.relative_to(library).parts: path for path in library.rglob("*.py")}
+    for path in (paths[parts] for parts in sorted(paths) if not SKIPPED.intersection(parts)):
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
@@ -46,9 +40,8 @@ def documents(library: Path, max_bytes: int) -> Iterator[str]:
 
 
 def corpus(library: Path, max_bytes: int) -> bytes:
-    return "".join(
-        json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents(library, max_bytes)
-    ).encode()
+    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents(library, max_bytes))
+    return "".join(lines).encode()
 
 
 def write_if_changed(path: Path, content: bytes) -> bool:
@@ -83,10 +76,8 @@ def main() -> int:
     except OSError as error:
         print(f"cannot write {args.output}: {error.strerror}", file=sys.stderr)
         return 1
-    print(
-        f"{args.output}: {content.count(b'\n')} documents, {len(content)} bytes, "
-        f"{'written' if written else 'unchanged'}"
-    )
+    change = "written" if written else "unchanged"
+    print(f"{args.output}: {content.count(b'\n')} documents, {len(content)} bytes, {change}")
     return 0
 
 

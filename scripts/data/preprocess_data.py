@@ -1,12 +1,12 @@
 """Turn text into the token files that Megatron trains on.
 
-In: a .jsonl file (or .jsonl.gz, or a quoted pattern for several), one JSON object a line. Out: for each --json-keys KEY
-the pair PREFIX_KEY_document.bin and .idx, written by the installed Megatron's own builder. Takes the flags of the tool
-of this name in the Megatron-LM repository, which the wheel of megatron-core lacks, and every tokenizer of the wheel.
-Knows nothing of models and schedules.
+Reads a .jsonl file (or .jsonl.gz, or a quoted pattern for several) with one JSON object per line, and writes, for each
+--json-keys KEY, the pair PREFIX_KEY_document.bin and .idx with the installed Megatron's own builder. Takes the flags of
+the tool of this name in the Megatron-LM repository, which the wheel of megatron-core lacks, and every tokenizer of the
+wheel.
 
-The output appears under its name only when it is whole, the index last: an interrupted run leaves nothing that could be
-taken for a data set.
+The output appears under its name only when it is complete, the index last: an interrupted run leaves nothing that could
+be taken for a data set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK = 32
 
 
 class InputError(ValueError):
-    """What was given cannot be used; the message says where and what to do."""
+    """The arguments or the input cannot be used; the message says where and what to do."""
 
 
 class Tokenizer(Protocol):
@@ -42,32 +42,30 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the input and where it stands."""
+    """One line of the input and its place."""
 
     file: str
     number: int
     raw: bytes
 
-    def fault(self, what: str) -> InputError:
-        return InputError(f"{self.file}, line {self.number}: {what}")
+    def fault(self, reason: str) -> InputError:
+        return InputError(f"{self.file}, line {self.number}: {reason}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """One key's text as tokens, and how many belong to each of its sentences (one, unless the input is a list)."""
+    """One key's text as tokens, and the numbers of those of its sentences (one, unless the input is a list)."""
 
     ids: list[int]
     lengths: list[int]
 
 
 # --- Reading and encoding
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def input_files(pattern: str) -> list[str]:
-    files = (
-        [pattern] if Path(pattern).is_file() else sorted(name for name in glob.glob(pattern) if Path(name).is_file())
-    )
+    names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern))
+    files = [name for name in names if Path(name).is_file()]
     if not files:
         raise InputError(f"--input {pattern}: no such file, and no file matches it as a pattern")
     return files
@@ -87,9 +85,8 @@ def texts_of(line: Line, key: str, record: Any) -> list[str]:
     if not isinstance(record, dict):
         raise line.fault(f'is not a JSON object like {{"{key}": "..."}}')
     if key not in record:
-        raise line.fault(
-            f"has no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (choose with --json-keys)"
-        )
+        keys = ", ".join(map(repr, record)) or "none"
+        raise line.fault(f"has no key {key!r}; it has {keys} (choose with --json-keys)")
     value = record[key]
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
@@ -97,72 +94,69 @@ def texts_of(line: Line, key: str, record: Any) -> list[str]:
     return texts
 
 
-def encode(line: Line, keys: list[str], tokenizer: Tokenizer, append_eod: bool) -> dict[str, Document]:
-    """Tokenize one line. An empty text gives an empty document, a blank line one for each key."""
-    if not line.raw.strip():
-        return {key: Document([], []) for key in keys}
-    try:
-        record = json.loads(line.raw)
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise line.fault(f"is not JSON: {error}") from error
-    documents = {}
-    for key in keys:
-        ids: list[int] = []
-        lengths: list[int] = []
-        for text in texts_of(line, key, record):
-            try:
-                tokens = tokenizer.tokenize(text)
-            except ValueError as error:  # half a surrogate pair, or words that a tokenizer does not know
-                raise line.fault(f"the tokenizer refuses key {key!r}: {error}") from error
-            if len(tokens) > 0:
-                ids += tokens
-                lengths.append(len(tokens))
-        if ids and append_eod:
-            ids.append(tokenizer.eod)
-            lengths[-1] += 1
-        documents[key] = Document(ids, lengths)
-    return documents
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoder:
-    """What is the same for every line."""
+    """Encodes lines."""
 
     keys: list[str]
     tokenizer: Tokenizer
     append_eod: bool
 
     def __call__(self, line: Line) -> dict[str, Document] | str:
-        """Encode a line. A fault comes back in its place among the documents, so the one reported is the first in
-        the input."""
+        """Encode a line. A fault is returned like a document, so that the first in the input is reported."""
         try:
-            return encode(line, self.keys, self.tokenizer, self.append_eod)
+            return self._encode(line)
         except InputError as error:
             return str(error)
 
+    def _encode(self, line: Line) -> dict[str, Document]:
+        """Tokenize one line. An empty text gives an empty document, a blank line one for each key."""
+        if not line.raw.strip():
+            return {key: Document([], []) for key in self.keys}
+        try:
+            record = json.loads(line.raw)
+        except ValueError as error:  # not UTF-8, or not JSON
+            raise line.fault(f"is not JSON: {error}") from error
+        documents = {}
+        for key in self.keys:
+            ids: list[int] = []
+            lengths: list[int] = []
+            for text in texts_of(line, key, record):
+                try:
+                    tokens = self.tokenizer.tokenize(text)
+                except ValueError as error:  # half a surrogate pair, or words that a tokenizer does not know
+                    raise line.fault(f"the tokenizer refuses key {key!r}: {error}") from error
+                if len(tokens) > 0:
+                    ids += tokens
+                    lengths.append(len(tokens))
+            if ids and self.append_eod:
+                ids.append(self.tokenizer.eod)
+                lengths[-1] += 1
+            documents[key] = Document(ids, lengths)
+        return documents
 
-class Worker:
-    """A forked process's own encoder. It comes through the fork, because not every tokenizer can be pickled."""
 
-    encoder: Encoder
+# The encoder of a forked process. It comes through the fork, because not every tokenizer can be pickled.
+worker_encoder: Encoder
 
-    @classmethod
-    def start(cls, encoder: Encoder) -> None:
-        cls.encoder = encoder
 
-    @classmethod
-    def encode(cls, line: Line) -> dict[str, Document] | str:
-        return cls.encoder(line)
+def _start_worker(encoder: Encoder) -> None:
+    global worker_encoder
+    worker_encoder = encoder
+
+
+def _encode_in_worker(line: Line) -> dict[str, Document] | str:
+    return worker_encoder(line)
 
 
 def encode_all(lines: Iterable[Line], encoder: Encoder, workers: int) -> Iterator[dict[str, Document]]:
-    """Documents in the order of the input, whatever the number of workers."""
+    """Yield documents in the order of the input, whatever the number of workers."""
     with contextlib.ExitStack() as stack:
         results: Iterable[dict[str, Document] | str] = map(encoder, lines)
         if workers > 1:
-            # Forked, so that the workers need not import Megatron again: that takes longer than the work.
-            pool = stack.enter_context(multiprocessing.get_context("fork").Pool(workers, Worker.start, (encoder,)))
-            results = pool.imap(Worker.encode, lines, CHUNK)
+            # Forked, because importing Megatron again takes longer than the work.
+            pool = stack.enter_context(multiprocessing.get_context("fork").Pool(workers, _start_worker, (encoder,)))
+            results = pool.imap(_encode_in_worker, lines, CHUNK)
         for result in results:
             if isinstance(result, str):
                 raise InputError(result)
@@ -170,7 +164,6 @@ def encode_all(lines: Iterable[Line], encoder: Encoder, workers: int) -> Iterato
 
 
 # --- Writing
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,8 +181,7 @@ class Output:
         return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
 
     def publish(self) -> None:
-        """Make the pair visible; without its index a .bin is not a data set, so the old index goes first and the new
-        one comes last."""
+        """Make the pair visible. Without its index a .bin is no data set, so the old index goes first, the new comes last."""
         self.final("idx").unlink(missing_ok=True)
         for suffix in ("bin", "idx"):
             self.unfinished(suffix).replace(self.final(suffix))
@@ -200,13 +192,10 @@ class Output:
 
 
 def check_outputs(outputs: list[Output], overwrite: bool) -> None:
-    there = [
-        str(output.final(suffix)) for output in outputs for suffix in ("bin", "idx") if output.final(suffix).exists()
-    ]
-    if there and not overwrite:
-        raise InputError(
-            f"{' and '.join(there)} exist already; remove them, give another --output-prefix, or say --overwrite"
-        )
+    files = [output.final(suffix) for output in outputs for suffix in ("bin", "idx")]
+    existing = " and ".join(str(file) for file in files if file.exists())
+    if existing and not overwrite:
+        raise InputError(f"{existing} exist already; remove them, give another --output-prefix, or say --overwrite")
     folder = outputs[0].final("bin").parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +226,7 @@ class Progress:
 def write(
     outputs: list[Output], documents: Iterable[dict[str, Document]], vocab_size: int, progress: Progress
 ) -> dict[str, int]:
-    """Write all documents; return for each key how many were empty and so left out."""
+    """Write all documents, and return the number of empty ones, which are left out, by key."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     empty = dict.fromkeys((output.key for output in outputs), 0)
@@ -268,12 +257,10 @@ def write(
 
 
 # --- The command
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser. The tokenizer's flags are the installed Megatron's own, so they cannot differ from the
-    trainer's."""
+    """Build the parser. The tokenizer's flags are the installed Megatron's own, like the trainer's."""
     from megatron.scheduling.start.tokenizer import install_byte_level_tokenizer
 
     install_byte_level_tokenizer()
@@ -286,26 +273,20 @@ def build_parser() -> argparse.ArgumentParser:
     ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
     group = parser.add_argument_group("input data")
     group.add_argument("--input", required=True, help="a .jsonl or .jsonl.gz file, or a quoted pattern for several")
-    group.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys to extract; each gives its own pair of files"
-    )
+    keys = "keys to extract; each gives its own pair of files"
+    group.add_argument("--json-keys", nargs="+", default=["text"], help=keys)
     group = parser.add_argument_group("tokenization process")
     group.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     group = parser.add_argument_group("output data")
     group.add_argument("--output-prefix", required=True, help="path of the output without _KEY_document.bin")
-    group.add_argument(
-        "--overwrite", action="store_true", help="replace output that exists (Megatron's tool always does)"
-    )
+    overwrite = "replace output that exists (Megatron's tool always does)"
+    group.add_argument("--overwrite", action="store_true", help=overwrite)
     group = parser.add_argument_group("runtime")
     group.add_argument("--workers", type=int, default=1, help="worker processes")
-    group.add_argument(
-        "--partitions", type=int, default=1, help="accepted and not needed: documents are written as they come"
-    )
-    group.add_argument(
-        "--keep-sequential-samples",
-        action="store_true",
-        help="accepted and not needed: the order is always the input's",
-    )
+    partitions = "accepted and not needed: documents are written as they come"
+    group.add_argument("--partitions", type=int, default=1, help=partitions)
+    order = "accepted and not needed: the order is always the input's"
+    group.add_argument("--keep-sequential-samples", action="store_true", help=order)
     group.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
     group.add_argument("--split-sentences", action="store_true", help="refused: only BERT's data sets want it")
     return parser
@@ -326,15 +307,14 @@ def check_arguments(args: argparse.Namespace) -> None:
 def build(args: argparse.Namespace) -> Tokenizer:
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    # Asked for by Megatron's builder, without meaning here.
+    # Needed by Megatron's builder, without meaning here.
     args.rank, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = 1, 128, 1
     try:
         tokenizer: Tokenizer = build_tokenizer(args)
     # A missing file, package or flag shows up as any kind of error, depending on the tokenizer.
     except Exception as error:
-        raise InputError(
-            f"--tokenizer-type {args.tokenizer_type} cannot be built: {type(error).__name__}: {error}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"--tokenizer-type {args.tokenizer_type} cannot be built: {reason}") from error
     return tokenizer
 
 

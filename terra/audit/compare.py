@@ -1,11 +1,9 @@
-"""Find what differs between steps, and what a step does that a capture cannot hold.
+"""Find what differs between recorded steps, and what a step does that a capture cannot hold.
 
-In: recorded `Step`s. Out: an `Audit` of `Finding`s.
-
-The step with the most operations is held against each other one, so that what comes only sometimes is compared too. Two
-operations are the same node where they have the same name and place and come in one order between others that are. Of a
-node every argument must be the same in all steps: the same plain value, the same memory from outside, or what the same
-node made. What is made from what differs is not said again.
+The step with the most operations is compared with each other one, so that what comes only sometimes is compared too.
+Two operations are the same node if they have the same name and place, and the same order among the nodes. Every argument
+of a node must be the same in all steps: the same plain value, the same memory from outside, or the result of the same
+node. What is made from something that differs is not reported again.
 """
 
 from __future__ import annotations
@@ -13,49 +11,30 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from math import prod
 
 from terra.audit.record import LIFT, OWN_GENERATOR, Argument, Fixed, MadeInStep, Operation, Step
 from terra.trace.place import Place
 
-# What waits for the device to tell the host: a number, whether it went well, or how large a result is.
+# Operations that wait for the device to tell the host a number, whether it went well, or the size of a result.
 _HOST_READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "allclose"})
 _INDEXING = ("index", "index_put_", "index_put")
 _CHECKS = frozenset(
-    {
-        *(
-            "_linalg_check_errors",
-            "_linalg_eigh",
-            "_linalg_svd",
-            "linalg_eig",
-            "linalg_lstsq",
-            "linalg_pinv",
-            "linalg_polar",
-        ),
-        *("linalg_matrix_sqrth", "cholesky", "cholesky_inverse", "cholesky_solve"),
-    }
+    "_linalg_check_errors _linalg_eigh _linalg_svd linalg_eig linalg_lstsq linalg_pinv linalg_polar linalg_matrix_sqrth "
+    "cholesky cholesky_inverse cholesky_solve".split()
 )
 _SIZED_BY_DATA = frozenset(
-    {
-        "nonzero",
-        "masked_select",
-        "unique_dim",
-        "_unique2",
-        "unique_consecutive",
-        "repeat_interleave",
-        "bincount",
-        "nonzero_numpy",
-    }
+    "nonzero masked_select unique_dim _unique2 unique_consecutive repeat_interleave bincount nonzero_numpy".split()
 )
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 _SEEDS = frozenset({"<manual_seed>", "<manual_seed_all>", "<seed>", "<set_rng_state>"})
 
 
-# Of how many operations of a branch the names are said.
+# The operations of a branch that are named.
 _MANY = 4
-# Made by an operation that the fullest step has not.
+# The number of an operation that the fullest step does not have.
 _NOWHERE = -2
 
 
@@ -94,35 +73,37 @@ _WAITS = (Kind.HOST_READ, Kind.SIZE)
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding: `detail` says what was seen; `times` how often in the step that has it most often."""
+    """One thing that a capture would freeze, lose or break on."""
 
     kind: Kind
     place: Place
     operation: str
+    # What was seen.
     detail: str
+    # How often, in the step that has it most often.
     times: int = 1
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of an audit: `findings` in the program's order; `unseen` says what may be there and could not be looked
-    at."""
+    """Result of an audit."""
 
     num_steps: int
     num_operations: tuple[int, ...]
+    # In the program's order.
     findings: tuple[Finding, ...]
-    unseen: tuple[str, ...] = field(default=())
+    # What the steps may do that an audit cannot look at.
+    unseen: tuple[str, ...] = ()
 
 
 def compare(steps: Sequence[Step], unseen: Sequence[str] = ()) -> Audit:
-    """Compare recorded steps. Raises ValueError for fewer than two: nothing could be said of what changes."""
+    """Compare recorded steps, of which there must be at least two."""
     if len(steps) < 2:
         raise ValueError(
             f"{len(steps)} steps were recorded, but finding what changes from step to step needs 2 or more"
         )
-    found = [*_across(steps), *_of_one_step(steps)]
     order = {id(operation): number for step in steps for number, operation in enumerate(step.operations)}
-    found.sort(key=lambda each: order[id(each[1])])
+    found = sorted((*_across(steps), *_of_one_step(steps)), key=lambda finding: order[id(finding[1])])
     return Audit(len(steps), tuple(len(step.operations) for step in steps), tuple(_together(found)), tuple(unseen))
 
 
@@ -131,40 +112,34 @@ _Found = tuple[Kind, Operation, str]
 
 
 def _together(found: Iterable[_Found]) -> Iterator[Finding]:
-    """One finding of what is the same thing at one place, as of all parameters of a model; of a branch, all that is
-    in it."""
+    """Make one finding of the same thing at one place, such as of all parameters, and one of each branch."""
     grouped: dict[tuple[Kind, object, object], list[tuple[Operation, str]]] = {}
     for kind, operation, detail in found:
         place = operation.place
-        what = (str(place), detail) if kind is Kind.SOMETIMES else (place, operation.short)
-        grouped.setdefault((kind, *what), []).append((operation, detail))
-    for (kind, _, _), each in grouped.items():
-        names = list(dict.fromkeys(operation.short for operation, _ in each))
+        thing = (str(place), detail) if kind is Kind.SOMETIMES else (place, operation.short)
+        grouped.setdefault((kind, *thing), []).append((operation, detail))
+    for (kind, _, _), group in grouped.items():
+        names = list(dict.fromkeys(operation.short for operation, _ in group))
         more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-        yield Finding(kind, each[0][0].place, ", ".join(names[:_MANY]) + more, each[0][1], len(each))
+        yield Finding(kind, group[0][0].place, ", ".join(names[:_MANY]) + more, group[0][1], len(group))
 
 
 # -- what every step shows by itself
-# ---------------------------------------------------------------------------------------------------
 
 
 def _of_one_step(steps: Sequence[Step]) -> Iterator[_Found]:
-    """Said of the step that has most of it, so that what comes in each is counted once."""
+    """Yield each thing of the step that has most of it, so that what comes in every step is counted once."""
     by_kind: dict[tuple[Kind, Place, str], list[list[_Found]]] = {}
     for place, step in enumerate(steps):
-        # Beside a device the host may look at what is its own: Adam counts its steps there.
-        host_is_free = any(
-            each.meta and not _is_host(each) for operation in step.operations for each in operation.arguments
-        )
+        # In a step that uses a device the host may look at its own tensors: Adam counts its steps there.
+        host_is_free = not all(_is_on_host(operation) for operation in step.operations)
         for operation in step.operations:
             kind, detail = _alone(operation, step)
-            if host_is_free and kind in _WAITS and all(_is_host(each) for each in operation.arguments if each.meta):
-                continue
-            if kind is not None:
+            if kind is not None and not (host_is_free and kind in _WAITS and _is_on_host(operation)):
                 key = kind, operation.place, operation.short
                 by_kind.setdefault(key, [[] for _ in steps])[place].append((kind, operation, detail))
-    for each in by_kind.values():
-        yield from max(each, key=len)
+    for of_steps in by_kind.values():
+        yield from max(of_steps, key=len)
 
 
 def _alone(operation: Operation, step: Step) -> tuple[Kind | None, str]:
@@ -179,19 +154,20 @@ def _alone(operation: Operation, step: Step) -> tuple[Kind | None, str]:
         return Kind.HOST_READ, read
     if short in _SIZED_BY_DATA or (short in _INDEXING and _is_sized_by_mask(operation, step)):
         return Kind.SIZE, f"the result of {short}"
-    if any(each.value == OWN_GENERATOR for each in operation.arguments):
+    if any(argument.value == OWN_GENERATOR for argument in operation.arguments):
         return Kind.GENERATOR, f"{short} draws from it"
     return None, ""
 
 
 def _read_by_host(operation: Operation) -> str:
-    """Return what the host reads by an operation, or nothing."""
+    """Return what the host reads by an operation, or an empty text."""
     if operation.short in _HOST_READS:
         return f"a value of {_words(operation.arguments[0])}"
     if operation.short in _CHECKS:
         return "whether it succeeded"
-    if operation.short == "_to_copy" and _leaves_device(operation):
-        return f"a copy of {_words(operation.arguments[0])} to the host"
+    if operation.short == "_to_copy" and not _is_host(operation.arguments[0]):
+        to = next((argument.value for argument in operation.arguments if argument.name == "device"), "")
+        return f"a copy of {_words(operation.arguments[0])} to the host" if str(to) == "cpu" else ""
     return ""
 
 
@@ -199,69 +175,62 @@ def _is_host(argument: Argument) -> bool:
     return argument.meta.endswith(" cpu")
 
 
-def _is_sized_by_mask(operation: Operation, step: Step) -> bool:
-    """Return whether the places where a mask holds are listed.
+def _is_on_host(operation: Operation) -> bool:
+    """Whether all tensors among the arguments are on the host."""
+    return all(_is_host(argument) for argument in operation.arguments if argument.meta)
 
-    One number of the host's is filled in without a list: `tensor[mask] = 0.`.
-    """
-    indices = [each for each in operation.arguments if each.name.startswith("indices") and each.meta]
-    masks = [each for each in indices if each.meta.startswith(("bool ", "uint8 "))]
-    named = {each.name: each for each in operation.arguments}
-    if not masks or "values" not in named:
-        return bool(masks)
-    is_filled = (
-        len(indices) == 1 and not named["accumulate"].value and _is_host_number(named["values"], operation, step)
-    )
-    return not is_filled
+
+def _is_sized_by_mask(operation: Operation, step: Step) -> bool:
+    """Whether the places where a mask holds are listed: all but for one number of the host's, `tensor[mask] = 0.`."""
+    indices = [argument for argument in operation.arguments if argument.name.startswith("indices") and argument.meta]
+    named = {argument.name: argument for argument in operation.arguments}
+    if not any(index.meta.startswith(("bool ", "uint8 ")) for index in indices):
+        return False
+    if "values" not in named or len(indices) > 1 or named["accumulate"].value:
+        return True
+    return not _is_host_number(named["values"], operation, step)
 
 
 def _is_host_number(argument: Argument, operation: Operation, step: Step) -> bool:
-    """Return whether it is one on the host wherever the program runs: beside a device, or made of a number that was
-    set."""
+    """Whether it is one number on the host, also where the program runs on a device."""
     if not _is_host(argument) or prod(argument.shape) != 1:
         return False
-    if not all(_is_host(each) for each in operation.arguments if each.meta):
+    if not _is_on_host(operation):
         return True
     made = argument.memory
     if not isinstance(made, MadeInStep) or made.operation < 0:
         return False
     maker = step.operations[made.operation]
-    # Its gradient is a zero of the same place, whose forward has been judged.
+    # The gradient of such a number is a zero at the same place.
     return maker.short == LIFT or (maker.short == "zeros" and maker.place.backward_of.startswith("IndexPut"))
 
 
-def _leaves_device(operation: Operation) -> bool:
-    to = next((str(each.value) for each in operation.arguments if each.name == "device"), "")
-    return to == "cpu" and not _is_host(operation.arguments[0])
-
-
 # -- what differs from step to step
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Match:
-    """Which operations of a step are the same as which of the fullest one."""
+    """The operations of a step that are the same nodes as those of the fullest one."""
 
     step: Step
-    there: Mapping[int, int]
-    back: Mapping[int, int]
+    # From the numbers of the fullest step's operations to this one's, and the other way.
+    to_step: Mapping[int, int]
+    to_fullest: Mapping[int, int]
 
     @classmethod
     def of(cls, fullest: Step, other: Step) -> _Match:
-        keys = [[(operation.name, operation.place) for operation in each.operations] for each in (fullest, other)]
-        if keys[0] == keys[1]:
-            there = {number: number for number in range(len(keys[0]))}
-        else:
-            blocks = SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
-            there = {start + number: begin + number for start, begin, length in blocks for number in range(length)}
-        return cls(other, there, {other: one for one, other in there.items()})
+        keys = [[(operation.name, operation.place) for operation in step.operations] for step in (fullest, other)]
+        blocks = [(0, 0, len(keys[0]))]
+        if keys[0] != keys[1]:
+            blocks = list(SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks())
+        pairs = [(start + number, begin + number) for start, begin, length in blocks for number in range(length)]
+        return cls(other, dict(pairs), {number: of_fullest for of_fullest, number in pairs})
 
     def as_fullest(self, memory: Fixed | MadeInStep | None) -> Fixed | MadeInStep | None:
-        """What an operation made, by the operation of the fullest step that is the same."""
+        """Return memory as the fullest step has it: made by the operation that is the same node."""
         if not isinstance(memory, MadeInStep) or memory.operation < 0:
             return memory
-        return MadeInStep(self.back.get(memory.operation, _NOWHERE))
+        return MadeInStep(self.to_fullest.get(memory.operation, _NOWHERE))
 
 
 def _across(steps: Sequence[Step]) -> Iterator[_Found]:
@@ -270,22 +239,22 @@ def _across(steps: Sequence[Step]) -> Iterator[_Found]:
     yield from _sometimes(fullest, matches)
     nodes = _Nodes(fullest)
     for number, operation in enumerate(fullest.operations):
-        same = [(match.step.operations[match.there[number]], match) for match in matches if number in match.there]
+        same = [(match.step.operations[match.to_step[number]], match) for match in matches if number in match.to_step]
         yield from nodes.different(number, operation, same)
 
 
 def _sometimes(fullest: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
-    """Return an operation that a step has and another has not, each place once."""
+    """Yield each operation that not all steps have."""
     for number, operation in enumerate(fullest.operations):
-        having = sum(number in match.there for match in matches)
+        having = sum(number in match.to_step for match in matches)
         if having < len(matches):
             yield Kind.SOMETIMES, operation, f"in {having} of {len(matches)} steps"
-    # What the fullest has not: by its name, place and which of these it is.
+    # What the fullest step lacks, by its name, place and number among these.
     extra: dict[tuple[str, Place, int], list[Operation]] = {}
     for match in matches:
         counted = Counter[tuple[str, Place]]()
         for number, operation in enumerate(match.step.operations):
-            if number not in match.back:
+            if number not in match.to_fullest:
                 key = operation.name, operation.place
                 counted[key] += 1
                 extra.setdefault((*key, counted[key]), []).append(operation)
@@ -294,12 +263,12 @@ def _sometimes(fullest: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
 
 
 class _Nodes:
-    """What differs in the arguments of nodes, told in the order of the fullest step: each thing where it begins."""
+    """Finds what differs in the arguments of nodes, in the order of the fullest step: each thing where it begins."""
 
     def __init__(self, fullest: Step) -> None:
         self._fullest = fullest
-        # Memory of which it was said that it is another, and operations whose sizes vary.
-        self._said: set[Fixed | MadeInStep] = set()
+        # Memory that was reported to be another, and operations whose sizes vary.
+        self._reported: set[Fixed | MadeInStep] = set()
         self._varying: set[Fixed | MadeInStep] = set()
 
     def different(
@@ -308,53 +277,54 @@ class _Nodes:
         if _alone(operation, self._fullest)[0] is Kind.HOST_READ:
             # What the host reads is wrong wherever it comes from.
             return
-        named = [({argument.name: argument for argument in each.arguments}, match) for each, match in same]
+        named = [({argument.name: argument for argument in other.arguments}, match) for other, match in same]
         for argument in operation.arguments:
-            seen = [(each[argument.name], match) for each, match in named if argument.name in each]
-            found = _argument(argument, seen)
-            if found is None or self._is_known(number, argument, found[0]):
+            of_steps = [(by_name[argument.name], match) for by_name, match in named if argument.name in by_name]
+            kind, detail = _argument(argument, of_steps)
+            if kind is None or self._is_reported(number, argument, kind):
                 continue
-            if found[0] is Kind.REPLACED and operation.short == LIFT:
-                found = Kind.FROM_PYTHON, f"{_words(argument)} is made from numbers that Python holds"
-            yield found[0], operation, found[1]
+            if kind is Kind.REPLACED and operation.short == LIFT:
+                kind, detail = Kind.FROM_PYTHON, f"{_words(argument)} is made from numbers that Python holds"
+            yield kind, operation, detail
 
-    def _is_known(self, number: int, argument: Argument, kind: Kind) -> bool:
-        """Return whether it was said already where it began; note it otherwise."""
+    def _is_reported(self, number: int, argument: Argument, kind: Kind) -> bool:
+        """Whether it was reported already where it began; otherwise note it."""
         if kind is Kind.ATTRIBUTE and not argument.meta:
             self._varying.add(MadeInStep(number))
         if kind is Kind.SHAPE or (kind is Kind.SCALAR and isinstance(argument.value, int)):
-            known = argument.memory in self._varying or MadeInStep(number) in self._varying
+            reported = argument.memory in self._varying or MadeInStep(number) in self._varying
             self._varying.add(MadeInStep(number))
-            return known
+            return reported
         if kind in (Kind.REPLACED, Kind.SOURCE) and argument.memory is not None:
-            known = argument.memory in self._said
-            self._said.add(argument.memory)
-            return known
+            reported = argument.memory in self._reported
+            self._reported.add(argument.memory)
+            return reported
         return False
 
 
-def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -> tuple[Kind, str] | None:
-    seen = [each for each, _ in of_steps]
-    said = _setting(argument, seen)
-    if said is not None or len(_different(match.as_fullest(each.memory) for each, match in of_steps)) == 1:
-        return said
-    if all(isinstance(each.memory, Fixed) for each in seen):
+def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -> tuple[Kind | None, str]:
+    """Return what differs in an argument, if anything does."""
+    seen = [other for other, _ in of_steps]
+    kind, detail = _setting(argument, seen)
+    if kind is not None or len(_different(match.as_fullest(other.memory) for other, match in of_steps)) == 1:
+        return kind, detail
+    if all(isinstance(other.memory, Fixed) for other in seen):
         return Kind.REPLACED, f"{argument.name}, {_words(argument)}, is another tensor"
     return Kind.SOURCE, f"{argument.name}, {_words(argument)}, comes from a different source"
 
 
-def _setting(argument: Argument, seen: Sequence[Argument]) -> tuple[Kind, str] | None:
-    """What differs of an argument but its memory."""
-    shapes, metas, values = (_different(getattr(each, name) for each in seen) for name in ("shape", "meta", "value"))
+def _setting(argument: Argument, seen: Sequence[Argument]) -> tuple[Kind | None, str]:
+    """Return what differs in an argument, other than its memory."""
+    shapes, metas, values = (_different(getattr(other, name) for other in seen) for name in ("shape", "meta", "value"))
     if len(shapes) > 1:
         return Kind.SHAPE, _in_turn(argument, (str(list(shape)) for shape in shapes))
     if len(metas) > 1:
         # A number has none.
-        return Kind.ATTRIBUTE, _in_turn(argument, dict.fromkeys(each.meta or _number(each.value) for each in seen))
+        return Kind.ATTRIBUTE, _in_turn(argument, dict.fromkeys(other.meta or _number(other.value) for other in seen))
     if len(values) > 1:
         are_numbers = all(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values)
         return Kind.SCALAR if are_numbers else Kind.ATTRIBUTE, _in_turn(argument, map(_number, values))
-    return None
+    return None, ""
 
 
 def _in_turn(argument: Argument, words: Iterable[str]) -> str:
@@ -362,14 +332,11 @@ def _in_turn(argument: Argument, words: Iterable[str]) -> str:
 
 
 def _different[T](values: Iterable[T]) -> list[T]:
-    """Return each once, in order.
-
-    Of equal numbers those of one type: 1 and 1.0 are two settings; no number is equal to itself there only.
-    """
-    found: dict[str, T] = {}
+    """Return each value once, in order, told apart by type and text: 1 and 1.0 are two settings, NaN is one."""
+    distinct: dict[str, T] = {}
     for value in values:
-        found.setdefault(f"{type(value).__name__} {value!r}", value)
-    return list(found.values())
+        distinct.setdefault(f"{type(value).__name__} {value!r}", value)
+    return list(distinct.values())
 
 
 def _words(argument: Argument) -> str:

@@ -1,13 +1,11 @@
-"""Write down what a step issues, operation by operation.
+"""Record what the steps of a program issue, operation by operation, while it runs as usual.
 
-In: a program that runs as it would. Out: a `Step` of `Operation`s each.
+The recorder is below autograd, where forward, backward, hooks, custom Functions and optimizers all are operations. Each
+runs as it came; nothing is changed, moved or kept except what tells one tensor's memory from another's. What the host
+reads without an operation (a tensor as a list, as an array) is recorded where Python calls for it.
 
-It stands below autograd, where forward, backward, hooks, custom Functions and optimizers all come by as operations.
-Each operation runs as it came; nothing is changed, moved or kept but what tells one tensor's memory from another's.
-What the host reads without an operation (a tensor as a list, as an array) is seen where Python asks for it.
-
-A tensor is told by its memory: it was *made* by an operation of this step, or *given* from outside. Storages made are
-remembered by weak references, which keep no memory and still keep another storage from taking the same address.
+A tensor is known by its memory: it was *made* by an operation of this step, or *given* from outside. Weak references to
+the storages that were made keep no memory, and still prevent that another storage takes the same address.
 """
 
 from __future__ import annotations
@@ -26,29 +24,28 @@ from torch.utils._pytree import tree_leaves
 
 from terra.trace.place import Place, Places
 
-# What a program asks of the profiler is no part of what it computes, and its arguments are new objects each time.
+# The profiler's operations are no part of what a program computes, and their arguments are new objects each time.
 _SILENT = frozenset({"profiler", "prim"})
-# What Python does with a tensor that needs its bytes on the host and may issue no operation.
+# Functions that need a tensor's bytes on the host and may issue no operation.
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_", "map2_"})
-# What takes numbers out of the tensors in a list that it is given.
+# Functions that take numbers out of the tensors in a list.
 _READS_IN_LISTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 
 
-# What makes a tensor of numbers that Python holds.
+# The operation that makes a tensor of Python's numbers.
 LIFT = "lift_fresh"
-# A value: random numbers come from a generator that the program made.
+# The value of an argument that is a generator which the program made.
 OWN_GENERATOR = "a generator of its own"
 
 
 class Fixed(NamedTuple):
-    """Memory from outside of the step: the same number is the same memory, in all steps of a recorder."""
+    """Memory from outside of the step, by a number that is the same in all steps of a recorder."""
 
     number: int
 
 
 class MadeInStep(NamedTuple):
-    """Memory that this operation of the step made, by its index; below zero the step's inputs, which whoever records
-    declared."""
+    """Memory that an operation of the step made, by its index; below zero: a declared input of the step."""
 
     operation: int
 
@@ -66,7 +63,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation. `name` is torch's: namespace, operation and overload, or, in pointed brackets, what is none."""
+    """An operation. `name` is torch's, with namespace and overload; anything else is in pointed brackets."""
 
     name: str
     place: Place
@@ -80,41 +77,39 @@ class Operation:
 
 @dataclass
 class Step:
-    """Operations issued between a step's beginning and its end, in order."""
+    """The operations that a step issued, in order."""
 
     operations: list[Operation] = field(default_factory=list)
     made: dict[int, tuple[Any, MadeInStep]] = field(default_factory=dict, repr=False)
 
 
 class Recorder:
-    """Records steps. Several may be under way, as a pipeline's micro-batches are, and each may come in parts.
+    """Records steps. Several may be in progress, like a pipeline's micro-batches, and each may come in parts.
 
     ```
     with recorder.running():
         with recorder.step(0):
             ...
     ```
-    Operations outside of a step run and are not recorded. One thread at a time, and what autograd runs for it. `through`: files whose
-    functions stand in for torch's: what they issue stands at the line that called them.
+    Operations outside of a step run and are not recorded. One thread at a time, with what autograd runs for it.
+    `through`: files whose functions stand in for torch's; their operations count as issued by their callers.
     """
 
     def __init__(self, through: Iterable[str] = ()) -> None:
         self.steps: dict[object, Step] = {}
         self._places = Places(through)
         self._now: Step | None = None
-        # Memory from outside is kept while recording: else another tensor could come to lie there and pass for the
-        # same.
+        # Memory from outside is kept while recording: otherwise another tensor could take its place and pass for it.
         self._given: dict[int, tuple[torch.UntypedStorage, Fixed]] = {}
         self._seeding = False
-        # Whether `tensor[...] = value` is being done: a number becomes a tensor then, of the host's even beside a
-        # device.
+        # Whether `tensor[...] = value` is running: it makes a tensor of a number, on the host even for a device.
         self.is_setting = False
         # By operation, the value of each argument that is not given.
         self._defaults: dict[int, tuple[Any, dict[str, Argument]]] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Look on inside. Leaves everything as it was."""
+        """Watch what runs inside."""
         with contextlib.ExitStack() as entered:
             entered.enter_context(_Reads(self))
             entered.enter_context(_Operations(self))
@@ -126,10 +121,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self, key: object, inputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """Record what is issued inside as this step, or as a further part of it.
-
-        `inputs` are known to be others each step.
-        """
+        """Record what is issued inside as this step, or as a further part of it. `inputs` differ in each step."""
         before, self._now = self._now, self.steps.setdefault(key, Step())
         for tensor in inputs:
             storage = tensor.untyped_storage()
@@ -147,9 +139,6 @@ class Recorder:
         """Record nothing from now on."""
         self._now = None
 
-    # -- what comes by
-    # -------------------------------------------------------------------------------------------------------------
-
     def issue(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         step = self._now
         if step is None or operation.namespace in _SILENT:
@@ -158,33 +147,33 @@ class Recorder:
         arguments = tuple(self._arguments(step, operation, args, kwargs))
         index = len(step.operations)
         step.operations.append(Operation(str(operation), place, arguments))
-        made = operation(*args, **kwargs)
-        for each in tree_leaves(made):
-            storage = _storage(each) if isinstance(each, torch.Tensor) else None
-            # A view lies in memory that is known already, and so does what was written in place.
+        results = operation(*args, **kwargs)
+        for leaf in tree_leaves(results):
+            storage = _storage(leaf) if isinstance(leaf, torch.Tensor) else None
+            # A view has memory that is known already, and so has what was written in place.
             if storage is not None and storage._cdata not in step.made and storage._cdata not in self._given:
                 step.made[storage._cdata] = _weak(storage), MadeInStep(index)
-        return made
+        return results
 
-    def read(self, name: str, given: torch.Tensor | torch.UntypedStorage) -> None:
+    def read(self, name: str, source: torch.Tensor | torch.UntypedStorage) -> None:
         """Record that Python needs the bytes of this tensor or memory."""
         if self._now is not None:
-            of: Any = self._storage if isinstance(given, torch.UntypedStorage) else self._tensor
-            argument = of(self._now, "self", given)
+            of: Any = self._storage if isinstance(source, torch.UntypedStorage) else self._tensor
+            argument = of(self._now, "self", source)
             self._now.operations.append(Operation(f"<{name}>", self._places.calling(), (argument,)))
 
     def _reading(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """What takes a tensor or memory first, and reads it."""
+        """Wrap a function that reads its first argument, a tensor or memory."""
 
         @functools.wraps(function)
-        def run(given: Any, *args: Any, **kwargs: Any) -> Any:
-            self.read(name, given)
-            return function(given, *args, **kwargs)
+        def run(source: Any, *args: Any, **kwargs: Any) -> Any:
+            self.read(name, source)
+            return function(source, *args, **kwargs)
 
         return run
 
     def _watched(self, seed: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """What seeds the CPU seeds each device: the program asked once."""
+        """Wrap a function that seeds, and that may call others for each device: the program called once."""
 
         @functools.wraps(seed)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -199,22 +188,19 @@ class Recorder:
 
         return run
 
-    # -- arguments
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _arguments(
         self, step: Step, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[Argument]:
-        """Return all that the operation has, in its own order: torch does not pass what is given as it is by
-        default."""
-        given = {**dict(zip(self._defaults_of(operation), args, strict=False)), **kwargs}
-        for name, default in self._defaults_of(operation).items():
-            if name not in given:
+        """Yield all arguments in the operation's order, defaults too: torch leaves out values that equal them."""
+        defaults = self._defaults_of(operation)
+        values = {**dict(zip(defaults, args, strict=False)), **kwargs}
+        for name, default in defaults.items():
+            if name not in values:
                 yield default
                 continue
-            if isinstance(given[name], (list, tuple)):
-                yield Argument(f"len({name})", len(given[name]))
-            leaves = tree_leaves(given[name])
+            if isinstance(values[name], (list, tuple)):
+                yield Argument(f"len({name})", len(values[name]))
+            leaves = tree_leaves(values[name])
             for place, leaf in enumerate(leaves):
                 yield self._argument(step, operation, name if len(leaves) == 1 else f"{name}[{place}]", leaf)
 
@@ -224,7 +210,7 @@ class Recorder:
                 return Argument(name, leaf.item())
             return self._tensor(step, name, leaf)
         if isinstance(leaf, torch.UntypedStorage):
-            # A tensor is made to lie there.
+            # The memory of a tensor that is made.
             return self._storage(step, name, leaf)
         if isinstance(leaf, torch.Generator):
             return Argument(name, _generator(leaf))
@@ -232,12 +218,12 @@ class Recorder:
         return Argument(name, type(leaf).__name__ if isinstance(leaf, torch.ScriptObject) else leaf)
 
     def _defaults_of(self, operation: Any) -> dict[str, Argument]:
-        # By identity, for torch's operations are hashed by Python; kept beside it, so that no other gets its identity.
-        known = self._defaults.get(id(operation))
-        if known is None:
-            formals = {each.name: Argument(each.name, each.default_value) for each in operation._schema.arguments}
-            known = self._defaults[id(operation)] = operation, formals
-        return known[1]
+        # By identity, for torch's operations are hashed by Python; the operation is kept, so that its id is not reused.
+        if id(operation) not in self._defaults:
+            declared = operation._schema.arguments
+            defaults = {argument.name: Argument(argument.name, argument.default_value) for argument in declared}
+            self._defaults[id(operation)] = operation, defaults
+        return self._defaults[id(operation)][1]
 
     def _tensor(self, step: Step, name: str, tensor: torch.Tensor) -> Argument:
         storage = _storage(tensor)
@@ -251,10 +237,10 @@ class Recorder:
         )
 
     def _memory(self, step: Step, storage: torch.UntypedStorage) -> Fixed | MadeInStep:
-        known: Any = step.made.get(storage._cdata) or self._given.get(storage._cdata)
-        if known is None:
-            known = self._given[storage._cdata] = storage, Fixed(len(self._given))
-        memory: Fixed | MadeInStep = known[1]
+        entry: Any = step.made.get(storage._cdata) or self._given.get(storage._cdata)
+        if entry is None:
+            entry = self._given[storage._cdata] = storage, Fixed(len(self._given))
+        memory: Fixed | MadeInStep = entry[1]
         return memory
 
 
@@ -269,7 +255,7 @@ def _generator(generator: Any) -> str:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """None of a tensor that has not one memory, as a sparse one or one that only wraps others."""
+    """Return a tensor's storage, or None if it has no single one, such as a sparse tensor."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -311,33 +297,26 @@ class _Reads(TorchFunctionMode):
             self._recorder.is_setting = False
 
 
-def _in_lists(given: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Tensors in lists among these, at any depth."""
-    for each in given:
-        if isinstance(each, (list, tuple)):
-            yield from (leaf for leaf in each if isinstance(leaf, torch.Tensor))
-            yield from _in_lists(each)
+def _in_lists(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists among these values, at any depth."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from (element for element in value if isinstance(element, torch.Tensor))
+            yield from _in_lists(value)
 
 
-# What every printing and every saving of a tensor comes to, and what it is called. The second takes memory.
+# Functions through which every tensor is printed and every memory saved, and what an audit calls that.
 _PRINTS_AND_SAVES: tuple[tuple[Any, str, str], ...] = (
     (torch._tensor_str, "_str", "repr"),
     (torch.serialization, "location_tag", "save"),
 )
 
 
-# What sets the state of random numbers, where programs look it up. A generator's own methods are C's and cannot be
-# looked at.
+# Functions that set the state of random numbers, where programs look them up. A generator's own methods are C's and
+# cannot be watched.
 _SEEDS: tuple[tuple[Any, str], ...] = (
-    (torch, "manual_seed"),
-    (torch, "seed"),
-    (torch, "set_rng_state"),
-    (torch.random, "manual_seed"),
-    (torch.random, "seed"),
-    (torch.random, "set_rng_state"),
-    (torch.cuda, "manual_seed"),
-    (torch.cuda, "manual_seed_all"),
-    (torch.cuda, "set_rng_state"),
+    *((owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")),
+    *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "set_rng_state")),
 )
 
 

@@ -1,1 +1,1 @@
-"""Run a program's operations beside the program."""
+"""Run a program's operations next to the program."""

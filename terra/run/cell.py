@@ -1,10 +1,7 @@
-"""Stand in for tensors that are not computed yet.
+"""Placeholders for tensors that are not computed yet, and cells for their values.
 
-In: forms of what operations make. Out: `Cell`s, and `Placeholder`s before them.
-
-The program holds placeholders: tensors of the right shape, type and autograd history, without memory. The value, once
-the runner has made it, lies in the cell behind. Whatever needs the bytes and does not pass the dispatcher asks for the
-value here, and waits.
+The program holds placeholders: tensors of the right shape, type and autograd history, without memory. Each has a cell,
+where the runner puts the value. Whatever needs the bytes and does not pass the dispatcher waits for the value here.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ _BASE: Any = torch._C.TensorBase
 
 
 class Form(NamedTuple):
-    """All that a program can see of a strided tensor but its numbers. Sizes, strides and offset in elements."""
+    """All that a program can see of a strided tensor except its numbers. Strides and offset are in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,7 +31,7 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a form tells all: strided memory, read as it is."""
+    """Whether a form tells everything: strided memory, read as it is."""
     is_lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
     return tensor.layout is torch.strided and not (is_lazy or tensor.is_quantized or tensor.is_nested)
 
@@ -46,15 +43,14 @@ class Owner(Protocol):
         """Wait until all that was issued is computed."""
 
     def lend(self) -> None:
-        """Compute everything and lend memory: Python may have that of any value from now on."""
+        """Compute everything: from now on Python may have the memory of any value."""
 
     def outside(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run one operation of a program that takes placeholders outside of a step."""
 
 
 class Cell:
-    """Cell of a value. `value` is None until the runner has made it; `is_shared`: Python has the memory too, as an
-    array has."""
+    """Holds a value: None until the runner has made it. `is_shared`: Python has the memory too, as an array has."""
 
     __slots__ = ("__weakref__", "form", "is_shared", "owner", "value")
 
@@ -70,24 +66,23 @@ class Cell:
 
 
 def has_shared_memory(tensor: torch.Tensor) -> bool:
-    """Return whether Python may write it without torch: memory of an array or lent to one, of a file, of another
-    process."""
+    """Whether Python may write it without torch: memory of an array, of a file, or of another process."""
     shared: bool = tensor.device.type == "cpu" and not _BASE.untyped_storage(tensor).resizable()
     return shared
 
 
 def undispatched() -> Any:
-    """Disable dispatch modes inside: for what a program does to memory itself."""
+    """Disable dispatch modes inside, for what a program does to memory itself."""
     return torch._C._DisableTorchDispatch()
 
 
 def below_autograd() -> Any:
-    """Run below autograd inside: for operations that passed autograd and the counters of writes as they were issued."""
+    """Run below autograd, for operations that passed it, and the counters of writes, when they were issued."""
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 class Placeholder(torch.Tensor):
-    """Tensor whose value `cell` has."""
+    """A tensor whose value is in `cell`."""
 
     cell: Cell
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -102,26 +97,25 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _first(args, kwargs).owner.outside(func, args, kwargs or {})
+        cell = _first((args, kwargs))
+        assert cell is not None
+        return cell.owner.outside(func, args, kwargs or {})
 
     @property
     def data(self) -> torch.Tensor:
-        found: torch.Tensor = _BASE.data.__get__(self)
-        return found
+        data: torch.Tensor = _BASE.data.__get__(self)
+        return data
 
     @data.setter
-    def data(self, given: torch.Tensor) -> None:
-        # Pending operations mean the memory that there was.
+    def data(self, data: torch.Tensor) -> None:
+        # Pending operations mean the memory as it was.
         owner = self.cell.owner
         owner.drain()
-        self.become(
-            given.cell
-            if isinstance(given, Placeholder)
-            else Cell(owner, form_of(given), given, has_shared_memory(given))
-        )
+        cell = data.cell if isinstance(data, Placeholder) else Cell(owner, form_of(data), data, has_shared_memory(data))
+        self.become(cell)
 
     def become(self, cell: Cell) -> None:
-        """Be another cell's from now on, also in size."""
+        """Take another cell, with its form."""
         with undispatched():
             _BASE.data.__set__(self, _blank(Placeholder, cell.form))
         self.cell = cell
@@ -136,8 +130,7 @@ class Placeholder(torch.Tensor):
         return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the value, and remember the copy by the placeholder: the identity of the value, a temporary, comes
-        again with others."""
+        """Copy the value, and remember the copy by the placeholder: the value is a temporary, whose id recurs."""
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol: copy this "
@@ -168,12 +161,12 @@ def _blank(cls: type, form: Form) -> Any:
     return make(cls, form.shape)
 
 
-# Grows by a program's forms, less than a kilobyte each.
+# Grows with the forms of a program, by less than a kilobyte each.
 _makers: dict[Form, Callable[[type, tuple[int, ...]], Any]] = {}
 
 
 def _maker(form: Form) -> Callable[[type, tuple[int, ...]], Any]:
-    """Makes what looks like this. What is so anyway is not told, for each setting takes time to be read."""
+    """Return what makes a tensor that looks like this. Defaults are left out, because reading a setting takes time."""
     settings: dict[str, Any] = {"dtype": form.dtype}
     if form.offset or form.stride != torch.empty(form.shape, device="meta").stride():
         settings |= {"strides": form.stride, "storage_offset": form.offset}
@@ -182,18 +175,15 @@ def _maker(form: Form) -> Callable[[type, tuple[int, ...]], Any]:
     return functools.partial(torch.Tensor._make_wrapper_subclass, **settings)
 
 
-def _first(*given: Any) -> Cell:
-    """Of the first placeholder in there; there is one."""
-    left = list(given)
-    while left:
-        each = left.pop(0)
-        if isinstance(each, Placeholder):
-            return each.cell
-        if isinstance(each, (list, tuple)):
-            left += each
-        elif isinstance(each, dict):
-            left += each.values()
-    raise AssertionError("no placeholder")
+def _first(values: Any) -> Cell | None:
+    """Return the cell of the first placeholder among these values, in lists at any depth."""
+    if isinstance(values, Placeholder):
+        return values.cell
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return None
+    return next((cell for cell in map(_first, values) if cell is not None), None)
 
 
 # What reaches a tensor's memory, or takes the tensor apart, without an operation.
@@ -201,17 +191,17 @@ READS = (
     *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_"),
     *("__array__", "__dlpack__", "__reduce_ex__"),
 )
-# Call a function of Python's on each number, in the tensor's memory.
+# What calls a function of Python on each number, in the tensor's memory.
 WRITES = ("apply_", "map_", "map2_")
 
 
-def plain(given: Any) -> Any:
-    """Return a placeholder's value, waited for, and all else as it is."""
-    return given.cell.fetch() if isinstance(given, Placeholder) else given
+def plain(value: Any) -> Any:
+    """Return a placeholder's value, waited for, and anything else as it is."""
+    return value.cell.fetch() if isinstance(value, Placeholder) else value
 
 
 def _lent(placeholder: Placeholder) -> torch.Tensor:
-    """Return the value as it would be without a session: a parameter or none, and marked where it has a gradient."""
+    """Return the value as it would be without a session: perhaps a parameter, perhaps with a gradient."""
     placeholder.cell.owner.lend()
     value = placeholder.cell.fetch().detach()
     if getattr(placeholder, "_is_param", False):
@@ -223,8 +213,8 @@ def _lent(placeholder: Placeholder) -> torch.Tensor:
 
 
 def _attributes(placeholder: Placeholder) -> dict[str, Any]:
-    """Return what the program itself has hung on it."""
-    return {name: each for name, each in vars(placeholder).items() if name not in ("cell", "_is_param")}
+    """Return the attributes that the program itself has set."""
+    return {name: value for name, value in vars(placeholder).items() if name not in ("cell", "_is_param")}
 
 
 def _read(name: str) -> Callable[..., Any]:

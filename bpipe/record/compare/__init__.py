@@ -1,2 +1,1 @@
-"""Two runs of one training side by side: `read` what they left, `judge` whether they computed the same, `show` it as
-text or JSON."""
+"""Two runs of one training: `read` what they left, `judge` whether they computed the same, `show` it as text or JSON."""

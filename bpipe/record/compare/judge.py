@@ -1,7 +1,6 @@
-"""Find where two runs differ. In: two `Training`s and how far their numbers may be apart. Out: a `SideBySide`.
+"""Compare two runs number by number, by default bit by bit.
 
-Compares bits unless it is told otherwise. What makes two runs not comparable is a ValueError. Only what was computed
-decides: peaks and seconds are laid side by side, and may differ. Reads no file and prints nothing.
+Only what was computed decides whether they are equal: peaks and seconds may differ.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 
 from bpipe.record.compare.read import Training
 
-# What a clock reads of no time at all: nothing can be a multiple of it.
+# A clock's reading of no time at all, of which nothing can be a multiple.
 _NO_TIME_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One number that two runs do not agree on; None where a run has none."""
+    """One number that differs between two runs; None if a run lacks it."""
 
     iteration: int
     name: str
@@ -29,7 +28,7 @@ class Mismatch:
 
     @property
     def share(self) -> float:
-        """The difference as a part of the larger number; infinite where a number is missing or not finite."""
+        """The difference as a part of the larger number; infinite if a number is missing or not finite."""
         if self.one is None or self.other is None or not (math.isfinite(self.one) and math.isfinite(self.other)):
             return math.inf
         largest = max(abs(self.one), abs(self.other))
@@ -38,7 +37,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Quartiles:
-    """Several readings of one thing: their median between the quartiles."""
+    """Median and quartiles of several readings."""
 
     median: float
     low: float
@@ -54,17 +53,14 @@ class Quartiles:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Two runs, and what they do not agree on, in the order of the run.
-
-    `alone`: how many iterations only one of them has.
-    """
+    """Two runs and their differences."""
 
     one: Training
     other: Training
     tolerance: float
-    common: tuple[int, ...]
-    alone: int
-    mismatches: tuple[Mismatch, ...]
+    common: tuple[int, ...]  # iterations that both have
+    alone: int  # the number of iterations that only one has
+    mismatches: tuple[Mismatch, ...]  # in the order of the run
 
     @property
     def equal(self) -> bool:
@@ -76,18 +72,23 @@ class SideBySide:
         return self.one.exact and self.tolerance == 0
 
     def seconds_ratio(self) -> Quartiles | None:
-        """Return quartiles of B's time divided by A's over the iterations in which both have one."""
-        pairs = [(self.one.seconds.get(iteration), self.other.seconds.get(iteration)) for iteration in self.common]
-        return Quartiles.of(
-            [other / one for one, other in pairs if one is not None and other is not None and one > _NO_TIME_S]
-        )
+        """Return quartiles of B's time divided by A's, over the iterations that have both."""
+        one, other = self.one.seconds, self.other.seconds
+        timed = [number for number in self.common if number in other and one.get(number, 0.0) > _NO_TIME_S]
+        return Quartiles.of([other[number] / one[number] for number in timed])
 
 
 def compare(one: Training, other: Training, tolerance: float = 0.0, only_common: bool = False) -> SideBySide:
     """Compare two trainings number by number.
 
-    `tolerance`: the allowed difference as a part of the larger number; 0 wants every bit. `only_common`: leave out
-    iterations that one side lacks.
+    Args:
+        one: the run A.
+        other: the run B.
+        tolerance: the allowed difference as a part of the larger number; with 0, every bit must be equal.
+        only_common: whether to leave out iterations that one side lacks.
+
+    Raises:
+        ValueError: the runs cannot be compared.
     """
     if one.exact != other.exact:
         report, log = (one, other) if one.exact else (other, one)
@@ -100,10 +101,11 @@ def compare(one: Training, other: Training, tolerance: float = 0.0, only_common:
             f"{one.path} and {other.path} have no iteration in common: A has {one.extent()}, B has {other.extent()}"
         )
     mismatches = tuple(
-        Mismatch(iteration, name, one.iterations[iteration].get(name), other.iterations[iteration].get(name))
+        Mismatch(iteration, name, values.get(name), others.get(name))
         for iteration in common
-        for name in sorted(one.iterations[iteration].keys() | other.iterations[iteration].keys())
-        if _differ(one, other, iteration, name, tolerance)
+        for values, others in [(one.iterations[iteration], other.iterations[iteration])]
+        for name in sorted(values.keys() | others.keys())
+        if (name in values) != (name in others) or _differ(values.get(name), others.get(name), tolerance)
     )
     alone = len(one.iterations.keys() ^ other.iterations.keys())
     if alone and not mismatches and not only_common:
@@ -114,13 +116,8 @@ def compare(one: Training, other: Training, tolerance: float = 0.0, only_common:
     return SideBySide(one, other, tolerance, common, alone, mismatches)
 
 
-def _differ(one: Training, other: Training, iteration: int, name: str, tolerance: float) -> bool:
-    mine, theirs = one.iterations[iteration], other.iterations[iteration]
-    return (name in mine) != (name in theirs) or _apart(mine.get(name), theirs.get(name), tolerance)
-
-
-def _apart(one: float | None, other: float | None, tolerance: float) -> bool:
-    """Bits, not `==`: that calls 0.0 and -0.0 equal, and a NaN unequal to itself."""
+def _differ(one: float | None, other: float | None, tolerance: float) -> bool:
+    # Bits, because `==` calls 0.0 and -0.0 equal, and a NaN unequal to itself.
     if _bits(one) == _bits(other):
         return False
     if tolerance == 0 or one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):

@@ -1,9 +1,7 @@
-"""Read what one run left of itself.
+"""Read what one run left: its `--bpipe-report` folder, the iterations.jsonl in it, or Megatron's log.
 
-In: its `--bpipe-report` folder, the iterations.jsonl in it, or Megatron's log. Out: a `Training`.
-
-Every number keeps every bit that stands there. What cannot be used, or is not what the caller expects, is a ValueError
-that names the file. Starts no run, prints nothing, and compares nothing.
+Every number keeps every bit that is in the file. Raises ValueError, with the file's name, for what cannot be used or is
+not what the caller expects.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from bpipe.values import a_number, a_whole, an_object, load_json, printable
 
 LOSS = "lm loss"
 
-# What follows may stand after a rank's prefix (`srun -l`, torchrun's --tee); Megatron ends every field with a bar.
+# It may follow a rank's prefix (`srun -l`, torchrun's --tee); Megatron ends every field with a bar.
 _LOG_LINE = re.compile(r"\biteration\s+([0-9]+)/\s*[0-9]+ \|(.*)\|")
 _LOG_TIME = "elapsed time per iteration (ms)"
-# These say how fast the machine was, not what the run computed.
+# Fields about the machine's speed, not about what the run computed.
 _MACHINE = re.compile(r"time|throughput|energy|power")
 # As `float.hex` writes a number.
 _EXACT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan")
@@ -43,18 +41,15 @@ class StageNumbers:
     loads: int
 
 
-_NUMBERS = tuple(one.name for one in fields(StageNumbers))
+_NUMBERS = tuple(field.name for field in fields(StageNumbers))
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One run. `exact`: whether its numbers have every bit.
-
-    `balanced` is None where nothing says so, and what is not known is empty.
-    """
+    """One run. What is not known is empty or None."""
 
     path: Path
-    exact: bool
+    exact: bool  # whether its numbers have every bit
     iterations: Mapping[int, Values]
     seconds: Mapping[int, float]
     stages: Mapping[int, StageNumbers] = field(default_factory=dict)
@@ -69,7 +64,14 @@ def read_training(
 ) -> Training:
     """Read a training: a folder or a .jsonl file is a report, any other file a log.
 
-    Options must fit that: only a report can show them.
+    Args:
+        path: the folder or file.
+        num_ranks: the number of stages that the report must have.
+        num_iterations: the number of iterations that it must have, from 1 on.
+        balanced: whether the run must have been balanced.
+
+    Raises:
+        ValueError: the file cannot be read, or is not what the arguments say.
     """
     exact = path.is_dir() or path.suffix == ".jsonl"
     iterations, seconds = _read_iterations(path / STEPS if path.is_dir() else path) if exact else _read_log(path)
@@ -88,10 +90,7 @@ def read_training(
 def read_stages(
     folder: Path, num_ranks: int | None = None, balanced: bool | None = None
 ) -> tuple[dict[int, StageNumbers], bool | None]:
-    """Return each stage's row, and whether the run was balanced.
-
-    Where several ranks hold a stage (replicas), the highest number of each kind.
-    """
+    """Return each stage's row, and whether the run was balanced. Of replicas of a stage, the largest numbers count."""
     stages: dict[int, StageNumbers] = {}
     was_balanced = balanced
     runs: list[tuple[str, str | None]] = []
@@ -99,15 +98,13 @@ def read_stages(
         stage, row, is_balanced, run = _read_rank(path)
         runs.append((path.name, run))
         if was_balanced is not None and is_balanced != was_balanced:
-            swapped = (
-                "are the two folders swapped?"
-                if balanced is not None
-                else "other ranks say the opposite: are they of one run?"
-            )
+            swapped = "are the two folders swapped?"
+            if balanced is None:
+                swapped = "other ranks say the opposite: are they of one run?"
             raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
         was_balanced = is_balanced
-        known = stages.get(stage, row)
-        stages[stage] = StageNumbers(*(max(getattr(known, name), getattr(row, name)) for name in _NUMBERS))
+        replica = stages.get(stage, row)
+        stages[stage] = StageNumbers(*(max(getattr(replica, name), getattr(row, name)) for name in _NUMBERS))
     if runs:
         refuse_two_runs(folder, runs)
     if num_ranks is None and balanced is not None and not stages:
@@ -121,11 +118,12 @@ def read_stages(
 
 def _read_rank(path: Path) -> tuple[int, StageNumbers, bool, str | None]:
     try:
-        found = values_of(RankSummary, load_json(_read_text(path)), "it")
-        absent = next((name for name in ("stage", *_NUMBERS, "balanced") if name not in found), None)
+        values = values_of(RankSummary, load_json(_read_text(path)), "it")
+        absent = next((name for name in ("stage", *_NUMBERS, "balanced") if name not in values), None)
         if absent is not None:
             raise ValueError(f"{absent!r} is missing")
-        return found["stage"], StageNumbers(*(found[name] for name in _NUMBERS)), found["balanced"], found.get("run")
+        numbers = StageNumbers(*(values[name] for name in _NUMBERS))
+        return values["stage"], numbers, values["balanced"], values.get("run")
     except ValueError as error:
         raise ValueError(f"{path}: not a complete report of a stage; was the run cut off? {error}") from None
 
@@ -133,34 +131,26 @@ def _read_rank(path: Path) -> tuple[int, StageNumbers, bool, str | None]:
 def _check_iterations(path: Path, iterations: Mapping[int, Values], wanted: int) -> None:
     missing = [iteration for iteration in range(1, wanted + 1) if iteration not in iterations]
     if missing or len(iterations) != wanted:
-        detail = (
-            f"iterations {missing[:5]}{' and more' if len(missing) > 5 else ''} are missing"
-            if missing
-            else "there are more"
-        )
+        more = " and more" if len(missing) > 5 else ""
+        detail = f"iterations {missing[:5]}{more} are missing" if missing else "there are more"
         raise ValueError(f"{path}: {len(iterations)} iterations instead of {wanted}; {detail}")
 
 
 def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
-    """Return every iteration of the file, which need not begin at 1.
-
-    Where an iteration was run again, the last time counts.
-    """
+    """Return every iteration of the file, which need not begin at 1. If one was run again, the last time counts."""
     iterations: dict[int, Values] = {}
     seconds: dict[int, float] = {}
     for number, text in enumerate(_read_text(path).splitlines(), start=1):
         try:
-            found = dict(an_object(load_json(text), "it"))
-            iteration = a_whole(found.pop("iteration", None), "iteration")
-            skipped = a_whole(found.pop("skipped", None), "skipped")
+            values = dict(an_object(load_json(text), "it"))
+            iteration = a_whole(values.pop("iteration", None), "iteration")
+            skipped = a_whole(values.pop("skipped", None), "skipped")
             # Never the same twice, and no result.
-            elapsed_s = found.pop("elapsed_s", None)
-            if found.get(LOSS) is None or "grad_norm" not in found:
+            elapsed_s = values.pop("elapsed_s", None)
+            if values.get(LOSS) is None or "grad_norm" not in values:
                 raise ValueError(f"{LOSS} or grad_norm is missing")
-            iterations[iteration] = {
-                **{printable(name): _exact(name, value) for name, value in found.items()},
-                "skipped": float(skipped),
-            }
+            exact = {printable(name): _exact(name, value) for name, value in values.items()}
+            iterations[iteration] = {**exact, "skipped": float(skipped)}
             seconds.pop(iteration, None)
             if elapsed_s is not None:
                 seconds[iteration] = a_number(elapsed_s, "elapsed_s")
@@ -170,7 +160,7 @@ def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
 
 
 def _exact(name: str, value: object) -> float | None:
-    """Return a number as `float.hex` wrote it, every bit kept; None where the run had none."""
+    """Return a number as `float.hex` wrote it, to the bit; None if the run had none."""
     if value is None:
         return None
     if not isinstance(value, str) or not _EXACT.fullmatch(value):
@@ -182,15 +172,15 @@ def _exact(name: str, value: object) -> float | None:
 
 
 def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
-    """Return Megatron's iteration lines. Where an iteration was run again, the last time counts."""
+    """Return Megatron's iteration lines. If an iteration was run again, the last time counts."""
     iterations: dict[int, Values] = {}
     seconds: dict[int, float] = {}
     for number, line in enumerate(_read_text(path).splitlines(), start=1):
-        found = _LOG_LINE.search(line)
-        if found is None:
+        match = _LOG_LINE.search(line)
+        if match is None:
             continue
         try:
-            iteration, values = int(found[1]), _read_fields(found[2])
+            iteration, values = int(match[1]), _read_fields(match[2])
             elapsed_s = a_number(values[_LOG_TIME] / 1e3, _LOG_TIME) if _LOG_TIME in values else None
         except ValueError as error:
             raise ValueError(
@@ -205,10 +195,10 @@ def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
 
 def _read_fields(text: str) -> dict[str, float]:
     values: dict[str, float] = {}
-    for one in text.split("|"):
-        name, colon, value = one.rpartition(":")
+    for field_text in text.split("|"):
+        name, colon, value = field_text.rpartition(":")
         if not colon:
-            raise ValueError(f"{one.strip()!r:.60} is not a field with a value")
+            raise ValueError(f"{field_text.strip()!r:.60} is not a field with a value")
         if _LOG_TIME in name or not _MACHINE.search(name):
             values[printable(name.strip())] = float(value)
     return values
@@ -216,7 +206,7 @@ def _read_fields(text: str) -> dict[str, float]:
 
 def _read_text(path: Path) -> str:
     try:
-        # A log may hold anything; where it matters, what was replaced is no number any more.
+        # A log may contain anything. A number in which something was replaced is no number any more.
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; did the run finish? See its log") from None

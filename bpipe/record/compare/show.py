@@ -1,24 +1,18 @@
-"""Tell how two runs compare.
-
-In: a `SideBySide`. Out: its text, its last line the verdict, or the same as values for JSON.
-
-The runs are called A and B. Reads nothing and judges nothing.
-"""
+"""Write a comparison of two runs, called A and B, as text with the verdict as its last line, or as values for JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from bpipe.record.compare.judge import Mismatch, Quartiles, SideBySide
 from bpipe.record.compare.read import LOSS, StageNumbers, Training
 
-# Beside the loss, what to show of each iteration; a report and a log spell it differently.
+# What is shown of each iteration. A report and a log spell the gradient norm differently.
 _SHOWN = (LOSS, "grad_norm", "grad norm")
 _WIDTH = 24
-# The largest differences that are listed.
+# The number of differences that are listed.
 _MOST = 3
 _MIB = 2**20
 
@@ -36,7 +30,7 @@ def text(pair: SideBySide, num_rows: int) -> str:
 
 
 def _peaks(one: Training, other: Training) -> list[str]:
-    """Measured beside (predicted), in micro-batches and MiB, one row per stage; transfers of a run that was balanced."""
+    """Return measured and (predicted) micro-batches and MiB, one row per stage, with the transfers of balanced runs."""
     first, second = f"{'':5}", f"{'stage':>5}"
     for name, run in (("A", one), ("B", other)):
         first += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
@@ -44,22 +38,17 @@ def _peaks(one: Training, other: Training) -> list[str]:
         if run.balanced:
             first += f"  {'per iteration':^16}"
             second += f"  {'evictions':>9} {'loads':>6}"
-    rows = []
-    for stage in sorted(one.stages.keys() | other.stages.keys()):
-        rows.append(f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (one, other)))
+    rows = [
+        f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (one, other))
+        for stage in sorted(one.stages.keys() | other.stages.keys())
+    ]
     notes = []
     for name, run in (("A", one), ("B", other)):
-        if wrong := [
-            stage for stage, row in sorted(run.stages.items()) if row.peak_microbatches != row.predicted_microbatches
-        ]:
+        stages = sorted(run.stages.items())
+        if wrong := [stage for stage, row in stages if row.peak_microbatches != row.predicted_microbatches]:
             notes.append(f"note: in {name}, the measured peak of stages {wrong} is not the predicted one")
-    return [
-        "peak of saved activations on each stage: measured (predicted from the schedule)",
-        first,
-        second,
-        *rows,
-        *notes,
-    ]
+    title = "peak of saved activations on each stage: measured (predicted from the schedule)"
+    return [title, first, second, *rows, *notes]
 
 
 def _cells(row: StageNumbers | None, balanced: bool) -> str:
@@ -71,18 +60,17 @@ def _cells(row: StageNumbers | None, balanced: bool) -> str:
 
 
 def _numbers(pair: SideBySide, num_rows: int) -> list[str]:
-    """One row per iteration: each value of the first run, then of the second."""
+    """Return one row per iteration, with each value of the first run, then of the second."""
     if num_rows == 0:
         return []
     until = pair.common.index(pair.mismatches[0].iteration) + 1 if pair.mismatches else len(pair.common)
     iterations = pair.common[max(0, until - num_rows) : until]
-    mine, theirs = pair.one.iterations, pair.other.iterations
-    present = mine[iterations[0]].keys() | theirs[iterations[0]].keys()
-    names = [name for name in _SHOWN if name in present]
+    runs = pair.one.iterations, pair.other.iterations
+    names = [name for name in _SHOWN if any(name in run[iterations[0]] for run in runs)]
     rows = [f"{'':>9}" + "".join(f"  {name:^{2 * _WIDTH + 2}}" for name in names)]
     rows.append(f"{'iteration':>9}" + "".join(f"  {letter:>{_WIDTH}}" for _ in names for letter in "AB"))
     for iteration in iterations:
-        values = (run[iteration].get(name) for name in names for run in (mine, theirs))
+        values = (run[iteration].get(name) for name in names for run in runs)
         rows.append(f"{iteration:>9}" + "".join(f"  {_cell(value, pair.one.exact):>{_WIDTH}}" for value in values))
     return rows
 
@@ -94,16 +82,14 @@ def _cell(value: float | None, exact: bool) -> str:
 
 
 def _losses(pair: SideBySide) -> list[str]:
-    """Return the first and the last loss; of both runs where they are not the same as far as is shown."""
-    said = []
+    """Return the first and the last loss; those of both runs if they differ as far as is shown."""
+    losses = []
     for run in (pair.one, pair.other):
         ends = [(iteration, run.iterations[iteration].get(LOSS)) for iteration in (pair.common[0], pair.common[-1])]
-        said.append(
-            ", ".join(f"{value:.3f} at iteration {iteration}" for iteration, value in ends if value is not None)
-        )
-    if not said[0] or not said[1]:
+        losses.append(", ".join(f"{loss:.3f} at iteration {number}" for number, loss in ends if loss is not None))
+    if not all(losses):
         return []
-    lines = [f"loss: {said[0]}"] if said[0] == said[1] else [f"loss: A {said[0]}; B {said[1]}"]
+    lines = [f"loss: {losses[0]}"] if losses[0] == losses[1] else [f"loss: A {losses[0]}; B {losses[1]}"]
     if any(not math.isfinite(run.iterations[pair.common[-1]].get(LOSS) or 0.0) for run in (pair.one, pair.other)):
         lines.append("note: the loss is not finite")
     return lines
@@ -126,7 +112,7 @@ def _between(spread: Quartiles) -> str:
 
 
 def _largest(pair: SideBySide) -> list[str]:
-    """Return the largest differences, where there is more than the one that the verdict names."""
+    """Return the largest differences, if there are more than the one in the verdict."""
     if len(pair.mismatches) == 1:
         return []
     largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:_MOST]
@@ -150,8 +136,9 @@ def _verdict(pair: SideBySide) -> str:
     )
 
 
-def _difference(one: Mismatch) -> str:
-    return f"{one.name} of iteration {one.iteration}: {_number(one.one)} in A, {_number(one.other)} in B"
+def _difference(mismatch: Mismatch) -> str:
+    numbers = f"{_number(mismatch.one)} in A, {_number(mismatch.other)} in B"
+    return f"{mismatch.name} of iteration {mismatch.iteration}: {numbers}"
 
 
 def _number(value: float | None) -> str:
@@ -159,7 +146,7 @@ def _number(value: float | None) -> str:
 
 
 def document(pair: SideBySide) -> dict[str, Any]:
-    """Return the comparison as JSON values. Numbers without a JSON form stand there as text: nan, inf, -inf."""
+    """Return the comparison as JSON values. Numbers without a JSON form are text: nan, inf, -inf."""
     ratio = pair.seconds_ratio()
     return {
         "equal": pair.equal,
@@ -168,8 +155,13 @@ def document(pair: SideBySide) -> dict[str, Any]:
         "iterations": len(pair.common),
         "in_one_only": pair.alone,
         "differences": [
-            {"iteration": one.iteration, "name": one.name, "a": _plain(one.one), "b": _plain(one.other)}
-            for one in pair.mismatches
+            {
+                "iteration": mismatch.iteration,
+                "name": mismatch.name,
+                "a": _plain(mismatch.one),
+                "b": _plain(mismatch.other),
+            }
+            for mismatch in pair.mismatches
         ],
         "a": _run(pair, pair.one),
         "b": _run(pair, pair.other),
@@ -182,15 +174,11 @@ def _run(pair: SideBySide, run: Training) -> dict[str, Any]:
     return {
         "path": str(run.path),
         "balanced": run.balanced,
-        "first_loss": _plain(_loss(run.iterations, pair.common[0])),
-        "last_loss": _plain(_loss(run.iterations, pair.common[-1])),
+        "first_loss": _plain(run.iterations[pair.common[0]].get(LOSS)),
+        "last_loss": _plain(run.iterations[pair.common[-1]].get(LOSS)),
         "iteration_s": None if spread is None else asdict(spread),
         "stages": [{"stage": stage, **asdict(row)} for stage, row in sorted(run.stages.items())],
     }
-
-
-def _loss(iterations: Mapping[int, dict[str, float | None]], iteration: int) -> float | None:
-    return iterations[iteration].get(LOSS)
 
 
 def _plain(value: float | None) -> float | str | None:

@@ -1,4 +1,1 @@
-"""What a run recorded, laid beside what its schedule predicts: read, replay, compare, explain.
-
-`out` prints what is found.
-"""
+"""Compare what a run recorded with what its schedule predicts. `output` prints the result."""

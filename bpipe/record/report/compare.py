@@ -1,9 +1,6 @@
-"""Lay a recorded run beside its prediction.
+"""Compare a recorded run with its prediction: a row per stage, and totals.
 
-In: a `Measured` and its `Prediction`. Out: a `Comparison`: a row per stage, totals, differences.
-
-Where several iterations are shown, times are the median over them, a warm-up left out, and bytes the most. Knows no
-format and no words.
+If several iterations are shown, times are the median over them, without a warm-up, and bytes the maximum.
 """
 
 from __future__ import annotations
@@ -16,25 +13,13 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.predict.flops import mfu
 from bpipe.record.format import Iteration, Row
 from bpipe.record.report.replay import Prediction
-from bpipe.record.report.selection import (
-    Lane,
-    Measured,
-    Timeline,
-    ended_transfers,
-    lanes_of,
-    peak_microbatches,
-    steps_of,
-)
+from bpipe.record.report.selection import Lane, Measured, Timeline, ended_transfers, lanes_of, peak_microbatches
 from bpipe.schedule.action import Kind
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One stage, measured and predicted. None: not measured, or there is no such thing.
-
-    `all_*` are the most over all pipelines, the one shown included. Bytes are activations; `weights_bytes` are beside
-    them.
-    """
+    """One stage, measured and predicted. Bytes are of activations; None: not measured, or there is no such thing."""
 
     stage: int
     rank: int | None
@@ -42,7 +27,7 @@ class StageRow:
     predicted_bytes: int | None
     bound_bytes: int | None
     unbalanced_bytes: int | None
-    weights_bytes: int | None
+    weights_bytes: int | None  # with gradients and optimizer state
     device_peak_bytes: int | None
     limit_bytes: int | None
     measured_microbatches: int | None
@@ -56,32 +41,26 @@ class StageRow:
     exposed_s: float | None
     predicted_exposed_s: float
     bytes_per_s: float | None
-    all_measured_bytes: int | None
+    all_measured_bytes: int | None  # the maximum over all pipelines, like the next
     all_exposed_s: float | None
 
     @property
     def held_bytes(self) -> int | None:
-        """Weights, where they are known, plus activations."""
+        """Activations, and weights if they are known."""
         return None if self.all_measured_bytes is None else self.all_measured_bytes + (self.weights_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Times of an iteration.
+    """Times of an iteration. None: not known."""
 
-    `pipeline_s`: from the first computation to the last. `step_s`: a whole training step; None where the run did not
-    say.
-
-    `mfu` is of `step_s`, from 0 to 1; None where FLOPs, step or the device's peak are not known.
-    """
-
-    pipeline_s: float
+    pipeline_s: float  # from the first computation to the last
     predicted_pipeline_s: float
     loop_s: float
-    step_s: float | None
+    step_s: float | None  # of a whole training step
     bubble: float
     predicted_bubble: float
-    mfu: float | None
+    mfu: float | None  # of a training step, from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +84,14 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
     return StageRow(
         stage=place,
         rank=measured.ranks[place],
-        measured_bytes=_most(lane.peak_bytes for _, lane in shown),
+        measured_bytes=max_known(lane.peak_bytes for _, lane in shown),
         predicted_bytes=peaks.num_bytes,
         bound_bytes=peaks.bound_bytes,
         unbalanced_bytes=prediction.unbalanced[place].num_bytes,
         weights_bytes=weights,
-        device_peak_bytes=_most(one.device_peak_bytes for one in others),
+        device_peak_bytes=max_known(iteration.device_peak_bytes for iteration in others),
         limit_bytes=limit,
-        measured_microbatches=_most(peak_microbatches(measured.schedule, place, lane) for _, lane in shown),
+        measured_microbatches=max_known(peak_microbatches(measured.schedule, place, lane) for _, lane in shown),
         predicted_microbatches=peaks.microbatches,
         bound_microbatches=peaks.bound_microbatches,
         evictions=_count(typical, Kind.EVICT),
@@ -123,37 +102,35 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
         exposed_s=_median(lane.exposed_s for _, lane in typical),
         predicted_exposed_s=float(prediction.report.exposed_s[place]),
         bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.typical, place)),
-        all_measured_bytes=_most(row.live_bytes for one in others for row in one.rows),
-        all_exposed_s=max((sum(row.wait_s for row in one.rows) for one in others), default=None),
+        all_measured_bytes=max_known(row.live_bytes for iteration in others for row in iteration.rows),
+        all_exposed_s=max((sum(row.wait_s for row in iteration.rows) for iteration in others), default=None),
     )
 
 
-def _most(values: Iterable[int | None]) -> int | None:
+def max_known(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
 def _median(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return median(known) if known else None
+    samples = list(values)
+    return median(samples) if samples else None
 
 
 def _count(lanes: Sequence[tuple[Timeline, Lane]], kind: Kind) -> int | None:
     """Return how many transfers of a kind an iteration typically has."""
-    found = _median(lane.count(kind) for _, lane in lanes)
-    return None if found is None else int(found)
+    count = _median(sum(row.action.kind is kind for row in lane.transfers) for _, lane in lanes)
+    return None if count is None else int(count)
 
 
-def _moved_fraction(sources: Sequence[Iteration], how: BalanceConfig | None) -> float | None:
-    """Return the smallest of the rank's stages': the share that leaves of what a forward keeps for its backward, or
-    of the part that is to."""
-    parts = {} if how is None else how.part_bytes
+def _moved_fraction(sources: Sequence[Iteration], balance: BalanceConfig | None) -> float | None:
+    """Return the share that leaves of what a forward keeps, or of the part that is to leave; the smallest stage's."""
+    parts = {} if balance is None else balance.part_bytes
     wanted = [
-        (one.moved_bytes.get(stage, 0), min(kept, parts.get(stage, kept)))
-        for one in sources
-        for stage, kept in one.kept_bytes.items()
+        (iteration.moved_bytes.get(stage, 0), min(kept, parts.get(stage, kept)))
+        for iteration in sources
+        for stage, kept in iteration.kept_bytes.items()
     ]
-    shares = [min(1.0, moved / least) for moved, least in wanted if least]
-    return min(shares, default=None)
+    return min((min(1.0, moved / kept) for moved, kept in wanted if kept), default=None)
 
 
 def _bubble(timeline: Timeline, lanes: Sequence[Lane]) -> float:
@@ -163,15 +140,15 @@ def _bubble(timeline: Timeline, lanes: Sequence[Lane]) -> float:
 
 
 def _bytes_per_s(rows: list[Row]) -> float | None:
-    """Return the bytes of a stage's own transfers over how long they took."""
-    known = [row for row in rows if row.bytes]
-    return sum(row.bytes or 0 for row in known) / sum(row.seconds for row in known) if known else None
+    """Return the bytes of a stage's own transfers divided by their durations."""
+    sized = [(row.bytes, row.seconds) for row in rows if row.bytes]
+    return sum(num_bytes for num_bytes, _ in sized) / sum(seconds for _, seconds in sized) if sized else None
 
 
 def _totals(measured: Measured, prediction: Prediction) -> Totals:
     typical = measured.typical
-    step = _median(steps_of(measured).values())
-    info = measured.run.info
+    steps, info = measured.run.step_s, measured.run.info
+    step = _median(steps[timeline.iteration] for timeline in typical if timeline.iteration in steps)
     reached = None
     if step and info.flops_per_iteration and info.peak_flops and info.world_size:
         reached = mfu(info.flops_per_iteration, step, info.world_size, info.peak_flops)
@@ -188,8 +165,10 @@ def _totals(measured: Measured, prediction: Prediction) -> Totals:
 
 
 def shared_cores(comparison: Comparison) -> str | None:
-    """Say where ranks that compute on the CPU have fewer cores than there are of them: a transfer then takes its
-    time from computations, and no clock tells how much."""
+    """Return which ranks on a CPU have fewer cores than there are of them, if any.
+
+    A transfer then takes its time from computations, and no clock shows how much.
+    """
     ranks = comparison.measured.run.ranks
     for host in dict.fromkeys(record.host for record in ranks):
         here = [record for record in ranks if record.host == host and record.device == "cpu"]

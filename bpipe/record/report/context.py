@@ -1,24 +1,25 @@
-"""Say what was measured beside a difference.
+"""Facts that were measured where a run differs from its prediction, as short texts with their numbers.
 
-In: a `Comparison` and where the difference is. Out: short facts with their numbers.
-
-A fact in seconds below `SMALLEST_SHARE` of the predicted pipeline time is left out. Knows no format, and judges nothing.
+A fact in seconds below `SMALLEST_SHARE` of the predicted pipeline time is left out.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from statistics import mean, median, quantiles
 
 from bpipe.record.format import Row
 from bpipe.record.report.compare import Comparison, shared_cores
-from bpipe.record.report.handover import late_starts
 from bpipe.record.report.replay import probed_speed
 from bpipe.record.report.selection import Lane, Measured, Timeline, ended_transfers, lanes_of, warm_up_ratios
 from bpipe.record.report.units import bytes_text, counted, rate_text, seconds_text
-from bpipe.schedule.action import Kind
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.dependencies import NOTHING, Dependencies
+from bpipe.simulate.report import Timed
 
-# What differs by less is no difference worth a reader's time.
+# Smaller differences are not worth a reader's time.
 SMALLEST_SHARE = 0.005
 
 
@@ -27,34 +28,23 @@ def transfer_seconds(measured: Measured, place: int, stage: int) -> list[float]:
     return [row.seconds for row in ended_transfers(measured, measured.typical, place, stage)]
 
 
-def idle_seconds(comparison: Comparison, place: int) -> float | None:
-    """Return seconds between the pipeline's first and last computation in which a rank neither computes nor waits
-    for a transfer."""
-    lanes = lanes_of(comparison.measured.typical, place)
-    idle = [timeline.span_s - lane.busy_s - lane.exposed_s for timeline, lane in lanes]
-    return median(idle) if idle else None
-
-
 def beside_iteration(comparison: Comparison, timeline: Timeline) -> Iterator[str]:
     if timeline.iteration == comparison.measured.warm_up:
         ratio = median(warm_up_ratios(comparison.measured.timelines))
         yield f"the first recorded iteration, whose stages computed {ratio:.2f} times as long as later"
     rows = [row for lane in timeline.present for row in lane.computations]
     slowest = max(rows, key=lambda row: _excess(comparison, [row]))
-    yield from _compared(
-        comparison, f"{slowest.action} took", _excess(comparison, [slowest]), "the median of its stage"
-    )
+    excess_s = _excess(comparison, [slowest])
+    yield from _compared(comparison, f"{slowest.action} took", excess_s, "the median of its stage")
     yield from _furthest(comparison, {place: [lane] for place, lane in enumerate(timeline.lanes) if lane is not None})
     yield from filter(None, [shared_cores(comparison)])
 
 
 def beside_computation(comparison: Comparison, stage: int, kind: Kind, place: int) -> Iterator[str]:
-    lanes = lanes_of(comparison.measured.typical, place)
     samples = [
         (timeline.iteration, row, lane)
-        for timeline, lane in lanes
-        for row in lane.computations
-        if row.action.stage == stage and row.action.kind is kind
+        for timeline, lane in lanes_of(comparison.measured.typical, place)
+        for row in lane.computations_of(stage, kind)
     ]
     number, slowest, _ = max(samples, key=lambda sample: sample[1].seconds)
     yield f"the slowest of {len(samples)}, {slowest.action} in iteration {number}, took {seconds_text(slowest.seconds)}"
@@ -86,7 +76,8 @@ def beside_exposed(comparison: Comparison, place: int) -> Iterator[str]:
     ]
     if waits:
         longest_s, action, number = max(waits, key=lambda wait: wait[0])
-        yield f"the longest of {counted(len(waits), 'wait')}, {seconds_text(longest_s)}, was for {action} in iteration {number}"
+        wait = f"{counted(len(waits), 'wait')}, {seconds_text(longest_s)}"
+        yield f"the longest of {wait}, was for {action} in iteration {number}"
 
 
 def beside_transfer(comparison: Comparison, stage: int, place: int) -> Iterator[str]:
@@ -101,10 +92,11 @@ def beside_transfer(comparison: Comparison, stage: int, place: int) -> Iterator[
 def beside_waiting(comparison: Comparison, place: int) -> Iterator[str]:
     typical = comparison.measured.typical
     late = [(timeline.iteration, late_starts(comparison, timeline, place)) for timeline in typical]
-    lost_s = median(sum(seconds for seconds, _ in starts) for _, starts in late)
+    lost_s = median(sum(starts.values()) for _, starts in late)
     if _is_large(comparison, lost_s):
-        number, (longest_s, action) = max(
-            ((number, start) for number, starts in late for start in starts), key=lambda pair: pair[1].seconds
+        longest_s, action, number = max(
+            ((seconds, action, number) for number, starts in late for action, seconds in starts.items()),
+            key=lambda start: start[0],
         )
         yield (
             f"messages from its neighbours took {seconds_text(lost_s)} longer than predicted in total, the longest "
@@ -113,6 +105,52 @@ def beside_waiting(comparison: Comparison, place: int) -> Iterator[str]:
     others = {other: [lane for _, lane in lanes_of(typical, other)] for other in range(len(comparison.stages))}
     yield from _furthest(comparison, {other: lanes for other, lanes in others.items() if lanes and other != place})
     yield from filter(None, [shared_cores(comparison)])
+
+
+def late_starts(comparison: Comparison, timeline: Timeline, place: int) -> dict[Action, float]:
+    """Return how much longer than predicted the hand-overs before a place's computations took, for those that did.
+
+    A computation can start when the one before it is over, its neighbour has computed its input, and the transfers that
+    its rank waited for have ended. The time from then on is the hand-over: the message, and with blocking exchanges also
+    the wait for whoever it is exchanged with.
+    """
+    lane = timeline.lanes[place]
+    if lane is None:
+        return {}
+    schedule, report = comparison.measured.schedule, comparison.prediction.report
+    dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
+    inputs = {dependencies.operand_of(action) for cell in schedule.ranks[place] for action in cell.computations}
+    makers = sorted({rank for value in inputs - {NOTHING} for rank in dependencies.route(value).makers})
+    rows = [row for maker in makers if (other := timeline.lanes[maker]) is not None for row in other.computations]
+    waits = sorted(row.end_s for row in lane.transfers if row.wait_s > 0)
+    measured = _handovers(dependencies, lane.computations, rows, waits)
+    # The simulation does not say where a rank waits for transfers; there such a wait counts as a hand-over, and less is
+    # called late.
+    timed = [timed for maker in makers for timed in report.computations[maker]]
+    predicted = _handovers(dependencies, report.computations[place], timed, [])
+    late = {action: seconds - predicted.get(action, 0.0) for action, seconds in measured.items()}
+    return {action: seconds for action, seconds in late.items() if seconds > 0}
+
+
+def _handovers(
+    dependencies: Dependencies, rows: Sequence[Row | Timed], inputs: Iterable[Row | Timed], waits: Sequence[float]
+) -> dict[Action, float]:
+    """Return the seconds before every computation whose input is known.
+
+    `inputs` are the computations that may make one; `waits` are when waits for transfers were over, in order.
+    """
+    ends: dict[int, float] = {}
+    for row in inputs:
+        value = dependencies.value_of(row.action)
+        ends[value] = max(float(row.end_s), ends.get(value, float(row.end_s)))
+    ends.pop(NOTHING, None)
+    handovers = {}
+    for before, row in pairwise(rows):
+        input_s, start_s = ends.get(dependencies.operand_of(row.action)), float(row.start_s)
+        if input_s is not None:
+            waited = bisect_right(waits, start_s)
+            handovers[row.action] = start_s - max(float(before.end_s), input_s, *waits[:waited][-1:])
+    return handovers
 
 
 def beside_peak(comparison: Comparison, place: int) -> Iterator[str]:
@@ -126,39 +164,36 @@ def beside_peak(comparison: Comparison, place: int) -> Iterator[str]:
     left = max(((lane.computations[-1].left_bytes or 0) - lane.source.host_bytes for lane in lanes), default=0)
     if left > 0:
         yield f"{bytes_text(left)} of saved activations still in memory after the last backward"
-    stays = (
-        0
-        if size is None
-        else max((size.saved_bytes.get(stage, 0) - moved for stage, moved in size.moved_bytes.items()), default=0)
-    )
+    moved = {} if size is None else size.moved_bytes
+    stays = max((size.saved_bytes.get(stage, 0) - num_bytes for stage, num_bytes in moved.items() if size), default=0)
     if stays > 0 and row.evictions:
         yield f"{bytes_text(stays)} of each of {counted(row.evictions, 'evicted micro-batch', 'es')} stay"
 
 
 def _excess(comparison: Comparison, rows: Iterable[Row]) -> float:
-    """By how much computations took longer than the medians of their stages."""
+    """Return how much longer computations took than the medians of their stages."""
     return sum(row.seconds - comparison.prediction.basis.seconds[row.action.stage, row.action.kind] for row in rows)
 
 
 def _furthest(comparison: Comparison, lanes: Mapping[int, Sequence[Lane]]) -> Iterator[str]:
-    """Of these places, the computations and the exposed time that are furthest from what was predicted."""
-    computed = {at: median(_excess(comparison, lane.computations) for lane in some) for at, some in lanes.items()}
+    """Yield, of these places, the computations and the exposed time that are furthest from the prediction."""
+    computed = {place: median(_excess(comparison, lane.computations) for lane in some) for place, some in lanes.items()}
     exposed = {
-        at: median(lane.exposed_s for lane in some) - comparison.stages[at].predicted_exposed_s
-        for at, some in lanes.items()
+        place: median(lane.exposed_s for lane in some) - comparison.stages[place].predicted_exposed_s
+        for place, some in lanes.items()
     }
-    for excess, what, typical in (
+    for excess, verb, typical in (
         (computed, "computed", "its medians"),
         (exposed, "was exposed to transfers", "predicted"),
     ):
         if excess:
-            at, seconds = max(excess.items(), key=lambda pair: abs(pair[1]))
-            yield from _compared(comparison, f"stage {at} {what}", seconds, typical)
+            place, seconds = max(excess.items(), key=lambda pair: abs(pair[1]))
+            yield from _compared(comparison, f"stage {place} {verb}", seconds, typical)
 
 
-def _compared(comparison: Comparison, what: str, excess_s: float, typical: str) -> Iterator[str]:
+def _compared(comparison: Comparison, subject: str, excess_s: float, typical: str) -> Iterator[str]:
     if _is_large(comparison, excess_s):
-        yield f"{what} {seconds_text(abs(excess_s))} {'longer' if excess_s > 0 else 'less'} than {typical}"
+        yield f"{subject} {seconds_text(abs(excess_s))} {'longer' if excess_s > 0 else 'less'} than {typical}"
 
 
 def _is_large(comparison: Comparison, seconds: float) -> bool:

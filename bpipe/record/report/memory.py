@@ -1,9 +1,7 @@
-"""Say what a run will hold, as the run itself counts it.
+"""What a run will hold, as the run itself counts it.
 
-In: a Schedule, measured sizes of a micro-batch. Out: peaks and bounds in bytes.
-
-Beside `schedule.memory` this knows two things of the run: host buffers are preallocated, so they are held throughout; and
-Megatron's loop keeps the last backward's input until the next forward has returned. Knows no clock.
+Unlike `schedule.memory` this knows that host buffers are preallocated, so they are held throughout, and that Megatron's
+loop keeps the last backward's input until the next forward has returned.
 """
 
 from __future__ import annotations
@@ -14,32 +12,27 @@ from dataclasses import dataclass, field, replace
 from bpipe.schedule.action import Key, Kind
 from bpipe.schedule.families.families import exchange_of
 from bpipe.schedule.host_buffers import num_host_buffers
-from bpipe.schedule.memory import KeptMemory, Memory, StageMemory, live_bytes, memory_of, peak_bytes
+from bpipe.schedule.memory import KeptMemory, Memory, StageMemory, live_bytes, memory_of, num_transfers, peak_bytes
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """Measured sizes of one rank: of one micro-batch by stage, of what it receives for one, and of its host buffers.
-
-    `after_input_bytes`: held between dgrad and wgrad, by stage. `shard_bytes`: held by a shard of the vocabulary
-    between its passes. `own_bytes`: host buffers in its own node's memory.
-    """
+    """Measured sizes of one rank. Those of one micro-batch are by stage."""
 
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int]
-    received_bytes: int
-    host_bytes: int
-    after_input_bytes: Mapping[int, int] = field(default_factory=dict)
-    shard_bytes: int = 0
-    own_bytes: int = 0
+    received_bytes: int  # of one micro-batch
+    host_bytes: int  # of its host buffers
+    after_input_bytes: Mapping[int, int] = field(default_factory=dict)  # held between the halves of a backward
+    shard_bytes: int = 0  # of one micro-batch, in a shard of the vocabulary between its passes
+    own_bytes: int = 0  # of its host buffers in its node's memory
 
 
 @dataclass(frozen=True, slots=True)
 class RankPeaks:
-    """Peaks of one rank. `bound_*` is None without balancing; bytes are None where the size of a micro-batch is
-    unknown."""
+    """Peaks of one rank. `bound_*` is None without balancing, bytes are None if the size of a micro-batch is unknown."""
 
     microbatches: int
     num_bytes: int | None
@@ -56,36 +49,39 @@ def own_peak(
     after_input: Mapping[int, int],
     shard: int = 0,
 ) -> int:
-    """Return the most a rank's own micro-batches occupy, when one of each stage saves `saved[stage]` and a transfer
-    moves `moved[stage]` of it.
+    """Return the peak in bytes of a rank's own micro-batches.
 
-    `after_input[stage]` is held between the halves of its backward; as much as was saved where nothing says so. `shard`
-    is held between S and T.
+    Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input, until the
+    next forward has returned. Its interleaved loop does so at times that depend on how its communication overlaps;
+    there such an input is not predicted.
 
-    Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input,
-    `received` bytes, until the next forward has returned: a forward right after a backward finds it still there. Its
-    interleaved loop does so at times that depend on how its communication overlaps; there an input more or less is not
-    predicted.
+    Args:
+        schedule: what runs.
+        rank: of the schedule.
+        saved: what one micro-batch saves, by stage.
+        moved: what a transfer moves of it, by stage.
+        received: what comes from the neighbour for one micro-batch.
+        after_input: what is held between the halves of a backward, by stage; by default all that was saved.
+        shard: what is held between S and T.
     """
     stages = range(schedule.num_stages)
     whole = [saved.get(stage, 0) for stage in stages]
     between = [after_input.get(stage, size) for stage, size in enumerate(whole)]
-    return peak_of_rule(
-        schedule, rank, memory_of(whole, [moved.get(stage, 0) for stage in stages], between, shard), received
-    )
+    memory = memory_of(whole, [moved.get(stage, 0) for stage in stages], between, shard)
+    return peak_of_rule(schedule, rank, memory, received)
 
 
 def peak_of_rule(schedule: Schedule, rank: int, memory: Memory, received: int) -> int:
-    """Return the most a rank's own micro-batches occupy by a rule, which may have sizes by slice; see `own_peak`."""
+    """Return the peak of a rank's own micro-batches by a rule, which may have sizes by slice; see `own_peak`."""
     keeps_input = exchange_of(schedule.name) is Exchange.MEGATRON_1F1B
     peak = 0
     after_backward = False
-    for slot, held in zip(schedule.ranks[rank], live_bytes(schedule, rank, memory), strict=True):
+    for slot, level in zip(schedule.ranks[rank], live_bytes(schedule, rank, memory), strict=True):
         if slot.compute is not None:
-            forward = slot.compute.kind is Kind.FORWARD
-            held += received * (forward and after_backward and keeps_input)
-            after_backward = not forward
-        peak = max(peak, held)
+            is_forward = slot.compute.kind is Kind.FORWARD
+            level += received * (is_forward and after_backward and keeps_input)
+            after_backward = not is_forward
+        peak = max(peak, level)
     return peak
 
 
@@ -96,24 +92,20 @@ def rule_by_slice(
     after_input: Mapping[Key, int],
     shard: int = 0,
 ) -> Memory:
-    """Return the rule for sizes of slices, each by stage and number: of those of one place the largest.
+    """Return the rule for sizes of slices, each by stage and number: of those at one place the largest.
 
-    `moved` has nothing of what never leaves; where `after_input` has none, all that was saved is held.
-
-    A `shard` holds so many bytes of a slice between S and T.
+    `moved` lacks what never leaves; what `after_input` lacks is held whole. `shard`: bytes of a slice between S and T.
     """
     slices = schedule.layout.slices
-    places = [[0, 0, 0] for _ in range(schedule.num_stages * slices)]
-    for (stage, number), size in saved.items():
-        place, key = places[stage * slices + number % slices], (stage, number)
-        for at, one in enumerate((size, moved.get(key, 0), after_input.get(key, size))):
-            place[at] = max(place[at], one)
-    return Memory(tuple(StageMemory(*place) for place in places), slices=slices, shard_bytes=shard)
+    places: list[tuple[int, ...]] = [(0, 0, 0)] * (schedule.num_stages * slices)
+    for key, size in saved.items():
+        place = key[0] * slices + key[1] % slices
+        places[place] = tuple(map(max, places[place], (size, moved.get(key, 0), after_input.get(key, size))))
+    return Memory(tuple(StageMemory(*sizes) for sizes in places), slices=slices, shard_bytes=shard)
 
 
 def kept_peak(schedule: Schedule, rank: int, kept: Mapping[int, KeptMemory]) -> int:
-    """Return the most that a rank keeps of keys, values and their gradients at once, when `kept[stage]` is that of
-    one micro-batch."""
+    """Return the peak of the keys, values and gradients that a rank keeps. `kept`: of one micro-batch, by stage."""
     stages, nothing = range(schedule.num_stages), KeptMemory(0, 0)
     sizes = (StageMemory(0, 0, 0),) * (schedule.num_stages * schedule.layout.slices)
     memory = Memory(sizes, slices=schedule.layout.slices, kept=tuple(kept.get(stage, nothing) for stage in stages))
@@ -121,16 +113,13 @@ def kept_peak(schedule: Schedule, rank: int, kept: Mapping[int, KeptMemory]) -> 
 
 
 def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPeaks:
-    """Return the rank's peak, and its peak if it filled its bound.
-
-    Both include what cannot move of a micro-batch that is away.
-    """
+    """Return the rank's peak, and its peak if it filled its bound, with what cannot move of evicted micro-batches."""
     ones = dict.fromkeys(schedule.layout.stages_of(rank), 1)
-    # Where partners use their own host memory, no host buffer was made here.
+    # If partners use their own host memory, no host buffer was made here.
     buffers = 0 if sizes is not None and not sizes.host_bytes else num_host_buffers(schedule, rank)
-    # What moves nothing of itself does not leave.
-    leave = {stage: int(sizes is None or sizes.moved_bytes.get(stage) != 0) for stage in ones}
-    count = own_peak(schedule, rank, ones, leave, 0, {}) + buffers
+    # Micro-batches of which nothing moves do not leave.
+    leaving = {stage: int(sizes is None or sizes.moved_bytes.get(stage) != 0) for stage in ones}
+    count = own_peak(schedule, rank, ones, leaving, 0, {}) + buffers
     bound = None if schedule.bounds is None else schedule.bounds[rank]
     if sizes is None:
         return RankPeaks(count, None, bound, None)
@@ -140,8 +129,13 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
     return RankPeaks(count, peak, bound, None if bound is None else peak + (bound - count) * largest)
 
 
+def moved_nothing(schedule: Schedule, rank: int, moved_bytes: Mapping[int, int]) -> bool:
+    """Whether a rank was to evict, and moved nothing. `moved_bytes`: of one micro-batch, by stage."""
+    return bool(num_transfers(schedule, rank).evictions) and not any(moved_bytes.values())
+
+
 def without_transfers(schedule: Schedule) -> Schedule:
-    """Return the schedule without its transfers, as it would run unbalanced."""
+    """Return the schedule without its transfers, as it runs without balancing."""
     ranks = tuple(tuple(replace(slot, transfers=()) for slot in row) for row in schedule.ranks)
     return replace(schedule, ranks=ranks, hosts=None, bounds=None)
 
@@ -149,8 +143,7 @@ def without_transfers(schedule: Schedule) -> Schedule:
 def whole_peaks(
     schedule: Schedule, saved_bytes: Mapping[int, int], after_input_bytes: Mapping[int, int], shard_bytes: int = 0
 ) -> tuple[int, ...] | None:
-    """Return the peaks of a run that has not been made, every transfer moving all that is saved; None unless every
-    stage's size is known."""
+    """Return the peaks if every transfer moves all that is saved, or None if some stage's size is not known."""
     if not all(stage in saved_bytes for stage in range(schedule.num_stages)):
         return None
     saved = [saved_bytes[stage] for stage in range(schedule.num_stages)]

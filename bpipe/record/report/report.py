@@ -1,9 +1,4 @@
-"""A whole report: the comparison, the largest differences, the answers.
-
-In: a folder, perhaps an iteration. Out: a `Report`.
-
-The one door for the command and for whoever writes a report down: table, JSON, page and trace all take this value.
-"""
+"""A whole report: table, JSON, page and trace are made from this value."""
 
 from __future__ import annotations
 
@@ -20,11 +15,11 @@ from bpipe.record.report.selection import choose
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report: `differences` by size, at most three; `answers` are whole sentences."""
+    """A report of a recorded run."""
 
     comparison: Comparison
-    differences: tuple[Difference, ...]
-    answers: tuple[str, ...]
+    differences: tuple[Difference, ...]  # at most three, the largest first
+    answers: tuple[str, ...]  # whole sentences
 
     @property
     def num_pipelines(self) -> int:
@@ -34,7 +29,12 @@ class Report:
 def report_of(folder: str | Path, iteration: int | None = None) -> Report:
     """Make the report of a folder.
 
-    Raises ValueError where the folder holds no record of one run, or not this iteration.
+    Args:
+        folder: the folder of a run's --bpipe-report.
+        iteration: report only this iteration instead of all.
+
+    Raises:
+        ValueError: the folder has no record of one run, or not this iteration.
     """
     measured = choose(read_run(folder), iteration)
     comparison = compare(measured, replay(measured))

@@ -1,15 +1,13 @@
-"""Choose what a report is about, on one clock.
+"""Choose what a report is about: the places of one pipeline and their iterations, on one clock.
 
-In: a Run, perhaps an iteration's number. Out: one pipeline's places and their iterations.
-
-Shown is one pipeline: pipeline 0, or the first of which most ranks left a record. Of the others only maxima are asked
-for. Knows no prediction; refuses rows that the program they name does not have.
+The pipeline is number 0, or the first of those from which most ranks left a record. Of the others only maxima are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 from bpipe.build import ScheduleConfig, build
@@ -20,7 +18,7 @@ from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import changes_in_time, counting
 from bpipe.schedule.schedule import Schedule
 
-# Slower by less than this is not called slower; an iteration is a warm-up if this share of its stages were.
+# A stage is slower if it computes longer by this factor; an iteration is a warm-up if this share of its stages is slower.
 _SLOWER = 1.1
 MOST_STAGES = 0.75
 
@@ -30,12 +28,14 @@ OWN_TRANSFERS = {Kind.EVICT, Kind.LOAD}
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One place in one iteration: rows by start in seconds of the common clock, with those that a one-sided partner
-    made for it."""
+    """One place in one iteration, with rows by start in seconds of the common clock."""
 
     source: Iteration
     computations: tuple[Row, ...]
-    transfers: tuple[Row, ...]
+    transfers: tuple[Row, ...]  # those that a one-sided partner made for it included
+
+    def computations_of(self, stage: int, kind: Kind) -> list[Row]:
+        return [row for row in self.computations if row.action.stage == stage and row.action.kind is kind]
 
     @property
     def busy_s(self) -> float:
@@ -48,12 +48,12 @@ class Lane:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that was seen during a computation."""
+        """The maximum during a computation."""
         return max((row.live_bytes for row in self.computations if row.live_bytes is not None), default=None)
 
     @property
     def levels(self) -> list[tuple[float, int]]:
-        """Held bytes over time: the peak during each computation, then what it left. Nothing is known in between."""
+        """Held bytes over time: the peak during each computation, then what it left."""
         levels: list[tuple[float, int]] = []
         for row in self.computations:
             if row.live_bytes is not None:
@@ -61,23 +61,17 @@ class Lane:
             if row.left_bytes is not None:
                 levels.append((row.end_s, row.left_bytes))
         if levels:
-            # Every micro-batch is over then; host buffers stay.
+            # Every micro-batch is over by then; host buffers stay.
             levels.append((self.computations[-1].end_s, self.source.host_bytes))
         return levels
-
-    def count(self, kind: Kind) -> int:
-        return sum(row.action.kind is kind for row in self.transfers)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One iteration of all places, `lanes[place]` None without a record.
-
-    Time 0 is when the first rank began its loop.
-    """
+    """One iteration of all places. Time 0 is when the first rank began its loop."""
 
     iteration: int
-    lanes: tuple[Lane | None, ...]
+    lanes: tuple[Lane | None, ...]  # by place, None without a record
 
     @property
     def present(self) -> list[Lane]:
@@ -100,36 +94,31 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Subject of a report. `records[place]` and `ranks[place]` (None where unknown) are of the pipeline shown.
-
-    `timelines` are all recorded iterations of this program, `shown` those that the report measures: all of them, or
-    one. `warm_up` is the number of the first iteration, where most stages computed slower in it: no typical time is
-    taken from it if there are others.
-    """
+    """The subject of a report."""
 
     run: Run
     program: ScheduleConfig
     schedule: Schedule
     pipeline: int
-    records: tuple[RankRecord | None, ...]
-    ranks: tuple[int | None, ...]
-    timelines: tuple[Timeline, ...]
-    shown: tuple[Timeline, ...]
-    warm_up: int | None
+    records: tuple[RankRecord | None, ...]  # by place of this pipeline, None without a record
+    ranks: tuple[int | None, ...]  # by place, None if not known
+    timelines: tuple[Timeline, ...]  # all recorded iterations of this program
+    shown: tuple[Timeline, ...]  # those that the report measures: all, or one
+    warm_up: int | None  # the first iteration if it was slower; typical times leave it out if there are others
     notes: tuple[str, ...]
 
     @property
     def steady(self) -> tuple[Timeline, ...]:
-        """All recorded iterations but a warm-up."""
+        """All recorded iterations except a warm-up."""
         return _without(self.timelines, self.warm_up)
 
     @property
     def typical(self) -> tuple[Timeline, ...]:
-        """The iterations shown but a warm-up."""
+        """The iterations shown except a warm-up."""
         return _without(self.shown, self.warm_up)
 
     def others(self, place: int) -> list[Iteration]:
-        """Return the shown iterations of this place in all pipelines, the shown one too."""
+        """Return the shown iterations of this place in all pipelines."""
         numbers = {timeline.iteration for timeline in self.shown}
         return [
             iteration
@@ -141,8 +130,8 @@ class Measured:
 
 
 def choose(run: Run, iteration: int | None = None) -> Measured:
-    """Return the part of a run to report on: `iteration`, or all that ran the program of the last one."""
-    programs = {number: found.program for record in run.ranks for number, found in record.iterations.items()}
+    """Return the part of a run to report on: `iteration`, or all iterations that ran the program of the last one."""
+    programs = {number: part.program for record in run.ranks for number, part in record.iterations.items()}
     if iteration is not None and iteration not in programs:
         raise ValueError(
             f"{run.folder}: iteration {iteration} is not recorded; recorded are {_listed(sorted(programs))}"
@@ -168,12 +157,12 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
 
 
 def lanes_of(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
-    """Return one place's part of every iteration in which it has a record."""
+    """Return one place's lane of every iteration in which it has a record."""
     return [(timeline, lane) for timeline in timelines if (lane := timeline.lanes[place]) is not None]
 
 
 def _higher_peaks(run: Run, shown: Sequence[Timeline], records: Sequence[RankRecord | None]) -> list[str]:
-    """Return the ranks that held more in an iteration that is not shown than in those that are."""
+    """Return a note of the ranks that held more in an iteration that is not shown."""
     higher = []
     for place, record in enumerate(records):
         peaks = [lane.peak_bytes for _, lane in lanes_of(shown, place) if lane.peak_bytes is not None]
@@ -187,11 +176,10 @@ def _without(timelines: tuple[Timeline, ...], warm_up: int | None) -> tuple[Time
 
 
 def warm_up_ratios(timelines: Sequence[Timeline]) -> list[float]:
-    """Return how many times as long as later, by the median, each stage computed in the first iteration."""
+    """Return, by stage, the computing time of the first iteration divided by the median of the later ones."""
     ratios = []
     for place, lane in enumerate(timelines[0].lanes):
-        later = [other.lanes[place] for other in timelines[1:]]
-        busy = [one.busy_s for one in later if one is not None]
+        busy = [later.busy_s for _, later in lanes_of(timelines[1:], place)]
         if lane is not None and busy and median(busy) > 0:
             ratios.append(lane.busy_s / median(busy))
     return ratios
@@ -208,7 +196,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[RankRecord | None, ...]]:
-    """Return the pipeline shown: of those with the most records the first."""
+    """Return the number of the pipeline to show, the first of those with the most records, and its records."""
     by_pipeline: dict[int, dict[int, RankRecord]] = {}
     for record in run.ranks:
         by_pipeline.setdefault(record.pipeline, {})[record.place] = record
@@ -219,10 +207,9 @@ def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[R
 
 
 def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -> tuple[int | None, ...]:
-    """Return the rank of every place; of one without a record it is what its partner calls it, or the only rank that
-    is left."""
+    """Return the rank of every place. Without a record it is its partner's partner, or the only rank that is left."""
     ranks = [None if record is None else record.rank for record in records]
-    # Of a pool a record names no partner.
+    # Records of a pool name no partner.
     for place, partner in enumerate(() if schedule.is_pooled else schedule.partners or ()):
         other = records[partner]
         if ranks[place] is None and other is not None:
@@ -238,25 +225,19 @@ def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -
 def _timeline(
     run: Run, schedule: Schedule, records: Sequence[RankRecord | None], number: int, notes: list[str]
 ) -> Timeline:
-    found = [None if record is None else record.iterations.get(number) for record in records]
-    begin_s = min((one.begin_s for one in found if one is not None), default=0.0)
+    parts = [None if record is None else record.iterations.get(number) for record in records]
+    begin_s = min((part.begin_s for part in parts if part is not None), default=0.0)
     lanes: list[Lane | None] = []
-    for place, (record, one) in enumerate(zip(records, found, strict=True)):
-        if one is None:
+    for place, (record, part) in enumerate(zip(records, parts, strict=True)):
+        if part is None:
             if record is not None:
                 notes.append(f"rank {record.rank} did not record iteration {number}: was the run killed?")
             lanes.append(None)
             continue
-        _check_rows(run, schedule, place, one)
-        shift = one.begin_s - begin_s
-        rows = [_shifted(row, shift) for row in one.rows]
-        lanes.append(
-            Lane(
-                one,
-                tuple(row for row in rows if row.action.kind in COMPUTE),
-                tuple(row for row in rows if row.action.kind not in COMPUTE),
-            )
-        )
+        _check_rows(run, schedule, place, part)
+        rows = [_shifted(row, part.begin_s - begin_s) for row in part.rows]
+        computations = tuple(row for row in rows if row.action.kind in COMPUTE)
+        lanes.append(Lane(part, computations, tuple(row for row in rows if row.action.kind not in COMPUTE)))
     return Timeline(number, _with_other_ends(schedule, lanes))
 
 
@@ -268,10 +249,10 @@ def _shifted(row: Row, shift: float) -> Row:
     )
 
 
-def _check_rows(run: Run, schedule: Schedule, place: int, one: Iteration) -> None:
-    """The rows must be those of the program, in its order."""
+def _check_rows(run: Run, schedule: Schedule, place: int, part: Iteration) -> None:
+    """Refuse rows that are not those of the program, in its order."""
     expected = [action for slot in schedule.ranks[place] for action in slot.computations]
-    actual = [row.action for row in one.rows if row.action.kind in COMPUTE]
+    actual = [row.action for row in part.rows if row.action.kind in COMPUTE]
     if actual == expected:
         return
     index = next(
@@ -280,14 +261,13 @@ def _check_rows(run: Run, schedule: Schedule, place: int, one: Iteration) -> Non
     )
     has, wants = (str(row[index]) if index < len(row) else "nothing" for row in (actual, expected))
     raise ValueError(
-        f"{run.folder}: in iteration {one.iteration}, computation {index} of stage {place} is {has}, but its program "
-        f"says {wants}. "
-        f"Was it recorded by another version of bpipe?"
+        f"{run.folder}: in iteration {part.iteration}, computation {index} of stage {place} is {has}, but its program "
+        f"says {wants}. Was it recorded by another version of bpipe?"
     )
 
 
 def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[Lane | None, ...]:
-    """Add the host's ends of transfers: a host that takes no part in transfers has no rows of them."""
+    """Add the hosts' ends of transfers, of which one-sided hosts have no rows."""
     completed = list(lanes)
     for place, lane in enumerate(lanes):
         if lane is None:
@@ -306,8 +286,8 @@ def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[
 
 
 def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> Iterator[Row]:
-    """What a rank recorded of its transfers to and from one host."""
-    of_host = {stay.key for stay in residencies_by_host(schedule, guest).get(Host(host), ())}
+    """Yield the rows of a rank's transfers to and from one host."""
+    of_host = {residency.key for residency in residencies_by_host(schedule, guest).get(Host(host), ())}
     for row in lane.transfers if lane is not None else ():
         if row.action.kind in OWN_TRANSFERS and row.action.key in of_host:
             yield row
@@ -319,18 +299,14 @@ def _other_end(row: Row) -> Row:
 
 
 def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
-    """Return the most micro-batches the rank held at once, by the times of its rows, with the host buffers for its
-    partner.
+    """Return the most micro-batches that the rank held at once, host buffers for its partner included.
 
-    As in the schedule's own count, whole micro-batches only: none is away between the halves of its backward.
+    As in the schedule's own count these are whole ones: none is away between the halves of its backward.
     """
     rows = (*lane.computations, *(row for row in lane.transfers if row.action.kind in OWN_TRANSFERS))
-    held = most = 0
-    for _, change in changes_in_time(rows, counting(schedule.num_stages)):
-        held += change
-        most = max(most, held)
-    # Where the partner keeps its activations itself, or moves none, no host buffer was made here.
-    return most + (num_host_buffers(schedule, place) if lane.source.host_bytes else 0)
+    changes = (change for _, change in changes_in_time(rows, counting(schedule.num_stages)))
+    # If the partner keeps its activations itself, or moves none, no host buffer was made here.
+    return max(accumulate(changes, initial=0)) + (num_host_buffers(schedule, place) if lane.source.host_bytes else 0)
 
 
 def ended_transfers(
@@ -338,22 +314,8 @@ def ended_transfers(
 ) -> list[Row]:
     """Return the evictions and loads that a place made, of one stage or all, whose duration is known."""
     record = measured.records[place]
-    return [
-        row
-        for _, lane in lanes_of(timelines, place)
-        if record is not None
-        for row in lane.transfers
-        if row.action.kind in OWN_TRANSFERS
-        and stage in (None, row.action.stage)
-        and row.seconds > 0
-        and record.ended(row)
-    ]
-
-
-def steps_of(measured: Measured) -> Mapping[int, float]:
-    """Return the seconds of a whole training step, by iteration that is typical."""
-    return {
-        timeline.iteration: measured.run.step_s[timeline.iteration]
-        for timeline in measured.typical
-        if timeline.iteration in measured.run.step_s
-    }
+    if record is None:
+        return []
+    rows = (row for _, lane in lanes_of(timelines, place) for row in lane.transfers)
+    own = (row for row in rows if row.action.kind in OWN_TRANSFERS and stage in (None, row.action.stage))
+    return [row for row in own if row.seconds > 0 and record.ended(row)]

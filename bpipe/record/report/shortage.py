@@ -1,16 +1,14 @@
-"""Say of a run that ended early what its stages held, what they would have needed, and what would have fitted.
+"""What the stages of a run that ended early held, what they would have needed, and what would have fitted.
 
-In: a `Held`. Out: text.
-
-A stage needs what it has besides activations (its optimizer's state too, which an Adam allocates only at its first
-step), the schedule's peak of micro-batches of the measured size, with what a shard of the vocabulary holds of those
-between its passes, and what else its device had allocated at the time. Where a stage was not reached its micro-batches
-are taken to be as large as the largest that was seen, and that is said. Shards are equally large.
+A stage needs its memory besides activations (with the optimizer's state, which an Adam allocates only in its first
+step), the schedule's peak of micro-batches of the measured size, what a shard of the vocabulary holds between its
+passes, and what else its device had allocated. Micro-batches on a stage that ran no forward are assumed to be as large
+as the largest that was seen. Shards are equally large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.balance.config import BalanceConfig
@@ -25,13 +23,7 @@ from bpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """One stage at its fullest, in bytes; None where it is not known.
-
-    `other_bytes`: what was allocated besides all that is named here.
-
-    `shard_bytes`: what its shard of the vocabulary holds of a micro-batch between its passes, which is nothing of
-    `microbatch_bytes`.
-    """
+    """One stage at its fullest, in bytes; None if not known."""
 
     stage: int
     rank: int
@@ -42,8 +34,8 @@ class StageNeed:
     gradients_bytes: int
     optimizer_bytes: int
     logits_bytes: int
-    shard_bytes: int
-    other_bytes: int | None
+    shard_bytes: int  # of one micro-batch, in its shard of the vocabulary between its passes; not in `microbatch_bytes`
+    other_bytes: int | None  # allocated besides all that is named here
     peak_microbatches: int
     need_bytes: int
     limit_bytes: int | None
@@ -55,7 +47,7 @@ class StageNeed:
 
 @dataclass(frozen=True, slots=True)
 class ShortageRemedy:
-    """A way the run could have been made: the most any stage needs, and whether that fits."""
+    """A way to run: the largest need of any stage, and whether that fits."""
 
     name: str
     stage: int
@@ -65,15 +57,10 @@ class ShortageRemedy:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of one micro-batch: what every stage saves, and what a rank's shard of the vocabulary holds between its
-    passes."""
+    """Sizes of one micro-batch: saved by stage, and in a rank's shard of the vocabulary between its passes."""
 
     saved_bytes: Mapping[int, int]
     shard_bytes: int
-
-    def parted(self, parts: int) -> _Sizes:
-        """Of one that is a part of it."""
-        return _Sizes({stage: size // parts for stage, size in self.saved_bytes.items()}, self.shard_bytes // parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +74,28 @@ class Shortage:
 
 
 def shortage_of(held: Held) -> Shortage:
-    """Return the shortage of the first pipeline in which a rank failed, or else the first.
+    """Return the shortage of the first pipeline in which a rank failed, or else of the first.
 
-    Raises ValueError where no forward was made.
+    Raises:
+        ValueError: no forward was run.
     """
-    known = [rank for rank in held.ranks if any(mark.program is not None and mark.saved_bytes for mark in rank.marks)]
-    if not known:
+    begun = [rank for rank in held.ranks if any(mark.program is not None and mark.saved_bytes for mark in rank.marks)]
+    if not begun:
         raise ValueError(f"{held.folder}: the run ended before any stage had run a forward: {_ending(held)}")
     failed = _failed(held)
-    pipeline = failed.pipeline if failed is not None and failed in known else min(rank.pipeline for rank in known)
-    # One that ran no forward hosts for others all the same.
+    pipeline = failed.pipeline if failed is not None and failed in begun else min(rank.pipeline for rank in begun)
+    # A rank that ran no forward hosts for others all the same.
     ranks = {rank.place: rank for rank in held.ranks if rank.pipeline == pipeline}
-    program, iteration = _last_program(ranks.values())
+    programs = [(mark.program, mark.iteration) for rank in ranks.values() for mark in rank.marks if mark.program]
+    program, iteration = max(programs, key=lambda pair: pair[1])
     schedule = build(program)
     sizes, assumed = _sizes(ranks, schedule)
-    stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()) if rank in known)
+    stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()) if rank in begun)
     ways = _ways(program, ranks, sizes)
     logits_known = program.vocabulary is Vocabulary.WHOLE or bool(sizes.shard_bytes)
     return Shortage(
         program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(_notes(assumed, logits_known))
     )
-
-
-def _last_program(ranks: Iterable[RankHeld]) -> tuple[ScheduleConfig, int]:
-    """What ran last, and in which iteration."""
-    programs = [(mark.program, mark.iteration) for rank in ranks for mark in rank.marks if mark.program is not None]
-    return max(programs, key=lambda one: one[1])
 
 
 def _notes(assumed: Sequence[int], logits_known: bool) -> Iterator[str]:
@@ -126,39 +109,39 @@ def _notes(assumed: Sequence[int], logits_known: bool) -> Iterator[str]:
 
 
 def _failed(held: Held) -> RankHeld | None:
-    """Return the rank that failed first: by the ranks' own account, or else one that had no memory left."""
+    """Return the rank that failed first, as recorded, or else one that ran out of memory."""
     if held.failure is not None:
         return next((rank for rank in held.ranks if rank.rank == held.failure.rank), None)
     return next((rank for rank in held.ranks if rank.end is not None and rank.end.out_of_memory), None)
 
 
 def _sizes(ranks: Mapping[int, RankHeld], schedule: Schedule) -> tuple[_Sizes, list[int]]:
-    """What a micro-batch holds, and the stages of which it had to be assumed."""
+    """Return the sizes of a micro-batch, and the stages whose size is assumed."""
+    marks = [mark for rank in ranks.values() for mark in rank.marks]
     sizes: dict[int, int] = {}
-    for rank in ranks.values():
-        for mark in rank.marks:
-            for stage, size in mark.saved_bytes.items():
-                sizes[stage] = max(size, sizes.get(stage, 0))
+    for mark in marks:
+        for stage, size in mark.saved_bytes.items():
+            sizes[stage] = max(size, sizes.get(stage, 0))
     missing = [stage for stage in range(schedule.num_stages) if stage not in sizes]
     sizes |= dict.fromkeys(missing, max(sizes.values()))
-    return _Sizes(sizes, max(mark.shard_bytes for rank in ranks.values() for mark in rank.marks)), missing
+    return _Sizes(sizes, max(mark.shard_bytes for mark in marks)), missing
 
 
 def _other_bytes(rank: RankHeld) -> int | None:
-    """Return the most the device had allocated besides what is named."""
-    found = [
-        mark.allocated_bytes - rank.weights_bytes - rank.gradients_bytes - rank.optimizer_bytes - mark.activations_bytes
+    """Return the most the device had allocated besides state and activations."""
+    state = rank.weights_bytes + rank.gradients_bytes + rank.optimizer_bytes
+    others = [
+        mark.allocated_bytes - state - mark.activations_bytes
         for mark in rank.marks
         if mark.allocated_bytes is not None and mark.iteration == rank.marks[0].iteration
     ]
-    return max(0, *found) if found else None
+    return max(0, *others) if others else None
 
 
 def _activations(rank: RankHeld, schedule: Schedule, sizes: _Sizes, parts: int = 1) -> tuple[int, int]:
-    """Return the micro-batches and bytes at the stage's fullest; a host buffer is as large as the largest that its rank
-    may send there.
+    """Return the micro-batches and bytes at the stage's fullest, if the micro-batches that ran are split in `parts`.
 
-    The micro-batches that ran are in `parts`.
+    A host buffer is as large as the largest micro-batch that its guest may send there.
     """
     own = {stage: sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(rank.place)}
     ones = dict.fromkeys(own, 1)
@@ -168,8 +151,8 @@ def _activations(rank: RankHeld, schedule: Schedule, sizes: _Sizes, parts: int =
         for guest, count in buffers.items()
     )
     received = max((mark.received_bytes for mark in rank.marks), default=0)
-    ran = [mark.after_input_bytes for mark in rank.marks]
-    between = {stage: max(one.get(stage, 0) for one in ran) // parts for stage in set().union(*ran)}
+    marked = [mark.after_input_bytes for mark in rank.marks]
+    between = {stage: max(of_mark.get(stage, 0) for of_mark in marked) // parts for stage in set().union(*marked)}
     num_bytes = own_peak(schedule, rank.place, own, own, received, between, sizes.shard_bytes) + hosted
     return own_peak(schedule, rank.place, ones, ones, 0, {}) + sum(buffers.values()), num_bytes
 
@@ -187,7 +170,7 @@ def _need(rank: RankHeld, schedule: Schedule, sizes: _Sizes) -> StageNeed:
         weights_bytes=rank.weights_bytes,
         gradients_bytes=rank.gradients_bytes,
         optimizer_bytes=rank.optimizer_bytes + (rank.optimizer_to_come_bytes or 0),
-        logits_bytes=max(one.logits_bytes for one in rank.marks),
+        logits_bytes=max(mark.logits_bytes for mark in rank.marks),
         shard_bytes=sizes.shard_bytes,
         other_bytes=other,
         peak_microbatches=count,
@@ -197,7 +180,7 @@ def _need(rank: RankHeld, schedule: Schedule, sizes: _Sizes) -> StageNeed:
 
 
 def _fullest(rank: RankHeld) -> MemoryMark:
-    """When memory ran out, or else when it held most."""
+    """Return the mark at which memory ran out, or else the largest."""
     out = next((mark for mark in rank.marks if mark.out_of_memory), None)
     return out or max(rank.marks, key=lambda mark: mark.activations_bytes)
 
@@ -205,57 +188,57 @@ def _fullest(rank: RankHeld) -> MemoryMark:
 def _ways(program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes) -> tuple[ShortageRemedy, ...]:
     """As it was; balanced; with half the micro-batch; with both."""
     ways = [_way("as it was run", program, ranks, sizes, 1)]
-    balanced = _balanced(program) if program.balance is None else None
-    if balanced is not None:
+    if balanced := _balanced(program):
         ways.append(_way("with --bpipe", balanced, ranks, sizes, 1))
     batch = next((rank.micro_batch for rank in ranks.values() if rank.micro_batch), None)
     if batch is not None and batch % 2 == 0:
         halved = replace(program, num_microbatches=2 * program.num_microbatches)
         flag = f"--micro-batch-size {batch // 2}"
         ways.append(_way(f"with {flag}", halved, ranks, sizes, 2))
-        both = _balanced(halved) if program.balance is None else None
-        if both is not None:
+        if both := _balanced(halved):
             ways.append(_way(f"with {flag} and --bpipe", both, ranks, sizes, 2))
     return tuple(ways)
 
 
 def _balanced(program: ScheduleConfig) -> ScheduleConfig | None:
-    """None where balancing would move nothing."""
+    """Return the program balanced; None if it is already, or balancing would move nothing."""
     config = replace(program, balance=BalanceConfig())
-    return config if any(slot.transfers for row in build(config).ranks for slot in row) else None
+    moves = program.balance is None and any(slot.transfers for row in build(config).ranks for slot in row)
+    return config if moves else None
 
 
 def _way(
     name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes, parts: int
 ) -> ShortageRemedy:
-    """Return the stage that comes nearest to its limit.
+    """Return the need of the stage that is nearest to its limit, if micro-batches are split in `parts`.
 
-    Of a micro-batch in `parts`, activations and what else was allocated shrink alike.
+    What else was allocated shrinks like activations.
     """
     schedule = build(program)
-    smaller = sizes.parted(parts)
+    saved = {stage: size // parts for stage, size in sizes.saved_bytes.items()}
+    smaller = _Sizes(saved, sizes.shard_bytes // parts)
     needs = []
     for rank in ranks.values():
         need = rank.besides_bytes + _activations(rank, schedule, smaller, parts)[1] + (_other_bytes(rank) or 0) // parts
         needs.append((need - (rank.limit_bytes or 0), need, rank))
-    _, need, rank = max(needs, key=lambda one: one[:2])
+    _, need, rank = max(needs, key=lambda entry: entry[:2])
     return ShortageRemedy(name, rank.place, need, None if rank.limit_bytes is None else need <= rank.limit_bytes)
 
 
 def _ending(held: Held) -> str:
-    """Who failed first and of what, as far as anybody wrote it down."""
+    """Return who failed first and why, as far as it was recorded."""
     failed = _failed(held)
     place = "" if failed is None else f" (stage {failed.place} of pipeline {failed.pipeline}, {failed.host})"
     if held.failure is not None:
         return f"rank {held.failure.rank}{place} failed first: {held.failure.cause}"
     if failed is not None and failed.end is not None:
         return f"rank {failed.rank}{place} ran out of memory: {failed.end.error}"
+    ended = [(rank.rank, rank.end.error) for rank in held.ranks if rank.end is not None]
     without = [str(rank.rank) for rank in held.ranks if rank.end is None]
-    with_error = next((rank for rank in held.ranks if rank.end is not None), None)
-    if with_error is not None and with_error.end is not None:
-        silent = f"; ranks {', '.join(without[:8])} recorded no error: were they killed?" if without else ""
-        return f"rank {with_error.rank} ended with {with_error.end.error}{silent}"
-    return "no error was recorded: the run is still going, or it was killed"
+    if not ended:
+        return "no error was recorded: the run is still going, or it was killed"
+    silent = f"; ranks {', '.join(without[:8])} recorded no error: were they killed?" if without else ""
+    return f"rank {ended[0][0]} ended with {ended[0][1]}{silent}"
 
 
 def _answers(
@@ -263,9 +246,8 @@ def _answers(
 ) -> tuple[str, ...]:
     end = _ending(held)
     answers = [f"{end[0].upper()}{end[1:]}".rstrip(".") + "."]
-    stage = next((one for one in stages if failed is not None and one.rank == failed.rank), None)
-    if stage is not None:
-        answers.append(_what_it_held(held, stage))
+    if failed is not None:
+        answers += [_held_text(failed, stage) for stage in stages if stage.rank == failed.rank]
     fitting = [way.name for way in ways if way.fits]
     if any(way.fits is None for way in ways):
         answers.append("Which of these fits is not known: no limit of the device was recorded.")
@@ -278,12 +260,12 @@ def _answers(
     return tuple(answers)
 
 
-def _what_it_held(held: Held, stage: StageNeed) -> str:
-    mark = _fullest(next(rank for rank in held.ranks if rank.rank == stage.rank))
+def _held_text(rank: RankHeld, stage: StageNeed) -> str:
+    mark = _fullest(rank)
     when = "outside the loop" if mark.action is None else f"{'after' if mark.error is None else 'during'} {mark.action}"
-    there = counted(stage.microbatches_held, "micro-batch", "es")
+    microbatches = counted(stage.microbatches_held, "micro-batch", "es")
     text = (
-        f"Stage {stage.stage} held {bytes_text(stage.held_bytes)} of activations ({there} of "
+        f"Stage {stage.stage} held {bytes_text(stage.held_bytes)} of activations ({microbatches} of "
         f"{bytes_text(stage.microbatch_bytes)} each) {when}, iteration {mark.iteration}; by the schedule it "
         f"has to hold up to {stage.peak_microbatches}. Its weights take {bytes_text(stage.weights_bytes)}, gradients "
         f"{bytes_text(stage.gradients_bytes)} and optimizer state {bytes_text(stage.optimizer_bytes)}"

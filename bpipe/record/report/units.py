@@ -1,7 +1,4 @@
-"""Write quantities for a person.
-
-In: bytes, seconds, rates, shares. Out: short text with its unit. Rounds to three or four digits.
-"""
+"""Write quantities for a person, rounded to three or four digits."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ from megatron.core import parallel_state
 from bpipe.build import ScheduleConfig
 from bpipe.record.format import MEMORY, MemoryHeader, MemoryMark
 from bpipe.record.write import append, begin
-from bpipe.runtime.failures import first_to_say
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.failures import cause_of
+from bpipe.runtime.failures import cause_of, first_to_say
 from bpipe.runtime.meter import Meter
 from bpipe.schedule.action import Action
 from megatron.scheduling.options.arguments import SchedulingConfig

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-import pytest
-
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.draw.picture import lay_out, stack
@@ -46,11 +44,6 @@ def test_the_same_numbers_are_the_same_files() -> None:
     assert drawn[0] == drawn[1]
     assert "<dc:date>" not in drawn[0][0]
     assert drawn[0][1].startswith(b"\x89PNG\r\n")
-
-
-def test_nothing_to_draw_is_said() -> None:
-    with pytest.raises(ValueError, match="there is no"):
-        memory_chart((), "title")
 
 
 def test_halves_lie_below_each_other() -> None:

@@ -4,7 +4,6 @@ before there was one."""
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +23,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.memory import KeptMemory, memory_of
 from bpipe.schedule.program import Exchange
+from tests.unit.record.report.recorded import documented
 
 ROOT = Path(__file__).resolve().parents[3]
 # Four stages, eight micro-batches, balanced over shared memory; iterations 2 and 3 of 3. Written before `bpipe.record`
@@ -91,13 +91,7 @@ def test_a_loss_keeps_every_bit(tmp_path: Path, number: float | None) -> None:
     ],
 )
 def test_every_key_is_documented(heading: str, kinds: tuple[type, ...]) -> None:
-    section = (ROOT / "docs" / "report.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    named = {
-        key
-        for line in section.splitlines()
-        if line.startswith("| `")
-        for key in re.findall(r"`([^`]+)`", line.split("|")[1])
-    }
+    named = documented(heading)
     defined = {key.name for kind in kinds for key in keys_of(kind)}
     assert defined <= named
     assert {name for name in named if "." not in name} - defined <= {"format", "version", "columns", "actions"}

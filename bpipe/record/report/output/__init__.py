@@ -1,1 +1,1 @@
-"""What a report is printed as: a table, JSON, a page, a trace. Draws and words only what `bpipe.record.report` has judged."""
+"""Print a report as a table, JSON, a page or a trace."""

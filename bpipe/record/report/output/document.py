@@ -1,7 +1,4 @@
-"""Write a report as JSON.
-
-In: a `Report`. Out: plain values whose keys docs/report.md lists: added to, never renamed. Computes nothing.
-"""
+"""Write a report as JSON: plain values whose keys docs/report.md lists. Keys are added, never renamed."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def document(report: Report) -> dict[str, Any]:
             "peak_source": info.peak_source,
         },
         "stages": [asdict(row) for row in comparison.stages],
-        "differences": [{**asdict(one), "beside": list(one.beside)} for one in report.differences],
+        "differences": [{**asdict(difference), "beside": list(difference.beside)} for difference in report.differences],
         "answers": list(report.answers),
         "basis": {
             "seconds": {f"{stage}{kind.value}": value for (stage, kind), value in basis.seconds.items()},

@@ -1,7 +1,4 @@
-"""Say what a report is about and its totals, as label and value.
-
-In: a `Comparison`. Out: pairs of text, for table and page; the four figures at the page's head.
-"""
+"""What a report is about, as label and value, and the four figures at the head of its page."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from bpipe.record.report.selection import Measured
 from bpipe.record.report.units import bytes_text, counted, percent_text, rate_text, seconds_text
 from bpipe.schedule.layout import Vocabulary
 
-# Of a large run no more of its machines are named.
+# The number of machines that are named.
 MOST_HOSTS = 4
 
 
 class Figure(NamedTuple):
-    """One of the figures at the head of a page, and what stands small beneath it."""
+    """One of the figures at the head of a page, with the small text beneath it."""
 
     label: str
     value: str
@@ -28,7 +25,7 @@ class Figure(NamedTuple):
 
 
 def figures(comparison: Comparison) -> list[Figure]:
-    """Return the peak, what ranks waited for transfers, the time of an iteration and the bubble."""
+    """Return the peak, the exposed transfers, the time of an iteration and the bubble."""
     totals = comparison.totals
     pipeline = f"{seconds_text(totals.predicted_pipeline_s)} predicted"
     if totals.step_s is not None:
@@ -53,55 +50,51 @@ def _exposed(comparison: Comparison) -> Figure:
     row, label = longest_wait(comparison), "exposed transfers"
     if row is None or row.exposed_s is None:
         return Figure(label, "not known", "no rank recorded them")
-    if not any(one.evictions for one in comparison.stages):
+    if not any(stage.evictions for stage in comparison.stages):
         return Figure(label, "none", "nothing is evicted")
     predicted = seconds_text(row.predicted_exposed_s)
     return Figure(label, seconds_text(row.exposed_s), f"stage {row.stage}, {predicted} predicted")
 
 
 def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[str, str]]:
-    """Return them; beside `figures` without what these say."""
+    """Return label and value of each fact; with `beside_figures` without those in `figures`."""
     measured, basis = comparison.measured, comparison.prediction.basis
     program, info = measured.program, measured.run.info
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
     parts = f" in {program.slices} slices each" if program.slices > 1 else ""
-    schedule = (
-        f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} "
-        f"micro-batches{parts}"
-    )
+    stages = f"{counted(program.num_ranks, 'stage')}{chunks}"
     device = info.device or next((record.device for record in measured.records if record is not None), "not known")
-    found = [
+    pairs = [
         ("run", run_name(measured)),
         ("started", info.started or "not known"),
         ("host", hosts(measured)),
-        ("schedule", schedule),
-        *_pipes(measured),
-        ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
-        *_vocabulary(measured),
-        ("device", device),
-        *((name.replace("_", "-"), version) for name, version in info.versions),
+        ("schedule", f"{program.schedule}, {stages}, {program.num_microbatches} micro-batches{parts}"),
     ]
+    pipes = measured.schedule.layout.num_pipes
+    if pipes > 1:
+        # A place in the pipeline has then two stages of a chunk.
+        pairs.append(("pipes", f"{pipes}, rows in the order of the first pipe's stages"))
+    pairs.append(("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")))
+    if program.vocabulary is not Vocabulary.WHOLE:
+        pairs.append(("vocabulary", program.vocabulary.value + ", and the embedding" * program.input_shards))
+    pairs += [("device", device), *((name.replace("_", "-"), version) for name, version in info.versions)]
     if info.num_pipelines is not None and info.num_pipelines > 1:
-        found.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
-    found.append(_iterations(measured))
+        pairs.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
+    pairs.append(_iterations(measured))
     if not beside_figures:
-        found += _times(comparison.totals)
-    found.append(("MFU", _mfu(comparison)))
-    found.append(
-        (
-            "message",
-            "not measurable, so the prediction has none" if basis.message_s is None else seconds_text(basis.message_s),
-        )
-    )
-    return [*found, *_link(basis), *_verified(measured)]
+        pairs += _times(comparison.totals)
+    message = "not measurable, so the prediction has none"
+    if basis.message_s is not None:
+        message = seconds_text(basis.message_s)
+    return [*pairs, ("MFU", _mfu(comparison)), ("message", message), *_link(basis), *_verified(measured)]
 
 
 def _times(totals: Totals) -> list[tuple[str, str]]:
-    found = [
+    pairs = [
         ("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"),
         ("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"),
     ]
-    return found if totals.step_s is None else [*found, ("training step", seconds_text(totals.step_s))]
+    return pairs if totals.step_s is None else [*pairs, ("training step", seconds_text(totals.step_s))]
 
 
 def _link(basis: Basis) -> list[tuple[str, str]]:
@@ -115,33 +108,18 @@ def _verified(measured: Measured) -> list[tuple[str, str]]:
     verified = measured.run.verified
     if verified is None:
         return []
-    much = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
-    return [
-        ("verified", f"{counted(verified.iterations, 'iteration')}: everything evicted came back unchanged ({much})")
-    ]
-
-
-def _vocabulary(measured: Measured) -> list[tuple[str, str]]:
-    program = measured.program
-    if program.vocabulary is Vocabulary.WHOLE:
-        return []
-    return [("vocabulary", program.vocabulary.value + ", and the embedding" * program.input_shards)]
-
-
-def _pipes(measured: Measured) -> list[tuple[str, str]]:
-    """Where there are several a place in the pipeline has two stages of a chunk, and a row of the table is named by
-    the first pipe's."""
-    pipes = measured.schedule.layout.num_pipes
-    return [("pipes", f"{pipes}, rows in the order of the first pipe's stages")] if pipes > 1 else []
+    iterations = counted(verified.iterations, "iteration")
+    moved = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
+    return [("verified", f"{iterations}: everything evicted came back unchanged ({moved})")]
 
 
 def run_name(measured: Measured) -> str:
-    """Return the name of the run's folder: the user's own name for it."""
+    """Return the name of the run's folder, which the user chose."""
     return measured.run.folder.resolve().name
 
 
 def hosts(measured: Measured) -> str:
-    """Return the machines that left a record, with the number of their ranks where there are several."""
+    """Return the machines that left a record, with the numbers of their ranks if there are several."""
     ranks = Counter(record.host for record in measured.run.ranks)
     if len(ranks) == 1:
         return next(iter(ranks))
@@ -164,14 +142,11 @@ def _mfu(comparison: Comparison) -> str:
             f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s per device "
             f"({info.peak_source or 'source not given'})"
         )
-    missing = [
-        name
-        for name, value in (
-            ("the device's peak (--bpipe-peak-tflops)", info.peak_flops),
-            ("the FLOPs of an iteration", info.flops_per_iteration),
-            ("the number of ranks", info.world_size),
-            ("the time of a step", totals.step_s),
-        )
-        if not value
-    ]
+    inputs = {
+        "the device's peak (--bpipe-peak-tflops)": info.peak_flops,
+        "the FLOPs of an iteration": info.flops_per_iteration,
+        "the number of ranks": info.world_size,
+        "the time of a step": totals.step_s,
+    }
+    missing = [name for name, value in inputs.items() if not value]
     return f"not known, missing: {', '.join(missing)}"

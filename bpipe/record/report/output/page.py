@@ -1,12 +1,9 @@
-"""Write the report as one HTML file.
+"""Write a view, the plain values of a run's or a simulation's page, as one HTML file.
 
-In: the view, plain JSON values as `bpipe report` prints them. Out: the text of the page.
-
-Of a run that has not been (`is_run` false) there is no measured side: ranks say by name what lies `under` their
-activations, and stages what they hold in `parts`. The page asks the network for nothing: styles, scripts and data stand
-in it. Actions travel as columns of whole numbers (ticks of 0.1 microseconds, each column in the shortest of four
-spellings), because the timeline of a large pipeline has a hundred thousand of them. Knows no record, no schedule and no
-simulation: whatever is drawn, counted or concluded was said by the view.
+A simulation (`is_run` false) has no measured side: ranks have names for what is `under` their activations, and stages
+say what they hold in `parts`. The page loads nothing from the network: it has its styles, scripts and data. Actions
+are columns of whole numbers (ticks of 0.1 microseconds, each column in the shortest of four forms), because the timeline
+of a large pipeline has a hundred thousand of them.
 """
 
 from __future__ import annotations
@@ -18,43 +15,28 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from bpipe.schedule.action import Kind
-from bpipe.schedule.files.text import TextError, read_action
+from bpipe.schedule.files.text import read_action
 
 TICK_S = 1e-7
-# What no action has: a host buffer, or bytes, where there are none.
+# Stands for no host buffer, and for no bytes.
 NOTHING = -1
 
-SCRIPTS = (
-    "data.js",
-    "format.js",
-    "tables.js",
-    "bars.js",
-    "paint.js",
-    "lanes.js",
-    "layout.js",
-    "timeline.js",
-    "input.js",
-    "main.js",
-)
+SCRIPTS = "data.js format.js tables.js bars.js paint.js lanes.js layout.js timeline.js input.js main.js".split()
 _KINDS = tuple(kind.value for kind in Kind)
-_COLUMNS = 6
-# A table of distinct values pays only while its indices are shorter than what they stand for.
+# A table of distinct values pays only while its indices are shorter than the values.
 _MOST_DISTINCT = 1000
 
 
 def render(view: Mapping[str, Any]) -> str:
-    """Return the page. Raises ValueError, with its place, for a view that is not of the agreed form."""
+    """Return the page. Raises ValueError for a number that is not finite."""
     tracks = _Tracks()
-    iterations = [_iteration(iteration, tracks) for iteration in _of(view, "iterations", "the view")]
+    iterations = [
+        {**iteration, "ranks": [_rank(rank, tracks) for rank in iteration["ranks"]]} for iteration in view["iterations"]
+    ]
     data = {
-        "title": str(_of(view, "title", "the view")),
+        "title": view["title"],
         "is_run": view.get("is_run", True),
-        "figures": _of(view, "figures", "the view"),
-        "facts": _of(view, "facts", "the view"),
-        "answers": _of(view, "answers", "the view"),
-        "bottleneck": _of(view, "bottleneck", "the view"),
-        "stages": _of(view, "stages", "the view"),
-        "differences": _of(view, "differences", "the view"),
+        **{name: view[name] for name in ("figures", "facts", "answers", "bottleneck", "stages", "differences")},
         "tick_s": TICK_S,
         "kinds": _KINDS,
         "tracks": tracks.packed,
@@ -66,24 +48,19 @@ def render(view: Mapping[str, Any]) -> str:
         "DATA": embed(data),
         "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
     }
-    page = _asset("page.html")
     # One pass, so that nothing in a title can name another part.
-    pieces = page.split("@@")
+    pieces = _asset("page.html").split("@@")
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
 def embed(value: object) -> str:
-    """Write JSON that may stand in a script element: no `<` that could end it, and no number that JSON lacks."""
-    try:
-        text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    except ValueError:
-        raise ValueError("the view holds a number that is not finite: leave it out, or say null") from None
+    """Write JSON for a script element: without `<`, which could end it, and without numbers that JSON lacks."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def column(values: Sequence[int]) -> dict[str, Any]:
-    """Write whole numbers in the shortest form: as they are, as differences, or either as indices into their
-    distinct values."""
+    """Write whole numbers in the shortest form: themselves, differences, or indices into either's distinct values."""
     differences = [value - before for before, value in zip([0, *values], values, strict=False)]
     candidates: list[dict[str, Any]] = []
     for name, numbers in (("values", list(values)), ("differences", differences)):
@@ -97,66 +74,44 @@ def column(values: Sequence[int]) -> dict[str, Any]:
     return min(candidates, key=lambda candidate: len(json.dumps(candidate, separators=(",", ":"))))
 
 
-def _of(part: Mapping[str, Any], name: str, place: str) -> Any:
-    if name not in part:
-        raise ValueError(f"{place} has no {name!r}: it has {', '.join(part) or 'nothing'}")
-    return part[name]
-
-
 class _Tracks:
-    """Every track once: all iterations have the same simulation, and it is half of all there is."""
+    """Every track once: all iterations have the same simulation, which is half of the data."""
 
     def __init__(self) -> None:
         self.packed: list[dict[str, Any]] = []
         self._places: dict[int, int] = {}
 
-    def place(self, track: Mapping[str, Any], where: str) -> int:
-        """Where the track stands in `packed`."""
+    def place(self, track: Mapping[str, Any] | None) -> int | None:
+        """Return the track's index in `packed`."""
+        if track is None:
+            return None
         if id(track) not in self._places:
             self._places[id(track)] = len(self.packed)
-            self.packed.append(_track(track, where))
+            self.packed.append(_track(track))
         return self._places[id(track)]
 
 
-def _iteration(iteration: Mapping[str, Any], tracks: _Tracks) -> dict[str, Any]:
-    place = f"iteration {iteration.get('iteration', '?')}"
-    return {
-        "iteration": _of(iteration, "iteration", place),
-        "end_s": _of(iteration, "end_s", place),
-        "ranks": [_rank(rank, place, tracks) for rank in _of(iteration, "ranks", place)],
-    }
+def _rank(rank: Mapping[str, Any], tracks: _Tracks) -> dict[str, Any]:
+    packed = {name: rank[name] for name in ("rank", "label", "bound_bytes")}
+    return (
+        packed
+        | {"under": rank.get("under", [])}
+        | {side: tracks.place(rank[side]) for side in ("measured", "simulated")}
+    )
 
 
-def _rank(rank: Mapping[str, Any], place: str, tracks: _Tracks) -> dict[str, Any]:
-    place = f"{place}, rank {rank.get('rank', '?')}"
-    packed = {name: _of(rank, name, place) for name in ("rank", "label", "bound_bytes")}
-    packed["under"] = rank.get("under", [])
-    for side in ("measured", "simulated"):
-        track = _of(rank, side, place)
-        packed[side] = None if track is None else tracks.place(track, f"{place}, {side}")
-    return packed
-
-
-def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """One side of one rank as columns."""
-    actions = _of(track, "actions", place)
-    for row in actions:
-        if len(row) != _COLUMNS:
-            raise ValueError(
-                f"{place}: {row!r} has {len(row)} entries, an action has 6: text, start, end, wait, bytes, slot"
-            )
-    rows = [_packed(row, place) for row in actions]
-    memory = _of(track, "memory", place)
+def _track(track: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one side of one rank as columns."""
+    rows = [_packed(*row) for row in track["actions"]]
     return {
         **{name: column([getattr(row, name) for row in rows]) for name in _Packed._fields},
-        "memory_time": column([_ticks(time) for time, _ in memory]),
-        "memory_held": column([int(held) for _, held in memory]),
+        "memory_time": column([_ticks(time) for time, _ in track["memory"]]),
+        "memory_held": column([int(held) for _, held in track["memory"]]),
     }
 
 
 class _Packed(NamedTuple):
-    """An action as whole numbers, each of which is a column of its track: the kind's place in `_KINDS`, times in
-    ticks."""
+    """An action as whole numbers, each in its column of the track: the kind's index in `_KINDS`, times in ticks."""
 
     kind: int
     stage: int
@@ -168,13 +123,8 @@ class _Packed(NamedTuple):
     slot: int
 
 
-def _packed(row: Sequence[Any], place: str) -> _Packed:
-    text, start_s, end_s, wait_s, num_bytes, slot = row
-    try:
-        action = read_action(text)
-    except TextError as error:
-        raise ValueError(f"{place}: {error}") from None
-    start = _ticks(start_s)
+def _packed(text: str, start_s: float, end_s: float, wait_s: float, num_bytes: int | None, slot: int | None) -> _Packed:
+    action, start = read_action(text), _ticks(start_s)
     return _Packed(
         kind=_KINDS.index(action.kind.value),
         stage=action.stage,

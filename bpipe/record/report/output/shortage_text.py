@@ -1,7 +1,4 @@
-"""Write down what the stages of a run that ended early held.
-
-In: a `Held`. Out: text of at most 120 columns, or plain JSON values.
-"""
+"""What the stages of a run that ended early held, as text of at most 120 columns or as values for JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 from bpipe.record.format import Held
 from bpipe.record.report.output.table import aligned, wrapped
-from bpipe.record.report.shortage import Shortage, StageNeed, shortage_of
+from bpipe.record.report.shortage import StageNeed, shortage_of
 from bpipe.record.report.units import bytes_text, counted
 from bpipe.schedule.layout import Vocabulary
 
@@ -18,48 +15,36 @@ VERSION = 1
 
 
 def text(held: Held) -> str:
-    found = shortage_of(held)
-    program = found.program
-    split = (
-        ""
-        if program.vocabulary is Vocabulary.WHOLE
-        else f"; vocabulary {program.vocabulary.value}{', and the embedding' * program.input_shards}"
+    shortage = shortage_of(held)
+    program = shortage.program
+    vocabulary = ""
+    if program.vocabulary is not Vocabulary.WHOLE:
+        vocabulary = f"; vocabulary {program.vocabulary.value}{', and the embedding' * program.input_shards}"
+    sizes = f"{counted(program.num_ranks, 'stage')}, {counted(program.num_microbatches, 'micro-batch', 'es')}"
+    head = (
+        f"{program.schedule}, {sizes}; balance {program.balance_name}{vocabulary}; memory held up to iteration "
+        f"{shortage.iteration}"
     )
-    lines = wrapped(
-        f"{program.schedule}, {counted(program.num_ranks, 'stage')}, "
-        f"{counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
-        f"{program.balance_name}{split}; memory held up to iteration {found.iteration}",
-        "",
-    )
-    lines += ["", *_table(found.stages), "", "needed at the fullest point, with micro-batches of these sizes:"]
-    lines += [f"  {line}" for line in _ways(found)]
+    fits = {True: "fits", False: "does not fit", None: "limit not known"}
+    lines = [*wrapped(head, ""), "", *_table(shortage.stages)]
+    lines += ["", "needed at the fullest point, with micro-batches of these sizes:"]
+    lines += [
+        f"  {way.name}: {bytes_text(way.need_bytes)} on stage {way.stage}, {fits[way.fits]}" for way in shortage.ways
+    ]
     lines.append("")
-    for answer in found.answers:
+    for answer in shortage.answers:
         lines += wrapped(answer, "")
-    for note in found.notes:
+    for note in shortage.notes:
         lines += wrapped(f"note: {note}", "  ")
     return "\n".join(lines) + "\n"
 
 
 def _table(stages: tuple[StageNeed, ...]) -> list[str]:
-    # Where the output layer is in shards no stage has logits.
+    # If the output layer is in shards no stage has logits.
     above, below = ("shard,", "S to T") if any(row.shard_bytes for row in stages) else ("of which", "logits")
     titles = [
         ["", "", "held", "activa-", "one micro-", above, "", "", "", "", "device's", ""],
-        [
-            "stage",
-            "rank",
-            "micro-b.",
-            "tions",
-            "batch",
-            below,
-            "weights",
-            "gradients",
-            "optimizer",
-            "other",
-            "limit",
-            "needs",
-        ],
+        [*"stage rank micro-b. tions batch".split(), below, *"weights gradients optimizer other limit needs".split()],
     ]
     rows = [
         [
@@ -81,28 +66,23 @@ def _table(stages: tuple[StageNeed, ...]) -> list[str]:
     return aligned([*titles, *rows])
 
 
-def _ways(found: Shortage) -> list[str]:
-    says = {True: "fits", False: "does not fit", None: "limit not known"}
-    return [f"{way.name}: {bytes_text(way.need_bytes)} on stage {way.stage}, {says[way.fits]}" for way in found.ways]
-
-
 def document(held: Held) -> dict[str, Any]:
-    found = shortage_of(held)
+    shortage = shortage_of(held)
     return {
         "format": "bpipe-memory-report",
         "version": VERSION,
         "program": {
-            "schedule": found.program.schedule,
-            "num_stages": found.program.num_ranks,
-            "num_microbatches": found.program.num_microbatches,
-            "num_chunks": found.program.num_chunks,
-            "balance": found.program.balance_name,
-            "vocabulary": found.program.vocabulary.value,
+            "schedule": shortage.program.schedule,
+            "num_stages": shortage.program.num_ranks,
+            "num_microbatches": shortage.program.num_microbatches,
+            "num_chunks": shortage.program.num_chunks,
+            "balance": shortage.program.balance_name,
+            "vocabulary": shortage.program.vocabulary.value,
         },
-        "iteration": found.iteration,
+        "iteration": shortage.iteration,
         "failure": None if held.failure is None else asdict(held.failure),
-        "stages": [{**asdict(row), "fits": row.fits} for row in found.stages],
-        "ways": [asdict(way) for way in found.ways],
-        "answers": list(found.answers),
-        "notes": list(found.notes),
+        "stages": [{**asdict(row), "fits": row.fits} for row in shortage.stages],
+        "ways": [asdict(way) for way in shortage.ways],
+        "answers": list(shortage.answers),
+        "notes": list(shortage.notes),
     }

@@ -1,4 +1,4 @@
-"""Write a report for the terminal. In: a `Report`. Out: text of at most 120 columns. Computes nothing."""
+"""Write a report for the terminal, as text of at most 120 columns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def table(report: Report) -> str:
     lines = wrapped("; ".join(f"{label} {value}" for label, value in facts(comparison)), "")
     lines += ["", *_stages(comparison.stages, report.num_pipelines)]
     lines += ["", "largest differences between measurement and prediction:"]
-    for number, one in enumerate(report.differences, 1):
-        numbers = f"measured {one.measured_text}, predicted {one.predicted_text}"
-        lines += wrapped(f"{number}. {one.what}: {'; '.join([numbers, *one.beside])}", "   ")
+    for number, difference in enumerate(report.differences, 1):
+        numbers = f"measured {difference.measured_text}, predicted {difference.predicted_text}"
+        lines += wrapped(f"{number}. {difference.what}: {'; '.join([numbers, *difference.beside])}", "   ")
     if not report.differences:
         lines.append("   none of more than half a percent")
     lines.append("")
@@ -34,42 +34,33 @@ def table(report: Report) -> str:
 
 
 def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
-    """One line per stage below two of titles.
-
-    A measured value has its prediction in brackets behind it, as in the quickstart's table.
-    """
-    sizes = [
-        size or 0
-        for row in rows
-        for size in (row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.unbalanced_bytes)
-    ]
-    unit, name = size_unit(sizes)
+    """Return two lines of titles and one per stage, with predictions in brackets after the measured values."""
+    sizes = ((row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.unbalanced_bytes) for row in rows)
+    unit, name = size_unit(size or 0 for of_row in sizes for size in of_row)
 
     def size(value: int | None) -> str:
         return "-" if value is None else f"{value / unit:.2f}"
+
+    def peak(row: StageRow) -> str:
+        return f"{size(row.measured_bytes)} ({size(row.predicted_bytes)})"
+
+    def exposed(row: StageRow) -> str:
+        return f"{_milliseconds(row.exposed_s)} ({_milliseconds(row.predicted_exposed_s)})"
 
     columns: list[tuple[str, str, _Cell]] = [
         ("", "stage", lambda row: str(row.stage)),
         ("", "rank", lambda row: _or(row.rank)),
         ("held", "micro-b.", lambda row: f"{_or(row.measured_microbatches)} ({row.predicted_microbatches})"),
-        (
-            f"activations, {name}",
-            "peak (predicted)",
-            lambda row: f"{size(row.measured_bytes)} ({size(row.predicted_bytes)})",
-        ),
+        (f"activations, {name}", "peak (predicted)", peak),
     ]
     if num_pipelines > 1:
         columns.append(("all", "pipelines", lambda row: size(row.all_measured_bytes)))
     columns += [
         ("", "bound", lambda row: size(row.bound_bytes)),
         ("without", "balancing", lambda row: size(row.unbalanced_bytes)),
-        ("weights,", "optimizer", lambda row: _size(row.weights_bytes)),
+        ("weights,", "optimizer", lambda row: "-" if row.weights_bytes is None else bytes_text(row.weights_bytes)),
         ("bubble, %", "(pred.)", lambda row: f"{_percent(row.bubble)} ({_percent(row.predicted_bubble)})"),
-        (
-            "exposed, ms",
-            "(pred.)",
-            lambda row: f"{_milliseconds(row.exposed_s)} ({_milliseconds(row.predicted_exposed_s)})",
-        ),
+        ("exposed, ms", "(pred.)", exposed),
         ("", "moved", lambda row: "-" if row.moved_fraction is None else f"{row.moved_fraction:.2f}"),
         ("evict", "/load", lambda row: f"{_or(row.evictions)}/{_or(row.loads)}"),
         ("", "GB/s", lambda row: "-" if row.bytes_per_s is None else f"{row.bytes_per_s / 1e9:.2f}"),
@@ -86,10 +77,6 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 def _or(value: int | None) -> str:
     return "-" if value is None else str(value)
-
-
-def _size(value: int | None) -> str:
-    return "-" if value is None else bytes_text(value)
 
 
 def _percent(share: float | None) -> str:

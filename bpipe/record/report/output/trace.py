@@ -1,13 +1,10 @@
-"""Write a recorded run as a Chrome trace.
+"""Write a recorded run as a Chrome trace for ui.perfetto.dev, all iterations shown one after the other.
 
-In: a `Measured`. Out: JSON text for ui.perfetto.dev, all iterations shown after each other.
-
-Device times; where the host's differ (on a GPU the host runs ahead), its own beside them. Knows no prediction.
+Times are the device's. If the host's differ (on a GPU the host runs ahead), they are shown too.
 """
 
 from __future__ import annotations
 
-from bpipe.record.format import Row
 from bpipe.record.report.selection import Lane, Measured, Timeline, lanes_of
 from bpipe.simulate.trace import LOOP, NAMES, Slice, Span, Track, write_tracks
 
@@ -36,28 +33,17 @@ def _begin_s(timeline: Timeline) -> float:
 
 
 def _slices(lane: Lane, iteration: int, offset: float) -> list[Slice]:
-    rows = sorted((*lane.computations, *lane.transfers), key=lambda row: row.start_s)
-    return [
-        Slice(
-            row.action,
-            row.start_s + offset,
-            row.end_s + offset,
-            row.slot,
-            iteration,
-            {"iteration": iteration, **_extra(row)},
-        )
-        for row in rows
-    ]
-
-
-def _extra(row: Row) -> dict[str, int | float]:
-    values = {"bytes": row.bytes, "live_bytes": row.live_bytes, "wait_ms": 1e3 * row.wait_s if row.wait_s else None}
-    return {name: value for name, value in values.items() if value is not None}
+    slices = []
+    for row in sorted((*lane.computations, *lane.transfers), key=lambda row: row.start_s):
+        wait_ms = 1e3 * row.wait_s if row.wait_s else None
+        numbers = {"bytes": row.bytes, "live_bytes": row.live_bytes, "wait_ms": wait_ms}
+        extra = {"iteration": iteration, **{name: value for name, value in numbers.items() if value is not None}}
+        slices.append(Slice(row.action, row.start_s + offset, row.end_s + offset, row.slot, iteration, extra))
+    return slices
 
 
 def _host(lane: Lane, timeline: Timeline, offset: float) -> list[Span]:
-    """Return spans of the loop, and inside it of what the host did for every computation where the device did
-    something else."""
+    """Return spans of the loop, and in it those of the host's work for every computation with other times."""
     begin = lane.source.begin_s - _begin_s(timeline) + offset
     end = begin + lane.source.elapsed_s
     spans = [Span(LOOP, begin, end, {"iteration": timeline.iteration})]

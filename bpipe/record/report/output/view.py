@@ -1,8 +1,6 @@
-"""Say what the page draws.
+"""What the page draws, as plain JSON values: head, rows, differences, and every iteration measured and simulated.
 
-In: a `Report`. Out: plain JSON values: head, rows, differences, and every iteration measured and simulated.
-
-Measured memory is what was seen during each computation and at its end. Computes nothing else.
+Measured memory is what was seen during each computation and at its end.
 """
 
 from __future__ import annotations
@@ -13,61 +11,47 @@ from typing import Any
 from bpipe.record.report.answers import bottleneck
 from bpipe.record.report.compare import StageRow
 from bpipe.record.report.output.facts import facts, figures, hosts, run_name
-from bpipe.record.report.replay import Prediction
 from bpipe.record.report.report import Report
-from bpipe.record.report.selection import Lane, Measured, Timeline
+from bpipe.record.report.selection import Lane, Timeline
 from bpipe.schedule.action import Kind
 from bpipe.simulate.host_buffers import with_host_buffers
 from bpipe.simulate.report import Level, Simulation
 
 _KEYS = (
-    "stage",
-    "rank",
-    "measured_bytes",
-    "predicted_bytes",
-    "bound_bytes",
-    "unbalanced_bytes",
-    "weights_bytes",
-    "measured_microbatches",
-    "predicted_microbatches",
-    "evictions",
-    "loads",
-    "bubble",
-    "exposed_s",
-    "bytes_per_s",
-)
+    "stage rank measured_bytes predicted_bytes bound_bytes unbalanced_bytes weights_bytes measured_microbatches "
+    "predicted_microbatches evictions loads bubble exposed_s bytes_per_s"
+).split()
 
 
 def view(report: Report) -> dict[str, Any]:
     comparison = report.comparison
-    simulated = [_simulated(comparison.prediction, row.stage) for row in comparison.stages]
+    measured, prediction = comparison.measured, comparison.prediction
+    simulated = [
+        simulated_track(prediction.report, row.stage, prediction.levels(row.stage)) for row in comparison.stages
+    ]
     fullest = bottleneck(comparison)
-    notes = [["note", note] for note in comparison.measured.notes]
+    # Tell one open page from another: the run, its day and its machine.
+    title = ", ".join(filter(None, (run_name(measured), (measured.run.info.started or "")[:10], hosts(measured))))
+    pairs = [*facts(comparison, beside_figures=True), *(("note", note) for note in measured.notes)]
     return {
-        "title": _title(comparison.measured),
-        "figures": [list(one) for one in figures(comparison)],
-        "facts": [[label, value] for label, value in facts(comparison, beside_figures=True)] + notes,
+        "title": f"bpipe report: {title}",
+        "figures": [list(figure) for figure in figures(comparison)],
+        "facts": [[label, value] for label, value in pairs],
         "answers": list(report.answers),
         "bottleneck": None if fullest is None else fullest.stage,
         "stages": [{key: getattr(row, key) for key in _KEYS} for row in comparison.stages],
         "differences": [
             {
-                "what": one.what,
-                "measured": one.measured_text,
-                "predicted": one.predicted_text,
-                "beside": "; ".join(one.beside),
-                "iteration": one.iteration,
+                "what": difference.what,
+                "measured": difference.measured_text,
+                "predicted": difference.predicted_text,
+                "beside": "; ".join(difference.beside),
+                "iteration": difference.iteration,
             }
-            for one in report.differences
+            for difference in report.differences
         ],
-        "iterations": [_iteration(timeline, comparison.stages, simulated) for timeline in comparison.measured.shown],
+        "iterations": [_iteration(timeline, comparison.stages, simulated) for timeline in measured.shown],
     }
-
-
-def _title(measured: Measured) -> str:
-    """What tells one open page from another: the run, its day and its machine."""
-    parts = [run_name(measured), (measured.run.info.started or "")[:10], hosts(measured)]
-    return f"bpipe report: {', '.join(part for part in parts if part)}"
 
 
 def _iteration(timeline: Timeline, rows: tuple[StageRow, ...], simulated: list[dict[str, Any]]) -> dict[str, Any]:
@@ -96,12 +80,8 @@ def _measured(lane: Lane) -> dict[str, Any]:
     }
 
 
-def _simulated(prediction: Prediction, place: int) -> dict[str, Any]:
-    return simulated_track(prediction.report, place, prediction.levels(place))
-
-
 def simulated_track(simulation: Simulation, rank: int, levels: Iterable[Level], under: int = 0) -> dict[str, Any]:
-    """Return one rank's actions and what it holds over time, on top of what is `under` it all the time."""
+    """Return one rank's actions and what it holds over time, in addition to `under` bytes that it always holds."""
     size_of = simulation.costs.of
     rows: list[list[Any]] = []
     for timed in simulation.computations[rank]:

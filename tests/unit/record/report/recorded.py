@@ -1,16 +1,14 @@
 """Write folders as a recorded run leaves them, from a simulation with known changes.
 
-In: sizes and a `Truth`. Out: files; no torch.
-
-The run that is written is simulated with costs of its own and then disturbed, so that a test knows in what it differs
-from the prediction: seeded noise, single slow micro-batches, a slow first iteration, slow transfers, messages that take
-time.
+The run that is written is simulated with costs of its own and then disturbed, so that a test knows how it differs from
+the prediction: seeded noise, single slow micro-batches, a slow first iteration, slow transfers, messages that take time.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,16 +32,12 @@ from bpipe.simulate.report import Simulation
 
 SAVED, MOVED, RECEIVED = 11_000_000, 10_500_000, 32_768
 BEGIN_S = 1_763_721_600.0
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "report.md"
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What the run does. Seconds of a forward and a backward by stage, defaults for the rest.
-
-    `slow[iteration, action]` is how much longer that computation takes; in `warm_up` (a number of an iteration) all
-    take `warm_up_times`. `probe` is the link's bytes a second when probed, `speed` what transfers then reach.
-    `extra_bytes[place]` lie above the prediction.
-    """
+    """What the run does."""
 
     schedule: str = "1f1b"
     num_stages: int = 8
@@ -55,15 +49,17 @@ class Truth:
     iterations: tuple[int, ...] = (5, 6, 7)
     forward_s: float = 0.010
     backward_s: float = 0.020
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by stage and kind, such as 0F, instead of the two above
     noise: float = 0.0
     message_s: float = 0.0
-    probe: float | None = 4e9
-    speed: float = 4e9
-    warm_up: int | None = None
+    probe: float | None = 4e9  # bytes per second of the link when probed
+    speed: float = 4e9  # bytes per second that transfers reach
+    warm_up: int | None = None  # the iteration in which all computations take `warm_up_times` as long
     warm_up_times: float = 1.5
-    slow: Mapping[tuple[int, str], float] = field(default_factory=dict)
-    extra_bytes: Mapping[int, int] = field(default_factory=dict)
+    slow: Mapping[tuple[int, str], float] = field(default_factory=dict)  # how much longer an iteration's action takes
+    extra_bytes: Mapping[int, int] = field(default_factory=dict)  # by place, above the prediction
     moved_bytes: int = MOVED
     kept_bytes: int | None = None
     received_bytes: int = RECEIVED
@@ -91,7 +87,7 @@ class Truth:
         )
 
 
-COLUMNS = ("action start_s end_s wait_s host_start_s host_end_s bytes slot live_bytes left_bytes").split()
+COLUMNS = "action start_s end_s wait_s host_start_s host_end_s bytes slot live_bytes left_bytes".split()
 
 
 def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
@@ -138,14 +134,8 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
         for place in range(places):
             rank = pipeline * places + place
             partner = None if partners[place] is None else pipeline * places + partners[place]
-            header = {
-                "format": "bpipe-record",
-                "version": 1,
-                "rank": rank,
-                "pipeline": pipeline,
-                "place": place,
-                "host": "node-0",
-            }
+            header = {"format": "bpipe-record", "version": 1, "rank": rank, "pipeline": pipeline, "place": place}
+            header |= {"host": "node-0"}
             header |= {"device": "cpu", "transport": None if partner is None else truth.transport, "partner": partner}
             header |= {"weights_bytes": truth.weights_bytes, "limit_bytes": truth.limit_bytes, "cores": truth.cores}
             lines = [header, *(_line(schedule, truth, place, index, *one) for index, one in enumerate(reports))]
@@ -161,11 +151,9 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
     moved = truth.moved_bytes if truth.balance != "none" else 0
     stages = []
     for stage in range(schedule.num_stages):
-        forward, backward = (
-            truth.seconds.get(f"{stage}F", truth.forward_s),
-            truth.seconds.get(f"{stage}B", truth.backward_s),
-        )
-        # Where a backward has halves, each takes half of it; elsewhere nobody asks.
+        forward = truth.seconds.get(f"{stage}F", truth.forward_s)
+        backward = truth.seconds.get(f"{stage}B", truth.backward_s)
+        # If a backward has halves, each takes half of it.
         seconds = (forward * times, backward * times, backward * times / 2)
         stages.append(StageCost(*seconds, transfer_s=moved / truth.speed, moved_bytes=moved, saved_bytes=_saved(stage)))
     alone = frozenset(range(schedule.num_ranks)) if truth.transport in ONE_SIDED else frozenset[int]()
@@ -301,21 +289,16 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak
         start, end, forward = float(timed.start_s), float(timed.end_s), timed.action.kind is Kind.FORWARD
         held = peak if index == top else min(live[index], peak)
         saved = _saved(timed.action.stage) * (timed.action.kind not in SHARDS)
-        rows.append(
-            [
-                str(timed.action),
-                start,
-                end,
-                0.0,
-                start,
-                end,
-                saved if forward else None,
-                None,
-                held,
-                held - saved * (not forward),
-            ]
-        )
+        times = [start, end, 0.0, start, end]
+        rows.append([str(timed.action), *times, saved if forward else None, None, held, held - saved * (not forward)])
     return sorted(rows, key=lambda row: row[1])
+
+
+def documented(heading: str) -> set[str]:
+    """Return the keys in the first column of the table under a heading of docs/report.md."""
+    section = DOCS.read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = (line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    return {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
 
 
 def edit_rows(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:

@@ -16,9 +16,7 @@ from bpipe.record.report.output.table import table
 from bpipe.record.report.output.view import view
 from bpipe.record.report.report import Report, report_of
 from bpipe.record.report.units import bytes_text, seconds_text
-from tests.unit.record.report.recorded import MOVED, write_run
-
-DOCS = Path(__file__).resolve().parents[4] / "docs" / "report.md"
+from tests.unit.record.report.recorded import MOVED, documented, write_run
 
 
 def report(folder: Path, **changes: Any) -> Report:
@@ -203,17 +201,6 @@ def keys(value: Any, prefix: str = "") -> set[str]:
         for inner in value:
             found |= keys(inner, prefix)
     return found
-
-
-def documented(heading: str) -> set[str]:
-    """The keys in the first column of the table under a heading."""
-    section = DOCS.read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    return {
-        key
-        for line in section.splitlines()
-        if line.startswith("| `")
-        for key in re.findall(r"`([^`]+)`", line.split("|")[1])
-    }
 
 
 def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
