@@ -1,9 +1,7 @@
-"""Say when each computation of all ranks' orders starts, if nobody waits for a transfer.
+"""Start times of all ranks' computations if nobody waits for a transfer.
 
-In: a Layout, one order per rank, and how long computations and a message take. Out: `Work`, and when each of it starts.
-
-A computation starts when the one before it on its rank is over and what it needs has been made (`schedule.dependencies`), on
-another rank a hop ago. Knows no memory, no transfers and no bandwidth: who wants these asks `simulate`.
+A computation starts when the one before it on its rank is over and its operands (`schedule.dependencies`) have been
+made, one hop earlier if on another rank. Memory, transfers and bandwidth are left to `simulate`.
 """
 
 from __future__ import annotations
@@ -21,10 +19,14 @@ from bpipe.schedule.schedule import Slot
 
 @dataclass(slots=True)
 class Work[Time: int | float | Fraction]:
-    """Computations as numbers: of each its actions (two that overlap are one job), rank and duration, and those it
-    needs, with their lag.
+    """Computations as numbered jobs; two computations that overlap are one job.
 
-    `rows[rank]` is the rank's order.
+    Attributes:
+        actions: Computations of each job.
+        rank: Rank of each job.
+        lasts: Duration of each job.
+        needed: Jobs that each job needs, with the lag of the message.
+        rows: Jobs of each rank, in order.
     """
 
     actions: list[tuple[Action, ...]]
@@ -41,12 +43,17 @@ def jobs_of[Time: int | float | Fraction](
     lasts: Callable[[tuple[Action, ...]], Time],
     hop: Time,
 ) -> Work[Time]:
-    """Return the orders as jobs: `lasts` of the actions of each, `hop` a message takes between two ranks."""
+    """Return the orders as jobs.
+
+    Args:
+        lasts: Returns the duration of a job's actions.
+        hop: Duration of a message between two ranks.
+    """
     dependencies = Dependencies(layout, num_microbatches)
     work: Work[Time] = Work([], [], [], [], [])
     for rank, order in enumerate(orders):
         first = len(work.actions)
-        work.actions += [one.computations if isinstance(one, Slot) else (one,) for one in order]
+        work.actions += [item.computations if isinstance(item, Slot) else (item,) for item in order]
         work.rows.append(list(range(first, len(work.actions))))
         work.rank += [rank] * len(order)
     work.lasts += map(lasts, work.actions)
@@ -56,58 +63,60 @@ def jobs_of[Time: int | float | Fraction](
             makers.setdefault(value, []).append(job)
     makers.pop(NOTHING, None)
     for job, actions in enumerate(work.actions):
-        found: list[tuple[int, Time | int]] = []
+        operands: list[tuple[int, Time | int]] = []
         for action in actions:
             value = dependencies.operand_of(action)
-            # What nobody else makes for it, its own stage has made: its forward, or the first half of its backward.
+            # An operand that no other stage makes comes from its own: the forward, or the first half of the backward.
             value = dependencies.own_operand_of(action) if value == NOTHING else value
-            found += [(maker, hop if work.rank[maker] != work.rank[job] else 0) for maker in makers.get(value, ())]
-        work.needed.append(found)
+            operands += [(maker, hop if work.rank[maker] != work.rank[job] else 0) for maker in makers.get(value, ())]
+        work.needed.append(operands)
     return work
 
 
 def starts[Time: int | float | Fraction](work: Work[Time]) -> list[Time]:
-    """Return the time at which each job starts, every rank in its order.
+    """Return the start time of each job, with every rank in its order.
 
-    Raises ValueError where the orders wait for each other.
+    Raises:
+        ValueError: The orders wait for each other.
     """
-    begun: list[Any] = [-1] * len(work.actions)
-    over: list[Any] = [-1] * len(work.actions)
+    begins: list[Any] = [-1] * len(work.actions)
+    ends: list[Any] = [-1] * len(work.actions)
     needed, lasts = work.needed, work.lasts
-    at = [0] * len(work.rows)
+    positions = [0] * len(work.rows)
     free: list[Any] = [0] * len(work.rows)
     left = [rank for rank, row in enumerate(work.rows) if row]
     while left:
         moved = False
         for rank in left:
             row = work.rows[rank]
-            now, position = free[rank], at[rank]
+            now, position = free[rank], positions[rank]
             while position < len(row):
                 job = row[position]
                 ready = now
                 for maker, lag in needed[job]:
-                    if over[maker] < 0:
+                    if ends[maker] < 0:
                         break
-                    if over[maker] + lag > ready:
-                        ready = over[maker] + lag
+                    if ends[maker] + lag > ready:
+                        ready = ends[maker] + lag
                 else:
-                    begun[job] = ready
-                    over[job] = now = ready + lasts[job]
+                    begins[job] = ready
+                    ends[job] = now = ready + lasts[job]
                     position += 1
                     continue
                 break
-            moved = moved or position > at[rank]
-            free[rank], at[rank] = now, position
+            moved = moved or position > positions[rank]
+            free[rank], positions[rank] = now, position
         if not moved:
             stuck = ", ".join(
-                f"rank {rank} at {' with '.join(map(str, work.actions[work.rows[rank][at[rank]]]))}" for rank in left
+                f"rank {rank} at {' with '.join(map(str, work.actions[work.rows[rank][positions[rank]]]))}"
+                for rank in left
             )
             raise ValueError(f"the orders of the ranks wait for each other: {stuck}")
-        left = [rank for rank in left if at[rank] < len(work.rows[rank])]
-    return begun
+        left = [rank for rank in left if positions[rank] < len(work.rows[rank])]
+    return begins
 
 
 def length[Time: int | float | Fraction](work: Work[Time]) -> Time | int:
-    """Return the time from the first start to the last end, every rank in its order."""
-    begun: list[Any] = starts(work)
-    return max((begun[row[-1]] + work.lasts[row[-1]] for row in work.rows if row), default=0)
+    """Return the time from the first start to the last end."""
+    begins: list[Any] = starts(work)
+    return max((begins[row[-1]] + work.lasts[row[-1]] for row in work.rows if row), default=0)
