@@ -66,6 +66,11 @@ class Action:
         """The stage and micro-batch whose activations it concerns."""
         return self.stage, self.microbatch
 
+    @property
+    def other_end(self) -> Action:
+        """The action at the other end of this transfer."""
+        return Action(self.stage, OTHER_END[self.kind], self.microbatch)
+
 
 _ACTIONS: dict[tuple[int, Kind], list[Action]] = {}
 
