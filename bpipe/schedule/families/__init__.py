@@ -1,1 +1,1 @@
-"""Generators: who computes what, in which order; one file per family, all of them in `families.py`."""
+"""Families: who computes what, in which order; one module per family, all of them in `families.py`."""

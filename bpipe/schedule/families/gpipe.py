@@ -1,17 +1,15 @@
 """GPipe: all forwards, then all backwards.
 
-In: number of ranks and micro-batches. Out: every rank's order. One stage per rank.
-
-Every rank saves all m micro-batches, so a pair has no room to share and balancing moves nothing. Backwards run in the
-order of the forwards, as torch.distributed.pipelining runs them; the paper's figure draws them reversed, at the same
-length and peak. The grid has 2 * (m + p - 1) slots. Source: Huang et al., "GPipe", 2019.
+One stage per rank. Every rank saves all m micro-batches, so a pair has no room to share and balancing moves nothing.
+Backwards run in the order of the forwards, as in torch.distributed.pipelining; the paper's figure draws them reversed,
+at the same length and peak. The grid has 2 * (m + p - 1) slots. Source: Huang et al., "GPipe", 2019.
 """
 
 from __future__ import annotations
 
 from bpipe.schedule.action import Action
 from bpipe.schedule.families.family import Family, FamilyOptions, one_stage_a_rank
-from bpipe.schedule.families.slices import in_slices
+from bpipe.schedule.families.turns import in_slices
 from bpipe.schedule.families.unit_grid import backwards, forwards
 from bpipe.schedule.program import Exchange
 

@@ -1,16 +1,14 @@
 """Grouped interleaving: chunks round robin, groups of any size, backwards in halves.
 
-In: sizes, costs. Out: every rank's order.
-
 Stage s is on rank s % p, as in interleaved 1F1B, and groups of g micro-batches take turns through the chunks, here also
-fewer than p of them. Rank r runs (v - 1) g + p - r forwards ahead, and then I, W and F in turn: that is the most
-micro-batches of a chunk that it holds. So what ranks hold falls evenly from first to last, each pair holds the same
-together, and balancing levels it: to (v - 1) g + (p + 1) / 2, and the one that is under way. From g = p / 2 on the
-pipeline runs at its full rate; with fewer, ranks wait. Where a small last group would make ranks that keep strict turns
-wait for ever, or only longer, they take what can start: the order is that of the fastest discipline at the given costs.
-A last group of fewer costs time, not memory. Cut into k slices a rank runs k - 1 further ahead, groups are of whole
-micro-batches, and of p / 2 slices at least. Source of the order: Wan et al., "PipeOffload: Improving Scalability of
-Pipeline Parallelism with Memory Optimization", 2025.
+fewer than p of them. Rank r runs (v - 1) g + p - r forwards ahead, the most micro-batches of a chunk that it holds, and
+then I, W and F in turn. What ranks hold thus falls evenly from first to last, each pair holds the same together, and
+balancing levels it: to (v - 1) g + (p + 1) / 2, and the one on its way. From g = p / 2 on the pipeline runs at its full
+rate; with fewer, ranks wait. If a small last group would make ranks in strict turns wait for ever, or only longer, they
+take what can start: the order is that of the fastest discipline at the given costs. A smaller last group costs time,
+not memory. Cut into k slices a rank runs k - 1 further ahead, and groups are of whole micro-batches and at least p / 2
+slices. Source of the order: Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory
+Optimization", 2025.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ from bpipe.schedule.families.grouped_choice import orders_within
 from bpipe.schedule.families.interleaved import layout
 from bpipe.schedule.families.list_scheduler import ChoiceRule, Discipline, ListSchedule, actions_of, schedule_list
 from bpipe.schedule.families.run_ahead import BESIDE_HALVES, further_forwards, further_within
-from bpipe.schedule.families.slices import in_slices
 from bpipe.schedule.families.timing import StageTicks, stage_ticks, work_of
-from bpipe.schedule.families.turns import Turns, WarmUp, groups_of, turns, warm_up
+from bpipe.schedule.families.turns import Turns, WarmUp, groups_of, in_slices, turns, warm_up
 from bpipe.schedule.layout import Layout, microbatches_of
 from bpipe.schedule.program import Exchange
 
@@ -37,7 +34,7 @@ def usual_group(num_ranks: int) -> int:
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
-    """Return interleaved orders with groups of the size that is asked."""
+    """Return interleaved orders in groups of the size asked."""
     slices, costs = options.slices, options.costs
     usual = usual_group(microbatches_of(num_ranks, slices))
     group = min(usual if options.group_size is None else options.group_size, num_microbatches)
@@ -78,7 +75,7 @@ def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, at: StageT
 
 
 def _in_turn(rank: int, num_ranks: int, taken: Turns, warm_up_forwards: int) -> list[Action]:
-    """One rank's order with so many forwards ahead, and then I, W and F in turn, by slices."""
+    """Return one rank's order by slices: a warm-up, and then I, W and F in turn."""
     last = taken.num_chunks - 1
     forwards = [Action(chunk * num_ranks + rank, Kind.FORWARD, number) for chunk, number in taken.forwards]
     order, left = forwards[:warm_up_forwards], iter(forwards[warm_up_forwards:])
@@ -93,23 +90,21 @@ def _in_turn(rank: int, num_ranks: int, taken: Turns, warm_up_forwards: int) -> 
 
 
 def _ahead(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> int:
-    """Return a group through all chunks but the last, and one micro-batch through that: nothing is back sooner.
-
-    In a full pipeline p of them.
-    """
+    """Return a group through all chunks but the last and one micro-batch through that, p of them in a full pipeline."""
     full = num_microbatches >= 3 * -(-num_ranks // group) * group
     return (num_chunks - 1) * min(group, num_microbatches) + (num_ranks if full else 1)
 
 
 def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> WarmUp:
-    """What each rank may hold, with which it begins."""
+    """Return what each rank may hold, with which it begins."""
     return warm_up(
         [(num_chunks - 1) * group + num_ranks - rank for rank in range(num_ranks)], num_microbatches, num_chunks, group
     )
 
 
 def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
-    """What each rank holds where groups are whole; of others nothing is said, as ranks then take what can start."""
+    """Return what each rank holds if groups are whole; nothing is known of others, as ranks then take what can
+    start."""
     size = min(group or usual_group(microbatches_of(num_ranks, slices)), num_microbatches)
     together, is_whole = size * slices, num_microbatches % size == 0
     lengths = [(num_chunks - 1) * together + slices - 1 + num_ranks - rank for rank in range(num_ranks)]

@@ -1,18 +1,15 @@
-"""Fit shards of the vocabulary between what ranks compute anyway.
+"""Shards of the vocabulary, fitted between the computations of every rank's own order.
 
-In: a layout, every rank's own order, costs. Out: orders with shards.
+Each rank keeps its own order and also computes S0 T0 S1 T1 ..., IF0 IF1 ... and IB0 IB1 ...; a simulated execution
+decides which comes next: a free rank takes the first, of IF, S or T, IB and its own, whose inputs have arrived. So all
+ranks have one order of S and T and one of every sort of input shards, which is the order of their collectives, and
+nobody waits for ever: what was executed once completes again. At a fixed place of a rank's own order, S and T would
+block while the pipeline fills.
 
-Each rank keeps its own order, and beside it S0 T0 S1 T1 ..., IF0 IF1 ... and IB0 IB1 ...; which of the four comes next
-is found by simulated execution: whenever a rank is free it takes the first, of IF, S or T, IB and its own, whose inputs
-have arrived. So all ranks have one order of S and T and one of every sort of input shards, which is the order of their
-collectives, and nobody can wait for ever: what was executed once completes again. Taking S and T at some fixed place of
-a rank's own order would block while the pipeline fills.
-
-An input shard's pass is of use only to micro-batch 0's first stage and on: it is let go two forwards of that stage
-ahead, so that no more than two embeddings wait. Shards are taken to be short and collectives shorter: an order made so
-is as long as the pipeline needs it to be with shards of any length, where one made with long shards is not with short
-ones. Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no
-schedule by name.
+Only the first stage uses the result of an input shard's pass: it starts two forwards of that stage ahead, so that at
+most two embeddings wait. Shards count as short and collectives as shorter: an order made so fits shards of any length,
+while one made with long shards does not fit short ones. Source of the problem: Yeung et al., "Balancing Pipeline
+Parallelism with Vocabulary Parallelism", 2024.
 """
 
 from __future__ import annotations
@@ -31,10 +28,10 @@ from bpipe.schedule.layout import Layout, Vocabulary
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _S, _T, _IF, _IB = Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD
 
-# Of a rank's forward.
+# Durations of shards and of a collective, as shares of a rank's forward.
 _SHARES = {_S: Fraction(1, 20), _T: Fraction(1, 10), _IF: Fraction(1, 40), _IB: Fraction(1, 20)}
 _COLLECTIVE = Fraction(1, 40)
-# Embeddings are made while the first stage is at most so many micro-batches before theirs.
+# Most micro-batches by which embeddings are ahead of the first stage.
 _AHEAD = 2
 
 _UNMADE = 1 << 62
@@ -45,9 +42,11 @@ def fit_shards(
 ) -> list[list[Action]]:
     """Return every rank's order with its shards.
 
-    `own[rank]` has everything else, and where nothing may run beside them S and T too.
+    Args:
+        own: Every rank's other computations and, if nothing may run next to them, S and T too.
 
-    Raises ValueError where the ranks' own orders wait for each other.
+    Raises:
+        ValueError: The ranks' own orders wait for each other.
     """
     return fit_with_ticks(layout, num_microbatches, own, costs)[1]
 
@@ -55,8 +54,8 @@ def fit_shards(
 def fit_with_ticks(
     layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
 ) -> tuple[int, list[list[Action]]]:
-    """Return ticks until all is over and the orders with shards fitted in; ticks are equally long for the same costs
-    and chunks."""
+    """Return the ticks until all is over and the orders with shards; ticks are comparable for the same costs and
+    chunks."""
     run = _SimulatedRanks(layout, num_microbatches, own, costs)
     run.go()
     return max(run.free), run.orders
@@ -65,7 +64,7 @@ def fit_with_ticks(
 class _SimulatedRanks:
     """The ranks while they compute.
 
-    `over[value]`: when what passes between them is there, _UNMADE before its last part has begun.
+    `over[value]`: when the value has passed, _UNMADE before its last part has begun.
     """
 
     def __init__(
@@ -77,8 +76,7 @@ class _SimulatedRanks:
         together = layout.vocabulary is Vocabulary.INTERLACED
         outputs = [] if together or layout.vocabulary is Vocabulary.WHOLE else [_S, _T]
         sorts = ([_IF], outputs, [_IB]) if layout.input_shards else (outputs,)
-        # By rank what it has to compute, in order, the queues in the order in which it looks at them; where it is in
-        # each.
+        # Each rank's queues of computations, in the order in which it looks at them, and its position in each.
         self.queues = [
             [*([Action(rank, kind, k) for k in everything for kind in kinds] for kinds in sorts), own[rank]]
             for rank in ranks
@@ -89,7 +87,7 @@ class _SimulatedRanks:
         self.free = [0] * len(own)
         self.over = [_UNMADE] * self.dependencies.num_values
         self.parts: dict[int, tuple[int, int]] = {}
-        # When the first stage has begun each micro-batch, in order.
+        # Times at which the first stage began each micro-batch, in order.
         self.begun: list[int] = []
         self.events = [(0, rank) for rank in ranks]
 
@@ -104,7 +102,7 @@ class _SimulatedRanks:
                     raise ValueError(f"the orders of the ranks wait for each other: rank {rank} at {queue[position]}")
 
     def _choose(self, rank: int, now: int) -> None:
-        """Begin the first that can, if there is one; else what it waits for will wake the rank."""
+        """Begin the first computation that can; without one, what the rank waits for will wake it."""
         positions, queues = self.next[rank], self.queues[rank]
         order = self.orders[rank]
         between = self.together and order and order[-1].kind is _S
@@ -117,10 +115,10 @@ class _SimulatedRanks:
 
     def _ready(self, action: Action) -> int:
         if action.kind is _IF:
-            waits_for = action.microbatch - _AHEAD
-            if waits_for < 0:
+            ahead = action.microbatch - _AHEAD
+            if ahead < 0:
                 return 0
-            return self.begun[waits_for] if waits_for < len(self.begun) else _UNMADE
+            return self.begun[ahead] if ahead < len(self.begun) else _UNMADE
         value = self.dependencies.operand_of(action)
         return 0 if value == NOTHING else self.over[value]
 
@@ -148,14 +146,11 @@ class _SimulatedRanks:
 
 
 def _ticks(costs: UnitCosts, num_chunks: int) -> tuple[dict[Kind, int], int]:
-    """How long everything takes, in whole numbers of the same part: computations of one chunk by kind, and a
-    collective."""
-    at = stage_ticks(costs, num_chunks)
-    whole = Fraction(costs.forward) * at.per_unit
-    exact = {
-        **{kind: Fraction(ticks) for kind, ticks in at.lasts.items()},
-        **{kind: share * whole for kind, share in _SHARES.items()},
-    }
-    collective = _COLLECTIVE * whole
-    scale = lcm(*(one.denominator for one in exact.values()), collective.denominator)
-    return {kind: int(one * scale) for kind, one in exact.items()}, int(collective * scale)
+    """Return the durations of computations of one chunk by kind, and of a collective, in whole ticks."""
+    stage = stage_ticks(costs, num_chunks)
+    forward = Fraction(costs.forward) * stage.per_unit
+    exact = {kind: Fraction(ticks) for kind, ticks in stage.lasts.items()}
+    exact |= {kind: share * forward for kind, share in _SHARES.items()}
+    collective = _COLLECTIVE * forward
+    scale = lcm(*(duration.denominator for duration in exact.values()), collective.denominator)
+    return {kind: int(duration * scale) for kind, duration in exact.items()}, int(collective * scale)

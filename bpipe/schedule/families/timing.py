@@ -1,9 +1,7 @@
-"""Time the orders of all ranks at given costs.
+"""Times of all ranks' orders at given costs.
 
-In: a Layout, one order per rank, UnitCosts. Out: `Work` (`schedule.clock`), an `IterationTime`.
-
-Two computations that overlap take as long as both. Times are whole numbers of ticks, as many to a unit of
-the costs as make every duration whole. Knows no memory, no transfers and no bandwidth: who wants these asks `simulate`.
+Two computations that overlap take as long as both. Times are whole numbers of ticks, with as many to a unit of the
+costs as make every duration whole.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ NEVER = 1 << 4096
 
 
 class StageTicks(NamedTuple):
-    """Durations in ticks: of each kind of computation of one stage, and of a message; `per_unit` ticks are one unit
-    of the costs."""
+    """Durations in ticks of one stage's computations, by kind, and of a message; `per_unit` ticks are one unit of the
+    costs."""
 
     lasts: Mapping[Kind, int]
     hop: int
@@ -41,10 +39,7 @@ class IterationTime(NamedTuple):
 
 
 def stage_ticks(costs: UnitCosts, num_chunks: int) -> StageTicks:
-    """Return the durations of one stage where a rank has `num_chunks`; costs are of all its chunks together.
-
-    With slices a stage computes so many parts of a rank's work.
-    """
+    """Return the durations of one stage if a rank has `num_chunks`; with slices, each is a chunk of its own."""
     halves = (Fraction(costs.backward_input), Fraction(costs.backward_weight))
     of_a_rank = (Fraction(costs.forward), *halves, sum(halves, Fraction()))
     of_a_stage = [one / num_chunks for one in of_a_rank]
@@ -58,7 +53,11 @@ def stage_ticks(costs: UnitCosts, num_chunks: int) -> StageTicks:
 
 
 def work_of(layout: Layout, num_microbatches: int, orders: Sequence[Order], at: StageTicks) -> Work[int]:
-    """Return the orders as jobs. Raises ValueError for a computation whose cost is not known."""
+    """Return the orders as jobs.
+
+    Raises:
+        ValueError: The cost of a computation is not known.
+    """
     return jobs_of(layout, num_microbatches, orders, lambda actions: _ticks(actions, at), at.hop)
 
 

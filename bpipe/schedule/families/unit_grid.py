@@ -1,7 +1,7 @@
-"""Place every rank's order of computations on the unit grid. In: one order per rank. Out: a compute-only Schedule.
+"""The unit grid: every rank's order of computations, placed as a compute-only schedule.
 
-Each computation takes one slot and starts as soon as the one before it on its rank is over, and whatever makes what it
-needs (`schedule.dependencies`). Knows no schedule by name, no memory, no transfers.
+Each computation takes one slot and starts as soon as the one before it on its rank and the makers of its operands
+(`schedule.dependencies`) are over.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]
 def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Order]) -> Schedule:
     """Return the schedule in which every rank keeps its order and nothing starts later than it must.
 
-    Raises ValueError where the orders wait for each other.
+    Raises:
+        ValueError: The orders wait for each other.
     """
     placed = _Placement(Dependencies(layout, num_microbatches), len(orders))
     unfinished = [rank for rank, order in enumerate(orders) if order]
@@ -58,7 +59,7 @@ def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Ord
 
 
 class _Placement:
-    """The grid while it grows: `over[value]` is the slot after all that make a value, _UNPLACED until they are
+    """The grid while it grows: `over[value]` is the slot after all makers of a value, _UNPLACED until they are
     placed."""
 
     def __init__(self, dependencies: Dependencies, num_ranks: int) -> None:
@@ -72,10 +73,7 @@ class _Placement:
         self.next = [0] * num_ranks
 
     def advance(self, rank: int, order: Order) -> bool:
-        """Place the rank's computations until one needs what is not placed yet.
-
-        False if not even one could be placed.
-        """
+        """Place the rank's computations until one needs what is not placed yet; return whether any was placed."""
         row, over, known, first_shared = self.rows[rank], self.over, self.known, self.dependencies.first_shared
         first = position = self.next[rank]
         length = len(row)
@@ -121,20 +119,20 @@ class _Placement:
         return row
 
     def _waits(self, action: Action) -> int:
-        """Return the value that has to be there; NOTHING where none has."""
+        """Return the value that has to be there, or NOTHING."""
         value = self.dependencies.operand_of(action)
         # A last stage's backward waits for its own forward alone. What else of its own stage comes too early for it,
         # the rules say.
         return self.dependencies.own_operand_of(action) if value == NOTHING and action.kind is not _WEIGHT else value
 
     def _all_ready(self, actions: Sequence[Action]) -> int:
-        """Return the first slot in which what they need is over; _UNPLACED where that is not known yet."""
+        """Return the first slot in which all operands are there; _UNPLACED if that is not known yet."""
         values = [value for value in map(self._waits, actions) if value != NOTHING]
         ready = [self.over[value] for value in values]
         return _UNPLACED if _UNPLACED in ready else max(ready, default=0)
 
     def _over(self, value: int, slot: int) -> None:
-        """A computation that makes this value, or a part of it, is over."""
+        """Note that a computation that makes this value, or a part of it, is over."""
         if value >= self.dependencies.first_shared:
             missing, latest = self.parts.get(value, (len(self.dependencies.route(value).makers), 0))
             self.parts[value] = missing - 1, max(latest, slot)

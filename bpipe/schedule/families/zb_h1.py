@@ -1,13 +1,11 @@
 """ZB-H1: 1F1B with backwards in halves, W put off by as many micro-batches as ranks stand before.
 
-In: sizes. Out: every rank's order.
-
-One stage per rank. Where 1F1B has a backward, I stands and passes its gradient on at once; the W of a micro-batch follows
-the I of the one `rank` later, so a rank has `rank` of them left when its last I is over, and they fill what 1F1B waits
-at the end. A rank holds p - rank micro-batches as in 1F1B and `rank` that wait for their W: min(p, m) everywhere, and
-balancing moves nothing unless less of a micro-batch is held behind its I. With durations f, i, w of a forward and the
-halves an iteration takes m (f + i + w) + (p - 1)(f + i - w) where w is at most f and at most i, for m >= p. Source: Qi
-et al., "Zero Bubble Pipeline Parallelism", 2024.
+One stage per rank. I takes the place of 1F1B's backward and passes its gradient on at once; the W of a micro-batch
+follows the I of the one `rank` later, so a rank has `rank` of them left after its last I, and they fill 1F1B's wait at
+the end. A rank holds p - rank micro-batches as in 1F1B and `rank` that wait for their W: min(p, m) everywhere, and
+balancing moves nothing unless less of a micro-batch is held after its I. With durations f, i, w of a forward and the
+halves an iteration takes m (f + i + w) + (p - 1)(f + i - w) if w is at most f and at most i, for m >= p. Source: Qi et
+al., "Zero Bubble Pipeline Parallelism", 2024.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from __future__ import annotations
 from bpipe.schedule.action import Action
 from bpipe.schedule.families.family import Family, FamilyOptions, one_stage_a_rank
 from bpipe.schedule.families.one_f_one_b import sliced_warm_up
+from bpipe.schedule.families.one_f_one_b_split import defer_wgrads
 from bpipe.schedule.families.run_ahead import BESIDE_HALVES, further_forwards
-from bpipe.schedule.families.split_backward import defer_wgrads
 from bpipe.schedule.program import Exchange
 
 
