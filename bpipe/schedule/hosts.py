@@ -78,8 +78,7 @@ def halved_pairs(num_ranks: int) -> tuple[int, ...]:
     """Return pairs within each half: its first rank with its last, and so on.
 
     These are the `default_partners` if mirror images hold alike and the middle holds most. With an odd number of ranks
-    in a
-    half its middle has no partner there, and the two differ a little.
+    in a half its middle has no partner there, and the two differ a little.
     """
     half = num_ranks // 2
     return tuple((half if rank < half else half + num_ranks) - 1 - rank for rank in range(num_ranks))
