@@ -13,7 +13,7 @@ import pytest
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.balance.tiers import balance_over_hosts
+from bpipe.balance.pool import balance_over_hosts
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check
