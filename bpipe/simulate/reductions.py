@@ -1,17 +1,14 @@
-"""Time the reductions of gradients over replicas, once everything else is timed.
-
-In: a Schedule, costs, times, busy ports. Out: `Reduced`.
+"""Reductions of gradients over replicas, timed once everything else is timed.
 
 A stage's gradients are complete with the end of its last backward on every rank that has a replica of it. Lazily they
-are reduced behind all computations of these ranks, eagerly as soon as they are complete, beside what is computed
-(Megatron's `--overlap-grad-reduce`). In buckets they are complete one after the other, evenly over the last backward,
-and each is reduced then; where replicas of a stage are on several ranks of the schedule, all are at its end. The
-replicas of a pair of ranks have one queue, for their reductions share a communicator: the one that is complete first
-goes first.
+are reduced after all computations of these ranks, eagerly as soon as they are complete (Megatron's
+`--overlap-grad-reduce`). Buckets are complete one after the other, evenly over the last backward, and each is then
+reduced; if replicas of a stage are on several ranks of the schedule, all are complete at its end. The replicas of a
+pair of ranks have one queue, because their reductions share a communicator: the first complete goes first.
 
-Nobody waits for a reduction but the update, so it gives way: one that runs beside computations pauses while a message
-or a transfer passes one of its ports. Replicas that are not in the schedule, those of data parallelism, are part of the
-seconds that costs give.
+Only the update waits for a reduction, so it gives way: one that runs during computations pauses while a message or a
+transfer passes one of its ports. Replicas of data parallelism, which are not in the schedule, are part of the seconds
+that costs give.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Number, StageCost, ports
 from bpipe.simulate.report import Reduced, Timed
 
-# When a port carries something.
+# By port, the times in which it carries something.
 Busy = Mapping[int, Sequence[tuple[Number, Number]]]
 
 
 class _Complete(NamedTuple):
-    """A stage's gradients: when the last of their replicas is complete, when they may be reduced, and from when on its
-    buckets are."""
+    """A stage's gradients: when the last replica is complete, when they may be reduced, and when the first bucket could
+    be."""
 
     complete_s: Number
     stage: int
@@ -44,18 +41,20 @@ def reductions(
 ) -> tuple[tuple[Reduced, ...], ...]:
     """Return, by rank, the reductions that it has a part in, in order.
 
-    `clocks[rank]`: when the rank has computed everything.
+    Args:
+        clocks: When each rank has computed everything.
     """
-    found: list[list[Reduced]] = [[] for _ in schedule.ranks]
-    for ranks, queue in _queues(schedule, costs, [_completed(row) for row in computations], clocks).items():
+    reduced: list[list[Reduced]] = [[] for _ in schedule.ranks]
+    completed = [_last_backwards(row) for row in computations]
+    for ranks, queue in _queues(schedule, costs, completed, clocks).items():
         between = costs.replicas_apart or any(costs.links.crosses(ranks[0], other) for other in ranks)
         taken = _merged([times for rank in ranks for port in ports(rank, between) for times in busy.get(port, ())])
         free: Number = 0
         for _, stage, ready, begun in sorted(queue):
             start, free = _reduced(costs.of(stage), begun, ready, free, taken)
             for rank in ranks:
-                found[rank].append(Reduced(stage, start, free))
-    return tuple(map(tuple, found))
+                reduced[rank].append(Reduced(stage, start, free))
+    return tuple(map(tuple, reduced))
 
 
 def _reduced(
@@ -65,9 +64,10 @@ def _reduced(
     start = None
     for number in range(1, cost.buckets + 1):
         complete = ready if number == cost.buckets else begun + Fraction(number, cost.buckets) * (ready - begun)
-        at = max(complete, free)
-        start = at if start is None else start
-        free = _over(at, cost.reduction_s if cost.buckets == 1 else Fraction(1, cost.buckets) * cost.reduction_s, taken)
+        begin = max(complete, free)
+        start = begin if start is None else start
+        seconds = cost.reduction_s if cost.buckets == 1 else Fraction(1, cost.buckets) * cost.reduction_s
+        free = _over(begin, seconds, taken)
     assert start is not None, "there is a bucket"
     return start, free
 
@@ -75,14 +75,14 @@ def _reduced(
 def _queues(
     schedule: Schedule, costs: Costs, completed: Sequence[Mapping[int, Timed]], clocks: Sequence[Number]
 ) -> dict[tuple[int, ...], list[_Complete]]:
-    """By the ranks that have a part in them, the stages whose gradients are reduced."""
+    """Return the stages whose gradients are reduced, by the ranks that take part."""
     queues: dict[tuple[int, ...], list[_Complete]] = {}
     for stage in range(costs.num_stages):
         cost = costs.of(stage)
         ranks = tuple(sorted(set(schedule.layout.replicas(stage))))
         # A pipe without a micro-batch completes nothing, and has its gradients, zeros, at once.
         last = [completed[rank][stage] for rank in ranks if stage in completed[rank]]
-        complete = max((one.end_s for one in last), default=0)
+        complete = max((backward.end_s for backward in last), default=0)
         if cost.reduction_s:
             ready = complete if costs.eager else max(clocks[rank] for rank in ranks)
             begun = last[0].start_s if costs.eager and len(ranks) == len(last) == 1 else ready
@@ -90,13 +90,13 @@ def _queues(
     return queues
 
 
-def _completed(row: Sequence[Timed]) -> dict[int, Timed]:
-    """The last of each stage's backwards on a rank."""
+def _last_backwards(row: Sequence[Timed]) -> dict[int, Timed]:
+    """Return the last of each stage's backwards on a rank."""
     return {timed.action.stage: timed for timed in row if timed.action.kind in OF_THE_WEIGHTS}
 
 
 def _merged(times: list[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
-    """Return the times in which any is busy, in order, none touching another."""
+    """Return the times in which any is busy, in order and apart from each other."""
     merged: list[tuple[Number, Number]] = []
     for start, end in sorted(times):
         if merged and start <= merged[-1][1]:
@@ -107,7 +107,7 @@ def _merged(times: list[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
 
 
 def _over(now: Number, left: Number, taken: Sequence[tuple[Number, Number]]) -> Number:
-    """When what begins now and lasts so long beside nothing is over."""
+    """Return the end of what begins now and takes `left` seconds, if it pauses in these times."""
     for start, end in taken:
         if end <= now:
             continue

@@ -33,8 +33,7 @@ from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.host_buffers import with_host_buffers
-from bpipe.simulate.report import Simulation
+from bpipe.simulate.report import Simulation, with_host_buffers
 from tests.unit.balance.test_pool import generate, moved
 
 

@@ -17,8 +17,7 @@ from bpipe.record.report.replay import Prediction
 from bpipe.record.report.report import Report
 from bpipe.record.report.selection import Lane, Measured, Timeline
 from bpipe.schedule.action import Kind
-from bpipe.simulate.host_buffers import with_host_buffers
-from bpipe.simulate.report import Level, Simulation
+from bpipe.simulate.report import Level, Simulation, with_host_buffers
 
 _KEYS = (
     "stage",
