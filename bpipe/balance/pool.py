@@ -165,10 +165,7 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> Bud
 
 
 def with_hosts(
-    schedule: Schedule,
-    plans: Mapping[int, Plan],
-    host_of: Mapping[Residency, Host],
-    budget: ActivationBudget,
+    schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[Residency, Host], budget: ActivationBudget
 ) -> Schedule:
     """Return the schedule with these transfers, each to its residency's host. Bounds are the counts that result.
 

@@ -71,12 +71,7 @@ def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int])
     other."""
 
     def sharded(
-        num_ranks: int,
-        num_microbatches: int,
-        num_chunks: int,
-        limit: RankLimit,
-        options: FamilyOptions,
-        layout: Layout,
+        num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions, layout: Layout
     ) -> Iterator[tuple[OrderChoice, Sequence[Order]]]:
         candidates: list[tuple[int, OrderChoice, list[list[Action]]]] = []
         for ahead in (num_forwards[layout.vocabulary], 0):
