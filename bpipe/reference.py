@@ -1,6 +1,6 @@
-"""Write the reference pages of flags from the table. In: a folder. Out: its pages: `python -m bpipe.reference docs`.
+"""Writes the reference pages of flags from their table: `python -m bpipe.reference docs`.
 
-A test holds that they are current.
+A test checks that they are current.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bpipe.cli import COMMANDS, command_of
-from bpipe.config.flags.flag import Flag, Group
+from bpipe.config.flags.flag import Flag
 from bpipe.config.flags.trainer import TRAINER
 
 _MADE = "Generated from the table in `bpipe/config/flags` by `python -m bpipe.reference docs`: make changes there."
@@ -22,7 +22,7 @@ This page is the reference for the flags that are added to Megatron's own. If a 
 _COMMANDS = f"""`bpipe COMMAND --help` shows the most common flags, `--help-all` all of them. A flag means the same in every command. If
 it has two names, the longer is Megatron's. {_MADE}
 """
-# By its file, a page's title and its commands, in the order in which a group of flags is first shown.
+# Title and commands of each page, in the order in which a group of flags is first shown.
 _PAGES = {
     "flags.md": ("Flags for schedules and runs", ("schedule", "capture", "check-launch", "report", "compare")),
     "flags_planning.md": ("Flags for plans", ("simulate", "plan")),
@@ -36,20 +36,16 @@ def pages() -> dict[str, str]:
     for group in TRAINER:
         training += [f"## {_capital(group.title)}", "", *_table(flag.of_launch for flag in group.flags), ""]
     shown = dict[tuple[str, ...], str]()
-    found = {file: _page(file, shown) for file in _PAGES} | {"flags_training.md": training}
-    return {name: "\n".join(lines).rstrip() + "\n" for name, lines in found.items()}
+    pages = {file: _page(file, shown) for file in _PAGES} | {"flags_training.md": training}
+    return {name: "\n".join(lines).rstrip() + "\n" for name, lines in pages.items()}
 
 
 def _page(file: str, shown: dict[tuple[str, ...], str]) -> list[str]:
-    """A page's lines. `shown`: by a group of flags, where it stands already."""
+    """Return a page's lines. `shown`: where each group of flags is already documented."""
     title, names = _PAGES[file]
-    asked = ", ".join(f"`{name}`" for name in names[:-1])
-    lines = [
-        f"# {title}",
-        "",
-        f"This page is the reference for the flags of `bpipe` {asked} and `{names[-1]}`.",
-        _COMMANDS,
-    ]
+    listed = ", ".join(f"`{name}`" for name in names[:-1])
+    intro = f"This page is the reference for the flags of `bpipe` {listed} and `{names[-1]}`."
+    lines = [f"# {title}", "", intro, _COMMANDS]
     for name in names:
         command = command_of(name)
         lines += [f"## bpipe {name}", "", f"{_capital(COMMANDS[name])}.", "", "```"]
@@ -61,17 +57,14 @@ def _page(file: str, shown: dict[tuple[str, ...], str]) -> list[str]:
                 of_command = first.partition("#bpipe-")[2]
                 lines += [f"{_capital(group.title)}: the same as for [bpipe {of_command}]({first}).", ""]
                 continue
-            lines += [*_titled(group), *_table(group.flags), ""]
+            text = f" ({group.text})" if group.text else ""
+            heading = [f"{_capital(group.title)}{text}:", ""] if group.title else []
+            lines += [*heading, *_table(group.flags), ""]
     return lines
 
 
-def _titled(group: Group) -> list[str]:
-    text = f" ({group.text})" if group.text else ""
-    return [f"{_capital(group.title)}{text}:", ""] if group.title else []
-
-
 def _table(flags: Iterable[Flag]) -> list[str]:
-    """Write a row a flag; its help says the default."""
+    """Return one row per flag; its help includes the default."""
     return ["| flag | meaning |", "|---|---|", *(f"| {_usage(flag)} | {_cell(flag.help)} |" for flag in flags)]
 
 
