@@ -31,7 +31,7 @@ from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Layout, Vocabulary
 from bpipe.schedule.memory import with_after_input
 from bpipe.schedule.program import Exchange
-from bpipe.schedule.schedule import Schedule, Slot
+from bpipe.schedule.schedule import Schedule
 
 # About a gigabyte and a half of schedule, and a minute and a half to build it.
 MAX_COMPUTATIONS = 10_000_000
@@ -239,7 +239,7 @@ def orders_of(config: ScheduleConfig) -> Iterator[list[Action]]:
     assert config.written is None, "a schedule from elsewhere has no family"
     assert config.limit is None, "an order made for a bound is not the usual one"
     for order in _usual_orders(config):
-        yield [action for item in order for action in (item.computations if isinstance(item, Slot) else (item,))]
+        yield [action for cell in order for action in cell.computations]
 
 
 def _recipe(config: ScheduleConfig) -> tuple[Schedule, BalanceConfig | None]:

@@ -67,6 +67,11 @@ class Action:
         return self.stage, self.microbatch
 
     @property
+    def computations(self) -> tuple[Action, ...]:
+        """The action itself: in an order it is a cell of its own, like a slot."""
+        return (self,)
+
+    @property
     def other_end(self) -> Action:
         """The action at the other end of this transfer."""
         return Action(self.stage, OTHER_END[self.kind], self.microbatch)

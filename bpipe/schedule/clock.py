@@ -53,7 +53,7 @@ def jobs_of[Time: int | float | Fraction](
     work: Work[Time] = Work([], [], [], [], [])
     for rank, order in enumerate(orders):
         first = len(work.actions)
-        work.actions += [item.computations if isinstance(item, Slot) else (item,) for item in order]
+        work.actions += [cell.computations for cell in order]
         work.rows.append(list(range(first, len(work.actions))))
         work.rank += [rank] * len(order)
     work.lasts += map(lasts, work.actions)

@@ -393,7 +393,7 @@ class _Run:
             schedule=self.schedule,
             costs=self.costs,
             computations=tuple(tuple(row) for row in self.compute),
-            transfers=tuple(tuple(sorted(row, key=lambda one: (one.start_s, one.end_s))) for row in moves),
+            transfers=tuple(tuple(sorted(row, key=lambda timed: (timed.start_s, timed.end_s))) for row in moves),
             waits=tuple(map(tuple, self.waits)),
             pipeline_s=pipeline,
             makespan_s=complete + max(updates),

@@ -59,9 +59,9 @@ class Case:
         self, rule: str, rank: int, slot: int, action: Action | None, reason: str, lanes: tuple[int, ...] = ()
     ) -> ScheduleError:
         """Return the error at this place; `lanes` are further ranks whose part of the grid explains it."""
-        what = "a bubble" if action is None else str(action)
+        cell = "a bubble" if action is None else str(action)
         grid = window(self.schedule, rank, slot, lanes)
-        return ScheduleError(rule, f"rank {rank}, slot {slot}, {what}: {reason}\n{grid}", rank, slot, action)
+        return ScheduleError(rule, f"rank {rank}, slot {slot}, {cell}: {reason}\n{grid}", rank, slot, action)
 
 
 Rule = Callable[[Case], None]

@@ -123,8 +123,8 @@ def _misplaced(case: Case, rank: int, slot: int, action: Action, num_stages: int
     width = case.schedule.num_microbatches
     if num_stages is None:
         split = action.kind in COMPUTE
-        what = "belongs to a split vocabulary, but here it is whole" if split else "is not a computation"
-        return case.error(_ONCE, rank, slot, action, f"{action.kind.value} {what}")
+        reason = "belongs to a split vocabulary, but here it is whole" if split else "is not a computation"
+        return case.error(_ONCE, rank, slot, action, f"{action.kind.value} {reason}")
     if not 0 <= action.stage < num_stages or not 0 <= action.microbatch < width:
         reason = f"there are only stages 0 to {num_stages - 1} and micro-batches 0 to {width - 1}"
         return case.error(_ONCE, rank, slot, action, reason)
@@ -180,9 +180,9 @@ def _too_early(case: Case, dependencies: Dependencies, action: Action, slot: int
     schedule, value = case.schedule, dependencies.operand_of(action)
     other_slot, other_rank, operand = max(
         (
-            (at, rank, maker)
+            (made_in, rank, maker)
             for rank in dependencies.route(value).makers
-            for at, maker in schedule.computations(rank)
+            for made_in, maker in schedule.computations(rank)
             if dependencies.value_of(maker) == value
         ),
         key=lambda maker: maker[0],

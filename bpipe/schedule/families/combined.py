@@ -41,10 +41,10 @@ def _order(
     pairs = list(zip(forwards[ahead:], backwards, strict=False))
     order: list[Action | Slot] = [*forwards[:ahead]]
     for forward, backward in pairs:
-        there = [one for one in (forward, backward) if one.microbatch < num_microbatches]
-        order += [Slot(forward, (), backward)] if len(there) == 2 else there
+        existing = [item for item in (forward, backward) if item.microbatch < num_microbatches]
+        order += [Slot(forward, (), backward)] if len(existing) == 2 else existing
     order += backwards[len(pairs) :]
-    return [one for one in order if isinstance(one, Slot) or one.microbatch < num_microbatches]
+    return [item for item in order if isinstance(item, Slot) or item.microbatch < num_microbatches]
 
 
 FAMILY = Family(

@@ -38,7 +38,10 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
     slices, costs = options.slices, options.costs
     usual = usual_group(microbatches_of(num_ranks, slices))
     group = min(usual if options.group_size is None else options.group_size, num_microbatches)
-    taken, at = turns(groups_of(num_microbatches, group), num_chunks, slices), stage_ticks(costs, num_chunks * slices)
+    taken, ticks = (
+        turns(groups_of(num_microbatches, group), num_chunks, slices),
+        stage_ticks(costs, num_chunks * slices),
+    )
     caps = tuple((num_chunks - 1) * group * slices + slices - 1 + num_ranks - rank for rank in range(num_ranks))
     whole = num_microbatches % group == 0
     in_step = None
@@ -51,27 +54,27 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
     # Whole groups that fill the pipeline are never shorter otherwise at equal costs: so a test finds for all sizes that
     # it tries.
     strict = costs == ALIKE and whole and 2 * group * slices >= num_ranks
-    shortest = _shortest(taken, num_ranks, at, caps, (Discipline.TURN,) if strict else tuple(Discipline))
-    most = shortest.makespan * at.per_unit
-    if in_step is not None and _ticks(in_step, layout(num_ranks, num_chunks), taken, at) <= most:
+    shortest = _shortest(taken, num_ranks, ticks, caps, (Discipline.TURN,) if strict else tuple(Discipline))
+    most = shortest.makespan * ticks.per_unit
+    if in_step is not None and _ticks(in_step, layout(num_ranks, num_chunks), taken, ticks) <= most:
         return in_step
     return actions_of(shortest, taken)
 
 
 def _shortest(
-    taken: Turns, num_ranks: int, at: StageTicks, caps: tuple[int, ...], disciplines: tuple[Discipline, ...]
+    taken: Turns, num_ranks: int, ticks: StageTicks, caps: tuple[int, ...], disciplines: tuple[Discipline, ...]
 ) -> ListSchedule:
     """Return the shortest schedule that one of these disciplines makes."""
     shortest = None
     for discipline in disciplines:
         rule, least = ChoiceRule(caps, (0,) * num_ranks, discipline), None if shortest is None else shortest.makespan
-        shortest = schedule_list(taken, num_ranks, at, rule, shorter_than=least) or shortest
+        shortest = schedule_list(taken, num_ranks, ticks, rule, shorter_than=least) or shortest
     assert shortest is not None, "who takes what can start never waits for ever"
     return shortest
 
 
-def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, at: StageTicks) -> int:
-    return length(work_of(placed, len(taken.forwards) // taken.num_chunks, in_step, at))
+def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, ticks: StageTicks) -> int:
+    return length(work_of(placed, len(taken.forwards) // taken.num_chunks, in_step, ticks))
 
 
 def _in_turn(rank: int, num_ranks: int, taken: Turns, warm_up_forwards: int) -> list[Action]:

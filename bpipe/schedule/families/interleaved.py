@@ -74,11 +74,11 @@ def passes(
     """Return a rank's forwards in the order of `turns`, and its backwards, which go through the chunks in reverse."""
     num_microbatches = max(microbatch for _, microbatch in turns) + 1
     stages = range(rank, num_chunks * num_ranks, num_ranks)
-    there, back = (
+    forward, backward = (
         [by_microbatch(stage, kind, num_microbatches) for stage in stages] for kind in (Kind.FORWARD, Kind.BACKWARD)
     )
-    forwards = [there[chunk][microbatch] for chunk, microbatch in turns]
-    backwards = [back[num_chunks - 1 - chunk][microbatch] for chunk, microbatch in turns]
+    forwards = [forward[chunk][microbatch] for chunk, microbatch in turns]
+    backwards = [backward[num_chunks - 1 - chunk][microbatch] for chunk, microbatch in turns]
     return forwards, backwards
 
 

@@ -76,7 +76,7 @@ class Shifts:
             for maker, lag in needed:
                 after[maker].append((job, lag))
         changes = [memory.changes[action.kind][memory.place(action)] for (action,) in work.actions]
-        takes, gives = [taken for taken, _ in changes], [given for _, given in changes]
+        takes, gives = [size for size, _ in changes], [size for _, size in changes]
         self.early = _Side([len(needed) for needed in before], after, takes, gives)
         self.late = _Side([len(waiting) for waiting in after], before, gives, takes)
 

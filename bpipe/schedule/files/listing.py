@@ -31,7 +31,8 @@ def write_listing(programs: Sequence[Program], exchange: Exchange) -> str:
     for program, of_rank in zip(programs, keys, strict=True):
         rows.append(("", "", "", ""))
         for index, (instruction, key) in enumerate(zip(program.instructions, of_rank, strict=True)):
-            others = {} if key is None else {rank: at for rank, at in begun[key].items() if rank != program.rank}
+            ends = {} if key is None else begun[key]
+            others = {rank: begin for rank, begin in ends.items() if rank != program.rank}
             place, explanation = f"{program.rank}:{index}", _explained(program, instruction, others)
             rows.append((place, _when(program, index), str(instruction), explanation))
     widths = [max(len(row[column]) for row in rows if len(row[column]) <= _WIDEST) for column in range(3)]
@@ -81,13 +82,13 @@ def _explained(program: Program, instruction: Instruction, others: Mapping[int, 
     elif isinstance(operand, Message):
         carries, sends = program.messages.dependencies.sort(operand.value), operand.parties[0] == program.rank
         if operand.is_collective:
-            begun = _join(f"{rank}:{at}" for rank, at in others.items())
+            begun = _join(f"{rank}:{place}" for rank, place in others.items())
             return f"{carries} among ranks {_join(sorted(operand.parties))}, begun at {begun}"
     else:
         return ""
-    ((other, at),) = others.items()
+    ((other, place),) = others.items()
     way, done = ("to", "posted") if sends else ("from", "sent")
-    return f"{carries} {way} rank {other}, {done} at {other}:{at}"
+    return f"{carries} {way} rank {other}, {done} at {other}:{place}"
 
 
 def _join(words: Iterable[object]) -> str:
