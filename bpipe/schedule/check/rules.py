@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from bpipe.schedule.action import COMPUTE, SHARDS, Action, Kind
+from bpipe.schedule.action import COMPUTE, OF_THE_INPUT, OF_THE_WEIGHTS, SHARDS, Action, Kind
 from bpipe.schedule.check.case import NOWHERE, Case, Rule, ScheduleError, Spots
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.check.transfers import (
@@ -24,12 +24,15 @@ from bpipe.schedule.check.transfers import (
     check_residency,
 )
 from bpipe.schedule.dependencies import NOTHING, Dependencies
-from bpipe.schedule.layout import MOST_PIPES, TWO_PIPES
+from bpipe.schedule.layout import MOST_PIPES, TWO_PIPES, reversed_slice
 from bpipe.schedule.memory import SHARE_DECIMALS
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule, Slot
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+# What runs once for every micro-batch, and in order: forwards, what passes gradients on, and what completes the
+# gradients of weights.
+_PASSES = (frozenset({Kind.FORWARD}), OF_THE_INPUT, OF_THE_WEIGHTS)
 # Names of rules that several functions raise.
 _SHAPE, _ONCE, _SLICES, _SHARDS = "shape", "each computation once", "order of slices", "order of shards"
 
@@ -338,6 +341,39 @@ def check_waits(schedule: Schedule, waits: WaitLevel, exchange: Exchange, differ
         action = schedule.ranks[first.rank][first.slot].compute
         reason = f"waits for {first.message}, which rank {first.peer} never reaches (waiting: {others})"
         raise Case(schedule).error("no deadlock", first.rank, first.slot, action, reason, (first.peer,))
+
+
+def check_microbatch_order(schedule: Schedule) -> None:
+    """Check that every rank takes the micro-batches of each of its stages in order, in each pass.
+
+    With several pipes a rank takes only its replica's micro-batches, in order. Only training needs this rule, to compute
+    the same bits as Megatron's own schedules: their loops take the micro-batches of every stage in order, forwards, which
+    draw data and random numbers, and backwards, whose sums in floating point depend on their order. If a backward is
+    split, the inputs' half at once adds to the weights whose gradients cost nothing to compute, and the weights' half to
+    all others, so each half keeps the order. The slices of a micro-batch come last to first.
+
+    Raises:
+        ScheduleError: Names the first computation that is late.
+    """
+    slices = schedule.layout.slices
+
+    def turn(action: Action) -> int:
+        """Return the place of a pass among those of its stage and kind."""
+        return action.microbatch if action.kind is Kind.FORWARD else reversed_slice(action.microbatch, slices)
+
+    for rank in range(schedule.num_ranks):
+        latest: dict[tuple[int, frozenset[Kind]], Action] = {}
+        for slot, action in schedule.computations(rank):
+            for kinds in (kinds for kinds in _PASSES if action.kind in kinds):
+                before = latest.setdefault((action.stage, kinds), action)
+                if turn(before) > turn(action):
+                    reason = (
+                        f"comes after {before}, but Megatron's own schedules compute a stage's micro-batches in "
+                        "order, so gradient sums would differ in their last bits. Reorder the file; it can be "
+                        "shown and simulated as it is"
+                    )
+                    raise Case(schedule).error("order of micro-batches", rank, slot, action, reason)
+                latest[action.stage, kinds] = action
 
 
 RULES: tuple[Rule, ...] = (

@@ -24,12 +24,13 @@ from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind, by_microbatch, of_microbatch
 from bpipe.schedule.clock import Work, length
-from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, UnitCosts
 from bpipe.schedule.families.shift import Shifts, Slack
 from bpipe.schedule.families.timing import StageTicks, stage_ticks, work_of
 from bpipe.schedule.families.unit_grid import Order
 from bpipe.schedule.layout import Layout
 from bpipe.schedule.memory import counting
+from bpipe.schedule.program import Exchange
 
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
 # With more computations only the units are moved: to move what a rule chose would take seconds more.
@@ -275,3 +276,112 @@ class _Choosing:
             following = self.backwards[stage - 1][microbatch]
         hop = self.ticks.hop if self.placed.rank_of_action(following) != rank else 0
         self._add_event(end + hop, following)
+
+
+# (num_ranks, num_chunks) -> most micro-batches of a chunk per rank, rules to try, and the bubble of the shortest order.
+_Choice = Callable[[int, int], tuple[Sequence[int], Sequence[PipesRule], Fraction]]
+
+
+def _family(
+    name: str, summary: str, choice: _Choice, fill: int, early: str | None = None, chunks: bool = False
+) -> Family:
+    """Return a family of two pipes with whole backwards; `chunks` tells whether a rank has several in each."""
+
+    def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> Sequence[Order]:
+        return shortest(num_ranks, num_microbatches, num_chunks, options.costs, *choice(num_ranks, num_chunks))
+
+    return Family(
+        name,
+        layout,
+        orders,
+        Exchange.POSTED,
+        min_chunks=2 if chunks else 1,
+        max_chunks=None if chunks else 1,
+        fill=fill,
+        ahead=first_of_two,
+        num_pipes=2,
+        early=early,
+        summary=summary,
+    )
+
+
+def _chimera(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule], Fraction]:
+    """A rank holds at most p micro-batches, of both pipes together.
+
+    Of m = p, one unit, rank r holds p / 2 + 1 + min(r, p - 1 - r): the ranks in the middle hold most, and mirror images
+    alike. With a forward of 1 and a backward of 2 an iteration of a multiple of p micro-batches takes 3 m + 2 (p - 2).
+    With more than p micro-batches ranks compute a forward whenever there is room for it. Source: Li and Hoefler, 2021.
+    """
+    return [num_ranks] * num_ranks, [PipesRule(Weights(4, 0, 1), Weights(4, 0, 1))], Fraction(2 * (num_ranks - 2))
+
+
+def _mixpipe(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule], Fraction]:
+    """Rank r holds at most p + 1 + min(r, p - 1 - r) micro-batches, of both pipes together: the middle ranks 3 p / 2.
+
+    With a forward of 1 and a backward of 2 an iteration of 2 p micro-batches, 3 p and so on takes 3 m + 3 (p - 2) / 2. Up
+    to p micro-batches are Chimera's unit unless something is shorter. Source: Zhang et al., "MixPipe: Efficient
+    Bidirectional Pipeline Parallelism for Training Large-Scale Models", 2023, which regulates how many are let in; this
+    slope is a reading of it.
+    """
+    most = [num_ranks + 1 + from_ends(rank, num_ranks) for rank in range(num_ranks)]
+    return most, [PipesRule(Weights(8, 0, -1), Weights(8, 0, 1))], Fraction(3 * (num_ranks - 2), 2)
+
+
+def _bitpipe(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule], Fraction]:
+    """A rank holds at most p micro-batches of its share, of both pipes together; with two chunks each pipe is a V.
+
+    With a forward of 1 and a backward of 2, of all chunks, m = p micro-batches, one unit, take 3 m + 2 (p - 2) / v, and so
+    do 2 p, 3 p and 4 p for p up to 16, except for a third of a forward with p = 16, v = 3 and m = 64. The best rule depends
+    on p and m: rules prefer deeper forwards, and backwards of the last chunk or the oldest. Source: Wu et al., 2024; the
+    rules are our own.
+    """
+    last_chunk_first, oldest_first = Weights(1, -64, 0), Weights(1, 0, 0)
+    rules = [
+        # The first of two equally long orders is taken: this rule sends least that is not needed soon.
+        PipesRule(Weights(4 * num_ranks, num_ranks, -16), oldest_first),
+        PipesRule(Weights(4 * num_ranks, num_ranks, -8), last_chunk_first),
+        PipesRule(Weights(8, -16, -6), oldest_first),
+    ]
+    return [num_chunks * num_ranks] * num_ranks, rules, Fraction(2 * (num_ranks - 2), num_chunks)
+
+
+def _bitpipe_early(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule], Fraction]:
+    """A rank holds at most p + (min(r, p - 1 - r) + 2) / v micro-batches of its share.
+
+    With two chunks these are 9.5 of 8 ranks and 19.5 of 16; the paper says 3 (p - 1) / 2. With a forward of 1 and a
+    backward of 2, of all chunks, an iteration of 2 p, 3 p or 4 p micro-batches takes 3 m + 3 (p - 2) / 2 v for p up to 16,
+    at times up to half a forward more with three or four chunks of more than 10 ranks: a quarter less waiting than
+    BitPipe's. One unit, of p micro-batches, is BitPipe's unless something is shorter. Source: Wu et al., 2024; the rules
+    are our own.
+    """
+    willing = [num_chunks * num_ranks + from_ends(rank, num_ranks) for rank in range(num_ranks)]
+    rule = PipesRule(Weights(4, 0, -10), Weights(2, 6, 13), willing.__getitem__)
+    return [count + 2 for count in willing], [rule], Fraction(3 * (num_ranks - 2), 2 * num_chunks)
+
+
+TWO_PIPES = (
+    _family(
+        "chimera",
+        "Chimera: two pipes in opposite directions, one stage a rank of each",
+        _chimera,
+        fill=2,
+        early="mixpipe",
+    ),
+    _family("mixpipe", "MixPipe: Chimera's two pipes with more micro-batches let in", _mixpipe, fill=3),
+    _family(
+        "bitpipe",
+        "BitPipe: two pipes in opposite directions, each with several chunks a rank that go up the ranks and down again "
+        "in turn",
+        _bitpipe,
+        fill=2,
+        early="bitpipe-early",
+        chunks=True,
+    ),
+    _family(
+        "bitpipe-early",
+        "BitPipe with early forwarding: more micro-batches let in, the more the nearer a rank is to the middle",
+        _bitpipe_early,
+        fill=3,
+        chunks=True,
+    ),
+)

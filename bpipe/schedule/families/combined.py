@@ -59,4 +59,5 @@ FAMILY = Family(
     overlaps=True,
     fill=3,
     ahead=lambda p, m, v, g: min(2 * p + (v - 1) * g, v * (m - m % g)),
+    summary="Combined 1F1B: interleaved 1F1B whose steady phase runs a forward and a backward at once, layer by layer",
 )

@@ -1,39 +1,29 @@
-"""The table of families, by name. A new one is a module next to this one and an entry here."""
+"""The table of families, by name. A new one is a `Family` in a module of this package and an entry here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from bpipe.schedule.families import (
-    bitpipe,
-    bitpipe_early,
-    chimera,
-    combined,
-    gpipe,
-    grouped_interleaved,
-    interleaved,
-    mixpipe,
-    one_f_one_b,
-    one_f_one_b_split,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_v,
-)
+from bpipe.schedule.families.bidirectional import TWO_PIPES
+from bpipe.schedule.families.combined import FAMILY as COMBINED
 from bpipe.schedule.families.family import Family
+from bpipe.schedule.families.grouped_interleaved import FAMILY as GROUPED
+from bpipe.schedule.families.interleaved import FAMILY as INTERLEAVED
+from bpipe.schedule.families.one_f_one_b import FAMILY as ONE_F_ONE_B
+from bpipe.schedule.families.one_f_one_b import GPIPE
+from bpipe.schedule.families.one_f_one_b_split import FAMILY as SPLIT
+from bpipe.schedule.families.one_f_one_b_split import ZB_H1
+from bpipe.schedule.families.v_shape import V_HALF, V_MIN, ZB_V
 from bpipe.schedule.program import Exchange
 
-_WHOLE = (gpipe, one_f_one_b, interleaved, combined)
-_IN_HALVES = (one_f_one_b_split, zb_h1, zb_v, v_half, v_min, grouped_interleaved)
-_IN_TWO_PIPES = (chimera, mixpipe, bitpipe, bitpipe_early)
-_MODULES = (*_WHOLE, *_IN_HALVES, *_IN_TWO_PIPES)
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
-# What each family is: the first sentence of its module.
-SUMMARIES = {module.FAMILY.name: " ".join((module.__doc__ or "").partition(".")[0].split()) for module in _MODULES}
+_WHOLE = (GPIPE, ONE_F_ONE_B, INTERLEAVED, COMBINED)
+_IN_HALVES = (SPLIT, ZB_H1, ZB_V, V_HALF, V_MIN, GROUPED)
+FAMILIES: dict[str, Family] = {family.name: family for family in (*_WHOLE, *_IN_HALVES, *TWO_PIPES)}
+SUMMARIES = {name: family.summary for name, family in FAMILIES.items()}
 
 # The families that Megatron's own loops run, without and with chunks.
-DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)
+DEFAULTS = (ONE_F_ONE_B.name, INTERLEAVED.name)
 
 # Families worth predicting. One that holds more with every further micro-batch is never faster than one that does not;
 # one that overlaps is predicted to be as fast as one that does not, and holds more.
@@ -46,7 +36,7 @@ def default_family(num_chunks: int, overlaps: bool = False) -> str:
     Args:
         overlaps: Whether Megatron is told to combine forwards and backwards.
     """
-    return combined.FAMILY.name if overlaps else DEFAULTS[num_chunks > 1]
+    return COMBINED.name if overlaps else DEFAULTS[num_chunks > 1]
 
 
 def exchange_of(name: str) -> Exchange:

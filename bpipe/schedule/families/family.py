@@ -137,6 +137,7 @@ class Family:
         sharded_within: The same with the vocabulary's layers split.
         num_pipes: Ways through the same ranks, each with its own replica of all stages; divides the number of ranks.
         early: The family that is this one with early forwarding, which admits more micro-batches for less waiting.
+        summary: What the family is, in one sentence.
     """
 
     name: str
@@ -161,6 +162,7 @@ class Family:
     sharded_within: ShardedOrdersWithin | None = None
     num_pipes: int = 1
     early: str | None = None
+    summary: str = ""
 
     def generate(
         self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, options: FamilyOptions = NO_OPTIONS

@@ -131,4 +131,5 @@ FAMILY = Family(
     within=orders_within,
     sharded=further_forwards(orders, BESIDE_HALVES),
     sharded_within=further_within(orders_within, BESIDE_HALVES),
+    summary="Grouped interleaving: chunks round robin, groups of any size, backwards in halves",
 )

@@ -116,4 +116,5 @@ FAMILY = Family(
     warm_up=_warm_up,
     sliced_warm_up=_sliced_warm_up,
     sharded=further_forwards(orders, BESIDE_WHOLE),
+    summary="Interleaved 1F1B: several chunks per rank",
 )

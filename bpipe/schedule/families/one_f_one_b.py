@@ -1,9 +1,9 @@
-"""1F1B: one forward, one backward.
+"""1F1B and GPipe, with one stage per rank.
 
-One stage per rank. A rank runs ahead by as many forwards as ranks follow it (warm-up), then alternates a forward and a
-backward (steady phase), then runs the remaining backwards (cool-down). It saves at most min(p - rank, m) micro-batches;
-the grid has 2 * (m + p - 1) slots. Cut into k slices it saves min(p - rank + k - 1, m k) of them, (p - rank + k - 1) /
-k micro-batches. Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
+In 1F1B a rank runs ahead by as many forwards as ranks follow it (warm-up), then alternates a forward and a backward
+(steady phase), then runs the remaining backwards (cool-down). It saves at most min(p - rank, m) micro-batches; the grid
+has 2 * (m + p - 1) slots. Cut into k slices it saves min(p - rank + k - 1, m k) of them, (p - rank + k - 1) / k
+micro-batches. Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
 """
 
 from __future__ import annotations
@@ -97,4 +97,26 @@ FAMILY = Family(
     sharded=sharded,
     interlaces=True,
     takes_slices=True,
+    summary="1F1B: one forward, one backward",
+)
+
+
+def all_forwards_first(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> list[list[Action]]:
+    """Return GPipe's orders: every rank saves all micro-batches, so a pair has no room to share.
+
+    Backwards run in the order of the forwards, as in torch.distributed.pipelining; the paper's figure draws them
+    reversed, at the same length and peak. The grid has 2 * (m + p - 1) slots. Source: Huang et al., "GPipe", 2019.
+    """
+    everything = range(num_microbatches * options.slices)
+    orders = [forwards(rank, everything) + backwards(rank, everything) for rank in range(num_ranks)]
+    return in_slices(orders, options.slices)
+
+
+GPIPE = Family(
+    "gpipe",
+    one_stage_a_rank,
+    all_forwards_first,
+    Exchange.POSTED,
+    takes_slices=True,
+    summary="GPipe: all forwards, then all backwards",
 )

@@ -1,6 +1,6 @@
-"""1F1B with backwards in halves.
+"""1F1B with backwards in halves, and ZB-H1, with one stage per rank.
 
-One stage per rank, in 1F1B's order with I in place of B: the stage before gets its gradient while this one still
+In 1F1B's order with I in place of B: the stage before gets its gradient while this one still
 computes W. The W of a micro-batch comes directly after its own I or, with a delay of N, after the I of the one N later,
 and the remaining W at the end. A rank holds what 1F1B holds and, from I to W, N micro-batches more: min(p - rank + N,
 m). With durations f, i, w of a forward and the halves an iteration takes m (f + i + w) + (p - 1)(f + i), (p - 1) w less
@@ -57,4 +57,32 @@ FAMILY = Family(
     ahead=lambda p, m, v, g: min(p, m),
     sliced_warm_up=sliced_warm_up,
     sharded=further_forwards(orders, BESIDE_HALVES),
+    summary="1F1B with backwards in halves",
+)
+
+
+def delayed_by_rank(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> list[list[Action]]:
+    """Return ZB-H1's orders, in which the W of a micro-batch follows the I of the one `rank` later.
+
+    A rank has `rank` of them left after its last I, and they fill 1F1B's wait at the end. A rank holds p - rank
+    micro-batches as in 1F1B and `rank` that wait for their W: min(p, m) everywhere, and balancing moves nothing unless
+    less of a micro-batch is held after its I. With durations f, i, w of a forward and the halves an iteration takes
+    m (f + i + w) + (p - 1)(f + i - w) if w is at most f and at most i, for m >= p. Source: Qi et al., "Zero Bubble
+    Pipeline Parallelism", 2024.
+    """
+    return defer_wgrads(num_ranks, num_microbatches, range(num_ranks), options.slices)
+
+
+ZB_H1 = Family(
+    "zb-h1",
+    one_stage_a_rank,
+    delayed_by_rank,
+    Exchange.POSTED,
+    splits=True,
+    takes_slices=True,
+    fill=2,
+    ahead=lambda p, m, v, g: min(p, m),
+    sliced_warm_up=sliced_warm_up,
+    sharded=further_forwards(delayed_by_rank, BESIDE_HALVES),
+    summary="ZB-H1: 1F1B with backwards in halves, W put off by as many micro-batches as ranks stand before",
 )
