@@ -23,7 +23,7 @@ from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.evict import earliest_load
 from bpipe.balance.pairs import allocated_bytes, own_bytes
 from bpipe.schedule.action import OTHER_END, READING, Action, Key, Kind
-from bpipe.schedule.clock import jobs_of, starts
+from bpipe.schedule.families.timing import jobs_of, starts
 from bpipe.schedule.host_buffers import Residency, hosts_of, slots_away
 from bpipe.schedule.hosts import Host, Tier, device_ranks
 from bpipe.schedule.memory import Memory, peak_counts

@@ -23,10 +23,9 @@ from math import ceil
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind, by_microbatch, of_microbatch
-from bpipe.schedule.clock import Work, length
 from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, UnitCosts
 from bpipe.schedule.families.shift import Shifts, Slack
-from bpipe.schedule.families.timing import StageTicks, stage_ticks, work_of
+from bpipe.schedule.families.timing import StageTicks, Work, length, stage_ticks, work_of
 from bpipe.schedule.families.unit_grid import Order
 from bpipe.schedule.layout import Layout
 from bpipe.schedule.memory import counting
@@ -362,16 +361,15 @@ def _bitpipe_early(num_ranks: int, num_chunks: int) -> tuple[list[int], list[Pip
 TWO_PIPES = (
     _family(
         "chimera",
-        "Chimera: two pipes in opposite directions, one stage a rank of each",
+        "Chimera: two pipes in opposite directions, with one stage of each per rank",
         _chimera,
         fill=2,
         early="mixpipe",
     ),
-    _family("mixpipe", "MixPipe: Chimera's two pipes with more micro-batches let in", _mixpipe, fill=3),
+    _family("mixpipe", "MixPipe: Chimera's two pipes with more micro-batches admitted", _mixpipe, fill=3),
     _family(
         "bitpipe",
-        "BitPipe: two pipes in opposite directions, each with several chunks a rank that go up the ranks and down again "
-        "in turn",
+        "BitPipe: two pipes in opposite directions, each with several chunks per rank that go up and down the ranks in turn",
         _bitpipe,
         fill=2,
         early="bitpipe-early",
@@ -379,7 +377,7 @@ TWO_PIPES = (
     ),
     _family(
         "bitpipe-early",
-        "BitPipe with early forwarding: more micro-batches let in, the more the nearer a rank is to the middle",
+        "BitPipe with early forwarding: admits more micro-batches, most of them on the ranks in the middle",
         _bitpipe_early,
         fill=3,
         chunks=True,

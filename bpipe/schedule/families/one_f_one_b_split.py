@@ -84,5 +84,5 @@ ZB_H1 = Family(
     ahead=lambda p, m, v, g: min(p, m),
     sliced_warm_up=sliced_warm_up,
     sharded=further_forwards(delayed_by_rank, BESIDE_HALVES),
-    summary="ZB-H1: 1F1B with backwards in halves, W put off by as many micro-batches as ranks stand before",
+    summary="ZB-H1: 1F1B with backwards in halves, each W delayed by one micro-batch per earlier rank",
 )

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action
-from bpipe.schedule.clock import Work, length
 from bpipe.schedule.families.family import UnitCosts
-from bpipe.schedule.families.timing import NEVER, work_at
+from bpipe.schedule.families.timing import NEVER, Work, length, work_at
 from bpipe.schedule.layout import Layout
 from bpipe.schedule.memory import Memory, counting
 

@@ -19,11 +19,10 @@ from functools import lru_cache
 from itertools import chain
 
 from bpipe.schedule.action import Action, Kind, by_microbatch, of_microbatch
-from bpipe.schedule.clock import starts
 from bpipe.schedule.families.family import Family, FamilyOptions, UnitCosts
 from bpipe.schedule.families.run_ahead import later_microbatch
 from bpipe.schedule.families.shift import shortened
-from bpipe.schedule.families.timing import work_at
+from bpipe.schedule.families.timing import starts, work_at
 from bpipe.schedule.families.turns import in_slices
 from bpipe.schedule.layout import Layout, one_pipe
 from bpipe.schedule.program import Exchange

@@ -47,7 +47,7 @@ def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
         return tuple(lowering.between() for lowering in ranks)
     if exchange is Exchange.MEGATRON_INTERLEAVED:
         both = zip(ranks, passing.received_behind(), strict=True)
-        return tuple(lowering.behind(received) for lowering, received in both)
+        return tuple(lowering.interleaved(received) for lowering, received in both)
     if exchange is Exchange.MEGATRON_TURNS:
         turns = turns_of(schedule)
         ends = zip(ranks, turns, passing.received_before(turns), strict=True)
@@ -148,7 +148,7 @@ class _Lowering:
             left, left_to = made, made_for
         return self._program()
 
-    def behind(self, received: Sequence[list[int]]) -> Program:
+    def interleaved(self, received: Sequence[list[int]]) -> Program:
         """Return the program of Megatron's loop for several stages per rank: after a computation it passes what that
         made and all that comes before the next.
         """
@@ -193,7 +193,7 @@ class _Lowering:
         """Return the program of our executor: on every channel receives are posted one ahead, in the sender's order."""
         row = self.schedule.ranks[self.rank]
         if any(cell.transfers or cell.overlapped for cell in row):
-            return self._posted_beside(inbound)
+            return self._posted_with_transfers(inbound)
         return self._posted_alone([cell.compute for cell in row if cell.compute is not None], inbound)
 
     def listed(self, received: Sequence[list[int]]) -> Program:
@@ -222,7 +222,7 @@ class _Lowering:
         self.operands += sent
         return self._program()
 
-    def _posted_beside(self, inbound: dict[int, list[int]]) -> Program:
+    def _posted_with_transfers(self, inbound: dict[int, list[int]]) -> Program:
         taken = dict.fromkeys(inbound, 0)
         early: set[int] = set()
         sent: list[int] = []
