@@ -163,8 +163,7 @@ class ScheduleConfig(ScheduleSpec):
 
     @property
     def limit(self) -> RankLimit | None:
-        """Limits for which an order is made: one bound for all ranks, if the family makes orders for a bound, groups and
-        pairs are not given, and micro-batches are not cut."""
+        """Limits for which an order is made: one bound for all ranks, without given groups, pairs or slices."""
         if self.slices > 1:
             return None
         how = self.balance

@@ -53,8 +53,7 @@ _OF_FILES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 or the command's own, 2 after one message on stderr, 130 if
-    interrupted."""
+    """Run the command; return 0 or its own exit status, 2 after one message on stderr, 130 if interrupted."""
     if sys.stdout is None:
         # Started with standard output closed: writing has to fail as on any other output that takes nothing.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
@@ -133,8 +132,7 @@ def command_of(name: str) -> Command:
 
 
 def parsers(called: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """Return the command's parser and those of its sub-commands, of which only the one called is complete, or all for
-    ALL."""
+    """Return the command's parser and those of its sub-commands, of which only the `called` one is complete."""
     parser = Parser(
         prog="bpipe",
         description="Generate pipeline schedules, predict their time and memory, and examine training runs.",

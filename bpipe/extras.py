@@ -21,9 +21,7 @@ def require(extra: str, for_what: str) -> None:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that adds an extra, or what is installed without any, to the running installation: a
-    checkout, its copy, or the package of an index.
-    """
+    """Return the pip command that adds an extra, or what is installed without any, to the running installation."""
     checkout = Path(__file__).resolve().parents[1]
     brackets = f"[{extra}]" if extra else ""
     if (checkout / "pyproject.toml").is_file():

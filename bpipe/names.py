@@ -13,8 +13,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.66) -> str:
-    """Return ` did you mean 'x'?`, or nothing if no name is near: `--html` is not near `--help`, although they share
-    letters."""
+    """Return ` did you mean 'x'?`, or nothing if no name is near, as `--help` is not near `--html`."""
     # Imported here because it takes milliseconds that only a mistake should cost.
     from difflib import get_close_matches
 

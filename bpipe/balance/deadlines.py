@@ -202,8 +202,8 @@ class _Sender:
         return self.memory.size(*residency.key).moved_bytes
 
     def _evict_earlier(self, residency: Residency, slots: range) -> range:
-        """Return the slots with the eviction in the latest earlier slot in which it ends in time, or unchanged if there
-        is none."""
+        """Return the slots with the eviction moved to the latest earlier slot in which it ends in time, if there is
+        one."""
         host, out = self.hosts[residency], slots[0]
         seconds, clock, taken = self._seconds(residency), self.clock, self.taken[host.tier]
         if seconds <= clock.following[out] - clock.issued[out]:

@@ -36,8 +36,7 @@ def pack(
     Args:
         cost: Cost of one byte, by owner and host.
         own_memory: Whether an item for which no rank has room goes to its owner's host memory, given as None. That
-            holds
-            any, and a byte there costs more than all others elsewhere.
+            holds any, and a byte there costs more than all others elsewhere.
     """
     order = sorted(
         range(len(items)), key=lambda index: (-items[index].num_bytes, items[index].owner, -items[index].moved_bytes)
@@ -69,8 +68,7 @@ class _Option(NamedTuple):
 
 
 class _Search:
-    """Depth-first search, largest items and nearest hosts first, without branches that cannot become cheaper than the
-    best."""
+    """Depth-first search, largest items and nearest hosts first, without branches that cannot become cheaper."""
 
     def __init__(self, items: Sequence[Item], free: list[int], cost: Callable[[int, int], Cost]) -> None:
         self.items, self.free = items, free

@@ -53,8 +53,7 @@ def keeps_bound(schedule: Schedule, bound: int, buffers_stay: bool = False) -> b
 
 
 def allocated_counts(schedule: Schedule) -> tuple[Count, ...]:
-    """Return the most chunk micro-batches that each rank has room for at once: its own, and its host buffers, which
-    stay."""
+    """Return the most chunk micro-batches for which each rank has room: its own, and its host buffers, which stay."""
     memory = counts_of(schedule)
     return tuple(memory.amount(sum(allocated_bytes(schedule, rank, memory))) for rank in range(schedule.num_ranks))
 
@@ -206,8 +205,7 @@ def plan_rank(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan
 
 
 def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory) -> int:
-    """Return the smallest bound found, in whole units, that both ranks of a pair can keep, at most the higher of their
-    peaks."""
+    """Return the smallest bound found, in whole units, that both ranks of a pair can keep."""
     return _smallest(schedule, pair, memory, 1)[0]
 
 
@@ -233,8 +231,7 @@ def _smallest(schedule: Schedule, pair: Pair, memory: Memory, least: int) -> tup
 
 
 def _together(curves: Sequence[Sequence[int]], memory: Memory) -> int:
-    """Return the least bound by what a pair holds together, which no transfer lowers. A rank without a partner is
-    both."""
+    """Return the least bound by what a pair holds together, which no transfer lowers."""
     together: int = max(map(add, *curves))
     return -(-together // (2 * memory.parts))
 

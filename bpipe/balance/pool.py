@@ -67,9 +67,8 @@ def plan_overfull_ranks(schedule: Schedule, budget: ActivationBudget) -> tuple[d
 def fewest_sent(
     schedule: Schedule, budget: ActivationBudget, parts: Parts, attempt: Callable[[ActivationBudget], object]
 ) -> ActivationBudget:
-    """Return the budget with those parts of micro-batches with which the fewest bytes leave each rank, or the same
-    budget if `attempt` raises BudgetTooSmall with these.
-    """
+    """Return the budget with parts of micro-batches with which the fewest bytes leave each rank, if `attempt` then
+    succeeds."""
     memory = budget.memory
     for rank, room in enumerate(budget.room_bytes):
         if max(live_bytes(schedule, rank, memory), default=0) > room:
@@ -141,8 +140,7 @@ def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Residency
 
 
 def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], Cost]:
-    """Return the cost of a byte between ranks: whether they are on two nodes, then their distance, 0 for a usual
-    partner."""
+    """Return the cost of a byte between ranks: whether it crosses nodes, then the distance, 0 for a usual partner."""
     usual = choose_partners(schedule, None)
 
     def cost(rank: int, host: int) -> Cost:
@@ -293,9 +291,7 @@ def _away(plan: Plan) -> dict[Residency, range]:
 
 
 def _buffers(rank: int, plan: Plan, room: Sequence[int], memory: Memory) -> list[Item]:
-    """Return as many host buffers as a rank can use and others have room for, each with the bytes that it adds to those
-    that pass through those before it.
-    """
+    """Return the host buffers that a rank can use and others have room for, each with the bytes that it adds."""
     away = _away(plan)
     size = memory.buffer_bytes({residency.stage for residency in away})
     buffers: list[Item] = []

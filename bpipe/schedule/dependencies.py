@@ -105,8 +105,7 @@ class Dependencies:
         return NOTHING if first == NOTHING else first + action.microbatch
 
     def operand_of(self, action: Action) -> int:
-        """Return the value that a computation needs from other computations; NOTHING if it needs only its own
-        stage's."""
+        """Return the value that a computation needs from others; NOTHING if it needs only its own stage's."""
         first = self._needed[action.kind][action.stage]
         return NOTHING if first == NOTHING else first + action.microbatch
 

@@ -70,8 +70,7 @@ class StageMemory:
 class KeptMemory:
     """Memory that a stage keeps of a micro-batch cut into slices: all keys and values and, while its backwards run,
     their
-    gradients.
-    """
+    gradients."""
 
     keys_bytes: int
     gradients_bytes: int
@@ -169,8 +168,7 @@ class Memory:
         return f"{self.text(size)} {self.unit}"
 
     def check(self, num_stages: int) -> None:
-        """Raise ValueError unless these are sizes of `num_stages` stages, of which transfers move no more than is
-        saved."""
+        """Raise ValueError unless these are sizes of `num_stages` stages, and transfers move no more than is saved."""
         if len(self.stages) != num_stages * self.slices:
             count = len(self.stages) // self.slices
             raise ValueError(f"sizes of {count} stages, but the schedule has {num_stages}: give one for each stage")
@@ -227,7 +225,7 @@ def counts_of(schedule: Schedule) -> Memory:
 
 
 def plain(count: Count) -> int | float:
-    """Return a count as it is written, without a point if it is whole. The shares that a schedule may have stay
+    """Return a count as it is written, without a point if it is whole; the shares that a schedule may have stay
     exact."""
     return int(count) if count == int(count) else float(count)
 

@@ -113,8 +113,7 @@ class Numbering:
         self._halves: dict[int, int] = {}
 
     def start(self, half: Transfer) -> tuple[int, int, int]:
-        """Return sender, receiver and how many transfers passed between them before; halves start in the program's
-        order."""
+        """Return sender, receiver and how many transfers passed between them before; called in the program's order."""
         _, sender, receiver = half
         nth = self._halves[id(half)] = self._started.get((sender, receiver), 0)
         self._started[sender, receiver] = nth + 1

@@ -96,15 +96,6 @@ class _Transfer:
             self.paused_until = end
 
 
-class _OwnTransfers(NamedTuple):
-    """One rank's halves of transfers: those it has started, and synchronous ones that an evictor has yet to wait
-    for."""
-
-    # By the identity of a half: one that leaves a second time is an equal value.
-    started: dict[int, _Transfer]
-    issued: list[int]
-
-
 class _Run:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
@@ -122,6 +113,8 @@ class _Run:
         # By port into a rank: transfers that wait for the one under way there, each with its port out of its sender.
         self.held_up: dict[int, deque[tuple[_Transfer, int]]] = {}
         self.hosted: dict[Key, _Transfer] = {}
+        # Started halves by their identity: one that leaves a second time is an equal value.
+        self.started: dict[int, _Transfer] = {}
         # Next events: a message or transfer is ready, or (negative) a transfer may be over.
         self.ready: list[tuple[Number, int, int, int, Number]] = []
         self.port_free: list[Number] = [0] * (6 * schedule.num_ranks)
@@ -154,7 +147,8 @@ class _Run:
         return _ports_between(self.costs, self.schedule.num_ranks, sender, receiver)
 
     def execute(self) -> None:
-        runnable = [self._rank(program) for program in lower(self.schedule, self.costs.exchange)]
+        programs = lower(self.schedule, self.costs.exchange)
+        runnable = [self._rank(program) for program in programs]
         waiting, ready, first_transfer = self.waiting, self.ready, self.first_transfer
         while True:
             while runnable:
@@ -243,8 +237,9 @@ class _Run:
         # What a NamedTuple's own constructor does, but faster: there are millions.
         new_tuple = tuple.__new__
         clock: Number = 0
-        transfers = _OwnTransfers({}, [])
-        issued, first_waited, meets, width = transfers.issued, self.first_waited, self.meets, self.width
+        first_waited, meets, width = self.first_waited, self.meets, self.width
+        # Synchronous transfers that the rank has yet to wait for.
+        issued: list[int] = []
         over: list[Any] = self.over
         # A rank waits for what it has sent only to release it, which takes no time.
         sent: set[int] = set()
@@ -269,21 +264,21 @@ class _Run:
                 if meets[operand // width]:
                     self._come(operand, clock)
             else:
-                clock = yield from self._transfer(rank, op, operand, transfers, clock)
+                clock = yield from self._transfer(rank, op, operand, issued, clock)
         self.clocks[rank] = clock
 
     def _transfer(
-        self, rank: int, op: int, half: Transfer, own: _OwnTransfers, clock: Number
+        self, rank: int, op: int, half: Transfer, issued: list[int], clock: Number
     ) -> Generator[int, None, Number]:
         """Start a rank's half of a transfer, or finish it, for which only an evictor waits."""
         evicts = half.action.kind in (_EVICT, _LOAD)
         if op == _START:
-            transfer = own.started[id(half)] = self._meet(rank, half)
+            transfer = self.started[id(half)] = self._meet(rank, half)
             self._post_end(transfer, half.action, clock)
             if self.costs.synchronous and evicts:
-                own.issued.append(transfer.event)
+                issued.append(transfer.event)
         elif evicts:
-            clock = yield from self._await(rank, [own.started[id(half)].event], clock)  # [2], [4]
+            clock = yield from self._await(rank, [self.started[id(half)].event], clock)  # [2], [4]
         return clock
 
     def _await_issued(self, rank: int, op: int, issued: list[int], clock: Number) -> Generator[int, None, Number]:
@@ -299,8 +294,7 @@ class _Run:
         return end
 
     def _come(self, value: int, clock: Number) -> None:
-        """[5], [6] Note that a rank has come to its part of a message or, if all must meet, to receive it; the last
-        lets it go."""
+        """[5], [6] Note that a rank has come to its part of a message or, if all must meet, to receive it."""
         group, microbatch = divmod(value, self.width)
         if self.meets[group]:
             missing, latest = self.missing.pop(value, (self.num_parties[microbatch % self.num_alike][group], clock))

@@ -27,7 +27,7 @@ Busy = Mapping[int, Sequence[tuple[Number, Number]]]
 
 
 class _Complete(NamedTuple):
-    """A stage's gradients: when the last replica is complete, when they may be reduced, and when the first bucket could
+    """A stage's gradients: when all replicas are complete, when they may be reduced, and when the first bucket may
     be."""
 
     complete_s: Number

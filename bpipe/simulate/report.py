@@ -76,12 +76,6 @@ class Simulation:
         """Seconds for which each rank waited only for balancing's transfers."""
         return tuple(sum(wait.seconds for wait in row) for row in self.waits)
 
-    @property
-    def exposed_reduction_s(self) -> Number:
-        """Seconds of the last reduction beyond the pipeline."""
-        ends = [row[-1].end_s for row in self.reductions if row]
-        return max(0, max(ends) - self.pipeline_s) if ends else 0
-
     def busy_s(self, rank: int) -> Number:
         return sum(timed.end_s - timed.start_s for timed in self.computations[rank])
 

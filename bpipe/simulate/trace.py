@@ -53,8 +53,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One rank: its slices in order of start, its host code, and the bytes of activations that it holds from each time
-    on."""
+    """One rank: its slices in order of start, its host code, and the bytes of activations that it holds over time."""
 
     rank: int
     label: str

@@ -14,8 +14,8 @@ NOWHERE = -1
 
 
 class ScheduleError(ValueError):
-    """A schedule that breaks `rule`, with the `rank`, `slot` and `action` to blame, if there are such, and the grid
-    around."""
+    """A schedule that breaks `rule`, with the `rank`, `slot` and `action` to blame, if any, and the grid around
+    them."""
 
     def __init__(
         self, rule: str, message: str, rank: int | None = None, slot: int | None = None, action: Action | None = None

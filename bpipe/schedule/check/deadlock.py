@@ -184,9 +184,8 @@ class Board:
         return len(self.missing) - 1
 
     def telling(self, program: Program) -> dict[int, int]:
-        """Return the numbers of the sizes that a rank tells, by place in its program: after the first forward of each
-        stage that leaves, and after the sending of its output.
-        """
+        """Return the numbers of the sizes that a rank tells, by place: after each evicted stage's first forward is
+        sent."""
         rank, ops = program.rank, program.ops
         stages_to: dict[Host, set[int]] = {}
         for residency, host in hosts_of(self.schedule, rank).items():

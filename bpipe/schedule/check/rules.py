@@ -224,7 +224,7 @@ def check_slices(case: Case) -> None:
 
 
 def check_shard_order(case: Case) -> None:
-    """Check that all ranks compute output shards in one order, and input shards by micro-batch, so that collectives
+    """Check that all ranks compute output shards in one order, and input shards by micro-batch: collectives must
     meet."""
     first: list[tuple[int, Action]] = []
     for rank in range(case.schedule.num_ranks) if case.spots.shards else ():
@@ -269,8 +269,7 @@ def check_sum_order(case: Case) -> None:
 
 
 def check_reduction_order(case: Case) -> None:
-    """Check that two ranks with replicas of the same stages complete gradients in one order, so that their reductions
-    meet."""
+    """Check that two ranks with replicas of the same stages complete gradients in one order: reductions must meet."""
     if not _has_equal_pipes(case.schedule):
         return
     layout, width = case.schedule.layout, case.schedule.num_microbatches

@@ -30,8 +30,8 @@ def check_hosts(case: Case) -> None:
 
 
 def check_other_ends(case: Case) -> None:
-    """Check that every transfer has its other end in the same slot of one host or goes to own memory, and that loads
-    come from where evictions went."""
+    """Check that every transfer has its other end in the same slot of one host, or is to own memory, and loads match
+    evictions."""
     schedule, rule = case.schedule, "other ends"
     hosts = schedule.hosts or ((),) * schedule.num_ranks
     guests = [_guests(hosts, rank) for rank in range(schedule.num_ranks)]
@@ -77,8 +77,8 @@ def _unfit(schedule: Schedule, rank: int, transfer: Action, others: Sequence[Hos
 
 
 def _host_with(schedule: Schedule, others: Sequence[Host], slot: int, end: Action) -> Host | str:
-    """Return which of the others has the other end in this slot, host memory if none needs to; or, in words, why it is
-    not exactly one."""
+    """Return the one host that has the other end in this slot, or host memory; or, in words, why there is not exactly
+    one."""
     devices = device_ranks(others)
     owners = [rank for rank in devices if end in schedule.ranks[rank][slot].transfers]
     if len(owners) == 1:
@@ -94,8 +94,7 @@ def _name(host: Host) -> str:
 
 
 def check_residency(case: Case) -> None:
-    """Check that evictions take what is finished and present, loads take what is away, and no computation uses what
-    is away or on its way."""
+    """Check that evictions take what is finished, loads what is away, and that no computation uses what is away."""
     schedule, spots = case.schedule, case.spots
     away: dict[int, int] = {}
     returned: dict[int, int] = {}

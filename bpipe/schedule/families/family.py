@@ -55,8 +55,8 @@ ALIKE = UnitCosts()
 
 @dataclass(frozen=True, slots=True)
 class RankLimit:
-    """Limits of a rank once pairs share their memory: `bound` micro-batches of a chunk, and the share held between I
-    and W."""
+    """Limits of a rank once pairs share memory: `bound` micro-batches of a chunk, and the share held between I and
+    W."""
 
     bound: int
     after_input: Fraction = Fraction(1)

@@ -131,8 +131,7 @@ def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int)
 
 
 def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
-    """Return what each rank holds if groups are whole; nothing is known of others, as ranks then take what can
-    start."""
+    """Return what each rank holds if groups are whole; in others ranks take what can start, so nothing is known."""
     size = min(group or usual_group(microbatches_of(num_ranks, slices)), num_microbatches)
     together, is_whole = size * slices, num_microbatches % size == 0
     lengths = [(num_chunks - 1) * together + slices - 1 + num_ranks - rank for rank in range(num_ranks)]

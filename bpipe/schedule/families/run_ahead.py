@@ -49,8 +49,7 @@ BESIDE_HALVES = {Vocabulary.ONE: 1, Vocabulary.TWO: 1}
 
 
 def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrders:
-    """Return orders that run this many forwards of a chunk further, or one micro-batch if ranks would wait for each
-    other."""
+    """Return orders that run this many forwards of a chunk further ahead, or one micro-batch if these would block."""
     by_microbatch = later_microbatch(orders)
 
     def sharded(
@@ -67,8 +66,7 @@ def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> 
 
 
 def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrdersWithin:
-    """Return orders for a bound that run further ahead, fastest first, without those in which ranks wait for each
-    other."""
+    """Return orders for a bound that run further ahead, fastest first, without those that would block."""
 
     def sharded(
         num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions, layout: Layout

@@ -54,8 +54,7 @@ def fit_shards(
 def fit_with_ticks(
     layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
 ) -> tuple[int, list[list[Action]]]:
-    """Return the ticks until all is over and the orders with shards; ticks are comparable for the same costs and
-    chunks."""
+    """Return the ticks until all is over, comparable for the same costs and chunks, and the orders with shards."""
     run = _SimulatedRanks(layout, num_microbatches, own, costs)
     run.go()
     return max(run.free), run.orders

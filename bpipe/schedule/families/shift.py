@@ -52,8 +52,8 @@ _PATIENCE = (
 
 @dataclass(slots=True)
 class _Side:
-    """The work as seen from one end of time: how many jobs each waits for, the jobs that wait for it and their lags, and
-    what it takes and gives."""
+    """The work as seen from one end of time: the jobs that wait for each job with their lags, and what it takes and
+    gives."""
 
     waits_for: list[int]
     after: list[list[tuple[int, int]]]

@@ -131,7 +131,7 @@ def length[Time: int | float | Fraction](work: Work[Time]) -> Time | int:
 
 
 class StageTicks(NamedTuple):
-    """Durations in ticks of one stage's computations, by kind, and of a message; `per_unit` ticks are one unit of the
+    """Durations in ticks of one stage's computations, by kind, and of a message; `per_unit` ticks are a unit of
     costs."""
 
     lasts: Mapping[Kind, int]

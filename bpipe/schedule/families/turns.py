@@ -35,8 +35,8 @@ class WarmUp:
         return self._by_chunk(self.lengths[rank])
 
     def meanwhile(self, rank: int, later: int) -> list[list[int]]:
-        """Return what a later rank may hold at that time: it has begun its backwards, and its forwards are not ahead of
-        the rank before."""
+        """Return what a later rank may hold then: it has begun its backwards, and its forwards are not ahead of the
+        rank's."""
         forwards = self.lengths[later]
         held = []
         for further in range(self.lengths[rank] - forwards + 1):

@@ -59,8 +59,7 @@ def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Ord
 
 
 class _Placement:
-    """The grid while it grows: `over[value]` is the slot after all makers of a value, _UNPLACED until they are
-    placed."""
+    """The grid while it grows: `over[value]` is the slot after all makers of a value, or _UNPLACED."""
 
     def __init__(self, dependencies: Dependencies, num_ranks: int) -> None:
         self.dependencies = dependencies

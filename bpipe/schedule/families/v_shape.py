@@ -42,7 +42,7 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
 
 
 def half(num_ranks: int, rank: int) -> tuple[int, int, int, int]:
-    """Return V-Half's block: forwards go down at half speed, all else at full speed, and a rank holds half of 1F1B's
+    """Return V-Half's block: forwards go down at half speed, all else at full, and a rank holds half of 1F1B's
     first."""
     gap = 0 if num_ranks % 2 else 3
     down, up = 2 * rank, 3 * num_ranks - 2 - rank
@@ -50,8 +50,7 @@ def half(num_ranks: int, rank: int) -> tuple[int, int, int, int]:
 
 
 def third(num_ranks: int, rank: int) -> tuple[int, int, int, int]:
-    """Return V-Min's block: a micro-batch goes both ways without a stop, and a rank holds a third of 1F1B's first, the
-    least."""
+    """Return V-Min's block: a micro-batch goes both ways without a stop, and a rank holds a third of 1F1B's first."""
     gap = 0 if num_ranks % 3 else 2
     return rank, 2 * num_ranks - 1 - rank, 2 * num_ranks + gap + rank, 4 * num_ranks + gap - 1 - rank
 

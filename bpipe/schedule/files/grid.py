@@ -97,8 +97,7 @@ def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), 
 
 
 def _implied(layout: Layout, num_ranks: int, hosts: Hosts | None) -> tuple[list[int], list[int]]:
-    """Return, per lane, the stage that a cell without a number means: its own, and its partner's for H and R; -1 for
-    none."""
+    """Return each lane's implied stage: its own, and its partner's for H and R; -1 for none."""
     own = [-1] * num_ranks
     if layout.num_stages == num_ranks and layout.num_pipes == 1:
         for stage, rank in enumerate(layout.placements[0]):

@@ -61,9 +61,8 @@ def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
 
 
 def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
-    """Return the same of values that several ranks take or make, by a later message from all takers, each of whom has
-    received the value before its part.
-    """
+    """Return the same of values of several ranks, by a later message to which each taker contributes after
+    receiving."""
     positions = [_positions(program) for program in programs]
     answers: list[dict[int, list[int]]] = [{} for _ in programs]
     for program, (waited, sent) in zip(programs, positions, strict=True):

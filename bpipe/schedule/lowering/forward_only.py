@@ -33,8 +33,7 @@ def forwards_only(layout: Layout, num_microbatches: int) -> Schedule:
 
 
 def _wave(layout: Layout, num_ranks: int, wave: int) -> Iterator[Action]:
-    """Yield the computations of one wave, each stage and shard one micro-batch after those before it; some do not
-    exist."""
+    """Yield the computations of one wave, each stage a micro-batch after the one before it; some do not exist."""
     if layout.input_shards:
         yield from (Action(rank, Kind.INPUT_FORWARD, wave) for rank in range(num_ranks))
     for stage in reversed(range(layout.num_stages)):

@@ -122,9 +122,7 @@ class _Lowering:
         return Program(self.rank, bytes(self.ops), self.operands, self.starts, self.slots, self.passing.messages)
 
     def between(self) -> Program:
-        """Return the program of Megatron's loop for one stage per rank: between two computations it passes what the
-        first made and the second needs.
-        """
+        """Return the program of Megatron's loop for one stage per rank, which exchanges between two computations."""
         ops, operands, add_start = self.ops, self.operands, self.starts.append
         left, left_to = NOTHING, NOBODY
         # The loop's start and end compute nothing.
@@ -149,9 +147,7 @@ class _Lowering:
         return self._program()
 
     def interleaved(self, received: Sequence[list[int]]) -> Program:
-        """Return the program of Megatron's loop for several stages per rank: after a computation it passes what that
-        made and all that comes before the next.
-        """
+        """Return the program of Megatron's loop for several stages per rank, which exchanges after a computation."""
         ops, operands = self.ops, self.operands
         done = 0
         for step, inputs in zip(self.steps, [*received, []], strict=True):
@@ -168,8 +164,7 @@ class _Lowering:
         return self._program()
 
     def in_turns(self, turns: Sequence[int], received: Sequence[list[int]]) -> Program:
-        """Return the program of the same loop without overlap: between turns it passes what one made and the next
-        needs."""
+        """Return the program of the same loop without overlap, which exchanges between turns."""
         left: list[int] = []
         begun, done = -1, 0
         self.starts.append(0)
@@ -197,8 +192,7 @@ class _Lowering:
         return self._posted_alone([cell.compute for cell in row if cell.compute is not None], inbound)
 
     def listed(self, received: Sequence[list[int]]) -> Program:
-        """Return the program of torch's own runtime: receives are posted where its list has them, and waited for when
-        needed."""
+        """Return the program of torch's own runtime, with receives where its list has them."""
         sent: list[int] = []
         done = cell = 0
         for step in self.steps:
@@ -248,8 +242,7 @@ class _Lowering:
         return self._program()
 
     def _posted_alone(self, computations: Sequence[Action], inbound: dict[int, list[int]]) -> Program:
-        """Return the program if nothing moves or overlaps, as in most schedules of a search, without looking for
-        either."""
+        """Return the program if nothing moves or overlaps, as in most schedules of a search."""
         taken = dict.fromkeys(inbound, 0)
         early: set[int] = set()
         sent: list[int] = []

@@ -126,8 +126,8 @@ class Passing:
         return inbound
 
     def channel(self, value: int, source: int) -> int:
-        """Return the channel of a value. With several pipes, a sort of collectives has several senders, each with its
-        own order."""
+        """Return the channel of a value. With several pipes, collectives of one sort have several senders with their
+        own orders."""
         if source != ALL:
             return source
         dependencies = self.messages.dependencies
@@ -135,8 +135,7 @@ class Passing:
 
 
 def _ends(dependencies: Dependencies, value_of: Callable[[Action], int], pipe: int) -> _Table:
-    """Return what every computation makes, or needs (`value_of`), of a pipe's micro-batch 0, and who is at its other
-    end."""
+    """Return what every computation makes, or needs (`value_of`), of a pipe's micro-batch 0, and its other end."""
     making = value_of == dependencies.value_of
 
     def end(action: Action) -> tuple[int, int]:
