@@ -302,21 +302,13 @@ def _usual_orders(config: ScheduleConfig) -> Sequence[Order]:
 
 
 def choice_for_bound(config: ScheduleConfig) -> OrderChoice | None:
-    """Return the order chosen for the bound; None if there was nothing to choose.
-
-    Raises:
-        ValueError: No order keeps the bound.
-    """
+    """Return the order chosen for the bound, None if there was nothing to choose; ValueError if no order keeps it."""
     return None if config.limit is None else _made_for(config, config.limit)[0]
 
 
 @lru_cache(maxsize=16)
 def _made_for(config: ScheduleConfig, limit: RankLimit) -> tuple[OrderChoice, Schedule]:
-    """Return the fastest of the family's orders for a bound that pairs can keep.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the fastest of the family's orders for a bound that pairs can keep; ValueError if there is none."""
     family = FAMILIES[config.schedule]
     staying = config.balance is not None and config.balance.buffers_stay
     if config.vocabulary is Vocabulary.WHOLE:

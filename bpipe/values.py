@@ -20,11 +20,7 @@ _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 
 
 def load_json(text: str | bytes) -> object:
-    """Read the value of a whole text.
-
-    Raises:
-        ValueError: Says where the text stops being JSON.
-    """
+    """Read the value of a whole text; a ValueError says where it stops being JSON."""
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -68,8 +64,7 @@ def a_text(value: object, name: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text of unknown origin with escapes such as `\x1b` and `\ud800` for what would steer a terminal or a
-    page."""
+    r"""Return text of unknown origin with escapes such as `\x1b` for what would steer a terminal or a page."""
     return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 

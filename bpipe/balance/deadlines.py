@@ -72,10 +72,7 @@ class _Clock:
 
 
 def balance_in_time(schedule: Schedule, budget: ActivationBudget, windows: Windows) -> Schedule:
-    """Return the schedule with evictions moved so that they end in time, or itself if none moves.
-
-    Bounds are the counts that result.
-    """
+    """Return the schedule with evictions moved so that they end in time. Bounds are the counts that result."""
     changed = schedule
     for rank, clock in enumerate(_clocks(schedule, windows)):
         sender, moving = _Sender(changed, rank, budget, windows, clock), _Moving(changed)
@@ -202,8 +199,7 @@ class _Sender:
         return self.memory.size(*residency.key).moved_bytes
 
     def _evict_earlier(self, residency: Residency, slots: range) -> range:
-        """Return the slots with the eviction moved to the latest earlier slot in which it ends in time, if there is
-        one."""
+        """Return the slots with the eviction in the latest earlier slot in which it ends in time, if there is one."""
         host, out = self.hosts[residency], slots[0]
         seconds, clock, taken = self._seconds(residency), self.clock, self.taken[host.tier]
         if seconds <= clock.following[out] - clock.issued[out]:

@@ -120,10 +120,8 @@ class _Search:
             self.free[option.host] += item.num_bytes
 
     def _leads_nowhere(self, index: int, spent: Cost, first: int) -> bool:
-        """Whether the search is over, was here at no higher cost, or has no room for all items of this size.
-
-        Otherwise it notes the cost.
-        """
+        """Note the cost, and tell whether the search is over, was here at no higher cost, or has no room for all of
+        this size."""
         state = (index, first, tuple(self.free))
         before = self.seen.get(state)
         if self.steps > _MOST_STEPS or (before is not None and before <= spent):

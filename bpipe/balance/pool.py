@@ -67,7 +67,7 @@ def plan_overfull_ranks(schedule: Schedule, budget: ActivationBudget) -> tuple[d
 def fewest_sent(
     schedule: Schedule, budget: ActivationBudget, parts: Parts, attempt: Callable[[ActivationBudget], object]
 ) -> ActivationBudget:
-    """Return the budget with parts of micro-batches with which the fewest bytes leave each rank, if `attempt` then
+    """Return the budget with parts of micro-batches of which the fewest bytes leave each rank, if `attempt`
     succeeds."""
     memory = budget.memory
     for rank, room in enumerate(budget.room_bytes):
@@ -195,10 +195,8 @@ def with_hosts(
 
 
 def _hosts(used: Sequence[set[Host]]) -> Hosts:
-    """Return pairs if each rank deals with one other device at most, and none with host memory, else each rank's hosts.
-
-    Host memory comes after all devices.
-    """
+    """Return pairs if each rank deals with at most one other device and none with host memory, else all hosts, devices
+    first."""
     others = [
         {host.rank for host in hosts} | {guest for guest, of in enumerate(used) if Host(rank) in of}
         for rank, hosts in enumerate(used)
@@ -306,10 +304,7 @@ def _buffers(rank: int, plan: Plan, room: Sequence[int], memory: Memory) -> list
 
 
 def _through(away: Mapping[Residency, range], num_buffers: int) -> list[list[Residency]]:
-    """Return the residencies that pass through each of a number of buffers, as many as possible.
-
-    A buffer is free in the slot after a load's.
-    """
+    """Return the residencies of each buffer, as many as possible; a buffer is free in the slot after a load's."""
     full: list[tuple[Residency, list[Residency]]] = []
     buffers: list[list[Residency]] = [[] for _ in range(num_buffers)]
     for residency, slots in away.items():

@@ -210,11 +210,8 @@ def num_host_memory_buffers(schedule: Schedule, rank: int) -> int:
 
 
 def stages_in_buffers(hosted: Mapping[Residency, int]) -> tuple[frozenset[int], ...]:
-    """Return the stages whose micro-batches each host buffer of a rank ever holds.
-
-    Args:
-        hosted: Result of `host_buffers`.
-    """
+    """Return the stages whose micro-batches each host buffer of a rank ever holds, from the result of
+    `host_buffers`."""
     stages: list[set[int]] = [set() for _ in range(max(hosted.values(), default=-1) + 1)]
     for residency, buffer in hosted.items():
         stages[buffer].add(residency.stage)

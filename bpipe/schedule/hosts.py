@@ -106,11 +106,7 @@ def default_partners(peaks: Sequence[int | Fraction]) -> tuple[int, ...]:
 
 
 def pairing(num_ranks: int, partners: Sequence[int]) -> tuple[int, ...]:
-    """Return a pairing after a check.
-
-    Raises:
-        ValueError: Some rank has no partner, or is not its partner's.
-    """
+    """Return a pairing; ValueError unless every rank has a partner, and is its partner's."""
     if len(partners) != num_ranks:
         raise ValueError(f"{len(partners)} partners for {num_ranks} ranks: give one for each rank")
     for rank, partner in enumerate(partners):

@@ -68,9 +68,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """Memory that a stage keeps of a micro-batch cut into slices: all keys and values and, while its backwards run,
-    their
-    gradients."""
+    """Memory that a stage keeps for slices: all keys and values and, while its backwards run, their gradients."""
 
     keys_bytes: int
     gradients_bytes: int
@@ -225,17 +223,12 @@ def counts_of(schedule: Schedule) -> Memory:
 
 
 def plain(count: Count) -> int | float:
-    """Return a count as it is written, without a point if it is whole; the shares that a schedule may have stay
-    exact."""
+    """Return a count as it is written, without a point if it is whole; shares of schedules stay exact."""
     return int(count) if count == int(count) else float(count)
 
 
 def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
-    """Return the schedule with `share` of a micro-batch counted between I and W.
-
-    Raises:
-        ValueError: No backward is split.
-    """
+    """Return the schedule with `share` of a micro-batch counted between I and W; ValueError if no backward is split."""
     if not schedule.split_stages:
         raise ValueError("its backwards are not split into I and W, so no share is held between them: leave --kept out")
     return replace(schedule, after_input=share)
@@ -280,10 +273,8 @@ class TimedAction(Protocol):
 
 
 def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[int | float | Fraction, int]]:
-    """Return the (instant, change) pairs of one rank's memory in order of time.
-
-    At one instant memory is given back first: what starts there waited for it.
-    """
+    """Return one rank's changes of memory in order of time; at one instant it is given back first, as what starts
+    waited."""
     changes: list[tuple[int | float | Fraction, int]] = []
     takes, gives = memory.takes, memory.gives
     for row in rows:

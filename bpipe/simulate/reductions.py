@@ -27,8 +27,7 @@ Busy = Mapping[int, Sequence[tuple[Number, Number]]]
 
 
 class _Complete(NamedTuple):
-    """A stage's gradients: when all replicas are complete, when they may be reduced, and when the first bucket may
-    be."""
+    """A stage's gradients: when all replicas are complete, when they may be reduced, and when its buckets begin."""
 
     complete_s: Number
     stage: int

@@ -206,10 +206,7 @@ class _Rank:
 
 
 def _arrows(flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return arrows from the start of each eviction over that of its residency to that of its load.
-
-    A rank without a record has no end of its arrows.
-    """
+    """Return arrows from the start of each eviction over that of its residency to that of its load, if recorded."""
     arrows = []
     for number, ends in enumerate(flows.values(), 1):
         if not {"s", "f"} <= ends.keys():

@@ -14,8 +14,7 @@ NOWHERE = -1
 
 
 class ScheduleError(ValueError):
-    """A schedule that breaks `rule`, with the `rank`, `slot` and `action` to blame, if any, and the grid around
-    them."""
+    """A schedule that breaks `rule`, with the `rank`, `slot` and `action` to blame, if any, and the grid around."""
 
     def __init__(
         self, rule: str, message: str, rank: int | None = None, slot: int | None = None, action: Action | None = None

@@ -184,8 +184,8 @@ class Board:
         return len(self.missing) - 1
 
     def telling(self, program: Program) -> dict[int, int]:
-        """Return the numbers of the sizes that a rank tells, by place: after each evicted stage's first forward is
-        sent."""
+        """Return the numbers of the sizes that a rank tells, by place: after the first forward of each evicted
+        stage."""
         rank, ops = program.rank, program.ops
         stages_to: dict[Host, set[int]] = {}
         for residency, host in hosts_of(self.schedule, rank).items():
@@ -386,11 +386,8 @@ class _RankWalk:
         self.streams[parties].issue(value)
 
     def _issued_before(self, value: int) -> Iterator[int]:
-        """Wait for the previous message in the same stream: with one queue the next one blocks it until that has
-        passed.
-
-        Torch's runtime has one stream for both directions between two ranks.
-        """
+        """Wait for the previous message in the same stream or queue; torch has one stream for both directions of two
+        ranks."""
         in_one_stream = self.board.exchange is Exchange.TORCH
         parties = self.board.parties(value) if in_one_stream else self.board.dependencies.route(value).parties
         before = self.last_issued.get(parties)

@@ -80,10 +80,7 @@ def check_head(case: Case) -> None:
 
 
 def check_once(case: Case) -> None:
-    """Check that every stage and shard computes each micro-batch once in each pass, on its own rank.
-
-    Fills `case.spots`.
-    """
+    """Check that every stage and shard computes each micro-batch once in each pass, on its rank; fills `case.spots`."""
     schedule, width = case.schedule, case.schedule.num_microbatches
     size = schedule.num_stages * width
     shards = {kind: [NOWHERE] * (schedule.num_ranks * width) for kind in schedule.layout.shard_kinds}
@@ -224,8 +221,7 @@ def check_slices(case: Case) -> None:
 
 
 def check_shard_order(case: Case) -> None:
-    """Check that all ranks compute output shards in one order, and input shards by micro-batch: collectives must
-    meet."""
+    """Check that all ranks compute output shards in one order, and input shards by micro-batch, so collectives meet."""
     first: list[tuple[int, Action]] = []
     for rank in range(case.schedule.num_ranks) if case.spots.shards else ():
         shards = [(slot, action) for slot, action in case.schedule.computations(rank) if action.kind in SHARDS]
@@ -248,10 +244,7 @@ def _check_by_microbatch(case: Case, rank: int, of_kind: Sequence[tuple[int, Act
 
 
 def check_sum_order(case: Case) -> None:
-    """Check that both replicas of a stage add up gradients in the same order.
-
-    A replica with another order would differ in its last bits from its twin and from stock training.
-    """
+    """Check that both replicas of a stage add up gradients in the same order, on which their last bits depend."""
     schedule, release, width = case.schedule, case.spots.release, case.schedule.num_microbatches
     for stage in range(schedule.num_stages) if schedule.layout.num_pipes == 2 else ():
         of_stage = release[stage * width : (stage + 1) * width]

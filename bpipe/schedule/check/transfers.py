@@ -30,7 +30,7 @@ def check_hosts(case: Case) -> None:
 
 
 def check_other_ends(case: Case) -> None:
-    """Check that every transfer has its other end in the same slot of one host, or is to own memory, and loads match
+    """Check that every transfer has its other end in the same slot of one host, or is to own memory; loads match
     evictions."""
     schedule, rule = case.schedule, "other ends"
     hosts = schedule.hosts or ((),) * schedule.num_ranks
@@ -77,8 +77,7 @@ def _unfit(schedule: Schedule, rank: int, transfer: Action, others: Sequence[Hos
 
 
 def _host_with(schedule: Schedule, others: Sequence[Host], slot: int, end: Action) -> Host | str:
-    """Return the one host that has the other end in this slot, or host memory; or, in words, why there is not exactly
-    one."""
+    """Return the one host that has the other end in this slot, or host memory; or, in words, why it is not one."""
     devices = device_ranks(others)
     owners = [rank for rank in devices if end in schedule.ranks[rank][slot].transfers]
     if len(owners) == 1:

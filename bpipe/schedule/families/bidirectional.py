@@ -83,8 +83,7 @@ def from_ends(rank: int, num_ranks: int) -> int:
 
 
 def first_of_two(num_ranks: int, num_microbatches: int, num_chunks: int, _: int) -> int:
-    """Return the least that the first rank holds of both pipes: all stages in a full pipeline, half as many in
-    others."""
+    """Return the least that the first rank holds of both pipes: all stages in a full pipeline, else half as many."""
     is_full = num_microbatches >= 2 * num_ranks
     return num_chunks * num_ranks if is_full else num_chunks * min(num_ranks, num_microbatches) // 2
 

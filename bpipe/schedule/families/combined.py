@@ -18,11 +18,8 @@ from bpipe.schedule.schedule import Slot
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[Order]:
-    """Return combined 1F1B in groups of the size asked, p by default.
-
-    Raises:
-        ValueError: Interleaved 1F1B refuses such groups.
-    """
+    """Return combined 1F1B in groups of the size asked, p by default; ValueError for groups that interleaved 1F1B
+    refuses."""
     sizes = group_sizes(num_ranks, num_microbatches, options)
     turns = chunk_turns(sizes, num_chunks)
     ahead = (num_chunks - 1) * (options.group_size or num_ranks) + 1

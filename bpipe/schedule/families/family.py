@@ -55,8 +55,7 @@ ALIKE = UnitCosts()
 
 @dataclass(frozen=True, slots=True)
 class RankLimit:
-    """Limits of a rank once pairs share memory: `bound` micro-batches of a chunk, and the share held between I and
-    W."""
+    """Limits of a rank once pairs share memory: `bound` micro-batches of a chunk; the share held between I and W."""
 
     bound: int
     after_input: Fraction = Fraction(1)
@@ -167,10 +166,7 @@ class Family:
     def generate(
         self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, options: FamilyOptions = NO_OPTIONS
     ) -> Schedule:
-        """Return the compute-only schedule: every rank's order, placed.
-
-        Costs choose orders; on the grid any computation takes one slot.
-        """
+        """Return the compute-only schedule. Costs choose orders; on the grid any computation takes one slot."""
         orders = self.orders(num_ranks, num_microbatches, num_chunks, options)
         layout = replace(self.layout(num_ranks, num_chunks), slices=options.slices)
         return place(self.name, num_microbatches * options.slices, layout, orders)

@@ -29,11 +29,7 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
-    """Return interleaved 1F1B of v >= 2 chunks, in groups of the size asked, p by default.
-
-    Raises:
-        ValueError: A group has fewer micro-batches than ranks, or more than there are.
-    """
+    """Return interleaved 1F1B of v >= 2 chunks, in groups of the size asked, p by default."""
     slices = options.slices
     sizes = [size * slices for size in group_sizes(num_ranks, num_microbatches, options)]
     group = options.group_size or microbatches_of(num_ranks, slices)

@@ -52,7 +52,7 @@ _PATIENCE = (
 
 @dataclass(slots=True)
 class _Side:
-    """The work as seen from one end of time: the jobs that wait for each job with their lags, and what it takes and
+    """The work as seen from one end of time: the jobs that wait for each job, with lags, and what it takes and
     gives."""
 
     waits_for: list[int]
@@ -101,10 +101,8 @@ class Shifts:
         return ticks, [row[::-1] for row in mirrored]
 
     def to_and_fro(self, patience: Slack, moves: int, goal: int) -> tuple[int, list[list[int]] | None]:
-        """Return the ticks and rows of the shortest of `moves` moves, later first; no rows if none is shorter.
-
-        Stops at the goal.
-        """
+        """Return the ticks and rows of the shortest of `moves` moves up to the goal, later first; no rows if none is
+        shorter."""
         shortest, best = length(self.work), None
         rows: Sequence[Sequence[int]] = self.work.rows
         for number in range(moves):

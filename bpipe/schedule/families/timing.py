@@ -131,8 +131,7 @@ def length[Time: int | float | Fraction](work: Work[Time]) -> Time | int:
 
 
 class StageTicks(NamedTuple):
-    """Durations in ticks of one stage's computations, by kind, and of a message; `per_unit` ticks are a unit of
-    costs."""
+    """Durations in ticks of one stage's computations and of a message; `per_unit` ticks are one unit of the costs."""
 
     lasts: Mapping[Kind, int]
     hop: int
@@ -161,11 +160,7 @@ def stage_ticks(costs: UnitCosts, num_chunks: int) -> StageTicks:
 
 
 def work_of(layout: Layout, num_microbatches: int, orders: Sequence[Order], ticks: StageTicks) -> Work[int]:
-    """Return the orders as jobs.
-
-    Raises:
-        ValueError: The cost of a computation is not known.
-    """
+    """Return the orders as jobs; ValueError for a computation whose cost is not known."""
     return jobs_of(layout, num_microbatches, orders, lambda actions: _ticks(actions, ticks), ticks.hop)
 
 

@@ -35,8 +35,7 @@ class WarmUp:
         return self._by_chunk(self.lengths[rank])
 
     def meanwhile(self, rank: int, later: int) -> list[list[int]]:
-        """Return what a later rank may hold then: it has begun its backwards, and its forwards are not ahead of the
-        rank's."""
+        """Return what a later rank may hold then: it has begun its backwards, and is not ahead of the rank."""
         forwards = self.lengths[later]
         held = []
         for further in range(self.lengths[rank] - forwards + 1):
@@ -123,10 +122,8 @@ def spread(num_microbatches: int, num_groups: int) -> tuple[int, ...]:
 
 
 def tapered(num_microbatches: int, num_groups: int, share: Fraction) -> tuple[int, ...] | None:
-    """Return groups that shrink evenly: the first exceeds the mean by `share` of it, the last is as much below.
-
-    None if a group would be empty.
-    """
+    """Return groups that shrink evenly, the first by `share` above the mean, the last below; None if one would be
+    empty."""
     step = Fraction(2, max(1, num_groups - 1)) * share
     mean = Fraction(num_microbatches, num_groups)
     sizes: list[int] = []

@@ -42,8 +42,7 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
 
 
 def half(num_ranks: int, rank: int) -> tuple[int, int, int, int]:
-    """Return V-Half's block: forwards go down at half speed, all else at full, and a rank holds half of 1F1B's
-    first."""
+    """Return V-Half's block: forwards go down at half speed, all else at full; a rank holds half of 1F1B's first."""
     gap = 0 if num_ranks % 2 else 3
     down, up = 2 * rank, 3 * num_ranks - 2 - rank
     return down, up, 3 * num_ranks - 1 + gap + 2 * rank, 6 * num_ranks - 2 + gap - rank

@@ -43,11 +43,7 @@ class TextError(ValueError):
 
 
 def read_action(text: str) -> Action:
-    """Read a cell such as `2F0`.
-
-    Raises:
-        TextError: The text is not exactly a cell.
-    """
+    """Read a cell such as `2F0`; TextError if the text is not exactly a cell."""
     match = _CELL.fullmatch(text)
     if match is None:
         if _RUNTIME.fullmatch(text):
@@ -228,11 +224,7 @@ def _read_hosts(fields: Mapping[str, str], num_ranks: int) -> Hosts | None:
 
 
 def read_partners(partners: Sequence[int], num_ranks: int) -> Hosts:
-    """Return the hosts of ranks in these pairs.
-
-    Raises:
-        TextError: Some rank is not its partner's partner.
-    """
+    """Return the hosts of ranks in these pairs; TextError unless every rank is its partner's partner."""
     try:
         return in_pairs(pairing(num_ranks, partners))
     except ValueError as error:

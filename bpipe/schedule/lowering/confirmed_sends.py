@@ -61,8 +61,7 @@ def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
 
 
 def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
-    """Return the same of values of several ranks, by a later message to which each taker contributes after
-    receiving."""
+    """Return the same of values of several ranks, by a later message that needs all takers after their receipt."""
     positions = [_positions(program) for program in programs]
     answers: list[dict[int, list[int]]] = [{} for _ in programs]
     for program, (waited, sent) in zip(programs, positions, strict=True):

@@ -126,8 +126,7 @@ class Passing:
         return inbound
 
     def channel(self, value: int, source: int) -> int:
-        """Return the channel of a value. With several pipes, collectives of one sort have several senders with their
-        own orders."""
+        """Return the channel of a value; with several pipes, collectives of one sort have several senders."""
         if source != ALL:
             return source
         dependencies = self.messages.dependencies
