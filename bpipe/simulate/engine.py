@@ -4,21 +4,19 @@ Every rank follows its program (`schedule.lowering.lower`) and waits as the runt
 numbers:
 
   [1] A computation starts when the one before it is over and its operand from a neighbouring stage has arrived. Two
-      that overlap
-      start when the operands of both have arrived, take as long as one after the other, and pass on their results when
-          both are over.
-  [2] An eviction ends before the next computation on its rank, and before an earlier load: they take its memory. [3] A
-      transfer is posted with the computation of its slot, or at the end of the one before its bubble (after a rank's
-      last: once that
-      one's message has passed). It starts when both of its ends are posted (if one-sided: the evictor's), its
-          activations are there, and the transfer before it in its direction is over. Waits of an acceptor delay its
-          transfers, not its computations.
+      that overlap start when the operands of both have arrived, take as long as one after the other, and pass on their
+      results when both are over.
+  [2] An eviction ends before the next computation on its rank, and before an earlier load: they take its memory.
+  [3] A transfer is posted with the computation of its slot, or at the end of the one before its bubble (after a rank's
+      last: once that one's message has passed). It starts when both of its ends are posted (if one-sided: the
+      evictor's), its activations are there, and the transfer before it in its direction is over. Waits of an acceptor
+      delay its transfers, not its computations.
   [4] A backward waits for the load of its activations; if transfers are synchronous an evictor waits for each when it
-      posts it. [5] A message leaves when it is sent, in parallel to computation. In the exchanges of Megatron's loops
-      it starts when both sides are
-      there, and the rank goes on when it has passed.
-  [6] A collective starts when all its ranks are there, and the one before it of its sort is over. [7] Gradients are
-      reduced over replicas after or during all that (`reductions`), and then all ranks update their weights.
+      posts it.
+  [5] A message leaves when it is sent, in parallel to computation. In the exchanges of Megatron's loops it starts when
+      both sides are there, and the rank goes on when it has passed.
+  [6] A collective starts when all its ranks are there, and the one before it of its sort is over.
+  [7] Gradients are reduced over replicas after or during all that (`_reductions`), and then all ranks update weights.
 
 A transfer to the own node's memory has no other end, and takes the rank's link there: one port out and one in. Messages
 that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one
@@ -29,19 +27,19 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
-from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.action import OF_THE_WEIGHTS, Action, Key, Kind
 from bpipe.schedule.dependencies import Dependencies
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.program import Exchange, Op, Program, Transfer
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import Costs, Number, check_fits, durations, host_port, ports
-from bpipe.simulate.reductions import reductions
-from bpipe.simulate.report import Simulation, Timed, Wait
+from bpipe.simulate.cost import Costs, Number, StageCost, check_fits, durations, host_port, ports
+from bpipe.simulate.report import Reduced, Simulation, Timed, Wait
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -49,6 +47,8 @@ _RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Op)
 
 _NOTHING = -1
 
+# By port, the times in which it carries something.
+Busy = Mapping[int, Sequence[tuple[Number, Number]]]
 # Yields the event it waits for, ends with the rank's iteration.
 _Process = Generator[int, None, None]
 
@@ -379,7 +379,7 @@ class _Run:
             sum(costs.of(stage).optimizer_s for stage in layout.stages_of(rank))
             for rank in range(self.schedule.num_ranks)
         ]
-        reduced = reductions(self.schedule, self.costs, self.compute, self.clocks, self._busy())
+        reduced = _reductions(self.schedule, self.costs, self.compute, self.clocks, self._busy())
         pipeline = max(self.clocks)
         # The norm of all gradients scales every update, so no rank updates before the last has reduced.
         complete = max([pipeline, *(row[-1].end_s for row in reduced if row)])
@@ -456,3 +456,104 @@ def _ports_between(costs: Costs, num_ranks: int, sender: int, receiver: int) -> 
         return port, port
     between = costs.links.crosses(sender, receiver)
     return ports(sender, between)[0], ports(receiver, between)[1]
+
+
+class _Complete(NamedTuple):
+    """A stage's gradients: when all replicas are complete, when they may be reduced, and when its buckets begin."""
+
+    complete_s: Number
+    stage: int
+    ready_s: Number
+    begun_s: Number
+
+
+def _reductions(
+    schedule: Schedule, costs: Costs, computations: Sequence[Sequence[Timed]], clocks: Sequence[Number], busy: Busy
+) -> tuple[tuple[Reduced, ...], ...]:
+    """Return, by rank, the reductions of gradients over replicas that it has a part in, in order.
+
+    A stage's gradients are complete with the end of its last backward on every rank that has a replica of it. Lazily they
+    are reduced after all computations of these ranks, eagerly as soon as they are complete (Megatron's
+    `--overlap-grad-reduce`). Buckets are complete one after the other, evenly over the last backward, and each is then
+    reduced; if replicas of a stage are on several ranks of the schedule, all are complete at its end. The replicas of a
+    pair of ranks have one queue, because their reductions share a communicator: the first complete goes first.
+
+    Only the update waits for a reduction, so it gives way: one that runs during computations pauses while a message or a
+    transfer passes one of its ports. Replicas of data parallelism, which are not in the schedule, are part of the seconds
+    that costs give.
+
+    Args:
+        clocks: When each rank has computed everything.
+    """
+    reduced: list[list[Reduced]] = [[] for _ in schedule.ranks]
+    completed = [_last_backwards(row) for row in computations]
+    for ranks, queue in _queues(schedule, costs, completed, clocks).items():
+        between = costs.replicas_apart or any(costs.links.crosses(ranks[0], other) for other in ranks)
+        taken = _merged([times for rank in ranks for port in ports(rank, between) for times in busy.get(port, ())])
+        free: Number = 0
+        for _, stage, ready, begun in sorted(queue):
+            start, free = _reduced(costs.of(stage), begun, ready, free, taken)
+            for rank in ranks:
+                reduced[rank].append(Reduced(stage, start, free))
+    return tuple(map(tuple, reduced))
+
+
+def _reduced(
+    cost: StageCost, begun: Number, ready: Number, free: Number, taken: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number]:
+    """Return when the first bucket's reduction begins, and when the last one's is over."""
+    start = None
+    for number in range(1, cost.buckets + 1):
+        complete = ready if number == cost.buckets else begun + Fraction(number, cost.buckets) * (ready - begun)
+        begin = max(complete, free)
+        start = begin if start is None else start
+        seconds = cost.reduction_s if cost.buckets == 1 else Fraction(1, cost.buckets) * cost.reduction_s
+        free = _over(begin, seconds, taken)
+    assert start is not None, "there is a bucket"
+    return start, free
+
+
+def _queues(
+    schedule: Schedule, costs: Costs, completed: Sequence[Mapping[int, Timed]], clocks: Sequence[Number]
+) -> dict[tuple[int, ...], list[_Complete]]:
+    """Return the stages whose gradients are reduced, by the ranks that take part."""
+    queues: dict[tuple[int, ...], list[_Complete]] = {}
+    for stage in range(costs.num_stages):
+        cost = costs.of(stage)
+        ranks = tuple(sorted(set(schedule.layout.replicas(stage))))
+        # A pipe without a micro-batch completes nothing, and has its gradients, zeros, at once.
+        last = [completed[rank][stage] for rank in ranks if stage in completed[rank]]
+        complete = max((backward.end_s for backward in last), default=0)
+        if cost.reduction_s:
+            ready = complete if costs.eager else max(clocks[rank] for rank in ranks)
+            begun = last[0].start_s if costs.eager and len(ranks) == len(last) == 1 else ready
+            queues.setdefault(ranks, []).append(_Complete(complete, stage, ready, begun))
+    return queues
+
+
+def _last_backwards(row: Sequence[Timed]) -> dict[int, Timed]:
+    """Return the last of each stage's backwards on a rank."""
+    return {timed.action.stage: timed for timed in row if timed.action.kind in OF_THE_WEIGHTS}
+
+
+def _merged(times: list[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
+    """Return the times in which any is busy, in order and apart from each other."""
+    merged: list[tuple[Number, Number]] = []
+    for start, end in sorted(times):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _over(now: Number, left: Number, taken: Sequence[tuple[Number, Number]]) -> Number:
+    """Return the end of what begins now and takes `left` seconds, if it pauses in these times."""
+    for start, end in taken:
+        if end <= now:
+            continue
+        if now + left <= start:
+            break
+        left -= max(0, start - now)
+        now = end
+    return now + left

@@ -24,7 +24,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
 from bpipe.schedule.families.interleaved import layout
 from bpipe.schedule.families.list_scheduler import ChoiceRule, Discipline, ListSchedule, actions_of, schedule_list
-from bpipe.schedule.families.run_ahead import BESIDE_HALVES, further_forwards, further_within
+from bpipe.schedule.families.shards import BESIDE_HALVES, further_forwards, further_within
 from bpipe.schedule.families.timing import StageTicks, length, stage_ticks, work_of
 from bpipe.schedule.families.turns import (
     NONE,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from bpipe.schedule.action import Action, Kind, by_microbatch
 from bpipe.schedule.families.family import Family, FamilyOptions
-from bpipe.schedule.families.run_ahead import BESIDE_WHOLE, further_forwards
+from bpipe.schedule.families.shards import BESIDE_WHOLE, further_forwards
 from bpipe.schedule.families.turns import WarmUp, chunk_turns, groups_of, in_slices, warm_up
 from bpipe.schedule.families.unit_grid import alternate
 from bpipe.schedule.layout import Layout, microbatches_of, one_pipe

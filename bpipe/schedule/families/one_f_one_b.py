@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family, FamilyOptions, one_stage_a_rank
-from bpipe.schedule.families.run_ahead import BESIDE_WHOLE, further_forwards
-from bpipe.schedule.families.shards import fit_shards
+from bpipe.schedule.families.shards import BESIDE_WHOLE, fit_shards, further_forwards
 from bpipe.schedule.families.turns import WarmUp, in_slices, warm_up
 from bpipe.schedule.families.unit_grid import Order, alternate, backwards, forwards
 from bpipe.schedule.layout import Layout, Vocabulary

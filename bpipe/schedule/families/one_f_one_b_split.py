@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family, FamilyOptions, one_stage_a_rank
 from bpipe.schedule.families.one_f_one_b import in_turn, sliced_warm_up
-from bpipe.schedule.families.run_ahead import BESIDE_HALVES, further_forwards
+from bpipe.schedule.families.shards import BESIDE_HALVES, further_forwards
 from bpipe.schedule.families.turns import in_slices
 from bpipe.schedule.program import Exchange
 

@@ -20,7 +20,7 @@ from itertools import chain
 
 from bpipe.schedule.action import Action, Kind, by_microbatch, of_microbatch
 from bpipe.schedule.families.family import Family, FamilyOptions, UnitCosts
-from bpipe.schedule.families.run_ahead import later_microbatch
+from bpipe.schedule.families.shards import later_microbatch
 from bpipe.schedule.families.shift import shortened
 from bpipe.schedule.families.timing import starts, work_at
 from bpipe.schedule.families.turns import in_slices
