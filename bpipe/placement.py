@@ -50,11 +50,6 @@ class Part(NamedTuple):
     tensor: int
 
 
-class _Block(NamedTuple):
-    stage: int
-    replica: int
-
-
 def pair_adjacent(topology: Topology, partners: Sequence[int] | None = None) -> tuple[Part, ...]:
     """Return `parts[place]` for every GPU, with every pair on one node if twice a stage's GPUs divide a node's.
 
@@ -65,12 +60,8 @@ def pair_adjacent(topology: Topology, partners: Sequence[int] | None = None) -> 
     Args:
         partners: By stage, the other stage of its pair or, without one, itself; by default the one opposite.
     """
-    parts: list[Part] = []
-    for block in _order(topology, partners or _opposite(topology)):
-        for inner in range(topology.block):
-            context, tensor = divmod(inner, topology.tensor)
-            parts.append(Part(block.stage, block.replica, context, tensor))
-    return tuple(parts)
+    order = _order(topology, partners or _opposite(topology))
+    return tuple(Part(*block, *divmod(inner, topology.tensor)) for block in order for inner in range(topology.block))
 
 
 def _opposite(topology: Topology) -> Sequence[int]:
@@ -78,14 +69,14 @@ def _opposite(topology: Topology) -> Sequence[int]:
     return range(topology.pipeline - 1, -1, -1)
 
 
-def _order(topology: Topology, partners: Sequence[int]) -> list[_Block]:
-    pairs = deque(
-        (_Block(s, r), _Block(other, r)) for r in range(topology.data) for s, other in enumerate(partners) if s < other
-    )
-    middles = deque(_Block(s, r) for r in range(topology.data) for s, other in enumerate(partners) if s == other)
-    order: list[_Block] = []
-    if middles and not middles[0].stage:
-        # Rank 0 stays where its store is.
+def _order(topology: Topology, partners: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (stage, replica) blocks in order of their places."""
+    replicas = range(topology.data)
+    pairs = deque(((s, r), (other, r)) for r in replicas for s, other in enumerate(partners) if s < other)
+    middles = deque((s, r) for r in replicas for s, other in enumerate(partners) if s == other)
+    order: list[tuple[int, int]] = []
+    if middles and not middles[0][0]:
+        # Rank 0 stays with its store.
         order.append(middles.popleft())
     while pairs or middles:
         room = topology.gpus_per_node - len(order) * topology.block % topology.gpus_per_node
