@@ -63,21 +63,19 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
     slices, costs = options.slices, options.costs
     usual = usual_group(microbatches_of(num_ranks, slices))
     group = min(usual if options.group_size is None else options.group_size, num_microbatches)
-    taken, ticks = (
-        turns(groups_of(num_microbatches, group), num_chunks, slices),
-        stage_ticks(costs, num_chunks * slices),
-    )
+    taken = turns(groups_of(num_microbatches, group), num_chunks, slices)
+    ticks = stage_ticks(costs, num_chunks * slices)
     caps = tuple((num_chunks - 1) * group * slices + slices - 1 + num_ranks - rank for rank in range(num_ranks))
     whole = num_microbatches % group == 0
     in_step = None
     if slices > 1 and whole:
-        # In groups of fewer slices than ranks who begins backwards as soon as they can start is out of step with the
-        # ranks before.
+        # In groups of fewer slices than ranks, backwards that begin as soon as they can are out of step with the ranks
+        # before.
         in_step = [_in_turn(rank, num_ranks, taken, cap) for rank, cap in enumerate(caps)]
         if costs == ALIKE:
             return in_step
-    # Whole groups that fill the pipeline are never shorter otherwise at equal costs: so a test finds for all sizes that
-    # it tries.
+    # At equal costs no other discipline is shorter for whole groups that fill the pipeline, as a test finds for all sizes
+    # that it tries.
     strict = costs == ALIKE and whole and 2 * group * slices >= num_ranks
     shortest = _shortest(taken, num_ranks, ticks, caps, (Discipline.TURN,) if strict else tuple(Discipline))
     most = shortest.makespan * ticks.per_unit
