@@ -1,9 +1,9 @@
 """Keep every rank within the bytes it has room for.
 
 What counts is what a run allocates: a rank's own micro-batches at their most, and its host buffers all the time, unlike
-`balance`, which counts what is hosted only while it is. A rank that holds more than it has room for sends to its partner
-only what must leave. At most one rank of a pair sends: as much as the other then has room for, all the time. If parts of
-a micro-batch may leave (`fewest_moved`), the part of each is chosen that makes the fewest bytes in all.
+`balance`, which counts what is hosted only while it is. A rank that holds more than it has room for sends to its
+partner only what must leave. At most one rank of a pair sends: as much as the other then has room for, all the time. If
+parts of a micro-batch may leave (`fewest_moved`), the part of each is chosen that makes the fewest bytes in all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ActivationBudget:
     memory: Memory
 
 
-# By stage, sizes of the part of a micro-batch that moves: ascending, the last is all that can. Every transfer of a stage
-# moves the same.
+# By stage, sizes of the part of a micro-batch that moves: ascending, the last is all that can. Every transfer of a
+# stage moves the same.
 Parts = Sequence[Sequence[int]]
 
 

@@ -22,8 +22,8 @@ class BalanceConfig:
     """How to balance a schedule."""
 
     bounds: tuple[int, ...] | None = None
-    """Most micro-batches of a chunk that a rank holds: one number per rank, or one for all. By default the smallest that
-    every pair can keep."""
+    """Most micro-batches of a chunk that a rank holds: one number per rank, or one for all. By default the smallest
+    that every pair can keep."""
 
     partners: tuple[int, ...] | None = None
     """By rank, the rank that hosts for it; by default the heaviest is paired with the lightest, and so on."""

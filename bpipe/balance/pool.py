@@ -1,15 +1,15 @@
 """Evict to any rank with room, to the own node's memory, or to both.
 
-What counts is what `budget` counts. A rank that holds more than it has room for sends only what must leave, so no choice
-of hosts changes the bytes that move; every other rank may host, for several, and a rank that sends may have several
-hosts. No rank sends only to make room for what comes from another: if sizes differ, rooms that need such a plan are
-refused. Among all choices, the one is taken that moves the fewest bytes between nodes, and then over the shortest
+What counts is what `budget` counts. A rank that holds more than it has room for sends only what must leave, so no
+choice of hosts changes the bytes that move; every other rank may host, for several, and a rank that sends may have
+several hosts. No rank sends only to make room for what comes from another: if sizes differ, rooms that need such a plan
+are refused. Among all choices, the one is taken that moves the fewest bytes between nodes, and then over the shortest
 distances (`pack`).
 
-If other devices come first and the own node's memory second, as few bytes as possible go to the latter: the micro-batches
-that stay away longest do, while more of them are away than a rank has host buffers on devices. That is exact if all
-micro-batches of a rank have one size. Transfers of one slot are in one order on all ranks, so none waits for another in a
-ring.
+If other devices come first and the own node's memory second, as few bytes as possible go to the latter: the
+micro-batches that stay away longest do, while more of them are away than a rank has host buffers on devices. That is
+exact if all micro-batches of a rank have one size. Transfers of one slot are in one order on all ranks, so none waits
+for another in a ring.
 """
 
 from __future__ import annotations
@@ -346,8 +346,8 @@ def pack(
     """Return the rank with room that takes each item, or None if no packing was found.
 
     The search is exact if it ends within its limits, as it does at small sizes and whenever all items have one size: it
-    then finds a packing if there is one, and the cheapest. Beyond the limits it keeps the first one found, nearest hosts
-    first. If items may stay with their owners, it minimises the bytes that pass through host memory.
+    then finds a packing if there is one, and the cheapest. Beyond the limits it keeps the first one found, nearest
+    hosts first. If items may stay with their owners, it minimises the bytes that pass through host memory.
 
     Args:
         cost: Cost of one byte, by owner and host.

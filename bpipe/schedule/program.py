@@ -21,15 +21,15 @@ from bpipe.schedule.schedule import Schedule
 class Exchange(enum.Enum):
     """Exchange order: when a rank sends and receives what passes between stages, and what it waits for."""
 
-    # Megatron's loop for one stage per rank: between two computations it sends what the first made and receives what the
-    # second needs, in one operation where one neighbour is both, and goes on when that is over. A message passes when
-    # both ends are there.
+    # Megatron's loop for one stage per rank: between two computations it sends what the first made and receives what
+    # the second needs, in one operation where one neighbour is both, and goes on when that is over. A message passes
+    # when both ends are there.
     MEGATRON_1F1B = "megatron-1f1b"
     # Megatron's loop for several: right after a computation it sends what that made, in one operation with all that its
     # neighbours send before its next. The ring of neighbours would block itself with the rule above.
     MEGATRON_INTERLEAVED = "megatron-interleaved"
-    # The same loop with `--no-overlap-p2p-communication`: between two turns (`schedule.lowering.messages`) it sends what
-    # the first made and receives what the second needs, in one operation, and goes on when that is over.
+    # The same loop with `--no-overlap-p2p-communication`: between two turns (`schedule.lowering.messages`) it sends
+    # what the first made and receives what the second needs, in one operation, and goes on when that is over.
     MEGATRON_TURNS = "megatron-turns"
     # Our executor: a send starts at once and is never waited for; receives are posted one ahead, in the sender's order,
     # and only a computation that needs one waits for it.

@@ -472,15 +472,15 @@ def _reductions(
 ) -> tuple[tuple[Reduced, ...], ...]:
     """Return, by rank, the reductions of gradients over replicas that it has a part in, in order.
 
-    A stage's gradients are complete with the end of its last backward on every rank that has a replica of it. Lazily they
-    are reduced after all computations of these ranks, eagerly as soon as they are complete (Megatron's
+    A stage's gradients are complete with the end of its last backward on every rank that has a replica of it. Lazily
+    they are reduced after all computations of these ranks, eagerly as soon as they are complete (Megatron's
     `--overlap-grad-reduce`). Buckets are complete one after the other, evenly over the last backward, and each is then
     reduced; if replicas of a stage are on several ranks of the schedule, all are complete at its end. The replicas of a
     pair of ranks have one queue, because their reductions share a communicator: the first complete goes first.
 
-    Only the update waits for a reduction, so it gives way: one that runs during computations pauses while a message or a
-    transfer passes one of its ports. Replicas of data parallelism, which are not in the schedule, are part of the seconds
-    that costs give.
+    Only the update waits for a reduction, so it gives way: one that runs during computations pauses while a message or
+    a transfer passes one of its ports. Replicas of data parallelism, which are not in the schedule, are part of the
+    seconds that costs give.
 
     Args:
         clocks: When each rank has computed everything.

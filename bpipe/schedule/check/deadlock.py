@@ -55,8 +55,8 @@ class WaitLevel(enum.IntEnum):
     AFTER_EXCHANGES = 1
     # And inside every computation, as some communication libraries and allocators do.
     IN_EVERY_OPERATION = 2
-    # And for every transfer when it is posted: --bpipe-sync-transfers, or a device that is synchronised or whose streams
-    # share queues, in which an operation that cannot begin yet delays all that was issued after it.
+    # And for every transfer when it is posted: --bpipe-sync-transfers, or a device that is synchronised or whose
+    # streams share queues, in which an operation that cannot begin yet delays all that was issued after it.
     AT_ISSUE = 3
     # And, before a message starts, for the one before it to the same ranks: with CUDA_DEVICE_MAX_CONNECTIONS=1 all
     # streams share one queue. The statistics of all shards, gathered from S on, wait there as well.
@@ -147,8 +147,8 @@ class Board:
             self.missing = [len(dependencies.route(value).parties) for value in range(dependencies.num_values)]
         # By sender and receiver, the numbers of their transfers, in order.
         self.transfers: dict[Pair, list[int]] = {}
-        # By evictor and host: for each residency, in order, the number of stages whose sizes the host knows by then; and
-        # the numbers of these messages.
+        # By evictor and host: for each residency, in order, the number of stages whose sizes the host knows by then;
+        # and the numbers of these messages.
         self.told_by: dict[Pair, dict[Residency, int]] = {}
         self.told: dict[Pair, list[int]] = {}
         # By host: its residencies, in order, and whether each may make a buffer grow, because it is the first of that

@@ -338,11 +338,11 @@ def check_waits(schedule: Schedule, waits: WaitLevel, exchange: Exchange, differ
 def check_microbatch_order(schedule: Schedule) -> None:
     """Check that every rank takes the micro-batches of each of its stages in order, in each pass.
 
-    With several pipes a rank takes only its replica's micro-batches, in order. Only training needs this rule, to compute
-    the same bits as Megatron's own schedules: their loops take the micro-batches of every stage in order, forwards, which
-    draw data and random numbers, and backwards, whose sums in floating point depend on their order. If a backward is
-    split, the inputs' half at once adds to the weights whose gradients cost nothing to compute, and the weights' half to
-    all others, so each half keeps the order. The slices of a micro-batch come last to first.
+    With several pipes a rank takes only its replica's micro-batches, in order. Only training needs this rule, to
+    compute the same bits as Megatron's own schedules: their loops take the micro-batches of every stage in order,
+    forwards, which draw data and random numbers, and backwards, whose sums in floating point depend on their order. If
+    a backward is split, the inputs' half at once adds to the weights whose gradients cost nothing to compute, and the
+    weights' half to all others, so each half keeps the order. The slices of a micro-batch come last to first.
 
     Raises:
         ScheduleError: Names the first computation that is late.

@@ -316,8 +316,8 @@ def _chimera(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule
 def _mixpipe(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule], Fraction]:
     """Rank r holds at most p + 1 + min(r, p - 1 - r) micro-batches, of both pipes together: the middle ranks 3 p / 2.
 
-    With a forward of 1 and a backward of 2 an iteration of 2 p micro-batches, 3 p and so on takes 3 m + 3 (p - 2) / 2. Up
-    to p micro-batches are Chimera's unit unless something is shorter. Source: Zhang et al., "MixPipe: Efficient
+    With a forward of 1 and a backward of 2 an iteration of 2 p micro-batches, 3 p and so on takes 3 m + 3 (p - 2) / 2.
+    Up to p micro-batches are Chimera's unit unless something is shorter. Source: Zhang et al., "MixPipe: Efficient
     Bidirectional Pipeline Parallelism for Training Large-Scale Models", 2023, which regulates how many are let in; this
     slope is a reading of it.
     """
@@ -328,10 +328,10 @@ def _mixpipe(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule
 def _bitpipe(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule], Fraction]:
     """A rank holds at most p micro-batches of its share, of both pipes together; with two chunks each pipe is a V.
 
-    With a forward of 1 and a backward of 2, of all chunks, m = p micro-batches, one unit, take 3 m + 2 (p - 2) / v, and so
-    do 2 p, 3 p and 4 p for p up to 16, except for a third of a forward with p = 16, v = 3 and m = 64. The best rule depends
-    on p and m: rules prefer deeper forwards, and backwards of the last chunk or the oldest. Source: Wu et al., 2024; the
-    rules are our own.
+    With a forward of 1 and a backward of 2, of all chunks, m = p micro-batches, one unit, take 3 m + 2 (p - 2) / v, and
+    so do 2 p, 3 p and 4 p for p up to 16, except for a third of a forward with p = 16, v = 3 and m = 64. The best rule
+    depends on p and m: rules prefer deeper forwards, and backwards of the last chunk or the oldest. Source: Wu et al.,
+    2024; the rules are our own.
     """
     last_chunk_first, oldest_first = Weights(1, -64, 0), Weights(1, 0, 0)
     rules = [
@@ -347,10 +347,10 @@ def _bitpipe_early(num_ranks: int, num_chunks: int) -> tuple[list[int], list[Pip
     """A rank holds at most p + (min(r, p - 1 - r) + 2) / v micro-batches of its share.
 
     With two chunks these are 9.5 of 8 ranks and 19.5 of 16; the paper says 3 (p - 1) / 2. With a forward of 1 and a
-    backward of 2, of all chunks, an iteration of 2 p, 3 p or 4 p micro-batches takes 3 m + 3 (p - 2) / 2 v for p up to 16,
-    at times up to half a forward more with three or four chunks of more than 10 ranks: a quarter less waiting than
-    BitPipe's. One unit, of p micro-batches, is BitPipe's unless something is shorter. Source: Wu et al., 2024; the rules
-    are our own.
+    backward of 2, of all chunks, an iteration of 2 p, 3 p or 4 p micro-batches takes 3 m + 3 (p - 2) / 2 v for p up to
+    16, at times up to half a forward more with three or four chunks of more than 10 ranks: a quarter less waiting than
+    BitPipe's. One unit, of p micro-batches, is BitPipe's unless something is shorter. Source: Wu et al., 2024; the
+    rules are our own.
     """
     willing = [num_chunks * num_ranks + from_ends(rank, num_ranks) for rank in range(num_ranks)]
     rule = PipesRule(Weights(4, 0, -10), Weights(2, 6, 13), willing.__getitem__)

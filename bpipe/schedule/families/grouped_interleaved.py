@@ -74,8 +74,8 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
         in_step = [_in_turn(rank, num_ranks, taken, cap) for rank, cap in enumerate(caps)]
         if costs == ALIKE:
             return in_step
-    # At equal costs no other discipline is shorter for whole groups that fill the pipeline, as a test finds for all sizes
-    # that it tries.
+    # At equal costs no other discipline is shorter for whole groups that fill the pipeline, as a test finds for all
+    # sizes that it tries.
     strict = costs == ALIKE and whole and 2 * group * slices >= num_ranks
     shortest = _shortest(taken, num_ranks, ticks, caps, (Discipline.TURN,) if strict else tuple(Discipline))
     most = shortest.makespan * ticks.per_unit
@@ -203,9 +203,9 @@ def orders_within(
 
     A pair that shares its memory is limited by what its ranks hold together, so the search limits that instead of each
     rank. It searches how micro-batches are split into groups and how ranks choose: a few splits with two manners of
-    choosing, then the best of them in every direction; the published order is among them. For groups below p / 2, it also
-    tries orders in beats. Nothing is random, and the number of orders tried depends on sizes alone. `balance.pairs`
-    decides whether pairs keep the bound, transfers included.
+    choosing, then the best of them in every direction; the published order is among them. For groups below p / 2, it
+    also tries orders in beats. Nothing is random, and the number of orders tried depends on sizes alone.
+    `balance.pairs` decides whether pairs keep the bound, transfers included.
     """
     search = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options.costs, limit)
     for sizes, rule, listed in search.search():

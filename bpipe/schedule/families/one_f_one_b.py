@@ -50,9 +50,9 @@ def sharded(
     """Return the orders with the vocabulary's shards: with everything that runs next to them, or interlaced.
 
     Between the last stage's forward of a micro-batch and its backward every rank computes its shard, S and T, and waits
-    for the others': each barrier delays a micro-batch by an interval, so a rank runs one forward further ahead for each.
-    With algorithm 1 there are two (statistics, then the gradient), and a rank saves p - rank + 2 micro-batches; with
-    algorithm 2 there is one, and it saves p - rank + 1. Source: Yeung et al., "Balancing Pipeline Parallelism with
+    for the others': each barrier delays a micro-batch by an interval, so a rank runs one forward further ahead for
+    each. With algorithm 1 there are two (statistics, then the gradient), and a rank saves p - rank + 2 micro-batches;
+    with algorithm 2 there is one, and it saves p - rank + 1. Source: Yeung et al., "Balancing Pipeline Parallelism with
     Vocabulary Parallelism", 2024.
     """
     if layout.vocabulary is not Vocabulary.INTERLACED:
@@ -65,9 +65,9 @@ def _interlaced(rank: int, num_ranks: int, num_microbatches: int) -> list[Action
     """Return one rank's order by intervals, each of which begins with S and T of one micro-batch on all ranks.
 
     All ranks compute S and T at the same time and nothing else in between, so all must be at the same point of an
-    interval. The rest of it has room for F B on one rank and B F on the next: a forward takes half an interval from rank
-    to rank, a backward, which is longer, a whole one. Together that is half as much again as in 1F1B: rank 0 saves 1.5 p
-    micro-batches, rounded up.
+    interval. The rest of it has room for F B on one rank and B F on the next: a forward takes half an interval from
+    rank to rank, a backward, which is longer, a whole one. Together that is half as much again as in 1F1B: rank 0 saves
+    1.5 p micro-batches, rounded up.
     """
     distance = num_ranks - 1 - rank
     forward_first = distance % 2 == 0

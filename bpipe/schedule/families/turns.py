@@ -137,10 +137,11 @@ def tapered(num_microbatches: int, num_groups: int, share: Fraction) -> tuple[in
 def in_slices(orders: Sequence[Sequence[Action]], slices: int) -> list[list[Action]]:
     """Turn orders of micro-batches into orders of slices: give the backwards, which stand in turn, their own numbers.
 
-    Slice j of a micro-batch attends to the keys and values of all before it, so a stage computes a micro-batch's forwards
-    from the first slice on and its backwards from the last. A family's order of micro-batches holds for slices with two
-    changes: a rank runs k - 1 more forwards ahead, so that the last of k slices is through before its first backward, and
-    groups are of whole micro-batches. Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism", 2024.
+    Slice j of a micro-batch attends to the keys and values of all before it, so a stage computes a micro-batch's
+    forwards from the first slice on and its backwards from the last. A family's order of micro-batches holds for slices
+    with two changes: a rank runs k - 1 more forwards ahead, so that the last of k slices is through before its first
+    backward, and groups are of whole micro-batches. Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline
+    Parallelism", 2024.
     """
     if slices == 1:
         return [list(order) for order in orders]

@@ -187,11 +187,11 @@ def _later(computed: Sequence[Action], further: int) -> list[Action]:
     return [of_microbatch(action, action.microbatch + further) for action in computed]
 
 
-# Every rank holds at most p micro-batches of its share, as 1F1B's first does. With F, I and W of equal length the last rank
-# never waits between its first computation and its last, so no order is shorter: in slots of half a micro-batch an
-# iteration takes 6 m and the p - 1 until the last rank begins. Earlier ranks begin before it, and wait at most as long in
-# between. At other costs the order is the shortest that `shift` finds. It starts from V-Half's building block: more room
-# is all that ZB-V has. Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
+# Every rank holds at most p micro-batches of its share, as 1F1B's first does. With F, I and W of equal length the last
+# rank never waits between its first computation and its last, so no order is shorter: in slots of half a micro-batch an
+# iteration takes 6 m and the p - 1 until the last rank begins. Earlier ranks begin before it, and wait at most as long
+# in between. At other costs the order is the shortest that `shift` finds. It starts from V-Half's building block: more
+# room is all that ZB-V has. Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
 ZB_V = family_within(
     "zb-v",
     "ZB-V: two chunks per rank in a V that hold what 1F1B does, as short as can be",
@@ -199,9 +199,9 @@ ZB_V = family_within(
     most=lambda num_ranks: 2 * num_ranks,
 )
 
-# No rank holds more than (p + 2) // 2 micro-batches of its share, and all hold alike: balancing moves nothing. With F, I
-# and W of equal length every rank computes without a pause once the pipeline is full: in slots of half a micro-batch an
-# iteration takes 6 m and, from p = 3 on, 3 p - 7 more for even p, 3 p - 4 for odd p.
+# No rank holds more than (p + 2) // 2 micro-batches of its share, and all hold alike: balancing moves nothing. With F,
+# I and W of equal length every rank computes without a pause once the pipeline is full: in slots of half a micro-batch
+# an iteration takes 6 m and, from p = 3 on, 3 p - 7 more for even p, 3 p - 4 for odd p.
 V_HALF = family_within(
     "v-half",
     "V-Half: two chunks per rank in a V that hold half of what 1F1B does",
@@ -209,10 +209,10 @@ V_HALF = family_within(
     most=lambda num_ranks: 2 * ((num_ranks + 2) // 2),
 )
 
-# No rank holds more than (p + 4) // 3 micro-batches of its share, the least with which a V of F, I and W of equal length
-# runs at its full rate. Filling and emptying cost most here: in slots of half a micro-batch an iteration takes 6 m and
-# 4 p - 5, 4 p - 9 or 4 p - 7 more, from p = 4 on, for p % 3 of 1, 2 and 0. There is no room for durations that differ: at
-# other costs, and over slow hops, ranks wait in every interval.
+# No rank holds more than (p + 4) // 3 micro-batches of its share, the least with which a V of F, I and W of equal
+# length runs at its full rate. Filling and emptying cost most here: in slots of half a micro-batch an iteration takes 6
+# m and 4 p - 5, 4 p - 9 or 4 p - 7 more, from p = 4 on, for p % 3 of 1, 2 and 0. There is no room for durations that
+# differ: at other costs, and over slow hops, ranks wait in every interval.
 V_MIN = family_within(
     "v-min",
     "V-Min: two chunks per rank in a V that hold a third of what 1F1B does",

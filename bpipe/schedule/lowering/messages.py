@@ -193,9 +193,10 @@ def kinds_of(schedule: Schedule) -> list[list[Kind]]:
 def turns_of(schedule: Schedule) -> list[list[int]]:
     """Return the turn of every rank's computations in Megatron's interleaved loop without `overlap_p2p_comm`.
 
-    Between two turns the loop exchanges. A turn is a forward of the first ones, a backward of the last ones, and between
-    them a forward and the backward after it; if computations overlap, it is a computation or two that do. If a rank has
-    only one such pair, and the next rank leads with all forwards but at most one, each of its computations is a turn.
+    Between two turns the loop exchanges. A turn is a forward of the first ones, a backward of the last ones, and
+    between them a forward and the backward after it; if computations overlap, it is a computation or two that do. If a
+    rank has only one such pair, and the next rank leads with all forwards but at most one, each of its computations is
+    a turn.
     """
     if any(cell.overlapped for row in schedule.ranks for cell in row):
         return [[turn for turn, cell in enumerate(_cells(row)) for _ in cell] for row in schedule.ranks]
