@@ -191,7 +191,7 @@ class _Lowering:
             return self._posted_with_transfers(inbound)
         return self._posted_alone([cell.compute for cell in row if cell.compute is not None], inbound)
 
-    def listed(self, received: Sequence[list[int]]) -> Program:
+    def listed(self, received: Sequence[Sequence[int]]) -> Program:
         """Return the program of torch's own runtime, with receives where its list has them."""
         sent: list[int] = []
         done = cell = 0
