@@ -1,12 +1,9 @@
-"""Build the schedule a configuration asks for: the one door. In: a `ScheduleConfig`. Out: a checked Schedule.
-
-The command, the planner and the trainer's hooks all ask here, so they cannot differ. Knows no tensors and no command
-line.
-"""
+"""Builds the schedule of a `ScheduleConfig`, for the command, the planner and the trainer's hooks alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -27,7 +24,6 @@ from bpipe.schedule.families.families import (
     families_with_slices,
 )
 from bpipe.schedule.families.family import Family, FamilyOptions, OrderChoice, RankLimit
-from bpipe.schedule.families.order_cache import RememberedOrders
 from bpipe.schedule.families.turns import groups_of
 from bpipe.schedule.families.unit_grid import Order, place
 from bpipe.schedule.files.text import header, read_csv, write_rows
@@ -35,23 +31,23 @@ from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Layout, Vocabulary
 from bpipe.schedule.memory import with_after_input
 from bpipe.schedule.program import Exchange
-from bpipe.schedule.schedule import Schedule, Slot
+from bpipe.schedule.schedule import Schedule
 
 # About a gigabyte and a half of schedule, and a minute and a half to build it.
 MAX_COMPUTATIONS = 10_000_000
-
-Pass = Callable[[Schedule], Schedule]
+# Actions in cached orders, enough for a search over 2,048 devices (about 300 MB).
+_MAX_CACHED_ACTIONS = 8_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec(FamilyOptions):
-    """Request for a schedule, whatever the numbers of its ranks and micro-batches."""
+    """Request for a schedule of any numbers of ranks and micro-batches."""
 
     num_chunks: int = 1
     """Stages that each rank computes."""
 
     balance: BalanceConfig | None = None
-    """How it is balanced; None leaves it as it is."""
+    """How to balance it; None leaves it as it is."""
 
     vocabulary: Vocabulary = Vocabulary.WHOLE
     """How the output layer is split over all ranks."""
@@ -74,13 +70,13 @@ class ScheduleConfig(ScheduleSpec):
     """Micro-batches of an iteration."""
 
     after_input: Fraction = field(default=Fraction(1), kw_only=True)
-    """Share of a micro-batch that is held between I and W, by which it is counted."""
+    """Share of a micro-batch that counts as held between I and W."""
 
     exchange: Exchange | None = field(default=None, kw_only=True)
-    """When whoever runs it sends and receives; by default as the family says."""
+    """Exchange order of whoever runs it; by default the family's."""
 
     written: str | None = field(default=None, kw_only=True)
-    """The schedule itself, as CSV with its header, if it comes from elsewhere."""
+    """The schedule itself as CSV with its header, if it comes from a file or another library."""
 
     def __post_init__(self) -> None:
         if self.written is not None:
@@ -92,12 +88,8 @@ class ScheduleConfig(ScheduleSpec):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
         family = FAMILIES[self.schedule]
         shards = 2 * (self.vocabulary is not Vocabulary.WHOLE) + 2 * self.input_shards
-        computations = (
-            ((3 if family.splits else 2) * self.num_chunks + shards)
-            * self.num_ranks
-            * self.num_microbatches
-            * self.slices
-        )
+        per_rank = ((3 if family.splits else 2) * self.num_chunks + shards) * self.num_microbatches * self.slices
+        computations = self.num_ranks * per_rank
         if computations > MAX_COMPUTATIONS:
             raise ValueError(
                 f"{computations} computations are more than {MAX_COMPUTATIONS}: use fewer stages or micro-batches"
@@ -114,15 +106,11 @@ class ScheduleConfig(ScheduleSpec):
         if self.slices == 1:
             return
         if not family.takes_slices:
-            why = (
-                "its two pipes fill each other's gaps in an order that is known for whole micro-batches only"
-                if family.num_pipes > 1
-                else "its order is known for whole micro-batches only"
-            )
+            order = "its two pipes fill each other's gaps in an order that" if family.num_pipes > 1 else "its order"
+            why = f"{order} is known for whole micro-batches only"
             raise ValueError(
                 f"schedule {self.schedule} does not cut micro-batches into slices, because {why}: leave slices out, "
-                "or choose from "
-                f"{families_with_slices()}"
+                f"or choose from {families_with_slices()}"
             )
         if self.vocabulary is Vocabulary.INTERLACED:
             raise ValueError(
@@ -150,9 +138,9 @@ class ScheduleConfig(ScheduleSpec):
                 f"schedule {self.schedule} needs at least {family.min_chunks} chunks per rank, not {self.num_chunks}"
             )
         if family.max_chunks is not None and self.num_chunks > family.max_chunks:
-            most = f"{family.max_chunks} chunk{'s' * (family.max_chunks > 1)}"
+            limit = f"{family.max_chunks} chunk{'s' * (family.max_chunks > 1)}"
             raise ValueError(
-                f"schedule {self.schedule} takes at most {most} per rank, not {self.num_chunks}: "
+                f"schedule {self.schedule} takes at most {limit} per rank, not {self.num_chunks}: "
                 f"leave it at {family.max_chunks}, or choose a schedule with any number ({families_with_chunks()})"
             )
 
@@ -163,45 +151,32 @@ class ScheduleConfig(ScheduleSpec):
                     "shards of the embedding need shards of the output layer: choose vocabulary 1, 2 or interlaced, too"
                 )
         elif family.sharded is None:
-            raise ValueError(
-                f"schedule {self.schedule} has no place for shards of the vocabulary: leave the vocabulary whole, or "
-                f"choose from "
-                f"{families_with_shards()}"
-            )
+            others = f"leave the vocabulary whole, or choose from {families_with_shards()}"
+            raise ValueError(f"schedule {self.schedule} has no place for shards of the vocabulary: {others}")
         elif self.vocabulary is Vocabulary.INTERLACED and not family.interlaces:
+            others = f"use vocabulary 1 or 2, or choose from {families_with_interlacing()}"
             raise ValueError(
-                f"schedule {self.schedule} has no place where all ranks compute shards at the same time: use "
-                "vocabulary 1 or 2, or choose "
-                f"from {families_with_interlacing()}"
+                f"schedule {self.schedule} has no place where all ranks compute shards at the same time: {others}"
             )
         elif self.num_ranks < 2:
             raise ValueError("1 rank cannot share the vocabulary: leave it whole, or use more ranks")
 
     @property
     def limit(self) -> RankLimit | None:
-        """Limits for which orders are made: one bound for all, where groups and pairs are not chosen and the family
-        makes orders for a bound.
-
-        None are made for slices.
-        """
+        """Limits for which an order is made: one bound for all ranks, without given groups, pairs or slices."""
         if self.slices > 1:
             return None
         how = self.balance
         bounds = None if how is None or how.partners is not None or how.hosts != PAIR else how.bounds
-        if (
-            self.written is not None
-            or FAMILIES[self.schedule].within is None
-            or self.group_size is not None
-            or bounds is None
-        ):
+        if bounds is None or len(set(bounds)) != 1 or self.written is not None or self.group_size is not None:
             return None
-        return RankLimit(bounds[0], self.after_input) if len(set(bounds)) == 1 else None
+        return None if FAMILIES[self.schedule].within is None else RankLimit(bounds[0], self.after_input)
 
     @property
     def passing(self) -> Exchange:
         """Exchange order of whoever runs it."""
-        ours = self.written is not None or self.vocabulary is not Vocabulary.WHOLE
-        return self.exchange or (Exchange.POSTED if ours else FAMILIES[self.schedule].exchange)
+        own_loop = self.written is not None or self.vocabulary is not Vocabulary.WHOLE
+        return self.exchange or (Exchange.POSTED if own_loop else FAMILIES[self.schedule].exchange)
 
     @property
     def layout(self) -> Layout:
@@ -222,131 +197,151 @@ class ScheduleConfig(ScheduleSpec):
     def balance_name(self) -> str:
         return name_of(self.balance)
 
-
-_ASKED, _FAMILY_OPTIONS = ([each.name for each in fields(kind)] for kind in (ScheduleSpec, FamilyOptions))
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.num_ranks, self.num_microbatches, self.num_chunks
 
 
 def sized(spec: ScheduleSpec, schedule: str, num_ranks: int, num_microbatches: int) -> ScheduleConfig:
-    """Return what is asked, for these sizes."""
-    return ScheduleConfig(schedule, num_ranks, num_microbatches, **{name: getattr(spec, name) for name in _ASKED})
+    """Return the configuration of a request for these sizes."""
+    requested = {field.name: getattr(spec, field.name) for field in fields(ScheduleSpec)}
+    return ScheduleConfig(schedule, num_ranks, num_microbatches, **requested)
 
 
 def build(config: ScheduleConfig) -> Schedule:
-    """Generate, then run the passes, checking the schedule after each.
+    """Generate and balance a schedule, checking it after each step.
 
-    Raises ValueError for what cannot be built, naming the value, the limit and the way out.
+    Raises:
+        ValueError: It cannot be built; names the value, the limit and the remedy.
     """
-    return run(*_recipe(config))
+    return _checked(*_recipe(config), config.passing)
 
 
 @lru_cache(maxsize=256)
 def built(config: ScheduleConfig) -> Schedule:
-    """Build a schedule, remembered."""
+    """Build a schedule, cached."""
     return build(config)
 
 
 @lru_cache(maxsize=256)
 def unchecked(config: ScheduleConfig) -> Schedule:
-    """Build a schedule for predictions without checking it, remembered: thousands of configurations of a search share
-    about a hundred.
+    """Build a schedule for predictions without checking it, cached: a search asks for the same ones many times.
 
     Checking takes several times as long as building: whoever prints or runs a schedule checks it.
     """
-    schedule, changes, _ = _recipe(config)
-    for change in changes:
-        schedule = change(schedule)
-    return schedule
+    schedule, how = _recipe(config)
+    return schedule if how is None else balanced(schedule, how)
 
 
 def orders_of(config: ScheduleConfig) -> Iterator[list[Action]]:
-    """Return every rank's computations in their order before any pass, not placed, of a family's usual order."""
-    assert config.written is None, "what was written is no family's"
+    """Yield every rank's computations in the family's usual order, neither placed nor balanced."""
+    assert config.written is None, "a schedule from elsewhere has no family"
     assert config.limit is None, "an order made for a bound is not the usual one"
-    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
-    orders: Sequence[Order]
-    if config.vocabulary is Vocabulary.WHOLE:
-        orders = _usual_orders(config)
-    else:
-        assert family.sharded is not None, f"nobody has said where shards stand in {family.name}"
-        orders = family.sharded(*sizes, config, config.layout)
-    for order in orders:
-        yield [action for one in order for action in (one.computations if isinstance(one, Slot) else (one,))]
+    for order in _usual_orders(config):
+        yield [action for cell in order for action in cell.computations]
 
 
-def _recipe(config: ScheduleConfig) -> tuple[Schedule, tuple[Pass, ...], Exchange]:
-    """What to start from, the passes, and the exchange by which it is checked."""
+def _recipe(config: ScheduleConfig) -> tuple[Schedule, BalanceConfig | None]:
+    """Return the schedule to start from, and how to balance it."""
     if config.written is not None:
-        return _adopted(config, config.written)
+        schedule = _adopted(config, config.written)
+        return schedule, config.balance if schedule.hosts is None else None
     if config.limit is not None:
-        return _made_for(config, config.limit)[1], passes(config.balance), config.passing
+        return _made_for(config, config.limit)[1], config.balance
     schedule = _usual(config)
     if config.after_input != 1:
         schedule = with_after_input(schedule, config.after_input)
-    return schedule, passes(config.balance), config.passing
+    return schedule, config.balance
 
 
 def _usual(config: ScheduleConfig) -> Schedule:
-    """Return the family's own order, whatever bound is asked."""
-    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
-    if config.vocabulary is Vocabulary.WHOLE:
-        return place(family.name, config.num_microbatches * config.slices, config.layout, _usual_orders(config))
-    return family.generate_sharded(*sizes, config.vocabulary, config.input_shards, config)
+    """Return the schedule of the family's usual order, whatever bound is asked."""
+    return place(_name(config), config.num_microbatches * config.slices, config.layout, _usual_orders(config))
 
 
-# Large enough for the orders that a search over 2,048 devices reuses (about 300 MB).
-_REMEMBERED = RememberedOrders(8_000_000)
+def _name(config: ScheduleConfig) -> str:
+    """Return the name of a schedule; one with shards is run by our executor, and by no loop of Megatron's."""
+    is_whole = config.vocabulary is Vocabulary.WHOLE
+    return config.schedule if is_whole else f"{config.schedule}-vocabulary-{config.vocabulary.value}"
+
+
+class _OrderCache:
+    """The latest orders, at most `_MAX_CACHED_ACTIONS` actions in all but at least two orders.
+
+    A limit by number alone would fill a machine's memory with orders of hundreds of ranks, or forget those of few.
+    """
+
+    def __init__(self) -> None:
+        self._num_actions = 0
+        self._orders: OrderedDict[Hashable, tuple[int, Sequence[Order]]] = OrderedDict()
+
+    def of(self, config: ScheduleConfig) -> Sequence[Order]:
+        """Return the family's own orders: they do not depend on how they are balanced, and some take long."""
+        options = tuple(getattr(config, field.name) for field in fields(FamilyOptions))
+        key = config.schedule, config._sizes, options
+        if key not in self._orders:
+            orders = FAMILIES[config.schedule].orders(*config._sizes, config)
+            self._orders[key] = sum(map(len, orders)), orders
+            self._num_actions += self._orders[key][0]
+        self._orders.move_to_end(key)
+        while self._num_actions > _MAX_CACHED_ACTIONS and len(self._orders) > 2:
+            self._num_actions -= self._orders.popitem(last=False)[1][0]
+        return self._orders[key][1]
+
+
+_CACHE = _OrderCache()
 
 
 def _usual_orders(config: ScheduleConfig) -> Sequence[Order]:
-    """Return the family's own orders, cached: they do not depend on how they are balanced, and some take long."""
-    sizes = config.num_ranks, config.num_microbatches, config.num_chunks
-    options = tuple(getattr(config, name) for name in _FAMILY_OPTIONS)
-    key = config.schedule, sizes, options
-    return _REMEMBERED.of(key, lambda: FAMILIES[config.schedule].orders(*sizes, config))
+    """Return the family's usual orders, with shards if the vocabulary is split."""
+    if config.vocabulary is Vocabulary.WHOLE:
+        return _CACHE.of(config)
+    sharded = FAMILIES[config.schedule].sharded
+    assert sharded is not None, f"{config.schedule} has no order with shards"
+    return sharded(*config._sizes, config, config.layout)
 
 
 def choice_for_bound(config: ScheduleConfig) -> OrderChoice | None:
-    """Return what was chosen for the bound; None where nothing was left to choose.
-
-    Raises ValueError where no order keeps the bound.
-    """
+    """Return the order chosen for the bound, None if there was nothing to choose; ValueError if no order keeps it."""
     return None if config.limit is None else _made_for(config, config.limit)[0]
 
 
 @lru_cache(maxsize=16)
 def _made_for(config: ScheduleConfig, limit: RankLimit) -> tuple[OrderChoice, Schedule]:
-    """Return the fastest of the family's orders for a bound that pairs can keep.
-
-    Raises ValueError where there is none.
-    """
-    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    """Return the fastest of the family's orders for a bound that pairs can keep; ValueError if there is none."""
+    family = FAMILIES[config.schedule]
     staying = config.balance is not None and config.balance.buffers_stay
-    for choice, made in family.generate_within(*sizes, limit, config, config.vocabulary, config.input_shards):
-        schedule = replace(made, after_input=limit.after_input)
+    if config.vocabulary is Vocabulary.WHOLE:
+        assert family.within is not None, f"{family.name} has no orders for a bound"
+        candidates = family.within(*config._sizes, limit, config)
+    else:
+        assert family.sharded_within is not None, f"{family.name} has no orders with shards for a bound"
+        candidates = family.sharded_within(*config._sizes, limit, config, config.layout)
+    for choice, orders in candidates:
+        placed = place(_name(config), config.num_microbatches, config.layout, orders)
+        schedule = replace(placed, after_input=limit.after_input)
         if keeps_bound(schedule, limit.bound, staying):
             return choice, schedule
-    usual = replace(_usual(config), after_input=limit.after_input)
+    usual, group = replace(_usual(config), after_input=limit.after_input), family.usual_group(config.num_ranks)
     if keeps_bound(usual, limit.bound, staying):
-        group = min(family.usual_group(config.num_ranks), config.num_microbatches)
-        return OrderChoice(groups_of(config.num_microbatches, group), "the usual order"), usual
+        groups = groups_of(config.num_microbatches, min(group, config.num_microbatches))
+        return OrderChoice(groups, "the usual order"), usual
     evened = balance(usual)
     (kept,) = {max(allocated_counts(evened))} if staying else set(evened.bounds or ())
     raise ValueError(
         f"no order of {config.schedule} was found that keeps every rank within {limit.bound} micro-batches of a chunk"
         f"{', host buffers included' if staying else ''}: "
-        f"its groups of {family.usual_group(config.num_ranks)} keep {kept}; raise the bound, or use more chunks"
+        f"its groups of {group} keep {kept}; raise the bound, or use more chunks"
     )
 
 
 def config_of_schedule(schedule: Schedule, balance: BalanceConfig | None = None) -> ScheduleConfig:
-    """Return the configuration of a schedule from elsewhere, balanced if asked.
+    """Return the configuration of a schedule from elsewhere, to be balanced unless it has transfers already.
 
-    One with transfers is balanced already and stays as it is.
-
-    Raises ValueError for one that breaks a rule.
+    Raises:
+        ValueError: It breaks a rule.
     """
     check(schedule, Exchange.POSTED)
-    text = f"{header(schedule)}\n{write_rows(schedule)}"
     return ScheduleConfig(
         schedule.name,
         schedule.num_ranks,
@@ -354,7 +349,7 @@ def config_of_schedule(schedule: Schedule, balance: BalanceConfig | None = None)
         num_chunks=schedule.num_chunks,
         balance=balance,
         slices=schedule.layout.slices,
-        written=text,
+        written=f"{header(schedule)}\n{write_rows(schedule)}",
     )
 
 
@@ -363,34 +358,29 @@ def _read(written: str) -> Schedule:
     return read_csv(written)
 
 
-def _adopted(config: ScheduleConfig, written: str) -> tuple[Schedule, tuple[Pass, ...], Exchange]:
+def _adopted(config: ScheduleConfig, written: str) -> Schedule:
     schedule = _read(written)
-    own = {
+    sizes = {
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_whole_microbatches,
         "num_chunks": schedule.num_chunks,
         "slices": schedule.layout.slices,
     }
-    for name, size in own.items():
+    for name, size in sizes.items():
         if getattr(config, name) != size:
             raise ValueError(f"schedule {schedule.name} has {name} {size}, not {getattr(config, name)}")
-    return schedule, passes(config.balance) if schedule.hosts is None else (), config.passing
+    return schedule
 
 
 def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:
     """Return a schedule from elsewhere, checked, and balanced if asked."""
-    return run(schedule, passes(how), exchange_of(schedule.name))
+    return _checked(schedule, how, exchange_of(schedule.name))
 
 
-def passes(how: BalanceConfig | None) -> tuple[Pass, ...]:
-    """Return the passes that a configuration asks for, in order."""
-    return () if how is None else (lambda schedule: balanced(schedule, how),)
-
-
-def run(schedule: Schedule, changes: Sequence[Pass], exchange: Exchange) -> Schedule:
-    """Run the passes, checking after each, as it will be run. What a pass gets has been checked."""
+def _checked(schedule: Schedule, how: BalanceConfig | None, exchange: Exchange) -> Schedule:
+    """Check a schedule as it will be run, balance it, and check it again."""
     check(schedule, exchange)
-    for change in changes:
-        schedule = change(schedule)
+    if how is not None:
+        schedule = balanced(schedule, how)
         check(schedule, exchange)
     return schedule

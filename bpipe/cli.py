@@ -1,7 +1,6 @@
-"""The `bpipe` command. In: command line arguments. Out: what a sub-command writes, or one line of error.
+"""The `bpipe` command.
 
-Sub-commands are files of `bpipe.commands`, imported when they are called: each has its `COMMAND`, which flags it has,
-and `run`.
+Sub-commands are modules of `bpipe.commands`, imported when they are called: each has `COMMAND`, its flags, and `run`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from bpipe.values import printable
 
 # Shells for which completion is written.
 SHELLS = ("bash", "zsh")
-# Called so, the parsers of all sub-commands are complete.
+# In place of a sub-command's name: the parsers of all are complete.
 ALL = "*"
 # Each is a module of that name in bpipe.commands, with underscores.
 COMMANDS = {
@@ -40,10 +39,10 @@ COMMANDS = {
     "report": "compare a recorded run with its prediction",
     "compare": "compare two runs of one training: whether they compute the same, and how memory and time differ",
 }
-# Those that run with Python alone, or name what they need themselves.
+# Commands that run with Python alone, or name what they need themselves.
 _PLAIN = ("schedule", "profile", "capture", "report", "compare")
 
-# What stands in the way of a file, and what to do.
+# What is wrong with a file, and the remedy.
 _OF_FILES = {
     errno.ENOENT: ("there is no such file", "check the name"),
     errno.EISDIR: ("this is a folder", "name a file"),
@@ -54,13 +53,12 @@ _OF_FILES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0 or the command's own, 2 with one message on stderr, or 130 where it was
-    interrupted."""
+    """Run the command; return 0 or its own exit status, 2 after one message on stderr, 130 if interrupted."""
     if sys.stdout is None:
-        # Started with standard output closed: what is written has to fail like on any other output that takes nothing.
+        # Started with standard output closed: writing has to fail as on any other output that takes nothing.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name that the terminal's encoding does not have is no reason to print nothing.
+        # A character that the terminal's encoding lacks is no reason to print nothing.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
@@ -82,27 +80,27 @@ def _run(arguments: Sequence[str]) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    if list(arguments[:1]) == ["--completion"] and arguments[1:] and arguments[1] in SHELLS:
+    if arguments[0] == "--completion" and arguments[1:] and arguments[1] in SHELLS:
         _print_completion(arguments[1])
         return 0
     try:
-        if arguments and arguments[0] in commands:
+        if arguments[0] in commands:
             commands[arguments[0]].check_flags(arguments[1:])
         options = options_of(parser, arguments)
         if options.command not in _PLAIN:
             require("", f"bpipe {options.command}")
         status: int | None = importlib.import_module(_module_of(options.command)).run(options)
     except SystemExit:
-        # Help has been written.
+        # The parser has written help.
         sys.stdout.flush()
         raise
-    # Output that cannot be written has to fail here, and not once Python ends.
+    # Output that cannot be written has to fail here, not when Python ends.
     sys.stdout.flush()
     return status or 0
 
 
 def _in_words(error: ValueError | OSError) -> str:
-    """What is wrong with which file, and what to do; of another error what it says itself."""
+    """Return what is wrong with which file, and the remedy; of any other error its message."""
     if not isinstance(error, OSError) or error.filename is None:
         return str(error)
     path = Path(os.fsdecode(error.filename))
@@ -115,7 +113,7 @@ def _in_words(error: ValueError | OSError) -> str:
 
 
 def _drop_output() -> None:
-    """Python would write what is left once more while it ends, and complain."""
+    """Write what is left, or drop it: Python would try again while it ends, and complain."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         return
@@ -134,8 +132,7 @@ def command_of(name: str) -> Command:
 
 
 def parsers(called: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """Return the command's parser and those of its sub-commands; only that of the one that is called is complete,
-    all where ALL is."""
+    """Return the command's parser and those of its sub-commands, of which only the `called` one is complete."""
     parser = Parser(
         prog="bpipe",
         description="Generate pipeline schedules, predict their time and memory, and examine training runs.",
@@ -143,16 +140,16 @@ def parsers(called: str | None) -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action="version", version=f"bpipe {__version__}")
     parser.add_argument("--completion", choices=SHELLS, help="print a script that completes this command in your shell")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    found: dict[str, Parser] = {}
+    by_name: dict[str, Parser] = {}
     for name, text in COMMANDS.items():
-        found[name] = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", add_help=False)
+        description = f"{text[0].upper()}{text[1:]}."
+        by_name[name] = commands.add_parser(name, help=text, description=description, add_help=False)
         if called in (name, ALL):
-            found[name].declare(command_of(name))
-    return parser, found
+            by_name[name].declare(command_of(name))
+    return parser, by_name
 
 
 def _print_completion(shell: str) -> None:
-    """Print what makes the shell complete commands and flags, by a library that has all of the table."""
     require("completion", "bpipe --completion")
     import shtab
 

@@ -1,9 +1,4 @@
-"""Name what an installation lacks, and the pip command that adds it.
-
-In: an extra of the distribution. Out: nothing, or one line of error.
-
-Schedules and reports need nothing but Python. Imports none of the packages it looks for.
-"""
+"""Missing packages, named with the pip command that adds them. Imports none of the packages it looks for."""
 
 from __future__ import annotations
 
@@ -13,13 +8,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "torch-bpipe"
-# The modules that each extra of pyproject.toml brings, and those that are installed without any, as far as a command of
-# ours cannot do without them.
+# The modules that each extra of pyproject.toml installs, and those without any that our commands need.
 MODULES = {"": ("numpy", "rich"), "completion": ("shtab",), "torch": ("torch",), "megatron": ("torch", "megatron.core")}
 
 
 def require(extra: str, for_what: str) -> None:
-    """Raise ValueError where a module of an extra is missing, with the command that installs it."""
+    """Raise ValueError if a module of an extra is missing, with the command that installs it."""
     missing = [module for module in MODULES[extra] if util.find_spec(module) is None]
     if missing:
         lacks = f"{' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed"
@@ -27,8 +21,7 @@ def require(extra: str, for_what: str) -> None:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that adds an extra, or what is installed without any, to the installation that runs: a
-    checkout, its copy, or the package of an index."""
+    """Return the pip command that adds an extra, or what is installed without any, to the running installation."""
     checkout = Path(__file__).resolve().parents[1]
     brackets = f"[{extra}]" if extra else ""
     if (checkout / "pyproject.toml").is_file():

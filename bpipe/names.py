@@ -1,7 +1,4 @@
-"""Say which known name an unknown one was probably meant to be.
-
-In: a name and the known ones. Out: a phrase. Knows none of them itself.
-"""
+"""Suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -9,21 +6,19 @@ from collections.abc import Iterable
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for a name that is none: `unknown model 'gpt3-13', did you mean 'gpt3-13b'? Choose from
-    gpt3-13b, ...`."""
+    """Return the message for an unknown name: `unknown model 'gpt3-13', did you mean 'gpt3-13b'? Choose from ...`."""
     known = tuple(known)
-    meant = nearest(name, known)
-    return f"unknown {what} {name!r}{meant and ','}{meant or ':'} {'C' if meant else 'c'}hoose from {', '.join(known)}"
+    hint = nearest(name, known)
+    return f"unknown {what} {name!r}{hint and ','}{hint or ':'} {'C' if hint else 'c'}hoose from {', '.join(known)}"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.66) -> str:
-    """Return ` did you mean 'x'?`, or nothing where no name is near: `--html` is not near `--help`, though two of
-    its letters are."""
-    # A few milliseconds that only a mistake costs.
+    """Return ` did you mean 'x'?`, or nothing if no name is near, as `--help` is not near `--html`."""
+    # Imported here because it takes milliseconds that only a mistake should cost.
     from difflib import get_close_matches
 
-    lower, wrong = {one.lower().lstrip("-"): one for one in known}, name.lower().lstrip("-")[:100]
-    found = get_close_matches(wrong, lower, 1, cutoff)
-    # Of three letters two are soon the same.
-    meant = bool(found) and (len(wrong) > 3 or found[0].startswith(wrong))
-    return f" did you mean {lower[found[0]]!r}?" if meant else ""
+    lower, wrong = {candidate.lower().lstrip("-"): candidate for candidate in known}, name.lower().lstrip("-")[:100]
+    matches = get_close_matches(wrong, lower, 1, cutoff)
+    # Of three letters two are easily the same.
+    is_near = bool(matches) and (len(wrong) > 3 or matches[0].startswith(wrong))
+    return f" did you mean {lower[matches[0]]!r}?" if is_near else ""

@@ -1,8 +1,8 @@
-"""Lay pipeline stages out so that the two stages of a pair share a node. Integers only: no processes, no links.
+"""Placement of pipeline stages so that the two stages of a pair share a node.
 
-In: the sizes of a run's parallel dimensions and the GPUs of a node. Out: for every place (GPU, counted over the nodes),
-which part of the model it holds. Tensor and context parallelism stay innermost, then the pipeline, then data
-parallelism; within a pipeline, stages come as pairs: 0, p-1, 1, p-2, ... Source: Kim et al. 2023, section 3.3.
+Every place (a GPU, counted over the nodes) gets its part of the model. Tensor and context parallelism are innermost,
+then the pipeline, then data parallelism; within a pipeline, stages come as pairs: 0, p-1, 1, p-2, ... Source: Kim et
+al. 2023, section 3.3.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What the trainer does about it: pairs on one node, or Megatron's own rank order.
+# The trainer's placements: pairs on one node, or Megatron's own rank order.
 PLACEMENTS = ("adjacent", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Sizes to place: `num_nodes` nodes of `gpus_per_node` GPUs hold a world of tensor * context * pipeline * data
-    ranks."""
+    """Sizes to place: a world of tensor * context * pipeline * data ranks on nodes of `gpus_per_node` GPUs."""
 
     tensor: int
     context: int
@@ -51,46 +50,37 @@ class Part(NamedTuple):
     tensor: int
 
 
-class _Block(NamedTuple):
-    stage: int
-    replica: int
-
-
 def pair_adjacent(topology: Topology, partners: Sequence[int] | None = None) -> tuple[Part, ...]:
-    """Return `parts[place]` for every GPU. Every pair is on one node wherever twice a stage's GPUs divide a node's.
-
-    `partners[stage]` is the other stage of its pair or, where it has none, itself; by default the one opposite.
+    """Return `parts[place]` for every GPU, with every pair on one node if twice a stage's GPUs divide a node's.
 
     A node is filled with whole pairs, then with stages without a partner (an odd pipeline has one in the middle), and
-    only then with halves of pairs, whose other halves follow on the next node. The first place has the first stage of
-    the first replica in any case.
+    only then with halves of pairs, whose other halves follow on the next node. The first place always has the first
+    stage of the first replica.
+
+    Args:
+        partners: By stage, the other stage of its pair or, without one, itself; by default the one opposite.
     """
-    parts: list[Part] = []
-    for block in _order(topology, partners or _opposite(topology)):
-        for inner in range(topology.block):
-            context, tensor = divmod(inner, topology.tensor)
-            parts.append(Part(block.stage, block.replica, context, tensor))
-    return tuple(parts)
+    order = _order(topology, partners or _opposite(topology))
+    return tuple(Part(*block, *divmod(inner, topology.tensor)) for block in order for inner in range(topology.block))
 
 
 def _opposite(topology: Topology) -> Sequence[int]:
-    """Whom a stage is paired with where nobody says: the first with the last, and so on."""
+    """Return the default partners: the first with the last, and so on."""
     return range(topology.pipeline - 1, -1, -1)
 
 
-def _order(topology: Topology, partners: Sequence[int]) -> list[_Block]:
-    pairs = deque(
-        (_Block(s, r), _Block(other, r)) for r in range(topology.data) for s, other in enumerate(partners) if s < other
-    )
-    middles = deque(_Block(s, r) for r in range(topology.data) for s, other in enumerate(partners) if s == other)
-    order: list[_Block] = []
-    if middles and not middles[0].stage:
-        # Rank 0 stays where its store is.
+def _order(topology: Topology, partners: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (stage, replica) blocks in order of their places."""
+    replicas = range(topology.data)
+    pairs = deque(((s, r), (other, r)) for r in replicas for s, other in enumerate(partners) if s < other)
+    middles = deque((s, r) for r in replicas for s, other in enumerate(partners) if s == other)
+    order: list[tuple[int, int]] = []
+    if middles and not middles[0][0]:
+        # Rank 0 stays with its store.
         order.append(middles.popleft())
     while pairs or middles:
-        used = len(order) * topology.block % topology.gpus_per_node
-        room = topology.gpus_per_node - used
-        # Where no node has room for a pair, a middle stage has nothing to wait for.
+        room = topology.gpus_per_node - len(order) * topology.block % topology.gpus_per_node
+        # If no node has room for a pair, a middle stage need not wait.
         if pairs and (room >= 2 * topology.block or not middles or 2 * topology.block > topology.gpus_per_node):
             order.extend(pairs.popleft())
         else:
@@ -99,7 +89,7 @@ def _order(topology: Topology, partners: Sequence[int]) -> list[_Block]:
 
 
 class Pair(NamedTuple):
-    """Nodes of a pair's two stages, for one replica and one position within the block."""
+    """Stages of a pair, with their places and nodes, for one replica and one position within the block."""
 
     stages: tuple[int, int]
     places: tuple[int, int]
@@ -107,15 +97,18 @@ class Pair(NamedTuple):
 
 
 def pairs(topology: Topology, parts: tuple[Part, ...], partners: Sequence[int] | None = None) -> tuple[Pair, ...]:
-    """Return every pair of GPUs that would transfer to each other, by place of the earlier stage; `partners` as
-    `pair_adjacent` has them."""
+    """Return every pair of GPUs that would transfer to each other, by place of the earlier stage.
+
+    Args:
+        partners: As in `pair_adjacent`.
+    """
     other_stage = partners or _opposite(topology)
     place_of = {part: place for place, part in enumerate(parts)}
-    found = []
+    pairs = []
     for place, part in enumerate(parts):
         partner = other_stage[part.stage]
         if part.stage < partner:
             other = place_of[part._replace(stage=partner)]
             nodes = (place // topology.gpus_per_node, other // topology.gpus_per_node)
-            found.append(Pair((part.stage, partner), (place, other), nodes))
-    return tuple(found)
+            pairs.append(Pair((part.stage, partner), (place, other), nodes))
+    return tuple(pairs)

@@ -1,9 +1,7 @@
-"""Read JSON of unknown origin, and single values of it, strictly.
+"""Strict reading of JSON of unknown origin, and of single values of it.
 
-In: text or parsed values. Out: Python's, or a ValueError in one line.
-
-What a file may hold is said where it is read; here is only what no file may: numbers that are none, keys twice, nesting
-without end, a value of another type or beyond its range. Knows no file and no format.
+Each reader says what its file may contain; here is only what no file may: numbers that are none, keys twice, endless
+nesting, a value of another type or beyond its range. Errors are a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -14,15 +12,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-# Beyond any count, duration or unix time, and any size in bytes, that a file of ours could truly hold.
+# Above any count, duration or unix time, and any size in bytes, that a file of ours could contain.
 LARGEST = 10**12
 LARGEST_BYTES = 2**60
-# Controls but tabs and new lines, what turns the direction of writing, and halves of characters.
+# Control characters except tabs and newlines, marks that turn the direction of text, and halves of characters.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def load_json(text: str | bytes) -> object:
-    """Read the value of a whole text. A ValueError says where it stops being JSON."""
+    """Read the value of a whole text; a ValueError says where it stops being JSON."""
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -35,11 +33,11 @@ def load_json(text: str | bytes) -> object:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"{twice[:40]!r} appears twice")
-    return found
+    return values
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -59,16 +57,15 @@ def a_list(value: object, name: str) -> list[Any]:
 
 
 def a_text(value: object, name: str) -> str:
-    """Return text as it can be shown."""
+    """Read text, made printable."""
     if not isinstance(value, str):
         raise _error(name, value, "must be text")
     return printable(value)
 
 
 def printable(text: str) -> str:
-    r"""Return the text of unknown origin as a terminal and a page may have it: what steers either, and half a
-    character, as `\x1b` or `\ud800`."""
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    r"""Return text of unknown origin with escapes such as `\x1b` for what would steer a terminal or a page."""
+    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def a_whole(value: object, name: str, least: int = 0, most: int = LARGEST) -> int:

@@ -1,1 +1,1 @@
-"""Balance a schedule: choose what leaves which rank, for which host, and when it returns."""
+"""Balancing: choose what leaves which rank, for which host, and when it returns."""

@@ -1,12 +1,10 @@
 """Plan one rank's transfers.
 
-In: a Schedule, a rank, its bound and what its stages hold. Out: evictions and loads by slot.
-
-Walk the rank's slots; two computations that overlap stand in one, and both are held during it. When what starts in the
-next slot would exceed the bound, send away, beside this slot, the finished micro-batch needed furthest in the future;
-load it as soon as there is room for it again. Each micro-batch is needed once more, so where all are of one size
-furthest-first (Belady's rule) takes the fewest evictions there can be. Where sizes differ it finds a plan whenever there
-is one, and no eviction of it can be left out. Knows no partner, no tensors, no clock.
+The walk goes through the rank's slots; two computations that overlap share one, and both are held during it. When what
+starts in the next slot would exceed the bound, the finished micro-batch needed furthest in the future is evicted next
+to this slot, and loaded as soon as there is room for it again. Each micro-batch is needed once more, so if all have one
+size, furthest-first (Belady's rule) makes the fewest evictions possible. If sizes differ, it finds a plan whenever
+there is one, and no eviction of it can be omitted.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from bpipe.schedule.schedule import Schedule, Slot
 
 _FORWARD, _BACKWARD, _INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
 
-# One rank's own halves, by slot.
+# One rank's own halves of transfers, by slot.
 Plan = dict[int, list[Action]]
 
 
 class OverBound(ValueError):
-    """The bound cannot be kept in `slot`: `needed` is what nothing can send away from there."""
+    """The bound cannot be kept in `slot`, which needs `needed` whatever is evicted."""
 
     def __init__(self, slot: int, needed: int) -> None:
         super().__init__(f"slot {slot} needs {needed}")
@@ -33,10 +31,14 @@ class OverBound(ValueError):
 
 
 def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan:
-    """Return the evictions that keep what the rank itself saves within `bound`, each as late as can be, and their
+    """Return the evictions that keep what the rank itself saves within `bound`, each as late as possible, and their
     loads, each as early as the bound has room for it.
 
-    `bound` is of the same unit and parts as `memory`. Raises OverBound where no plan can keep it.
+    Args:
+        bound: In the same parts of a unit as `memory`.
+
+    Raises:
+        OverBound: No plan keeps the bound.
     """
     walk = _EvictionWalk(schedule.ranks[rank], bound, memory)
     for slot in range(len(schedule.ranks[rank])):
@@ -45,7 +47,7 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
     if len({size.saved_bytes for size in own}) > 1 or len({size.moved_bytes for size in own}) > 1:
         walk.leave_out()
     plan: Plan = {}
-    # What is needed first has the first choice, and comes first where several come in one slot.
+    # The micro-batch that is needed first is loaded first, and chooses its slot first.
     for evicted, (loaded, stage, microbatch) in sorted(walk.stays, key=lambda stay: stay[1]):
         moved = memory.size(stage, microbatch).moved_bytes
         slot = earliest_load(walk.curve, bound, moved, range(evicted, loaded + 1))
@@ -58,9 +60,12 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
 def earliest_load(curve: list[int], room: int, moved: int, away: range) -> int:
     """Return the first slot from which on a rank has room for what it loads, and count it in `curve` from there.
 
-    `away`: from the slot of its EVICT to the last in which its LOAD may stand, both among them. `curve`: what the rank
-    holds during each slot. Loaded right before its backward, it would have only that slot to come back in, often a
-    bubble, and its host would keep it for longer.
+    Loaded directly before its backward, it would have only that slot to return in, often a bubble, and its host would
+    hold it for longer.
+
+    Args:
+        curve: What the rank holds in each slot.
+        away: From the slot of its EVICT to the last one possible for its LOAD, inclusive.
     """
     slot = away[-1]
     while slot - 1 > away[0] and curve[slot - 1] + moved <= room:
@@ -77,9 +82,9 @@ class _EvictionWalk:
         self.computes = [slot.computations for slot in row] + [(), ()]
         self.needed_at: dict[Key, int] = {}
         for slot, computes in enumerate(self.computes):
-            for compute in computes:
-                if compute.kind is _BACKWARD or compute.kind is _INPUT:
-                    self.needed_at[compute.stage, compute.microbatch] = slot
+            for action in computes:
+                if action.kind is _BACKWARD or action.kind is _INPUT:
+                    self.needed_at[action.key] = slot
         self.loads: dict[int, int] = {}  # slot of a load -> what it brings back
         self.finished: list[tuple[int, int, int]] = []  # (-slot needed, stage, micro-batch): a heap, furthest first
         self.stays: list[tuple[int, tuple[int, int, int]]] = []
@@ -88,36 +93,33 @@ class _EvictionWalk:
         self.curve: list[int] = []
 
     def step(self, slot: int) -> None:
-        """Account for one slot and evict beside it what the next has no room for."""
+        """Account for one slot, and evict next to it what the next has no room for."""
         computes = self.computes[slot]
         self.held += self.starting
         self.curve.append(self.held)
         if self.held > self.bound:
             raise OverBound(slot, self.held)
-        for compute in computes:
-            self.held -= self.changes[compute.kind][self.memory.place(compute)][1]
+        for action in computes:
+            self.held -= self.changes[action.kind][self.memory.place(action)][1]
         # No eviction from here on adds to it: what leaves now returns in the slot after the next at the earliest.
         self.starting = self._starting(slot + 1)
         while self.held + self.starting > self.bound:
             self._evict(slot)
-        # A forward is finished only now: it cannot leave beside itself.
-        for compute in computes:
-            if compute.kind is _FORWARD and self._moved(compute.stage, compute.microbatch):
-                key = compute.key
-                heapq.heappush(self.finished, (-self.needed_at[key], *key))
+        # A forward is finished only now: its micro-batch cannot leave in the same slot.
+        for action in computes:
+            if action.kind is _FORWARD and self._moved(*action.key):
+                heapq.heappush(self.finished, (-self.needed_at[action.key], *action.key))
 
     def _starting(self, slot: int) -> int:
-        """What a slot adds at its start."""
-        added = self.loads.get(slot, 0)
-        for compute in self.computes[slot]:
-            added += self.changes[compute.kind][self.memory.place(compute)][0]
-        return added
+        """Return what a slot takes at its start."""
+        computed = (self.changes[action.kind][self.memory.place(action)][0] for action in self.computes[slot])
+        return self.loads.get(slot, 0) + sum(computed)
 
     def _moved(self, stage: int, microbatch: int) -> int:
         return self.memory.size(stage, microbatch).moved_bytes
 
     def _evict(self, slot: int) -> None:
-        # What is needed two slots on would have to come back in the very next one.
+        # A micro-batch needed two slots later would have to come back in the very next one.
         if not self.finished or -self.finished[0][0] <= slot + 2:
             raise OverBound(slot + 1, self.held + self.starting)
         needed, stage, microbatch = heapq.heappop(self.finished)
@@ -126,8 +128,8 @@ class _EvictionWalk:
         self.held -= moved
 
     def leave_out(self) -> None:
-        """Drop every eviction without which the bound holds all the same, the smallest first."""
-        for stay in sorted(self.stays, key=lambda one: self._moved(*one[1][1:])):
+        """Drop every eviction without which the bound still holds, the smallest first."""
+        for stay in sorted(self.stays, key=lambda stay: self._moved(*stay[1][1:])):
             evicted, (loaded, stage, microbatch) = stay
             absent, moved = range(evicted + 1, loaded), self._moved(stage, microbatch)
             if max(self.curve[slot] for slot in absent) + moved <= self.bound:

@@ -1,13 +1,10 @@
 """Share a pair's memory: add transfers until every rank keeps its bound.
 
-In: a compute-only Schedule, bounds. Out: one with transfers.
-
-Bounds are counts of chunk micro-batches; `room` has bytes. A rank whose own activations exceed its bound evicts to its
-partner (`evict` plans how); the partner's halves stand in the same slots of its own row, and what it hosts counts
+Bounds are counts of chunk micro-batches; `budget` has bytes. A rank whose own activations exceed its bound evicts to
+its partner (`evict` plans how); the partner's halves are in the same slots of its own row, and what it hosts counts
 against its bound. On 1F1B with `mu_opt` this is Algorithm 1 of the BPipe paper (Kim et al. 2023), with its steady-phase
-eviction read as "the latest finished forward". A bound that cannot be kept is refused with the smallest found that can:
-of generated orders the smallest there is, of others now and then one more (`tests/unit/balance/test_smallest_bound.py`). Knows
-no tensors, no clock.
+eviction read as "the latest finished forward". If a bound cannot be kept, the error names the smallest one found that
+can: the least possible for generated orders, rarely one more for others (`tests/unit/balance/test_smallest_bound.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from math import ceil
 from operator import add
 
 from bpipe.balance.evict import OverBound, Plan, plan_evictions
-from bpipe.schedule.action import OTHER_END, Action
 from bpipe.schedule.host_buffers import Residency, host_buffers, stages_in_buffers
 from bpipe.schedule.hosts import Pair, default_partners, halved_pairs, in_pairs, pairing
 from bpipe.schedule.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
@@ -26,11 +22,14 @@ from bpipe.schedule.schedule import Schedule, Slot
 
 
 def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None) -> Schedule:
-    """Return the schedule with the fewest evictions that keep every rank within its bound, a number of chunk
-    micro-batches.
+    """Return the schedule with the fewest evictions that keep every rank within its bound of chunk micro-batches.
 
-    By default that is the smallest found that every pair can keep, the same for all. Raises ValueError where a bound
-    cannot be kept, naming the smallest found that can.
+    Args:
+        bounds: By rank; by default the smallest bound found that every pair can keep, the same for all.
+        partners: By rank; by default those that the ranks' peaks suggest.
+
+    Raises:
+        ValueError: A bound cannot be kept; names the smallest found that can.
     """
     if bounds is None:
         return _balance_evenly(schedule, partners)
@@ -38,10 +37,10 @@ def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: S
 
 
 def keeps_bound(schedule: Schedule, bound: int, buffers_stay: bool = False) -> bool:
-    """Return whether balancing can keep every rank within so many chunk micro-batches, with the partners that the peaks
-    suggest.
+    """Whether balancing can keep every rank within `bound` chunk micro-batches, with the usual partners.
 
-    `buffers_stay`: host buffers count all the time, and not only while a micro-batch is in them.
+    Args:
+        buffers_stay: Whether host buffers count all the time, and not only while a micro-batch is in them.
     """
     memory = counts_of(schedule)
     partners = choose_partners(schedule, None)
@@ -54,22 +53,19 @@ def keeps_bound(schedule: Schedule, bound: int, buffers_stay: bool = False) -> b
 
 
 def allocated_counts(schedule: Schedule) -> tuple[Count, ...]:
-    """Return the most chunk micro-batches that each rank has room for at once: what its own hold, and its host
-    buffers, which a run keeps."""
+    """Return the most chunk micro-batches for which each rank has room: its own, and its host buffers, which stay."""
     memory = counts_of(schedule)
     return tuple(memory.amount(sum(allocated_bytes(schedule, rank, memory))) for rank in range(schedule.num_ranks))
 
 
 def allocated_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, int]:
-    """Return bytes that a run allocates on a rank: for its own micro-batches at their most, and for host buffers,
-    which stay."""
-    return max(own_bytes(schedule, rank, memory), default=0), buffer_bytes(
-        schedule, host_buffers(schedule, rank), memory
-    )
+    """Return the bytes that a run allocates on a rank for its own micro-batches at their most, and for host buffers."""
+    host_bytes = buffer_bytes(schedule, host_buffers(schedule, rank), memory)
+    return max(own_bytes(schedule, rank, memory), default=0), host_bytes
 
 
 def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
-    """Return bytes that a rank holds of its own micro-batches during each slot."""
+    """Return the bytes that a rank holds of its own micro-batches in each slot."""
     own = set(schedule.layout.stages_of(rank))
     sizes = tuple(
         size if place // memory.slices in own else StageMemory(0, 0, 0) for place, size in enumerate(memory.stages)
@@ -79,18 +75,19 @@ def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
 
 def moved_bytes(residencies: Iterable[Residency], memory: Memory) -> int:
     """Return the bytes that leave with these residencies."""
-    return sum(memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies)
+    return sum(memory.size(*residency.key).moved_bytes for residency in residencies)
 
 
 def buffer_bytes(schedule: Schedule, hosted: Mapping[Residency, int], memory: Memory, guest: int | None = None) -> int:
-    """Return bytes of host buffers, of one guest's only where it is named. `hosted`: result of `host_buffers`."""
+    """Return the bytes of host buffers.
+
+    Args:
+        hosted: Result of `host_buffers`.
+        guest: Counts only this rank's.
+    """
     rank_of = schedule.layout.rank_of
-    found = {
-        residency: buffer
-        for residency, buffer in hosted.items()
-        if guest in (None, rank_of(residency.stage, residency.microbatch))
-    }
-    return sum(map(memory.buffer_bytes, stages_in_buffers(found)))
+    of_guest = {stay: buffer for stay, buffer in hosted.items() if guest in (None, rank_of(*stay.key))}
+    return sum(map(memory.buffer_bytes, stages_in_buffers(of_guest)))
 
 
 def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:
@@ -108,37 +105,40 @@ def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] 
 def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:
     """Balance to the smallest bound found that every pair keeps.
 
-    It starts where none could keep less, and rises where a pair has to.
+    The search starts at what no pair can go below, and rises for pairs that need more.
     """
-    given = None if partners is None else pairing(schedule.num_ranks, partners)
     memory = counts_of(schedule)
+    if partners is not None:
+        partners = pairing(schedule.num_ranks, partners)
     check_input(schedule, (1,) * schedule.num_ranks, memory)
     curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
     peaks = [max(curve) for curve in curves]
-    chosen = given or _usual(schedule, peaks)
+    chosen = _usual(schedule, peaks) if partners is None else tuple(partners)
     bound = max(_together([curves[rank] for rank in pair], memory) for pair in pairs_of(chosen))
-    found: dict[Pair, tuple[int, Shared]] = {}
+    tried: dict[Pair, tuple[int, Shared]] = {}
     for pair in pairs_of(chosen):
         outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory, [peaks[rank] for rank in pair])
         if outcome.refusal is not None:
             bound, outcome = _smallest(schedule, pair, memory, bound + 1)
-        found[pair] = (bound, outcome)
-    # A pair that kept less takes fewer evictions where it may hold as much as the others.
+        tried[pair] = (bound, outcome)
+    # A pair that kept a lower bound needs fewer evictions within that of the others.
     outcomes = {
-        pair: outcome if tried == bound else share(schedule, pair, (bound * memory.parts,) * 2, memory)
-        for pair, (tried, outcome) in found.items()
+        pair: outcome if kept == bound else share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        for pair, (kept, outcome) in tried.items()
     }
     return replace(_joined(schedule, chosen, outcomes), bounds=(bound,) * schedule.num_ranks)
 
 
 def choose_partners(schedule: Schedule, partners: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the given partners, or those that the ranks' peaks suggest."""
+    """Return the given partners, or the usual ones."""
     return _usual(schedule, peak_counts(schedule)) if partners is None else pairing(schedule.num_ranks, partners)
 
 
 def _usual(schedule: Schedule, peaks: Sequence[Count]) -> tuple[int, ...]:
-    """Of two pipes mirror images hold about alike, and hosts are in the same half: partners by peaks alone level no
-    lower there."""
+    """Return the partners that the ranks' peaks suggest.
+
+    Of two pipes mirror images hold about alike, and hosts are in the same half: partners by peaks alone level no lower.
+    """
     return halved_pairs(schedule.num_ranks) if schedule.layout.num_pipes > 1 else default_partners(peaks)
 
 
@@ -167,11 +167,11 @@ class Shared:
 def share(
     schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory, own: Sequence[int] | None = None
 ) -> Shared:
-    """Balance one pair; a rank paired with itself can only be within its bound as it is.
+    """Balance one pair; a rank paired with itself can only keep its bound as it is.
 
-    `bounds` and peaks are in parts of a unit.
-
-    `own`: the pair's peaks before, where they are known.
+    Args:
+        bounds: In parts of a unit, like peaks.
+        own: The pair's peaks before, if known.
     """
     rows = [schedule.ranks[rank] for rank in pair]
     peaks = tuple(own or (max(live_bytes(schedule, rank, memory)) for rank in pair))
@@ -179,10 +179,8 @@ def share(
     if not over:
         return Shared(tuple(rows), peaks)
     if pair[0] == pair[1]:
-        return Shared(
-            refusal=f"rank {pair[0]} has no partner and holds up to {memory.with_unit(peaks[0])}, but its bound is "
-            f"{memory.text(bounds[0])}"
-        )
+        holds = f"rank {pair[0]} has no partner and holds up to {memory.with_unit(peaks[0])}"
+        return Shared(refusal=f"{holds}, but its bound is {memory.text(bounds[0])}")
     for index in over:
         plan = plan_rank(schedule, pair[index], bounds[index], memory)
         if isinstance(plan, str):
@@ -191,11 +189,8 @@ def share(
     peaks = tuple(_peak(schedule, rank, row, memory) for rank, row in zip(pair, rows, strict=True))
     for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
-            text = (
-                f"rank {rank}, which hosts for rank {other}, holds up to {memory.with_unit(peak)}, but its bound is "
-                f"{memory.text(bound)}"
-            )
-            return Shared(refusal=text)
+            holds = f"rank {rank}, which hosts for rank {other}, holds up to {memory.with_unit(peak)}"
+            return Shared(refusal=f"{holds}, but its bound is {memory.text(bound)}")
     return Shared(tuple(rows), peaks)
 
 
@@ -210,8 +205,7 @@ def plan_rank(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan
 
 
 def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory) -> int:
-    """Return the smallest bound found, in whole units, that both ranks of a pair can keep: at the latest the higher
-    of their own peaks."""
+    """Return the smallest bound found, in whole units, that both ranks of a pair can keep."""
     return _smallest(schedule, pair, memory, 1)[0]
 
 
@@ -219,7 +213,8 @@ def _smallest(schedule: Schedule, pair: Pair, memory: Memory, least: int) -> tup
     """Return the smallest bound found from `least` up, and the pair within it.
 
     It is near half of what the pair holds together, so the search goes up from there in growing steps before it halves:
-    a higher bound takes no more evictions, so it asks no more of the partner either.
+    a
+    higher bound takes no more evictions, and requires no more of the partner.
     """
     curves = [live_bytes(schedule, rank, memory) for rank in pair]
     low, high = max(least, _together(curves, memory)) - 1, ceil(memory.amount(max(map(max, curves))))
@@ -236,16 +231,13 @@ def _smallest(schedule: Schedule, pair: Pair, memory: Memory, least: int) -> tup
 
 
 def _together(curves: Sequence[Sequence[int]], memory: Memory) -> int:
-    """Return the least that a pair holds together: no transfer lowers it, so no bound may be below.
-
-    A rank without a partner is both.
-    """
+    """Return the least bound by what a pair holds together, which no transfer lowers."""
     together: int = max(map(add, *curves))
     return -(-together // (2 * memory.parts))
 
 
 def _least(schedule: Schedule, rank: int, needed: int, memory: Memory) -> int:
-    """Return the smallest bound the rank keeps if its partner hosts whatever it sends."""
+    """Return the smallest bound that the rank keeps if its partner hosts whatever it sends."""
     while True:
         try:
             plan_evictions(schedule, rank, needed, memory)
@@ -262,15 +254,10 @@ def _way_out(schedule: Schedule, pair: Pair, memory: Memory) -> str:
 
 
 def with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot, ...]:
-    """Return the row with a plan's transfers, or with their other ends.
-
-    Slots the plan leaves alone stay the same values.
-    """
+    """Return the row with a plan's transfers, or with their other ends. Other slots stay the same objects."""
     slots = list(row)
     for slot, actions in plan.items():
-        added = (
-            actions if own else [Action(action.stage, OTHER_END[action.kind], action.microbatch) for action in actions]
-        )
+        added = actions if own else [action.other_end for action in actions]
         slots[slot] = replace(slots[slot], transfers=(*slots[slot].transfers, *added))
     return tuple(slots)
 

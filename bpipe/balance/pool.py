@@ -1,58 +1,71 @@
-"""Let what must leave a rank go to any rank with room.
+"""Evict to any rank with room, to the own node's memory, or to both.
 
-In: a compute-only Schedule, rooms and sizes. Out: one with transfers.
+What counts is what `budget` counts. A rank that holds more than it has room for sends only what must leave, so no
+choice of hosts changes the bytes that move; every other rank may host, for several, and a rank that sends may have
+several hosts. No rank sends only to make room for what comes from another: if sizes differ, rooms that need such a plan
+are refused. Among all choices, the one is taken that moves the fewest bytes between nodes, and then over the shortest
+distances (`pack`).
 
-What counts is what `room` counts. A rank that holds more than it has room for sends what must leave and no more, so no
-choice of hosts makes the bytes that move more or fewer; every other rank may host, for several, and a rank that sends
-may have several hosts. None sends only to make room for what comes from another: where sizes differ, rooms that only
-such a plan keeps are refused. Of all choices the one is taken that moves the fewest bytes between nodes, and of these
-the one over the shortest distances (`packing`).
-
-Transfers of one slot stand in one order on all ranks, so none waits for another in a ring. Knows no tensors, no clock,
-and not what else a device holds.
+If other devices come first and the own node's memory second, as few bytes as possible go to the latter: the
+micro-batches that stay away longest do, while more of them are away than a rank has host buffers on devices. That is
+exact if all micro-batches of a rank have one size. Transfers of one slot are in one order on all ranks, so none waits
+for another in a ring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved
 from bpipe.balance.evict import Plan
-from bpipe.balance.packing import Cost, Item, pack
-from bpipe.balance.pairs import allocated_bytes, choose_partners, moved_bytes, plan_rank, with_transfers
-from bpipe.schedule.action import OTHER_END, Action, Kind
-from bpipe.schedule.host_buffers import Residencies, Residency, host_buffers
-from bpipe.schedule.hosts import Host, Hosts, Pair, in_pairs
-from bpipe.schedule.memory import Memory, live_bytes, peak_counts
+from bpipe.balance.pairs import allocated_bytes, check_input, choose_partners, moved_bytes, plan_rank, with_transfers
+from bpipe.schedule.action import Kind
+from bpipe.schedule.host_buffers import Residencies, Residency, host_buffers, slots_away
+from bpipe.schedule.hosts import ALL, HOST, POOL, Host, Hosts, Pair, host_memory_of, in_pairs
+from bpipe.schedule.memory import Memory, counts_of, live_bytes, peak_counts
 from bpipe.schedule.schedule import Schedule
 
+# Most steps to find a packing, and to find a cheaper one.
+_MOST_STEPS = 50_000
+_STEPS_TO_IMPROVE = 5_000
 
-def balance_over_pool(schedule: Schedule, activation_budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
-    """Return the schedule with the transfers without which some rank had no room. Its bounds are the counts it reaches.
+# In order of comparison: bytes between nodes, then bytes times distance.
+Cost = tuple[int, int]
 
-    `nodes[rank]`: the node a rank is on; empty where all are on one. Raises NoRoom.
+
+def balance_over_pool(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
+    """Return the schedule with the transfers without which some rank lacks room. Bounds are the counts that result.
+
+    Args:
+        nodes: By rank, its node; empty if all are on one.
+
+    Raises:
+        BudgetTooSmall: The ranks have too little room.
     """
-    memory = activation_budget.memory
-    plans, spare = plan_overfull_ranks(schedule, activation_budget)
+    memory = budget.memory
+    plans, spare = plan_overfull_ranks(schedule, budget)
     if plans and schedule.num_ranks == 1:
         raise BudgetTooSmall((0, 0), "rank 0 has no room for its own micro-batches, and no other rank to host them")
-    return with_hosts(schedule, plans, _hosted(schedule, plans, spare, nodes, memory), activation_budget)
+    return with_hosts(schedule, plans, _hosted(schedule, plans, spare, nodes, memory), budget)
 
 
-def plan_overfull_ranks(schedule: Schedule, activation_budget: ActivationBudget) -> tuple[dict[int, Plan], list[int]]:
-    """Return what leaves each rank that lacks room, and what every rank has to spare, below 0 where it lacks room.
+def plan_overfull_ranks(schedule: Schedule, budget: ActivationBudget) -> tuple[dict[int, Plan], list[int]]:
+    """Return the plan of each rank that lacks room, and what every rank has to spare, below 0 if it lacks room.
 
-    Raises NoRoom.
+    Raises:
+        BudgetTooSmall: No plan keeps a rank within its room.
     """
-    check_rooms(schedule, activation_budget)
-    memory = activation_budget.memory
+    check_rooms(schedule, budget)
+    memory = budget.memory
     peaks = [max(live_bytes(schedule, rank, memory), default=0) for rank in range(schedule.num_ranks)]
-    spare = [room - peak for room, peak in zip(activation_budget.room_bytes, peaks, strict=True)]
+    spare = [room - peak for room, peak in zip(budget.room_bytes, peaks, strict=True)]
     plans: dict[int, Plan] = {}
     for rank in (rank for rank, left in enumerate(spare) if left < 0):
-        plan = plan_rank(schedule, rank, activation_budget.room_bytes[rank], memory)
+        plan = plan_rank(schedule, rank, budget.room_bytes[rank], memory)
         if isinstance(plan, str):
             raise BudgetTooSmall((rank, rank), plan)
         plans[rank] = plan
@@ -60,23 +73,20 @@ def plan_overfull_ranks(schedule: Schedule, activation_budget: ActivationBudget)
 
 
 def fewest_sent(
-    schedule: Schedule, activation_budget: ActivationBudget, parts: Parts, attempt: Callable[[ActivationBudget], object]
+    schedule: Schedule, budget: ActivationBudget, parts: Parts, attempt: Callable[[ActivationBudget], object]
 ) -> ActivationBudget:
-    """Return the rooms with those parts of micro-batches with which the fewest bytes leave each rank, or all of each
-    where these find no room.
-
-    `attempt` raises NoRoom where they do not.
-    """
-    memory = activation_budget.memory
-    for rank, room in enumerate(activation_budget.room_bytes):
+    """Return the budget with parts of micro-batches of which the fewest bytes leave each rank, if `attempt`
+    succeeds."""
+    memory = budget.memory
+    for rank, room in enumerate(budget.room_bytes):
         if max(live_bytes(schedule, rank, memory), default=0) > room:
             memory = _fewest_of(schedule, rank, room, memory, parts)
-    found = ActivationBudget(activation_budget.room_bytes, memory)
+    less = replace(budget, memory=memory)
     try:
-        attempt(found)
+        attempt(less)
     except BudgetTooSmall:
-        return activation_budget
-    return found
+        return budget
+    return less
 
 
 def _fewest_of(schedule: Schedule, rank: int, room: int, memory: Memory, parts: Parts) -> Memory:
@@ -86,17 +96,18 @@ def _fewest_of(schedule: Schedule, rank: int, room: int, memory: Memory, parts: 
         if isinstance(plan, str):
             continue
         evicted = (action for actions in plan.values() for action in actions if action.kind is Kind.EVICT)
-        moved = sum(tried.size(action.stage, action.microbatch).moved_bytes for action in evicted)
+        moved = sum(tried.size(*action.key).moved_bytes for action in evicted)
         if best is None or moved < best[0]:
             best = moved, tried
     return memory if best is None else best[1]
 
 
 def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pair]:
-    """Return the smallest level in 1 to `most` at which an attempt does not raise NoRoom, more than `most` where none
-    is; and who had none below.
+    """Return the smallest level in 1 to `most` at which an attempt does not raise BudgetTooSmall, more than `most` if
+    none, and the ranks that lacked room just below it.
 
-    `attempt(level)`: no rank's room is smaller at a higher level.
+    Args:
+        attempt: No rank's room is smaller at a higher level.
     """
     low, high, worst = 0, most + 1, (0, 0)
     while high - low > 1:
@@ -112,34 +123,24 @@ def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pa
 def _hosted(
     schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory
 ) -> dict[Residency, Host]:
-    """Where each micro-batch goes that leaves: one host for all that pass through one host buffer. Raises NoRoom."""
+    """Return the host of each micro-batch that leaves: one for all that pass through one host buffer."""
     through: dict[tuple[int, int], list[Residency]] = {}
     for rank, plan in plans.items():
         for residency, buffer in _as_on_one_host(schedule, rank, plan).items():
             through.setdefault((rank, buffer), []).append(residency)
-    items = [_item(rank, residencies, memory) for (rank, _), residencies in through.items()]
+    items = [
+        Item(rank, memory.buffer_bytes({stay.stage for stay in residencies}), moved_bytes(residencies, memory))
+        for (rank, _), residencies in through.items()
+    ]
     hosts = pack(items, [0 if rank in plans else left for rank, left in enumerate(spare)], distances(schedule, nodes))
     if hosts is None:
         raise _no_room(items, spare, memory)
-    return {
-        residency: Host(taker)
-        for residencies, taker in zip(through.values(), hosts, strict=True)
-        for residency in residencies
-        if taker is not None
-    }
-
-
-def _item(rank: int, residencies: Sequence[Residency], memory: Memory) -> Item:
-    """Return a host buffer for all of these, one after the other."""
-    return Item(
-        rank,
-        memory.buffer_bytes({residency.stage for residency in residencies}),
-        moved_bytes(residencies, memory),
-    )
+    hosted = zip(through.values(), hosts, strict=True)
+    return {stay: Host(host) for residencies, host in hosted if host is not None for stay in residencies}
 
 
 def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Residency, int]:
-    """Return the host buffers of all that leaves a rank, if one other hosted it all."""
+    """Return the host buffers of everything that leaves a rank, if one other rank hosted it all."""
     other = (rank + 1) % schedule.num_ranks
     rows = list(schedule.ranks)
     rows[other] = with_transfers(rows[other], plan, own=False)
@@ -147,10 +148,7 @@ def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Residency
 
 
 def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], Cost]:
-    """Return the cost of a byte between ranks: first whether they are on two nodes, then how far apart.
-
-    A usual partner is nearest.
-    """
+    """Return the cost of a byte between ranks: whether it crosses nodes, then the distance, 0 for a usual partner."""
     usual = choose_partners(schedule, None)
 
     def cost(rank: int, host: int) -> Cost:
@@ -161,32 +159,26 @@ def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], 
 
 
 def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> BudgetTooSmall:
-    """Who lacks most, and what the others have."""
+    """Return the error, which names the rank that lacks most and the others' rooms."""
     ranks = sorted({item.owner for item in items})
     needs = {rank: sum(item.num_bytes for item in items if item.owner == rank) for rank in ranks}
-    most = max(needs, key=lambda rank: needs[rank])
-    asked = ", ".join(f"rank {rank} {memory.text(size)}" for rank, size in needs.items())
-    there = (
-        ", ".join(f"rank {rank} {memory.text(left)}" for rank, left in enumerate(spare) if left > 0)
-        or "no rank has any"
-    )
-    return BudgetTooSmall(
-        (most, most),
-        f"evicted memory needs host buffers ({asked} {memory.unit}), more than the other ranks have room for ({there})",
-    )
+    worst = max(needs, key=lambda rank: needs[rank])
+    needed = ", ".join(f"rank {rank} {memory.text(size)}" for rank, size in needs.items())
+    rooms = ", ".join(f"rank {rank} {memory.text(left)}" for rank, left in enumerate(spare) if left > 0)
+    host_buffers = f"evicted memory needs host buffers ({needed} {memory.unit})"
+    reason = f"{host_buffers}, more than the other ranks have room for ({rooms or 'no rank has any'})"
+    return BudgetTooSmall((worst, worst), reason)
 
 
 def with_hosts(
-    schedule: Schedule,
-    plans: Mapping[int, Plan],
-    host_of: Mapping[Residency, Host],
-    activation_budget: ActivationBudget,
+    schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[Residency, Host], budget: ActivationBudget
 ) -> Schedule:
-    """Return the schedule with these transfers, each to the residency's host.
+    """Return the schedule with these transfers, each to its residency's host. Bounds are the counts that result.
 
-    Its bounds are the counts it reaches. Raises NoRoom.
+    On every rank the transfers of one slot are in the order of their senders.
 
-    Of one slot all transfers stand in the order of those who send, on every rank.
+    Raises:
+        BudgetTooSmall: A rank has too little room.
     """
     rows = [list(row) for row in schedule.ranks]
     used: list[set[Host]] = [set() for _ in rows]
@@ -198,31 +190,21 @@ def with_hosts(
                 used[rank].add(host)
                 ends = [(rows[rank], action)]
                 if host.on_device:
-                    ends.append((rows[host.rank], Action(action.stage, OTHER_END[action.kind], action.microbatch)))
-                for row, one in ends:
-                    row[slot] = replace(row[slot], transfers=(*row[slot].transfers, one))
-    hosted = replace(schedule, ranks=tuple(map(tuple, rows)), hosts=_hosts(used))
-    _check_room(hosted, activation_budget)
+                    ends.append((rows[host.rank], action.other_end))
+                for row, end in ends:
+                    row[slot] = replace(row[slot], transfers=(*row[slot].transfers, end))
+    hosted, memory = replace(schedule, ranks=tuple(map(tuple, rows)), hosts=_hosts(used)), budget.memory
+    for rank, room in enumerate(budget.room_bytes):
+        needed = sum(allocated_bytes(hosted, rank, memory))
+        if needed > room:
+            sizes = f"needs {memory.with_unit(needed)} but has room for {memory.with_unit(room)}"
+            raise BudgetTooSmall((rank, rank), f"rank {rank}, which hosts for others, {sizes}")
     return replace(hosted, bounds=tuple(map(ceil, peak_counts(hosted))))
 
 
-def _check_room(schedule: Schedule, activation_budget: ActivationBudget) -> None:
-    """Raises NoRoom where a rank takes more than it has room for."""
-    for rank in range(schedule.num_ranks):
-        needed = sum(allocated_bytes(schedule, rank, activation_budget.memory))
-        if needed > activation_budget.room_bytes[rank]:
-            words = (
-                f"needs {activation_budget.memory.with_unit(needed)} but has room for "
-                f"{activation_budget.memory.with_unit(activation_budget.room_bytes[rank])}"
-            )
-            raise BudgetTooSmall((rank, rank), f"rank {rank}, which hosts for others, {words}")
-
-
 def _hosts(used: Sequence[set[Host]]) -> Hosts:
-    """Return the pairs where each rank has to do with one other device at most, and none with host memory.
-
-    Host memory stands behind all devices.
-    """
+    """Return pairs if each rank deals with at most one other device and none with host memory, else all hosts, devices
+    first."""
     others = [
         {host.rank for host in hosts} | {guest for guest, of in enumerate(used) if Host(rank) in of}
         for rank, hosts in enumerate(used)
@@ -230,3 +212,244 @@ def _hosts(used: Sequence[set[Host]]) -> Hosts:
     if all(len(of_rank) < 2 for of_rank in others) and all(host.on_device for hosts in used for host in hosts):
         return in_pairs([min(of_rank, default=rank) for rank, of_rank in enumerate(others)])
     return tuple(tuple(sorted(of_rank, key=lambda host: (host.tier, host.rank))) for of_rank in used)
+
+
+def balance_over_hosts(schedule: Schedule, hosts: str, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
+    """Balance over hosts other than pairs, with only those transfers without which some rank lacks room.
+
+    Raises:
+        BudgetTooSmall: The ranks have too little room.
+    """
+    return _ARRANGED[hosts](schedule, budget, nodes)
+
+
+def balance_over_hosts_within(
+    schedule: Schedule, hosts: str, bounds: Sequence[int] | None, nodes: Sequence[int] = ()
+) -> Schedule:
+    """Balance over hosts within counts of chunk micro-batches, with host buffers counted all the time.
+
+    Args:
+        bounds: By rank; by default the smallest bound that all ranks can keep.
+
+    Raises:
+        ValueError: Bounds cannot be kept; names the smallest that can.
+    """
+    memory = counts_of(schedule)
+
+    def within(limits: Sequence[int]) -> Schedule:
+        budget = ActivationBudget(tuple(limit * memory.parts for limit in limits), memory)
+        return replace(balance_over_hosts(schedule, hosts, budget, nodes), bounds=tuple(limits))
+
+    def smallest() -> int:
+        most = ceil(max(peak_counts(schedule))) - 1
+        return smallest_level(lambda bound: within((bound,) * schedule.num_ranks), most)[0]
+
+    if bounds is None:
+        return within((smallest(),) * schedule.num_ranks)
+    try:
+        check_input(schedule, bounds, memory)
+        return within(bounds)
+    except BudgetTooSmall as error:
+        least = f"The smallest bound found that {_NAMES[hosts]} keeps for all ranks is {smallest()} {memory.unit}"
+        raise ValueError(f"{error}. {least}") from None
+
+
+def balance_over_host_memory(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
+    """Send everything that leaves a rank to its own node's memory, which is taken to have room."""
+    plans, _ = plan_overfull_ranks(schedule, budget)
+    host_of = {residency: host_memory_of(rank) for rank, plan in plans.items() for residency in _away(plan)}
+    return with_hosts(schedule, plans, host_of, budget)
+
+
+def balance_over_tiers(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
+    """Send what leaves to any rank with room, as in a pool, and the rest to its own node's memory."""
+    plans, spare = plan_overfull_ranks(schedule, budget)
+    room = [0 if rank in plans else left for rank, left in enumerate(spare)]
+    buffers = [item for rank, plan in plans.items() for item in _buffers(rank, plan, room, budget.memory)]
+    cost = distances(schedule, nodes)
+    hosts = pack(buffers, room, cost, own_memory=True)
+    assert hosts is not None, "own memory has room for all"
+    host_of: dict[Residency, Host] = {}
+    for rank, plan in plans.items():
+        own = [host for item, host in zip(buffers, hosts, strict=True) if item.owner == rank and host is not None]
+        # The buffer through which most passes is the nearest.
+        nearest = sorted(own, key=lambda host: (cost(rank, host), host))
+        away = _away(plan)
+        through = sorted(_through(away, len(nearest)), key=lambda stays: -moved_bytes(stays, budget.memory))
+        host_of |= dict.fromkeys(away, host_memory_of(rank))
+        for host, stays in zip(nearest, through, strict=True):
+            host_of |= dict.fromkeys(stays, Host(host))
+    return with_hosts(schedule, plans, host_of, budget)
+
+
+_ARRANGED: Mapping[str, Callable[[Schedule, ActivationBudget, Sequence[int]], Schedule]] = {
+    POOL: balance_over_pool,
+    HOST: balance_over_host_memory,
+    ALL: balance_over_tiers,
+}
+_NAMES = {POOL: "a pool", HOST: "CPU memory", ALL: "a pool backed by CPU memory"}
+
+
+def _away(plan: Plan) -> dict[Residency, range]:
+    """Return the slots in which each residency is away, in the order in which they leave."""
+    away = slots_away(sorted(plan.items()))
+    return dict(sorted(away.items(), key=lambda item: (item[1].start, item[1].stop, item[0])))
+
+
+def _buffers(rank: int, plan: Plan, room: Sequence[int], memory: Memory) -> list[Item]:
+    """Return the host buffers that a rank can use and others have room for, each with the bytes that it adds."""
+    away = _away(plan)
+    size = memory.buffer_bytes({residency.stage for residency in away})
+    buffers: list[Item] = []
+    passing, most = 0, sum(left // size for left in room)
+    while len(buffers) < most:
+        more = sum(moved_bytes(stays, memory) for stays in _through(away, len(buffers) + 1)) - passing
+        if more <= 0:
+            break
+        buffers.append(Item(rank, size, more))
+        passing += more
+    return buffers
+
+
+def _through(away: Mapping[Residency, range], num_buffers: int) -> list[list[Residency]]:
+    """Return the residencies of each buffer, as many as possible; a buffer is free in the slot after a load's."""
+    full: list[tuple[Residency, list[Residency]]] = []
+    buffers: list[list[Residency]] = [[] for _ in range(num_buffers)]
+    for residency, slots in away.items():
+        full = [(stay, buffer) for stay, buffer in full if away[stay].stop > slots.start]
+        empty = [buffer for buffer in buffers if not any(buffer is other for _, other in full)]
+        if empty:
+            full.append((residency, empty[0]))
+            empty[0].append(residency)
+        elif full:
+            # Too many at once: without the one that is away longest there is a buffer for each of the others.
+            last, buffer = max(full, key=lambda entry: away[entry[0]].stop)
+            if away[last].stop > slots.stop:
+                full = [entry for entry in full if entry[0] is not last]
+                buffer.remove(last)
+                full.append((residency, buffer))
+                buffer.append(residency)
+    return buffers
+
+
+class Item(NamedTuple):
+    """A host buffer of `num_bytes` for rank `owner`, through which `moved_bytes` pass in an iteration."""
+
+    owner: int
+    num_bytes: int
+    moved_bytes: int
+
+
+def pack(
+    items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], Cost], own_memory: bool = False
+) -> list[int | None] | None:
+    """Return the rank with room that takes each item, or None if no packing was found.
+
+    The search is exact if it ends within its limits, as it does at small sizes and whenever all items have one size: it
+    then finds a packing if there is one, and the cheapest. Beyond the limits it keeps the first one found, nearest
+    hosts first. If items may stay with their owners, it minimises the bytes that pass through host memory.
+
+    Args:
+        cost: Cost of one byte, by owner and host.
+        own_memory: Whether an item for which no rank has room goes to its owner's host memory, given as None. That
+            holds any, and a byte there costs more than all others elsewhere.
+    """
+    order = sorted(
+        range(len(items)), key=lambda index: (-items[index].num_bytes, items[index].owner, -items[index].moved_bytes)
+    )
+    spare, num_ranks = list(spare_bytes), len(spare_bytes)
+    if own_memory:
+        # The item through which most passes is placed first, and the host after all ranks has room for all.
+        order.sort(key=lambda index: -items[index].moved_bytes)
+        spare.append(sum(item.num_bytes for item in items))
+    far = max((cost(item.owner, host)[0] for item in items for host in range(num_ranks)), default=0)
+    above_all = 1 + far * sum(item.moved_bytes for item in items)
+
+    def cost_or_own(owner: int, host: int) -> Cost:
+        return (above_all, 0) if host == num_ranks else cost(owner, host)
+
+    search = _Search([items[index] for index in order], spare, cost_or_own)
+    search.place(0, (0, 0), 0)
+    if search.best is None:
+        return None
+    hosts: list[int | None] = [None] * len(items)
+    for index, host in zip(order, search.best, strict=True):
+        hosts[index] = None if host == num_ranks else host
+    return hosts
+
+
+class _Option(NamedTuple):
+    cost: Cost
+    host: int
+
+
+class _Search:
+    """Depth-first search, largest items and nearest hosts first, without branches that cannot become cheaper."""
+
+    def __init__(self, items: Sequence[Item], free: list[int], cost: Callable[[int, int], Cost]) -> None:
+        self.items, self.free = items, free
+        self.chosen: list[int] = []
+        self.best: list[int] | None = None
+        self.best_cost: Cost | None = None
+        self.steps = 0
+        self.seen: dict[tuple[int, int, tuple[int, ...]], Cost] = {}
+        self.options = [
+            sorted(_Option(cost(item.owner, host), host) for host in range(len(free)) if host != item.owner)
+            for item in items
+        ]
+        # Least cost of all items from each on.
+        nearest = [
+            next((option.cost for option in options if free[option.host] >= item.num_bytes), (0, 0))
+            for item, options in zip(items, self.options, strict=True)
+        ]
+        least = [_times(price, item.moved_bytes) for price, item in zip(nearest, items, strict=True)]
+        self.least = list(accumulate(reversed(least), _plus, initial=(0, 0)))[::-1]
+        # Number of items from each on that have its size.
+        self.alike = [
+            sum(other.num_bytes == item.num_bytes for other in items[place:]) for place, item in enumerate(items)
+        ]
+
+    def place(self, index: int, spent: Cost, first: int) -> None:
+        """Place the items from `index` on, the first no nearer than its owner's option `first`."""
+        if self.best_cost is not None and (
+            self.steps > _STEPS_TO_IMPROVE or _plus(spent, self.least[index]) >= self.best_cost
+        ):
+            return
+        if index == len(self.items):
+            self.best, self.best_cost = list(self.chosen), spent
+            return
+        self.steps += 1
+        item, options = self.items[index], self.options[index]
+        if self._leads_nowhere(index, spent, first):
+            return
+        following = self.items[index + 1] if index + 1 < len(self.items) else None
+        again = following is not None and following[:2] == item[:2]
+        for number in range(first, len(options)):
+            option = options[number]
+            if self.free[option.host] < item.num_bytes:
+                continue
+            self.free[option.host] -= item.num_bytes
+            self.chosen.append(option.host)
+            # Of equal items, the one through which more passes comes first, and is nearer.
+            self.place(index + 1, _plus(spent, _times(option.cost, item.moved_bytes)), number if again else 0)
+            self.chosen.pop()
+            self.free[option.host] += item.num_bytes
+
+    def _leads_nowhere(self, index: int, spent: Cost, first: int) -> bool:
+        """Note the cost, and tell whether the search is over, was here at no higher cost, or has no room for all of
+        this size."""
+        state = (index, first, tuple(self.free))
+        before = self.seen.get(state)
+        if self.steps > _MOST_STEPS or (before is not None and before <= spent):
+            return True
+        self.seen[state] = spent
+        size = self.items[index].num_bytes
+        return bool(size) and sum(room // size for room in self.free if room > 0) < self.alike[index]
+
+
+def _plus(one: Cost, other: Cost) -> Cost:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _times(cost: Cost, num_bytes: int) -> Cost:
+    return cost[0] * num_bytes, cost[1] * num_bytes

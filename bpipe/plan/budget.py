@@ -18,8 +18,7 @@ from functools import partial
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, chosen_partners, fewest_moved, smallest_level_of_pair
 from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
-from bpipe.balance.pool import fewest_sent, smallest_level
-from bpipe.balance.tiers import balance_over_hosts
+from bpipe.balance.pool import balance_over_hosts, fewest_sent, smallest_level
 from bpipe.config.flags.budgets import budget_text
 from bpipe.plan.fit import Fit, plan_lines
 from bpipe.plan.predict import costs_of

@@ -23,8 +23,7 @@ from bpipe.predict.tensor_parallel import Exposed, exposed
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import num_transfers
-from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
-from bpipe.simulate.cost import Costs, StageCost
+from bpipe.simulate.cost import Costs, StageCost, required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 

@@ -12,8 +12,7 @@ from bpipe.balance.deadlines import Windows
 from bpipe.plan.fit import Fit
 from bpipe.schedule.action import COMPUTE
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import Costs
-from bpipe.simulate.durations import durations
+from bpipe.simulate.cost import Costs, durations
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 

@@ -1,7 +1,4 @@
-"""Name one thing a rank does for one micro-batch.
-
-In: nothing. Out: `Kind` and `Action`. Knows no time, no cost, no tensors.
-"""
+"""Actions: what a rank does for one micro-batch."""
 
 from __future__ import annotations
 
@@ -30,13 +27,13 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__
 
 
-# Computations of a rank's shard of the vocabulary: of the output layer with its loss, and of the embedding.
+# Computations of a rank's shard of the output layer with its loss, and of the embedding.
 SHARDS = frozenset({Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD})
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}) | SHARDS
-# What completes a backward of a stage's input, which the stage before waits for, and of its weights.
+# Kinds that complete the gradient of a stage's input, which the stage before waits for, and those of its weights.
 OF_THE_INPUT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 OF_THE_WEIGHTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
-# What reads the activations that its stage's forward saved.
+# Kinds that read the activations saved by their stage's forward.
 READING = OF_THE_INPUT | OF_THE_WEIGHTS
 TRANSFER = frozenset({Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD})
 
@@ -44,15 +41,16 @@ TRANSFER = frozenset({Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD})
 OTHER_END = {Kind.EVICT: Kind.HOST, Kind.LOAD: Kind.RETURN, Kind.HOST: Kind.EVICT, Kind.RETURN: Kind.LOAD}
 
 
-# (stage, micro-batch): names what one forward saved, until its backward.
+# (stage, micro-batch): identifies what one forward saved, until its backward.
 Key = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, order=False)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One action: `stage` is the pipeline stage whose activations it concerns (with chunks, 0 <= stage < p*v).
 
-    A HOST or RETURN carries the *evictor's* stage, so both ends of a transfer name the same activations. A shard
+    A HOST or RETURN carries the *evictor's* stage, so both ends of a transfer name the same activations. A shard's
+    action
     belongs to no stage: there `stage` is its rank.
     """
 
@@ -65,24 +63,31 @@ class Action:
 
     @property
     def key(self) -> Key:
-        """Return what names the activations that it concerns."""
+        """The stage and micro-batch whose activations it concerns."""
         return self.stage, self.microbatch
 
+    @property
+    def computations(self) -> tuple[Action, ...]:
+        """The action itself: in an order it is a cell of its own, like a slot."""
+        return (self,)
 
-_KNOWN: dict[tuple[int, Kind], list[Action]] = {}
+    @property
+    def other_end(self) -> Action:
+        """The action at the other end of this transfer."""
+        return Action(self.stage, OTHER_END[self.kind], self.microbatch)
+
+
+_ACTIONS: dict[tuple[int, Kind], list[Action]] = {}
 
 
 def by_microbatch(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Action]:
-    """Return a stage's actions of a kind, by micro-batch, these or more.
+    """Return a stage's actions of a kind by micro-batch, at least `num_microbatches` of them.
 
-    Each is made once and kept: a search asks for the same ones in hundreds of schedules, and making them anew took
-    longer than their order.
+    Each action is made once and kept: a search uses the same ones in hundreds of schedules.
     """
-    known = _KNOWN.get((stage, kind))
-    if known is None:
-        known = _KNOWN[stage, kind] = []
-    known.extend(Action(stage, kind, microbatch) for microbatch in range(len(known), num_microbatches))
-    return known
+    actions = _ACTIONS.setdefault((stage, kind), [])
+    actions.extend(Action(stage, kind, microbatch) for microbatch in range(len(actions), num_microbatches))
+    return actions
 
 
 def of_microbatch(action: Action, microbatch: int) -> Action:

@@ -1,10 +1,9 @@
-"""Give every micro-batch that is away a host buffer. In: a Schedule and a rank. Out: which buffer each hosting takes.
+"""Host buffers: which buffer each micro-batch takes while it is away from its rank.
 
 A buffer is taken from the start of the HOST's slot in the grid to the end of the RETURN's, so a buffer returned in a
-slot is free only in the next. A rank that hosts for several has buffers of its own for each: whoever fills one never
-has to wait for somebody it does not know. What a rank keeps in its own host memory has buffers there, each taken from
-its EVICT's slot to its LOAD's. Both ends of a pair compute this, each on its own: same schedule, same answer. Knows no
-tensors, no bytes.
+slot is free only in the next. A rank that hosts for several ranks has separate buffers for each: no evictor then waits
+for another. What a rank keeps in its own host memory has buffers there, each taken from its EVICT's slot to its LOAD's.
+Both ends of a pair compute this from the same schedule.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from bpipe.schedule.schedule import Schedule, Slot
 
 
 class Residency(NamedTuple):
-    """One stay of a micro-batch on its acceptor: `nth` counts the stays of this micro-batch of this (the evictor's)
-    stage from 0."""
+    """One stay of a micro-batch on its host: the `nth`, from 0, of this micro-batch of this (the evictor's) stage."""
 
     stage: int
     microbatch: int
@@ -29,18 +27,18 @@ class Residency(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Return what names the activations that stay."""
+        """The stage and micro-batch whose activations stay."""
         return self.stage, self.microbatch
 
 
 class Residencies:
-    """Say of each of one rank's transfers, asked in their order, which residency it begins or ends."""
+    """Finds the residency that each of one rank's transfers begins or ends, if asked in their order."""
 
     def __init__(self) -> None:
         self._nth: dict[Key, int] = {}
 
     def of(self, action: Action) -> Residency:
-        """Return the residency. What ends before it began has `nth` -1, which no residency has."""
+        """Return the residency. A transfer that ends one before any began gets `nth` -1, which no residency has."""
         key = action.key
         nth = self._nth.get(key, -1)
         if action.kind is Kind.EVICT or action.kind is Kind.HOST:
@@ -49,9 +47,10 @@ class Residencies:
 
 
 def slots_away(transfers: Iterable[tuple[int, Sequence[Action]]]) -> dict[Residency, range]:
-    """Return the slots in which all that leaves a rank is away, from its EVICT's to its LOAD's, both among them.
+    """Return the slots in which each residency is away, from its EVICT's to its LOAD's inclusive, in order of return.
 
-    In the order in which it comes back. `transfers`: those of the rank by slot, ascending.
+    Args:
+        transfers: Transfers of the rank by slot, ascending.
     """
     residencies = Residencies()
     left: dict[Residency, int] = {}
@@ -67,32 +66,31 @@ def slots_away(transfers: Iterable[tuple[int, Sequence[Action]]]) -> dict[Reside
 
 
 def host_buffers(schedule: Schedule, rank: int) -> dict[Residency, int]:
-    """Return the host buffer of every residency on `rank`, in the order in which they begin: the fewest there can be,
-    numbered from 0.
+    """Return the host buffer of every residency on `rank`, in the order in which they begin.
 
-    Each of several ranks that it hosts for has numbers of its own.
+    Buffers are numbered from 0 and as few as possible; each rank that it hosts for has numbers of its own.
     """
     return _numbered(schedule.ranks[rank], (Kind.HOST, Kind.RETURN), schedule.layout.rank_of)
 
 
 def host_memory_buffers(schedule: Schedule, rank: int) -> dict[Residency, int]:
-    """Return the own host buffer of everything that a rank keeps in its own host memory."""
+    """Return the host buffer of every residency in the rank's own host memory."""
     if schedule.hosts is None or host_memory_of(rank) not in schedule.hosts[rank]:
         return {}
-    mine = {residency for residency, host in hosts_of(schedule, rank).items() if not host.on_device}
-    return _numbered(schedule.ranks[rank], (Kind.EVICT, Kind.LOAD), schedule.layout.rank_of, mine)
+    own = {residency for residency, host in hosts_of(schedule, rank).items() if not host.on_device}
+    return _numbered(schedule.ranks[rank], (Kind.EVICT, Kind.LOAD), schedule.layout.rank_of, own)
 
 
 def buffers_at(schedule: Schedule, host: Host) -> dict[Residency, int]:
-    """Return the host buffers on a device to which others send, or in a rank's own host memory."""
+    """Return the host buffers of a device, or of a rank's own host memory."""
     return (host_buffers if host.on_device else host_memory_buffers)(schedule, host.rank)
 
 
 def all_buffers(schedule: Schedule, rank: int) -> dict[Residency, int]:
     """Return the host buffer, wherever it is, of everything that leaves a rank or comes to it."""
     hosts = hosts_of(schedule, rank)
-    there = {host: buffers_at(schedule, host) for host in set(hosts.values())}
-    return host_buffers(schedule, rank) | {residency: there[host][residency] for residency, host in hosts.items()}
+    buffers = {host: buffers_at(schedule, host) for host in set(hosts.values())}
+    return host_buffers(schedule, rank) | {residency: buffers[host][residency] for residency, host in hosts.items()}
 
 
 def _numbered(
@@ -101,8 +99,7 @@ def _numbered(
     guest_of: Callable[[int, int], int],
     only: Container[Residency] | None = None,
 ) -> dict[Residency, int]:
-    """Return the buffer of every residency that begins and ends with these kinds, or of some of them with `only`."""
-    begins, _ = kinds
+    """Return the buffer of every residency that begins and ends with `kinds`, or of those in `only`."""
     assigned: dict[Residency, int] = {}
     residencies = Residencies()
     # By the rank it hosts for.
@@ -116,8 +113,8 @@ def _numbered(
             residency = residencies.of(action)
             if only is not None and residency not in only:
                 continue
-            guest = guest_of(action.stage, action.microbatch)
-            if action.kind is begins:
+            guest = guest_of(*action.key)
+            if action.kind is kinds[0]:
                 empty = free.setdefault(guest, [])
                 if empty:
                     assigned[residency] = heapq.heappop(empty)
@@ -135,78 +132,69 @@ def evicted_to(schedule: Schedule, rank: int) -> Iterator[Host]:
     """Yield the host of each eviction of a rank, in order."""
     hosts = () if schedule.hosts is None else schedule.hosts[rank]
     if len(hosts) == 1:
-        return repeat(hosts[0])
-    return _evicted_to_one_of(device_ranks(hosts), schedule, rank)
-
-
-def _evicted_to_one_of(devices: Sequence[int], schedule: Schedule, rank: int) -> Iterator[Host]:
-    hosts, own = [Host(one) for one in devices], host_memory_of(rank)
-    for slot, cell in enumerate(schedule.ranks[rank]):
-        for action in cell.transfers:
-            if action.kind is Kind.EVICT:
-                other = Action(action.stage, Kind.HOST, action.microbatch)
-                yield next((host for host in hosts if other in schedule.ranks[host.rank][slot].transfers), own)
+        yield from repeat(hosts[0])
+    devices, own = [Host(device) for device in device_ranks(hosts)], host_memory_of(rank)
+    for slot, action in schedule.transfers(rank):
+        if action.kind is Kind.EVICT:
+            other_end = Action(action.stage, Kind.HOST, action.microbatch)
+            yield next((host for host in devices if other_end in schedule.ranks[host.rank][slot].transfers), own)
 
 
 def hosts_of(schedule: Schedule, evictor: int) -> dict[Residency, Host]:
-    """Return the host of everything that leaves a rank, in that order."""
+    """Return the host of each residency of what a rank evicts, in order."""
     residencies, host_of_next = Residencies(), evicted_to(schedule, evictor)
     return {
         residencies.of(action): next(host_of_next)
-        for slot in schedule.ranks[evictor]
-        for action in slot.transfers
+        for _, action in schedule.transfers(evictor)
         if action.kind is Kind.EVICT
     }
 
 
 def residencies_by_host(schedule: Schedule, evictor: int) -> dict[Host, list[Residency]]:
     """Return what leaves for each host of a rank, in order; hosts ascend."""
-    found: dict[Host, list[Residency]] = {}
+    residencies: dict[Host, list[Residency]] = {}
     for residency, host in hosts_of(schedule, evictor).items():
-        found.setdefault(host, []).append(residency)
-    return dict(sorted(found.items()))
+        residencies.setdefault(host, []).append(residency)
+    return dict(sorted(residencies.items()))
 
 
 def links_of(schedule: Schedule) -> set[Pair]:
-    """Return the links of all that is evicted."""
+    """Return the (evictor, host) links of all evictions."""
     return {(rank, host.rank) for rank in range(schedule.num_ranks) for host in hosts_of(schedule, rank).values()}
 
 
 def guests_of(schedule: Schedule, host: int) -> tuple[int, ...]:
     """Return the ranks whose activations a rank hosts, ascending."""
-    hosted = (one for slot in schedule.ranks[host] for one in slot.transfers if one.kind is Kind.HOST)
-    return tuple(sorted({schedule.layout.rank_of(one.stage, one.microbatch) for one in hosted}))
+    hosted = (action for _, action in schedule.transfers(host) if action.kind is Kind.HOST)
+    return tuple(sorted({schedule.layout.rank_of(*action.key) for action in hosted}))
 
 
 def num_buffers_for(schedule: Schedule, host: int) -> dict[int, int]:
     """Return how many host buffers a rank has for each rank whose activations it hosts; ranks ascend."""
-    rank_of = schedule.layout.rank_of
     taken: dict[int, set[int]] = {}
     for residency, buffer in host_buffers(schedule, host).items():
-        taken.setdefault(rank_of(residency.stage, residency.microbatch), set()).add(buffer)
+        taken.setdefault(schedule.layout.rank_of(*residency.key), set()).add(buffer)
     return {guest: len(buffers) for guest, buffers in sorted(taken.items())}
 
 
 def num_measured(schedule: Schedule, evictor: int, host: Host) -> dict[Residency, int]:
-    """Return, for everything that leaves a rank for a host, how many of its evicted stages have run a forward before.
+    """Return, for each residency of a rank's on a host, how many of the rank's evicted stages have run a forward by
+    then.
 
-    A stage is measured by its first forward: the host can and must know so many sizes by then.
+    A stage is measured by its first forward, so the host can know that many sizes by then.
     """
-    row = schedule.ranks[evictor]
     of_host = {residency for residency, where in hosts_of(schedule, evictor).items() if where == host}
     unmeasured = {residency.stage for residency in of_host}
     count = 0
     measured: dict[Residency, int] = {}
     residencies = Residencies()
-    for slot in row if unmeasured else ():
+    for slot in schedule.ranks[evictor] if of_host else ():
         for action in slot.transfers:
-            if action.kind is Kind.EVICT:
-                residency = residencies.of(action)
-                if residency in of_host:
-                    measured[residency] = count
-        for one in slot.computations if unmeasured else ():
-            if one.kind is Kind.FORWARD and one.stage in unmeasured:
-                unmeasured.remove(one.stage)
+            if action.kind is Kind.EVICT and (residency := residencies.of(action)) in of_host:
+                measured[residency] = count
+        for action in slot.computations:
+            if action.kind is Kind.FORWARD and action.stage in unmeasured:
+                unmeasured.remove(action.stage)
                 count += 1
     return measured
 
@@ -222,11 +210,9 @@ def num_host_memory_buffers(schedule: Schedule, rank: int) -> int:
 
 
 def stages_in_buffers(hosted: Mapping[Residency, int]) -> tuple[frozenset[int], ...]:
-    """Return the stages whose micro-batches each host buffer of a rank ever holds.
-
-    `hosted`: result of `host_buffers`.
-    """
-    held: list[set[int]] = [set() for _ in range(max(hosted.values(), default=-1) + 1)]
+    """Return the stages whose micro-batches each host buffer of a rank ever holds, from the result of
+    `host_buffers`."""
+    stages: list[set[int]] = [set() for _ in range(max(hosted.values(), default=-1) + 1)]
     for residency, buffer in hosted.items():
-        held[buffer].add(residency.stage)
-    return tuple(map(frozenset, held))
+        stages[buffer].add(residency.stage)
+    return tuple(map(frozenset, stages))

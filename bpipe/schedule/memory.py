@@ -1,23 +1,20 @@
-"""Say what an action holds and gives back: THE memory rule.
-
-In: bytes per stage, or none, and a Schedule. Out: a table, curves, peaks.
+"""What an action holds and gives back: THE memory rule.
 
     F           takes what it saves                   B           gives all of it back
     I           gives back what W does not need,      W           gives back what is left
                 or takes what W needs beyond it
-    LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back (HOST and RETURN not where the device only passes it on)
+    LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back
     S           takes what a shard of the vocabulary holds of a micro-batch, its logits above all;  T gives it back
 
-Where micro-batches are cut into slices, a stage's slices may differ in size. Beside what each saves a stage keeps the
-keys and values of the whole micro-batch, of which every slice writes a part that later ones read:
+If micro-batches are cut into slices, a stage's slices may differ in size. Besides what each slice saves, a stage keeps
+the keys and values of the whole micro-batch, of which every slice writes a part that later ones read:
 
     F of the first slice     takes room for all keys and values
     B, I of the last slice   takes room for all their gradients
     B, I of the first slice  gives both back; neither moves in a transfer
 
-What an action takes it takes when it starts, what it gives back it gives when it is over: in slots of the grid as in
-seconds. Other actions hold nothing. Counts of micro-batches are the same rule with ones for bytes, and none for shards.
-Knows no tensors and no device.
+An action takes memory when it starts and gives it back when it is over, in slots of the grid as in seconds. Other
+actions hold nothing. Counts of micro-batches follow the same rule with ones for bytes, and none for shards.
 """
 
 from __future__ import annotations
@@ -35,11 +32,11 @@ from bpipe.schedule.schedule import Schedule
 # A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
 Count = int | Fraction
 
-# Host buffers for micro-batches that differ in size are so much larger than the most that was seen. What a router sends
-# to an expert changes from step to step, and to grow costs an iteration's room.
+# Share by which host buffers exceed the largest size seen, if micro-batches differ in size. What a router sends to an
+# expert changes from step to step, and a buffer that grows costs its room again for an iteration.
 RESERVE = Fraction(1, 8)
 
-# A share of a micro-batch has no more decimals, so every count is written exactly.
+# Most decimals of a share of a micro-batch, so that every count is written exactly.
 SHARE_DECIMALS = 4
 
 
@@ -54,11 +51,14 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Memory of one micro-batch, or slice, of a stage: `saved_bytes` from its forward on, of which `moved_bytes` move
-    in a transfer.
+    """Memory of one micro-batch, or slice, of a stage.
 
-    `after_input_bytes` are held from the end of a backward's first half, I, to the end of its second, W. They may be
-    more than were saved: W also needs the gradients of outputs, which tensor parallelism may have gathered.
+    Attributes:
+        saved_bytes: Held from the forward on.
+        moved_bytes: Part of these that a transfer moves.
+        after_input_bytes: Held from the end of a backward's first half, I, to the end of its second, W. May exceed what
+            was
+            saved: W also needs the gradients of outputs, which tensor parallelism may have gathered.
     """
 
     saved_bytes: int
@@ -68,8 +68,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """Memory that a stage keeps of a micro-batch cut into slices: all keys and values and, while its backwards run,
-    their gradients."""
+    """Memory that a stage keeps for slices: all keys and values and, while its backwards run, their gradients."""
 
     keys_bytes: int
     gradients_bytes: int
@@ -79,13 +78,19 @@ class KeptMemory:
 class Memory:
     """The rule for stages of these sizes.
 
-    `takes[kind][place]` at the start of an action, `gives[kind][place]` at its end.
+    A place is a stage or, if sizes are by slice, a slice of a stage (`place`).
 
-    A kind that never takes, or gives, anything has no entry there; `changes[kind][place]` has both numbers for every
-    kind. A place is a stage; where sizes are by slice, of `slices` a micro-batch, it is a slice of a stage: `place`. So
-    are `stages`; `kept` is by stage. Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's
-    shard of the vocabulary holds from S to T. `reserved`: micro-batches may differ in size, so host buffers have a
-    reserve. `counts_hosted`: what a rank hosts is held, too.
+    Attributes:
+        stages: Sizes by place, whole numbers of 1/`parts` of a `unit`.
+        unit: Name of the unit.
+        parts: Parts of a unit in which sizes count.
+        shard_bytes: What each rank's shard of the vocabulary holds from S to T.
+        reserved: Whether micro-batches may differ in size, so that host buffers have a reserve.
+        slices: Slices of a micro-batch by which sizes are given.
+        kept: What each stage keeps for its slices.
+        takes: `takes[kind][place]` at the start of an action; a kind that never takes anything has no entry.
+        gives: `gives[kind][place]` at its end, likewise.
+        changes: Both numbers for every kind.
     """
 
     stages: tuple[StageMemory, ...]
@@ -95,7 +100,6 @@ class Memory:
     reserved: bool = False
     slices: int = 1
     kept: tuple[KeptMemory, ...] = ()
-    counts_hosted: bool = True
     takes: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     gives: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     changes: Mapping[Kind, Sequence[tuple[int, int]]] = field(init=False, repr=False, compare=False)
@@ -104,10 +108,8 @@ class Memory:
         saved, moved, after = (
             [getattr(stage, name) for stage in self.stages] for name in StageMemory.__dataclass_fields__
         )
-        takes = {Kind.FORWARD: saved, Kind.LOAD: moved}
-        gives = {Kind.BACKWARD: saved, Kind.BACKWARD_WEIGHT: after, Kind.EVICT: moved}
-        if self.counts_hosted:
-            takes[Kind.HOST] = gives[Kind.RETURN] = moved
+        takes = {Kind.FORWARD: saved, Kind.LOAD: moved, Kind.HOST: moved}
+        gives = {Kind.BACKWARD: saved, Kind.BACKWARD_WEIGHT: after, Kind.EVICT: moved, Kind.RETURN: moved}
         if after != saved:
             takes[Kind.BACKWARD_INPUT] = [max(0, stage.after_input_bytes - stage.saved_bytes) for stage in self.stages]
             gives[Kind.BACKWARD_INPUT] = [max(0, stage.saved_bytes - stage.after_input_bytes) for stage in self.stages]
@@ -117,22 +119,22 @@ class Memory:
             # There are no more ranks than stages.
             takes[Kind.SHARD_FORWARD] = gives[Kind.SHARD_BACKWARD] = [self.shard_bytes] * len(self.stages)
         zeros = [0] * len(self.stages)
-        changes = {
-            kind: list(zip(takes.get(kind, zeros), gives.get(kind, zeros), strict=True)) for kind in {**takes, **gives}
-        }
-        nothing = list(zip(zeros, zeros, strict=True))
-        object.__setattr__(self, "takes", takes)
-        object.__setattr__(self, "gives", gives)
-        object.__setattr__(self, "changes", {kind: changes.get(kind, nothing) for kind in Kind})
+        changes = {kind: list(zip(takes.get(kind, zeros), gives.get(kind, zeros), strict=True)) for kind in Kind}
+        for name, table in (("takes", takes), ("gives", gives), ("changes", changes)):
+            object.__setattr__(self, name, table)
 
     def _keep(self, kept: KeptMemory, first: int, takes: dict[Kind, list[int]], gives: dict[Kind, list[int]]) -> None:
         """Add what a stage keeps whose first slice's place is `first`."""
-        zeros = [0] * len(self.stages)
-        last = first + self.slices - 1
-        _add(takes, Kind.FORWARD, first, kept.keys_bytes, zeros)
+
+        def add(table: dict[Kind, list[int]], kind: Kind, place: int, num_bytes: int) -> None:
+            # Several kinds may share one list, so it is copied.
+            row = table[kind] = list(table.get(kind, [0] * len(self.stages)))
+            row[place] += num_bytes
+
+        add(takes, Kind.FORWARD, first, kept.keys_bytes)
         for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            _add(takes, kind, last, kept.gradients_bytes, zeros)
-            _add(gives, kind, first, kept.keys_bytes + kept.gradients_bytes, zeros)
+            add(takes, kind, first + self.slices - 1, kept.gradients_bytes)
+            add(gives, kind, first, kept.keys_bytes + kept.gradients_bytes)
 
     def place(self, action: Action) -> int:
         """Return where the tables have an action's sizes."""
@@ -143,20 +145,20 @@ class Memory:
         return self.stages[stage * self.slices + microbatch % self.slices]
 
     def sizes(self, stage: int) -> tuple[StageMemory, ...]:
-        """Return the sizes that a stage's micro-batches, or slices, have."""
+        """Return the sizes of a stage's micro-batches, or of its slices."""
         return self.stages[stage * self.slices : (stage + 1) * self.slices]
 
     def buffer_bytes(self, stages: Iterable[int]) -> int:
         """Return the size of a host buffer for transfers of these stages."""
-        most = max((size.moved_bytes for stage in stages for size in self.sizes(stage)), default=0)
-        return most + int(most * RESERVE) if self.reserved else most
+        largest = max((size.moved_bytes for stage in stages for size in self.sizes(stage)), default=0)
+        return largest + int(largest * RESERVE) if self.reserved else largest
 
     def amount(self, size: int) -> Count:
         """Return a size in units."""
         return size if self.parts == 1 else Fraction(size, self.parts)
 
     def text(self, size: int) -> str:
-        """Return a size in units, without their name."""
+        """Return a size in units as text, without their name."""
         return str(plain(self.amount(size)))
 
     def with_unit(self, size: int) -> str:
@@ -164,34 +166,26 @@ class Memory:
         return f"{self.text(size)} {self.unit}"
 
     def check(self, num_stages: int) -> None:
-        """Raise ValueError where these are not sizes of so many stages, or a transfer moves more than there is."""
+        """Raise ValueError unless these are sizes of `num_stages` stages, and transfers move no more than is saved."""
         if len(self.stages) != num_stages * self.slices:
-            found = len(self.stages) // self.slices
-            raise ValueError(f"sizes of {found} stages, but the schedule has {num_stages}: give one for each stage")
+            count = len(self.stages) // self.slices
+            raise ValueError(f"sizes of {count} stages, but the schedule has {num_stages}: give one for each stage")
         if len(self.kept) not in (0, num_stages):
             raise ValueError(
-                f"{len(self.kept)} stages keep keys and values, but the schedule has {num_stages}: give one for each "
-                f"stage, or none"
+                f"{len(self.kept)} stages keep keys and values, but the schedule has {num_stages}: "
+                "give one for each stage, or none"
             )
         for place, size in enumerate(self.stages):
             stage = place // self.slices
             if not 0 <= size.moved_bytes <= size.saved_bytes:
-                raise ValueError(
-                    f"stage {stage}: moved_bytes {size.moved_bytes} must lie between 0 and saved_bytes "
-                    f"{size.saved_bytes}"
-                )
+                limits = f"between 0 and saved_bytes {size.saved_bytes}"
+                raise ValueError(f"stage {stage}: moved_bytes {size.moved_bytes} must lie {limits}")
             if size.after_input_bytes < 0:
                 raise ValueError(
                     f"stage {stage}: after_input_bytes is {size.after_input_bytes}, but must be at least 0"
                 )
         if self.shard_bytes < 0:
             raise ValueError(f"shard_bytes is {self.shard_bytes}, but must be at least 0")
-
-
-def _add(changes: dict[Kind, list[int]], kind: Kind, place: int, more: int, zeros: Sequence[int]) -> None:
-    """Add to a table's entry; what stands under several kinds as one list is copied."""
-    row = changes[kind] = list(changes.get(kind, zeros))
-    row[place] += more
 
 
 def memory_of(
@@ -202,9 +196,9 @@ def memory_of(
 ) -> Memory:
     """Return the rule for sizes by stage.
 
-    By default a transfer moves all that is saved, W needs all of it, and shards hold nothing.
-
-    What is not moved stays on its own rank while the micro-batch is away; the acceptor holds the moved part only.
+    By default a transfer moves all that is saved, W needs all of it, and shards hold nothing. What is not moved stays
+    on
+    its own rank while the micro-batch is away; the acceptor holds only the moved part.
     """
     moved = saved_bytes if moved_bytes is None else moved_bytes
     after = saved_bytes if after_input_bytes is None else after_input_bytes
@@ -229,32 +223,25 @@ def counts_of(schedule: Schedule) -> Memory:
 
 
 def plain(count: Count) -> int | float:
-    """Return a count as it is written: without a point where it is whole.
-
-    Exact, as the shares that a schedule may have are.
-    """
+    """Return a count as it is written, without a point if it is whole; shares of schedules stay exact."""
     return int(count) if count == int(count) else float(count)
 
 
 def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
-    """Return the schedule with `share` of a micro-batch counted between I and W.
-
-    Raises ValueError where no backward is split.
-    """
+    """Return the schedule with `share` of a micro-batch counted between I and W; ValueError if no backward is split."""
     if not schedule.split_stages:
         raise ValueError("its backwards are not split into I and W, so no share is held between them: leave --kept out")
     return replace(schedule, after_input=share)
 
 
 def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
-    """Return how many chunk micro-batches the rank holds during each slot, its own and hosted ones."""
+    """Return how many chunk micro-batches the rank holds in each slot, hosted ones included."""
     memory = counts_of(schedule)
-    held = live_bytes(schedule, rank, memory)
-    return held if memory.parts == 1 else tuple(map(memory.amount, held))
+    return tuple(map(memory.amount, live_bytes(schedule, rank, memory)))
 
 
 def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
-    """Return the bytes of activations the rank holds during each slot."""
+    """Return the bytes of activations that the rank holds in each slot."""
     changes, slices = memory.changes, memory.slices
     held = 0
     curve = []
@@ -264,13 +251,9 @@ def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]
         if compute is not None:
             takes, freed = changes[compute.kind][compute.stage * slices + compute.microbatch % slices]
             held += takes
-            beside = slot.overlapped
-            if beside is not None:
-                takes, gives = changes[beside.kind][memory.place(beside)]
-                held += takes
-                freed += gives
-        for transfer in slot.transfers:
-            takes, gives = changes[transfer.kind][memory.place(transfer)]
+        others = slot.transfers if slot.overlapped is None else (slot.overlapped, *slot.transfers)
+        for action in others:
+            takes, gives = changes[action.kind][memory.place(action)]
             held += takes
             freed += gives
         curve.append(held)
@@ -279,7 +262,7 @@ def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]
 
 
 class TimedAction(Protocol):
-    """An action and when it ran, by anybody's clock."""
+    """An action and when it ran, by any clock."""
 
     @property
     def action(self) -> Action: ...
@@ -290,10 +273,8 @@ class TimedAction(Protocol):
 
 
 def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[int | float | Fraction, int]]:
-    """Return the changes of one rank's memory in order of time: (instant, change), above 0 where it takes memory.
-
-    At one instant giving back comes first: what starts there waited for it.
-    """
+    """Return one rank's changes of memory in order of time; at one instant it is given back first, as what starts
+    waited."""
     changes: list[tuple[int | float | Fraction, int]] = []
     takes, gives = memory.takes, memory.gives
     for row in rows:
@@ -307,20 +288,19 @@ def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[i
 
 def peak_of_order(order: Iterable[Action], memory: Memory) -> int:
     """Return the most bytes that one rank's computations hold, in this order and without transfers."""
-    held = most = 0
+    held = peak = 0
     for action in order:
         takes, gives = memory.changes[action.kind][memory.place(action)]
-        most = max(most, held + takes)
+        peak = max(peak, held + takes)
         held += takes - gives
-    return most
+    return peak
 
 
 def peak_counts(schedule: Schedule) -> tuple[Count, ...]:
     """Return the most chunk micro-batches each rank ever holds."""
     memory = counts_of(schedule)
-    return tuple(
-        memory.amount(max(live_bytes(schedule, rank, memory), default=0)) for rank in range(schedule.num_ranks)
-    )
+    peaks = (max(live_bytes(schedule, rank, memory), default=0) for rank in range(schedule.num_ranks))
+    return tuple(map(memory.amount, peaks))
 
 
 def peak_bytes(schedule: Schedule, memory: Memory) -> tuple[int, ...]:
@@ -331,7 +311,7 @@ def peak_bytes(schedule: Schedule, memory: Memory) -> tuple[int, ...]:
 
 def num_transfers(schedule: Schedule, rank: int) -> Transfers:
     """Return how many evictions and loads the rank makes, and how many it answers."""
-    kinds = Counter(transfer.kind for slot in schedule.ranks[rank] for transfer in slot.transfers)
+    kinds = Counter(transfer.kind for _, transfer in schedule.transfers(rank))
     return Transfers(kinds[Kind.EVICT], kinds[Kind.LOAD], kinds[Kind.HOST], kinds[Kind.RETURN])
 
 

@@ -1,9 +1,7 @@
-"""Hold what each rank does, instruction by instruction, messages included.
+"""Programs: what each rank does, instruction by instruction, messages included.
 
-In: nothing. Out: frozen `Program` values and their parts.
-
-`schedule.lowering.lower` makes programs from a schedule; the deadlock check and the simulator interpret them, the executor runs
-them. Knows no tensors and no time.
+`schedule.lowering.lower` makes programs from a schedule; the deadlock check and the simulator interpret them, and the
+executor runs them.
 """
 
 from __future__ import annotations
@@ -21,57 +19,55 @@ from bpipe.schedule.schedule import Schedule
 
 
 class Exchange(enum.Enum):
-    """Exchange order: when a rank sends and receives what passes between stages, and what it waits for.
+    """Exchange order: when a rank sends and receives what passes between stages, and what it waits for."""
 
-    Whoever runs the schedule sets it.
-    """
-
-    # Megatron's loop for one stage per rank: between two computations it sends what the first made and receives what the
-    # second needs, in one operation where one neighbour is both, and goes on when that is over. A message passes when
-    # both ends are there.
+    # Megatron's loop for one stage per rank: between two computations it sends what the first made and receives what
+    # the second needs, in one operation where one neighbour is both, and goes on when that is over. A message passes
+    # when both ends are there.
     MEGATRON_1F1B = "megatron-1f1b"
-    # Megatron's loop for several: right behind a computation it sends what that made, in one operation with all that
-    # its neighbours send before its next. The ring of neighbours would block itself with the rule above.
+    # Megatron's loop for several: right after a computation it sends what that made, in one operation with all that its
+    # neighbours send before its next. The ring of neighbours would block itself with the rule above.
     MEGATRON_INTERLEAVED = "megatron-interleaved"
-    # The same loop with `--no-overlap-p2p-communication` (`schedule.lowering.turns`): between two turns it sends what the first
-    # made and receives what the second needs, in one operation, and goes on when that is over.
+    # The same loop with `--no-overlap-p2p-communication`: between two turns (`schedule.lowering.messages`) it sends
+    # what the first made and receives what the second needs, in one operation, and goes on when that is over.
     MEGATRON_TURNS = "megatron-turns"
-    # Our executor: a send is on its way at once, and later let go, never waited for; receives are posted one ahead, in
-    # the sender's order, and only what needs them waits.
+    # Our executor: a send starts at once and is never waited for; receives are posted one ahead, in the sender's order,
+    # and only a computation that needs one waits for it.
     POSTED = "posted"
-    # torch.distributed.pipelining's runtime (`schedule.lowering.torch_receives`): a send is on its way at once, a receive is posted
-    # where torch lists it, and only what needs it waits. The messages of each two ranks, both directions, stand in one
-    # queue.
+    # torch.distributed.pipelining's runtime: a send starts at once, a receive is posted where torch lists it
+    # (`schedule.lowering.messages`), and only a computation that needs it waits. The messages of two ranks, in both
+    # directions, share one queue.
     TORCH = "torch"
 
     __hash__ = object.__hash__
 
     @property
     def is_megatron(self) -> bool:
-        """Whether messages pass as one of Megatron's own loops exchanges them."""
+        """Whether messages pass as in one of Megatron's own loops."""
         return self not in (Exchange.POSTED, Exchange.TORCH)
 
     @property
     def is_batched(self) -> bool:
-        """Whether messages pass in batches, in one communicator of all ranks.
-
-        Otherwise each two ranks have one of their own.
-        """
+        """Whether messages pass in batches, in one communicator of all ranks, instead of one for each two ranks."""
         return self in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_TURNS)
 
     @property
     def predicted(self) -> Exchange:
-        """The exchange order that a prediction assumes: by default Megatron's interleaved loop waits for a message
-        only where it needs it, and so does torch's runtime."""
+        """The exchange order that a prediction assumes.
+
+        By default Megatron's interleaved loop waits for a message only where it needs it, and so does torch's runtime.
+        """
         return Exchange.POSTED if self in (Exchange.MEGATRON_INTERLEAVED, Exchange.TORCH) else self
 
 
 class Message(NamedTuple):
-    """A message between ranks: `value` is its number (`schedule.dependencies`), `made_by` and `needed_by` the computations at
-    its ends.
+    """A message between ranks; a collective if it has more than two parties or several makers.
 
-    `parties` are the ranks that have a part in it, those that make it first; more than two, or several that make it: a
-    collective.
+    Attributes:
+        value: Its number (`schedule.dependencies`).
+        made_by: Computations that make it.
+        needed_by: Computations that need it.
+        parties: Ranks with a part in it, makers first.
     """
 
     value: int
@@ -89,9 +85,9 @@ class Message(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One end of a move of a micro-batch's activations: the half that this rank does, and the ranks at both ends.
+    """One rank's half of a move of a micro-batch's activations.
 
-    Where a rank keeps what it evicts in its own host memory, both are the same, and there is no other half.
+    Sender and receiver are the same rank, and there is no other half, if it evicts to its own host memory.
     """
 
     action: Action
@@ -108,19 +104,16 @@ class Transfer(NamedTuple):
 
 
 class Numbering:
-    """Numbers transfers: the n-th from one rank to another, as both ends start those of a direction in one order."""
+    """Numbers the transfers from one rank to another, which both ends start in the same order."""
 
     def __init__(self) -> None:
         self._started: dict[Pair, int] = {}
-        # By half, told apart as objects: what leaves a second time is the same to read. Only its number, as there may
-        # be millions.
+        # By the identity of a half: one that leaves a second time is an equal value. Only numbers, as there may be
+        # millions.
         self._halves: dict[int, int] = {}
 
     def start(self, half: Transfer) -> tuple[int, int, int]:
-        """Return sender, receiver and how many passed between them before.
-
-        Halves are started in the program's order.
-        """
+        """Return sender, receiver and how many transfers passed between them before; called in the program's order."""
         _, sender, receiver = half
         nth = self._halves[id(half)] = self._started.get((sender, receiver), 0)
         self._started[sender, receiver] = nth + 1
@@ -143,8 +136,7 @@ class Op(enum.IntEnum):
 
 
 class Instruction(NamedTuple):
-    """An operation and its operand: a computation to run, a message to post, send or wait for, or half of a transfer
-    to start or finish."""
+    """An operation and its operand: a computation, a message, or half of a transfer."""
 
     op: Op
     operand: Action | Message | Transfer
@@ -157,7 +149,7 @@ class Instruction(NamedTuple):
 
 
 class MessageTable:
-    """The messages of a schedule's values, made when somebody asks: running millions needs only their numbers."""
+    """The messages of a schedule's values, made on demand: running millions of instructions needs only numbers."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.dependencies = schedule, Dependencies(schedule.layout, schedule.num_microbatches)
@@ -165,22 +157,21 @@ class MessageTable:
 
     def __getitem__(self, value: int) -> Message:
         if self._ends is None:
-            self._ends = {}, {}
-            for action in (one for row in self.schedule.ranks for cell in row for one in cell.computations):
-                for ends, end in zip(
-                    self._ends, (self.dependencies.value_of(action), self.dependencies.operand_of(action)), strict=True
-                ):
-                    ends.setdefault(end, []).append(action)
+            makers, takers = self._ends = {}, {}
+            for rank in range(self.schedule.num_ranks):
+                for _, action in self.schedule.computations(rank):
+                    makers.setdefault(self.dependencies.value_of(action), []).append(action)
+                    takers.setdefault(self.dependencies.operand_of(action), []).append(action)
         made_by, needed_by = (tuple(ends.get(value, ())) for ends in self._ends)
         return Message(value, made_by, needed_by, self.dependencies.route(value).parties)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's instructions, in order, packed: the i-th does `dos[i]` with `whats[i]`, a message being its value.
+    """One rank's instructions in order, packed: the i-th is `ops[i]` with `operands[i]`, a message being its value.
 
     `starts[k]` is the first instruction of the k-th step, which belongs to column `slots[k]` of the grid. Computations
-    right behind each other, with nothing between, may overlap: what each needs is there.
+    directly after each other may overlap.
     """
 
     rank: int
@@ -192,7 +183,7 @@ class Program:
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """Instructions with messages as values, not numbers."""
+        """Instructions with messages in place of their numbers."""
         pairs = zip(map(Op, self.ops), self.operands, strict=True)
         return tuple(
             Instruction(op, self.messages[operand] if isinstance(operand, int) else operand) for op, operand in pairs

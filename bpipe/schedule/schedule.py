@@ -1,12 +1,9 @@
-"""Hold a schedule: for every rank, what it computes in each slot of the unit grid and which transfers start with that
-slot.
-
-In: actions. Out: frozen `Slot` and `Schedule` values. Knows no tensors, no seconds.
-"""
+"""Schedules: for every rank, what it computes in each slot of the unit grid and which transfers start with that
+slot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -24,11 +21,14 @@ def computed_together(compute: Action | None, overlapped: Action | None) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One column of the grid on one rank: a computation or a bubble, and the transfers that start with it and end by
-    its end.
+    """One column of the grid on one rank.
 
-    `overlapped` is the backward that runs together with `compute`, a forward, as one operation: neither begins before
-    both have their inputs, nor passes its output on before both are over.
+    Attributes:
+        compute: The computation; None for a bubble.
+        transfers: Transfers that start with the computation and end by its end.
+        overlapped: The backward that runs together with `compute`, a forward, as one operation: neither begins before
+            both
+            have their inputs, nor passes its output on before both are over.
     """
 
     compute: Action | None = None
@@ -40,29 +40,28 @@ class Slot:
         return computed_together(self.compute, self.overlapped)
 
 
-_ALONE: dict[tuple[int, Kind], list[Slot]] = {}
+_SINGLE_SLOTS: dict[tuple[int, Kind], list[Slot]] = {}
 
 
 def single_slots(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Slot]:
-    """Return the slots with one action each, by micro-batch, these or more: each is made once, as its action is
-    (`by_microbatch`)."""
-    known = _ALONE.get((stage, kind))
-    if known is None:
-        known = _ALONE[stage, kind] = []
-    known.extend(map(Slot, by_microbatch(stage, kind, num_microbatches)[len(known) : num_microbatches]))
-    return known
+    """Return the slots with one action each by micro-batch, at least `num_microbatches`; each is made once."""
+    slots = _SINGLE_SLOTS.setdefault((stage, kind), [])
+    slots.extend(map(Slot, by_microbatch(stage, kind, num_microbatches)[len(slots) : num_microbatches]))
+    return slots
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A schedule: what every rank does, in order.
 
-    `ranks[rank][slot]` is a `Slot`; all ranks have equally many. `layout` says which stages each computes. A schedule
-    with transfers also has `hosts[rank]` (`schedule.hosts`), where what the rank evicts may go, and `bounds[rank]`, the most
-    saved chunk micro-batches the rank may hold in any slot, hosted ones included. `after_input` is the share of a
-    micro-batch that is counted between the halves of a split backward: what its bounds, and all its counts, are meant
-    by. Where micro-batches are cut into slices, `num_microbatches` counts slices, and so do bounds and all other
-    counts.
+    Attributes:
+        name: Name of its family, or its own.
+        num_microbatches: Number of micro-batches, or of slices if micro-batches are cut; all counts are then of slices.
+        layout: Which rank computes which stage.
+        ranks: `ranks[rank][slot]` is a `Slot`; all ranks have equally many.
+        hosts: `hosts[rank]` is where the rank may evict to (`schedule.hosts`); None without transfers.
+        bounds: Per rank, the most saved chunk micro-batches it may hold in any slot, hosted ones included.
+        after_input: Share of a micro-batch that all counts include between the halves of a split backward.
     """
 
     name: str
@@ -75,9 +74,10 @@ class Schedule:
 
     @property
     def partners(self) -> tuple[int, ...] | None:
-        """The other rank of each one's pair, or the rank itself; None where nobody hosts.
+        """The other rank of each one's pair, or the rank itself; None if nobody hosts.
 
-        Raises ValueError for a pool of hosts.
+        Raises:
+            ValueError: The hosts are a pool.
         """
         if self.hosts is None:
             return None
@@ -91,8 +91,16 @@ class Schedule:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether ranks host otherwise than in pairs."""
+        """Whether ranks host in any other way than in pairs."""
         return self.hosts is not None and partners_of(self.hosts) is None
+
+    def computations(self, rank: int) -> Iterator[tuple[int, Action]]:
+        """Yield a rank's computations in order, each with its slot."""
+        return ((slot, action) for slot, cell in enumerate(self.ranks[rank]) for action in cell.computations)
+
+    def transfers(self, rank: int) -> Iterator[tuple[int, Action]]:
+        """Yield a rank's transfers in order, each with its slot."""
+        return ((slot, action) for slot, cell in enumerate(self.ranks[rank]) for action in cell.transfers)
 
     @property
     def num_ranks(self) -> int:
@@ -105,14 +113,14 @@ class Schedule:
 
     @property
     def num_whole_microbatches(self) -> int:
-        """Micro-batches, all slices of one together."""
+        """Number of micro-batches, all slices of one together."""
         return self.num_microbatches // self.layout.slices
 
     @property
     def split_stages(self) -> tuple[int, ...]:
         """Stages with a split backward, ascending."""
-        computed = (cell.compute for row in self.ranks for cell in row)
-        return tuple(sorted({one.stage for one in computed if one is not None and one.kind is Kind.BACKWARD_WEIGHT}))
+        computed = (cell.compute for row in self.ranks for cell in row if cell.compute is not None)
+        return tuple(sorted({action.stage for action in computed if action.kind is Kind.BACKWARD_WEIGHT}))
 
     @property
     def num_chunks(self) -> int:

@@ -1,1 +1,1 @@
-"""What a schedule costs, computed from the schedule."""
+"""Simulation: what running a schedule costs, in time and memory."""

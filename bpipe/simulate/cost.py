@@ -1,18 +1,17 @@
-"""Say what things cost: seconds a computation takes, bytes a message has, how fast links are.
-
-In: numbers. Out: frozen costs, checked.
+"""Costs: seconds that computations take, bytes of messages, and speeds of links.
 
 Any real number will do. With integers and fractions every time of the simulation is exact; a float makes what it
-touches a float. Knows no schedule, no model and no device.
+touches a float.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 
+from bpipe.schedule.action import Kind
 from bpipe.schedule.memory import KeptMemory, Memory, memory_of
 from bpipe.schedule.program import Exchange
 
@@ -21,17 +20,28 @@ Number = int | float | Fraction
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage, one micro-batch: seconds of each kind, bytes it sends, moves and saves.
+    """Costs of one stage for one micro-batch; a stage with the output layer or the embedding adds theirs.
 
-    `forward_s` and `backward_s` are its layers alone; the output layer with its loss and the embedding come on top
-    where the stage has them. Only schedules with split backwards need `weight_s`, the half that computes weight
-    gradients, and `input_s`, the other one (None: the rest of `backward_s`), to which all of the output layer's and the
-    embedding's backward belongs. `sent_bytes` is what the stage hands to the next one (and the size of the gradient
-    that comes back), `moved_bytes` what a balancing transfer moves, `saved_bytes` what a forward saves,
-    `after_input_bytes` what of a split backward is held between its halves (None: all that was saved). `transfer_s`,
-    where given, is how long such a transfer takes, whatever the link. Per iteration, on every rank with the stage:
-    `reduction_s` reduces its gradients over all replicas, `optimizer_s` updates its weights. Of `buckets` each is
-    reduced as soon as the last backward has come to its weights.
+    Attributes:
+        forward_s: Seconds of the layers' forward.
+        backward_s: Seconds of the layers' backward.
+        weight_s: Seconds of its half that computes weight gradients; needed only if backwards are split.
+        input_s: Seconds of its other half; None for the rest of `backward_s`. It includes the whole backward of the
+            output
+            layer and the embedding.
+        output_forward_s: Seconds of the output layer and the loss, forward.
+        output_backward_s: The same, backward.
+        embedding_forward_s: Seconds of the embedding, forward.
+        embedding_backward_s: The same, backward.
+        transfer_s: Seconds of a balancing transfer, whatever the link; None to follow the link.
+        reduction_s: Seconds per iteration to reduce the stage's gradients over all replicas, on every rank with the
+            stage.
+        optimizer_s: Seconds per iteration to update its weights.
+        buckets: Parts of the gradients, each reduced as soon as the last backward has come to its weights.
+        sent_bytes: Bytes that the stage passes to the next one, and of the gradient that comes back.
+        moved_bytes: Bytes that a balancing transfer moves.
+        saved_bytes: Bytes that a forward saves.
+        after_input_bytes: Bytes held between the halves of a split backward; None for all that was saved.
     """
 
     forward_s: Number
@@ -73,16 +83,21 @@ class StageCost:
 
     @property
     def whole_input_s(self) -> Number:
-        """The first half of a split backward."""
-        mine = self.backward_s - (self.weight_s or 0) if self.input_s is None else self.input_s
-        return mine + self.output_backward_s + self.embedding_backward_s
+        """Seconds of the first half of a split backward."""
+        layers = self.backward_s - (self.weight_s or 0) if self.input_s is None else self.input_s
+        return layers + self.output_backward_s + self.embedding_backward_s
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCost:
-    """One rank's shard of the vocabulary, one micro-batch: seconds of S and T, and of an input shard's two passes.
+    """Costs of one rank's shard of the vocabulary for one micro-batch.
 
-    `held_bytes`: what it holds from S to T, the logits of its rows above all.
+    Attributes:
+        forward_s: Seconds of S.
+        backward_s: Seconds of T.
+        input_forward_s: Seconds of an input shard's forward.
+        input_backward_s: Seconds of its backward.
+        held_bytes: Bytes held from S to T, above all the logits of its rows.
     """
 
     forward_s: Number = 0
@@ -94,12 +109,16 @@ class ShardCost:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """Seconds of what passes between all shards for a micro-batch, beside the latency of their links.
+    """Seconds of collectives of all shards for a micro-batch, besides the latency of their links.
 
-    `broadcast_s`: the last stage's output to all. `gather_s`: the statistics of the loss of each to all. `reduce_s`:
-    the parts of the last stage's gradient to it; with algorithm 2 behind the statistics, in one. `input_reduce_s`: the
-    parts of the embeddings to the first. `input_broadcast_s`: its gradient to all. Those of a sort come one after the
-    other, beside everything else.
+    Collectives of one sort follow each other, in parallel to everything else.
+
+    Attributes:
+        broadcast_s: The last stage's output to all.
+        gather_s: Each shard's statistics of the loss to all.
+        reduce_s: Parts of the last stage's gradient to it; with algorithm 2 this is one operation with the statistics.
+        input_reduce_s: Parts of the embeddings to the first stage.
+        input_broadcast_s: The first stage's gradient to all.
     """
 
     broadcast_s: Number = 0
@@ -111,10 +130,14 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two devices. `bytes_per_s` None: bytes take no time, only the latency does.
+    """One direction between two devices.
 
-    `gap_s` is what a message between stages takes on top: a transfer is one operation of many messages' bytes, and
-    begins early.
+    Attributes:
+        bytes_per_s: Bandwidth; None if only the latency takes time.
+        latency_s: Seconds of any transfer.
+        gap_s: Seconds that a message between stages adds: a transfer is one operation of many messages' bytes, and
+            begins
+            early.
     """
 
     bytes_per_s: Number | None = None
@@ -134,11 +157,11 @@ class Link:
         return Link(speed, self.latency_s * factor, self.gap_s * factor)
 
     def message_s(self, num_bytes: int) -> Number:
-        """Return seconds of a message between stages."""
+        """Return the seconds of a message between stages."""
         return self.gap_s + self.seconds(num_bytes)
 
     def seconds(self, num_bytes: int) -> Number:
-        """Return seconds of a transfer, exact where bandwidth and latency are."""
+        """Return the seconds of a transfer, exact if bandwidth and latency are."""
         if self.bytes_per_s is None:
             return self.latency_s
         if isinstance(self.bytes_per_s, float):
@@ -150,23 +173,28 @@ FREE = Link()
 
 
 def ports(rank: int, between: bool) -> tuple[int, int]:
-    """Return the numbers of a rank's port out and port in, inside its node or between nodes."""
+    """Return the numbers of a rank's outgoing and incoming port, inside its node or between nodes."""
     first = 4 * rank + 2 * between
     return first, first + 1
 
 
 def host_port(rank: int, num_ranks: int, out: bool) -> int:
-    """Return the number of a rank's port out to its node's memory, or in from there; these follow all others."""
+    """Return the number of a rank's port out to its node's memory, or in from it; these follow all others."""
     return 4 * num_ranks + 2 * rank + (not out)
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links of ranks: `inside` a node or `between` nodes. `nodes[rank]` is the rank's node; empty: all are on one.
+    """Links of ranks.
 
-    Each rank has, for either medium, one port out and one port in, shared by what leaves or enters there. With tensor
-    parallelism a rank stands for one of its devices: all do the same at once, each over its own ports. `host` joins
-    every rank to its node's memory, both ways at once and beside all else.
+    Each rank has, inside and between nodes, one outgoing and one incoming port that all its traffic shares. With tensor
+    parallelism a rank represents one of its devices: all do the same at once, each over its own ports.
+
+    Attributes:
+        inside: Link inside a node.
+        between: Link between nodes.
+        nodes: By rank, its node; empty if all are on one.
+        host: Link of every rank to its node's memory, in both directions and in parallel to all others.
     """
 
     inside: Link = FREE
@@ -178,7 +206,7 @@ class Links:
         return bool(self.nodes) and self.nodes[rank] != self.nodes[other]
 
     def link(self, rank: int, other: int) -> Link:
-        """Return the link of two ranks; a rank with itself is linked to its own node's memory."""
+        """Return the link of two ranks; that of a rank with itself leads to its own node's memory."""
         if rank == other:
             return self.host
         return self.between if self.crosses(rank, other) else self.inside
@@ -188,14 +216,22 @@ class Links:
 class Costs:
     """Costs of all stages (with chunks p*v of them) and of the links between their ranks.
 
-    Where costs are by slice, of `slices` a micro-batch, `stages` has those of a stage's slices one behind the other,
-    each with the seconds of the stage's reduction and update; `kept` is what each stage keeps for them.
-    `exchange`: when ranks send, receive and wait for what passes between stages. `shards`: what each rank's shard of
-    the vocabulary takes, or one for all alike; `collectives`: what passes between them. `one_sided`: ranks that move
-    their activations by themselves, whatever their partner is doing; others meet it for every transfer. `synchronous`:
-    an evictor waits for every transfer where it starts it, as with `--bpipe-sync-transfers`. `eager`: gradients of a
-    stage are reduced as soon as they are complete, as with `--overlap-grad-reduce`, and not behind everything;
-    `replicas_apart`: some of their replicas are on other nodes.
+    Attributes:
+        stages: Costs by stage or, if by slice, of a stage's slices in order, each with the stage's reduction and
+            update.
+        links: Links between ranks.
+        exchange: When ranks send, receive and wait for what passes between stages.
+        one_sided: Ranks that move their activations alone, whatever their partner does; others meet it for every
+            transfer.
+        synchronous: Whether an evictor waits for every transfer when it starts it, as with `--bpipe-sync-transfers`.
+        shards: Costs of each rank's shard of the vocabulary, or one for all.
+        collectives: Costs of what passes between shards.
+        eager: Whether gradients of a stage are reduced as soon as they are complete, as with `--overlap-grad-reduce`,
+            and
+            not after everything else.
+        replicas_apart: Whether some replicas of stages are on other nodes.
+        slices: Slices of a micro-batch by which costs are given.
+        kept: What each stage keeps for its slices.
     """
 
     stages: tuple[StageCost, ...]
@@ -215,38 +251,28 @@ class Costs:
         return len(self.stages) // self.slices
 
     def of(self, stage: int, microbatch: int = 0) -> StageCost:
-        """Return the cost of a stage for a micro-batch, or slice; without one, for the first."""
+        """Return the cost of a stage for a micro-batch, or slice."""
         return self.stages[stage * self.slices + microbatch % self.slices]
 
     def of_stage(self, stage: int) -> tuple[StageCost, ...]:
-        """Return the costs of a stage: of a whole micro-batch, or of its slices."""
+        """Return the costs of a stage for a whole micro-batch, or for each of its slices."""
         return self.stages[stage * self.slices : (stage + 1) * self.slices]
 
     def scaled(self, factor: Number) -> Costs:
-        """Return costs with all durations multiplied by `factor`; a link carries as much less."""
+        """Return costs with all durations multiplied by `factor`."""
+        inside, between = self.links.inside.scaled(factor), self.links.between.scaled(factor)
         return replace(
             self,
             stages=tuple(scaled(cost, factor) for cost in self.stages),
-            links=replace(
-                self.links, inside=self.links.inside.scaled(factor), between=self.links.between.scaled(factor)
-            ),
+            links=replace(self.links, inside=inside, between=between),
             shards=tuple(scaled(shard, factor) for shard in self.shards),
             collectives=scaled(self.collectives, factor),
         )
 
     def holding(self, memory: Memory) -> Costs:
         """Return the costs with these bytes of every stage's micro-batch, or slice."""
-        sizes = zip(self.stages, memory.stages, strict=True)
-        stages = (
-            replace(
-                cost,
-                saved_bytes=size.saved_bytes,
-                moved_bytes=size.moved_bytes,
-                after_input_bytes=size.after_input_bytes,
-            )
-            for cost, size in sizes
-        )
-        return replace(self, stages=tuple(stages), kept=memory.kept)
+        sizes = zip(self.stages, map(asdict, memory.stages), strict=True)
+        return replace(self, stages=tuple(replace(cost, **size) for cost, size in sizes), kept=memory.kept)
 
     @property
     def memory(self) -> Memory:
@@ -263,8 +289,24 @@ def scaled[Cost: (StageCost, ShardCost, CollectiveCost)](cost: Cost, factor: Num
     """Return a cost with all seconds multiplied by `factor`."""
     if factor == 1:
         return cost
-    seconds = {one.name: getattr(cost, one.name) for one in fields(cost) if one.name.endswith("_s")}
+    seconds = {field.name: getattr(cost, field.name) for field in fields(cost) if field.name.endswith("_s")}
     return replace(cost, **{name: value * factor for name, value in seconds.items() if value is not None})
+
+
+def durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:
+    """Return the seconds of every kind of computation by stage, or slice of one, and of shards by rank."""
+    stages = costs.stages
+    shards = costs.shards if len(costs.shards) > 1 else (costs.shards or (ShardCost(),)) * num_ranks
+    return {
+        Kind.FORWARD: [cost.whole_forward_s for cost in stages],
+        Kind.BACKWARD: [cost.whole_backward_s for cost in stages],
+        Kind.BACKWARD_INPUT: [cost.whole_input_s for cost in stages],
+        Kind.BACKWARD_WEIGHT: [cost.weight_s or 0 for cost in stages],
+        Kind.SHARD_FORWARD: [shard.forward_s for shard in shards],
+        Kind.SHARD_BACKWARD: [shard.backward_s for shard in shards],
+        Kind.INPUT_FORWARD: [shard.input_forward_s for shard in shards],
+        Kind.INPUT_BACKWARD: [shard.input_backward_s for shard in shards],
+    }
 
 
 def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Costs:
@@ -273,32 +315,40 @@ def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Cos
 
 
 def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Sequence[int], slices: int = 1) -> None:
-    """Raise ValueError unless costs cover the schedule. `split_backward`: stages with a split backward."""
+    """Raise ValueError unless costs cover the schedule, with `split_backward` the stages whose backward is split."""
     if costs.slices not in (1, slices):
         raise ValueError(
             f"costs of {costs.slices} slices for a schedule of {slices}: give one for each, or one for all"
         )
     if costs.slices > 1 and costs.shards:
         raise ValueError(
-            f"costs of {costs.slices} slices together with shards of the vocabulary: the cost of a shard is known for "
-            "whole micro-batches only, so leave the slices out, or the vocabulary whole"
+            f"costs of {costs.slices} slices together with shards of the vocabulary: the cost of a shard is known "
+            "for whole micro-batches only, so leave the slices out, or the vocabulary whole"
         )
     if len(costs.stages) != num_stages * costs.slices:
         raise ValueError(f"costs of {costs.num_stages} stages for a schedule of {num_stages}: give one for each stage")
     if costs.links.nodes and len(costs.links.nodes) != num_ranks:
         raise ValueError(
-            f"links name the nodes of {len(costs.links.nodes)} ranks, but the schedule has {num_ranks}: give one for "
-            "each "
-            f"rank"
+            f"links name the nodes of {len(costs.links.nodes)} ranks, but the schedule has {num_ranks}: "
+            "give one for each rank"
         )
     if len(costs.shards) not in (0, 1, num_ranks):
         raise ValueError(
-            f"costs of {len(costs.shards)} shards, but the schedule has {num_ranks} ranks: give one for each, or one "
-            "for "
-            f"all alike"
+            f"costs of {len(costs.shards)} shards, but the schedule has {num_ranks} ranks: "
+            "give one for each, or one for all alike"
         )
     for stage in split_backward:
         if any(cost.weight_s is None for cost in costs.of_stage(stage)):
             raise ValueError(
                 f"stage {stage} computes its backward in halves: give weight_s, the seconds of the weights' half"
             )
+
+
+def required_bytes_per_s(moved_bytes: int, forward_s: float) -> float:
+    """Return the bandwidth at which every transfer ends within one forward, as in the warm-up (Kim et al. 2023)."""
+    return moved_bytes / forward_s
+
+
+def steady_bytes_per_s(moved_bytes: int, forward_s: float) -> float:
+    """Return the bandwidth at which an eviction and a load end within a forward and a backward, twice as long."""
+    return required_bytes_per_s(moved_bytes, forward_s) * 2 / 3

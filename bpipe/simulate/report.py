@@ -1,9 +1,6 @@
-"""Hold what a simulation found.
+"""Results of a simulation: makespan, bubbles, exposed time, and bytes over time.
 
-In: the times of every action. Out: a `Simulation`: makespan, bubbles, exposed time, bytes over time.
-
-Legend: busy = seconds a rank computes; span = from a rank's first computation to the end of its last.
-Knows no events and no device; draws nothing.
+A rank is busy while it computes; its span lasts from its first computation to the end of its last.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action
+from bpipe.schedule.host_buffers import Residencies, all_buffers
 from bpipe.schedule.memory import changes_in_time
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Number
@@ -53,10 +51,15 @@ class Level(NamedTuple):
 class Simulation:
     """Result of a simulation.
 
-    `computations[rank]` in order, `transfers[rank]` by start: each end of a transfer is on its rank.
-
-    `pipeline_s` is when the last rank has computed, `makespan_s` when gradients are reduced and weights updated, too.
-    `waits[rank]`: those for balancing's transfers alone. `reductions[rank]`: those that the rank had a part in.
+    Attributes:
+        schedule: The schedule.
+        costs: Its costs.
+        computations: By rank, in order.
+        transfers: By rank, by start; each end of a transfer is on its rank.
+        waits: By rank, waits for balancing's transfers alone.
+        pipeline_s: When the last rank has computed.
+        makespan_s: When gradients are reduced and weights updated, too.
+        reductions: By rank, those that it had a part in.
     """
 
     schedule: Schedule
@@ -73,12 +76,6 @@ class Simulation:
         """Seconds for which each rank waited only for balancing's transfers."""
         return tuple(sum(wait.seconds for wait in row) for row in self.waits)
 
-    @property
-    def exposed_reduction_s(self) -> Number:
-        """Seconds of the last reduction beyond the pipeline."""
-        ends = [row[-1].end_s for row in self.reductions if row]
-        return max(0, max(ends) - self.pipeline_s) if ends else 0
-
     def busy_s(self, rank: int) -> Number:
         return sum(timed.end_s - timed.start_s for timed in self.computations[rank])
 
@@ -88,25 +85,23 @@ class Simulation:
 
     @property
     def exposed_transfer_s(self) -> Number:
-        """Seconds that the rank waits which waits most for transfers."""
+        """Seconds for which the rank that waits most for transfers waits."""
         return max(self.exposed_s)
 
     @property
     def bubble_of_makespan(self) -> Number:
-        """Bubble over all ranks, 1 - busy / makespan: the share of the iteration, reduction and update included,
-        without computation."""
+        """Bubble over all ranks, 1 - busy / makespan: the share of the whole iteration without computation."""
         ranks = range(self.schedule.num_ranks)
         return bubble(sum(self.busy_s(rank) for rank in ranks), self.makespan_s * len(ranks))
 
     @property
     def bubble_of_span(self) -> Number:
-        """Bubble over all ranks, 1 - busy / span, without the time before a rank's first computation and after its
-        last."""
+        """Bubble over all ranks, 1 - busy / span."""
         ranks = range(self.schedule.num_ranks)
         return bubble(sum(self.busy_s(rank) for rank in ranks), sum(self.span_s(rank) for rank in ranks))
 
     def levels(self, rank: int) -> tuple[Level, ...]:
-        """Return the bytes of activations the rank holds over time, its own and hosted ones."""
+        """Return the bytes of activations that the rank holds over time, its own and hosted ones."""
         return levels_of(changes_in_time((*self.computations[rank], *self.transfers[rank]), self.costs.memory))
 
     def peak_bytes(self, rank: int) -> int:
@@ -128,7 +123,14 @@ def levels_of(changes: Iterable[tuple[Number, int]]) -> tuple[Level, ...]:
 
 
 def bubble(busy: Number, whole: Number) -> Number:
-    """Return the share of a time without computation, 1 - busy / whole; 0 of none."""
+    """Return the share of a time without computation, 1 - busy / whole; 0 if there is none."""
     if not whole:
         return 0
     return 1 - (Fraction(busy, whole) if isinstance(busy, int) and isinstance(whole, int) else busy / whole)
+
+
+def with_host_buffers(simulation: Simulation, rank: int) -> list[tuple[Timed, int]]:
+    """Return the rank's transfers in order, each with its host buffer (`schedule.host_buffers`), wherever that is."""
+    buffers = all_buffers(simulation.schedule, rank)
+    residencies = Residencies()
+    return [(timed, buffers[residencies.of(timed.action)]) for timed in simulation.transfers[rank]]

@@ -1,11 +1,9 @@
-"""Write what ran, or what was simulated, as a Chrome trace.
+"""Chrome traces of what ran, or what was simulated, for ui.perfetto.dev.
 
-In: a `Track` a rank, or a Simulation. Out: JSON text for ui.perfetto.dev.
-
-A process is a rank. Its threads are what it computes, what it evicts, what it loads, one for each host buffer, and
-where given what its host code did. Computations are named as Megatron's timers are, transfers by their action. An arrow
-leads from an eviction to the host buffer and on to the load. Slices of one thread must not overlap, so what does gets a
-second thread of the same name. Times are in microseconds. Draws nothing itself.
+A process is a rank. Its threads show what it computes, evicts and loads, each host buffer and, if given, its host code.
+Computations have the names of Megatron's timers, transfers those of their actions. An arrow leads from an eviction to
+the host buffer and on to the load. Slices of one thread must not overlap, so one that does gets a second thread of the
+same name. Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -17,14 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bpipe.schedule.action import COMPUTE, Action, Kind
-from bpipe.simulate.host_buffers import with_host_buffers
-from bpipe.simulate.report import Simulation
+from bpipe.simulate.report import Simulation, with_host_buffers
 
-# As Megatron's timers of the same spans; it has none for halves of a backward and for transfers.
+# Names of Megatron's timers of the same spans; it has none for halves of a backward and for transfers.
 NAMES = {Kind.FORWARD: "forward-compute", Kind.BACKWARD: "backward-compute"}
 LOOP = "forward-backward"
 
-_FLOW = "activations"
 # A host buffer's threads come after the three that every rank has, the host code's last.
 _THREADS = ("compute", "evict", "load")
 _FIRST_BUFFER = len(_THREADS)
@@ -35,7 +31,7 @@ _MOST_THREADS = 10_000
 class Slice(NamedTuple):
     """An action on the device.
 
-    `extra` is shown beside it; host buffer and iteration tell stays of one micro-batch apart.
+    `extra` is shown with it; host buffer and iteration tell stays of one micro-batch apart.
     """
 
     action: Action
@@ -57,8 +53,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One rank: its slices in order of start, its host code, and from when on it holds how many bytes of
-    activations."""
+    """One rank: its slices in order of start, its host code, and the bytes of activations that it holds over time."""
 
     rank: int
     label: str
@@ -68,7 +63,7 @@ class Track:
 
 
 def write_trace(simulation: Simulation) -> str:
-    """Return the trace of a simulation."""
+    """Return the trace of a simulation as JSON."""
     tracks = []
     for rank in range(simulation.schedule.num_ranks):
         slices = [
@@ -79,13 +74,12 @@ def write_trace(simulation: Simulation) -> str:
             for timed, buffer in with_host_buffers(simulation, rank)
         ]
         levels = [(float(level.start_s), level.held_bytes) for level in simulation.levels(rank)]
-        tracks.append(Track(rank, f"rank {rank}", sorted(slices, key=lambda one: one.start_s), levels=levels))
+        tracks.append(Track(rank, f"rank {rank}", sorted(slices, key=lambda part: part.start_s), levels=levels))
     return write_tracks(tracks)
 
 
 def write_tracks(tracks: Iterable[Track]) -> str:
-    """Write tracks: metadata first, then events by time, a slice before what it contains and before an arrow that
-    touches it."""
+    """Return tracks as JSON: metadata, then events by time, a slice before what it contains and before its arrows."""
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     flows: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
@@ -104,7 +98,7 @@ _ORDER = {"X": 0, "C": 1, "s": 2, "t": 3, "f": 4}
 
 @dataclass
 class _Rank:
-    """The events of one rank, and which thread each slice is on."""
+    """The events of one rank, and the thread of each slice."""
 
     track: Track
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -115,23 +109,21 @@ class _Rank:
     def place(self, flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> None:
         residencies: Counter[tuple[int, int, int]] = Counter()
         hosting: dict[tuple[int, int, int], Slice] = {}
-        for one in self.track.slices:
-            kind, key = one.action.kind, (one.iteration, one.action.stage, one.action.microbatch)
+        for part in self.track.slices:
+            kind, key = part.action.kind, (part.iteration, *part.action.key)
             if kind in COMPUTE:
-                self._slice(0, NAMES.get(kind, str(one.action)), one)
+                self._slice(0, NAMES.get(kind, str(part.action)), part)
                 continue
             residencies[key] += kind in (Kind.EVICT, Kind.HOST)
             residency = (*key, residencies[key])
             if kind is Kind.HOST:
-                hosting[key] = one
+                hosting[key] = part
             elif kind is Kind.RETURN and key in hosting:
-                flows.setdefault(residency, {})["t"] = self._stay(hosting.pop(key), one)
+                flows.setdefault(residency, {})["t"] = self._stay(hosting.pop(key), part)
             elif kind in (Kind.EVICT, Kind.LOAD):
-                name = "evict" if kind is Kind.EVICT else "load"
-                thread = self._thread(name, _THREADS.index(name), one.start_s, one.end_s)
-                flows.setdefault(residency, {})["s" if kind is Kind.EVICT else "f"] = self._slice(
-                    thread, str(one.action), one
-                )
+                name, phase = ("evict", "s") if kind is Kind.EVICT else ("load", "f")
+                thread = self._thread(name, _THREADS.index(name), part.start_s, part.end_s)
+                flows.setdefault(residency, {})[phase] = self._slice(thread, str(part.action), part)
         for span in self.track.host:
             self.names[_HOST_CODE] = "host code"
             self._event(_HOST_CODE, span.name, "host", span.start_s, span.end_s, span.extra or {})
@@ -147,7 +139,7 @@ class _Rank:
         ]
 
     def _stay(self, host: Slice, back: Slice) -> dict[str, Any]:
-        """From the hosting's start to the return's end the buffer is taken; both transfers lie inside."""
+        """Add the interval in which the buffer is taken, with both transfers inside it."""
         buffer, end_s = host.host_buffer or 0, max(host.end_s, back.end_s)
         thread = self._thread(f"host buffer {buffer}", _FIRST_BUFFER + buffer, host.start_s, end_s)
         action = host.action
@@ -159,88 +151,78 @@ class _Rank:
         return event
 
     def _thread(self, name: str, first: int, start_s: float, end_s: float) -> int:
-        """Return a thread of this name that is free at `start_s`; a new one where none is."""
+        """Return a thread of this name that is free at `start_s`, if necessary a new one."""
         threads = self.free.setdefault((name, first), {first: float("-inf")})
-        thread = next((one for one, free_s in threads.items() if free_s <= start_s), None)
+        thread = next((number for number, free_s in threads.items() if free_s <= start_s), None)
         if thread is None:
             thread = first + 100 * len(threads)
         threads[thread] = end_s
         self.names[thread] = name
         return thread
 
-    def _slice(self, thread: int, name: str, one: Slice) -> dict[str, Any]:
-        action = one.action
-        args = {"action": str(action), "stage": action.stage, "microbatch": action.microbatch, **(one.extra or {})}
-        if one.host_buffer is not None:
-            args["slot"] = one.host_buffer
-        return self._event(thread, name, action.kind.name.lower(), one.start_s, one.end_s, args)
+    def _slice(self, thread: int, name: str, part: Slice) -> dict[str, Any]:
+        action = part.action
+        args = {"action": str(action), "stage": action.stage, "microbatch": action.microbatch, **(part.extra or {})}
+        if part.host_buffer is not None:
+            args["slot"] = part.host_buffer
+        return self._event(thread, name, action.kind.name.lower(), part.start_s, part.end_s, args)
 
     def _event(
         self, thread: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]
     ) -> dict[str, Any]:
-        start, end = _microseconds(start_s), _microseconds(end_s)
+        start, pid = _microseconds(start_s), self.track.rank
         event = {
             "ph": "X",
-            "pid": self.track.rank,
+            "pid": pid,
             "tid": self._tid(thread),
             "name": name,
             "cat": category,
             "ts": start,
             "args": args,
         }
-        event["dur"] = end - start
+        event["dur"] = _microseconds(end_s) - start
         self.events.append(event)
         return event
 
     def _tid(self, thread: int) -> int:
-        """Return a number of its own for every thread of the trace.
+        """Return a number that no other thread of the trace has.
 
-        Perfetto takes thread 0, and the one numbered as its process, for the same: the main thread. It would show what
-        rank 3 computes and its thread 3 as one, and drop what overlaps.
+        Perfetto takes thread 0, and the one numbered as its process, for the main thread. It would show what rank 3
+        computes and its thread 3 as one, and drop what overlaps.
         """
         return _MOST_THREADS * (self.track.rank + 1) + thread
 
     def metadata(self) -> list[dict[str, Any]]:
         pid = self.track.rank
-        found: list[dict[str, Any]] = [
+        metadata: list[dict[str, Any]] = [
             {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": self.track.label}},
             {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}},
         ]
         for thread, name in sorted(self.names.items()):
             of_thread = {"ph": "M", "pid": pid, "tid": self._tid(thread)}
-            found.append({**of_thread, "name": "thread_name", "args": {"name": name}})
-            found.append({**of_thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
-        return found
+            metadata.append({**of_thread, "name": "thread_name", "args": {"name": name}})
+            metadata.append({**of_thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
+        return metadata
 
 
 def _arrows(flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Draw each arrow from the start of the eviction over that of the residency to that of the load.
-
-    A rank without a record leaves its end out.
-    """
-    found = []
+    """Return arrows from the start of each eviction over that of its residency to that of its load, if recorded."""
+    arrows = []
     for number, ends in enumerate(flows.values(), 1):
         if not {"s", "f"} <= ends.keys():
             continue
-        at = 0.0
+        time = 0.0
         for phase in ("s", "t", "f"):
             if phase in ends:
-                slice_ = ends[phase]
+                event = ends[phase]
                 # A host buffer may be waiting for the eviction before it starts: the arrow must not go back in time.
-                at = min(max(at, slice_["ts"]), slice_["ts"] + slice_["dur"])
-                arrow = {
-                    "ph": phase,
-                    "id": number,
-                    "cat": _FLOW,
-                    "name": _FLOW,
-                    "pid": slice_["pid"],
-                    "tid": slice_["tid"],
-                    "ts": at,
-                }
-                found.append(arrow | ({"bp": "e"} if phase == "f" else {}))
-    return found
+                time = min(max(time, event["ts"]), event["ts"] + event["dur"])
+                place = {"pid": event["pid"], "tid": event["tid"], "ts": time}
+                arrow = {"ph": phase, "id": number, "cat": "activations", "name": "activations", **place}
+                arrows.append(arrow | ({"bp": "e"} if phase == "f" else {}))
+    return arrows
 
 
 def _microseconds(seconds: float) -> float:
-    """In eighths: a whole number of nanoseconds without rounding, so two slices that meet do so in every reader."""
+    """Round to eighths: whole nanoseconds without rounding errors, so two slices that meet do so in every reader."""
     return round(seconds * 8e6) / 8

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from bpipe.schedule.hosts import Pair
-from bpipe.simulate.bandwidth import steady_bytes_per_s
+from bpipe.simulate.cost import steady_bytes_per_s
 from bpipe.transport.connect import MeasuredLink
 
 

@@ -29,7 +29,7 @@ from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock
 from bpipe.schedule.host_buffers import num_host_buffers
 from bpipe.schedule.memory import num_transfers
-from bpipe.simulate.bandwidth import required_bytes_per_s
+from bpipe.simulate.cost import required_bytes_per_s
 from tests.gpu.accelerators import LATE, Accelerator
 from tests.gpu.common import (
     FULL,

@@ -25,9 +25,8 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.clock import Work, starts
 from bpipe.schedule.families.family import UnitCosts
-from bpipe.schedule.families.timing import stage_ticks, work_of
+from bpipe.schedule.families.timing import Work, stage_ticks, starts, work_of
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.memory import counts_of, peak_counts
 from bpipe.schedule.schedule import Schedule

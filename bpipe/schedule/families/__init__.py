@@ -1,1 +1,1 @@
-"""Generators: who computes what, in which order; one file per family, all of them in `families.py`."""
+"""Families: who computes what, in which order; all of them are in the table of `families.py`."""

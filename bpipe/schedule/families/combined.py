@@ -1,11 +1,9 @@
 """Combined 1F1B: interleaved 1F1B whose steady phase runs a forward and a backward at once, layer by layer.
 
-In: number of ranks, micro-batches, chunks. Out: every rank's order, with pairs that overlap.
-
 Megatron runs it to hide the all-to-all exchanges of one micro-batch's experts behind the computation of another
-(`--overlap-moe-expert-parallel-comm`). Warm-up is one forward longer than in interleaved 1F1B: no backward of a pair then
-waits for the forward beside it. So each rank holds one micro-batch of a chunk more, and during a pair both count. Source:
-`get_pp_rank_microbatches` and `combined_1f1b.py` of megatron-core 0.19.2.
+(`--overlap-moe-expert-parallel-comm`). Warm-up is one forward longer than in interleaved 1F1B, so that no backward of a
+pair waits for the forward in it. Each rank thus holds one micro-batch of a chunk more, and during a pair both count.
+Source: `get_pp_rank_microbatches` and `combined_1f1b.py` of megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ from bpipe.schedule.schedule import Slot
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[Order]:
-    """Return combined 1F1B of `num_chunks` stages per rank, in groups of the size asked, p by default.
-
-    Raises ValueError for groups that interleaved 1F1B refuses.
-    """
+    """Return combined 1F1B in groups of the size asked, p by default; ValueError for groups that interleaved 1F1B
+    refuses."""
     sizes = group_sizes(num_ranks, num_microbatches, options)
     turns = chunk_turns(sizes, num_chunks)
     ahead = (num_chunks - 1) * (options.group_size or num_ranks) + 1
@@ -42,10 +38,10 @@ def _order(
     pairs = list(zip(forwards[ahead:], backwards, strict=False))
     order: list[Action | Slot] = [*forwards[:ahead]]
     for forward, backward in pairs:
-        there = [one for one in (forward, backward) if one.microbatch < num_microbatches]
-        order += [Slot(forward, (), backward)] if len(there) == 2 else there
+        existing = [item for item in (forward, backward) if item.microbatch < num_microbatches]
+        order += [Slot(forward, (), backward)] if len(existing) == 2 else existing
     order += backwards[len(pairs) :]
-    return [one for one in order if isinstance(one, Slot) or one.microbatch < num_microbatches]
+    return [item for item in order if isinstance(item, Slot) or item.microbatch < num_microbatches]
 
 
 FAMILY = Family(
@@ -60,4 +56,5 @@ FAMILY = Family(
     overlaps=True,
     fill=3,
     ahead=lambda p, m, v, g: min(2 * p + (v - 1) * g, v * (m - m % g)),
+    summary="Combined 1F1B: interleaved 1F1B whose steady phase runs a forward and a backward at once, layer by layer",
 )

@@ -1,34 +1,56 @@
 """Grouped interleaving: chunks round robin, groups of any size, backwards in halves.
 
-In: sizes, costs. Out: every rank's order.
-
 Stage s is on rank s % p, as in interleaved 1F1B, and groups of g micro-batches take turns through the chunks, here also
-fewer than p of them. Rank r runs (v - 1) g + p - r forwards ahead, and then I, W and F in turn: that is the most
-micro-batches of a chunk that it holds. So what ranks hold falls evenly from first to last, each pair holds the same
-together, and balancing levels it: to (v - 1) g + (p + 1) / 2, and the one that is under way. From g = p / 2 on the
-pipeline runs at its full rate; with fewer, ranks wait. Where a small last group would make ranks that keep strict turns
-wait for ever, or only longer, they take what can start: the order is that of the fastest discipline at the given costs.
-A last group of fewer costs time, not memory. Cut into k slices a rank runs k - 1 further ahead, groups are of whole
-micro-batches, and of p / 2 slices at least. Source of the order: Wan et al., "PipeOffload: Improving Scalability of
-Pipeline Parallelism with Memory Optimization", 2025.
+fewer than p of them. Rank r runs (v - 1) g + p - r forwards ahead, the most micro-batches of a chunk that it holds, and
+then I, W and F in turn. What ranks hold thus falls evenly from first to last, each pair holds the same together, and
+balancing levels it: to (v - 1) g + (p + 1) / 2, and the one on its way. From g = p / 2 on the pipeline runs at its full
+rate; with fewer, ranks wait. If a small last group would make ranks in strict turns wait for ever, or only longer, they
+take what can start: the order is that of the fastest discipline at the given costs. A smaller last group costs time,
+not memory. Cut into k slices a rank runs k - 1 further ahead, and groups are of whole micro-batches and at least p / 2
+slices. Source of the order: Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory
+Optimization", 2025.
 """
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice, product
+from math import ceil, floor
+from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.clock import length
-from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions
-from bpipe.schedule.families.grouped_choice import orders_within
+from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
 from bpipe.schedule.families.interleaved import layout
 from bpipe.schedule.families.list_scheduler import ChoiceRule, Discipline, ListSchedule, actions_of, schedule_list
-from bpipe.schedule.families.run_ahead import BESIDE_HALVES, further_forwards, further_within
-from bpipe.schedule.families.slices import in_slices
-from bpipe.schedule.families.timing import StageTicks, stage_ticks, work_of
-from bpipe.schedule.families.turns import Turns, WarmUp, groups_of, turns, warm_up
+from bpipe.schedule.families.shards import BESIDE_HALVES, further_forwards, further_within
+from bpipe.schedule.families.timing import StageTicks, length, stage_ticks, work_of
+from bpipe.schedule.families.turns import (
+    NONE,
+    Turns,
+    WarmUp,
+    evenly,
+    groups_of,
+    in_slices,
+    spread,
+    tapered,
+    turns,
+    warm_up,
+)
 from bpipe.schedule.layout import Layout, microbatches_of
 from bpipe.schedule.program import Exchange
+
+# Most computations listed in one choice, in all and times the square of the number of ranks: about a second with 8
+# ranks, a few from 16 on.
+_MOST_COMPUTATIONS, _BY_RANKS = 2_000_000, 8_000
+# Orders tried, whatever their size.
+_FEWEST_ORDERS, _MOST_ORDERS = 12, 160
+# Number of the best that are varied, and rounds of variation.
+_VARIED, _ROUNDS = 3, 2
+# Slots of a period of orders in beats.
+_PERIOD = 6
+_TURN, _SOFT, _GREEDY = Discipline.TURN, Discipline.SOFT, Discipline.GREEDY
 
 
 def usual_group(num_ranks: int) -> int:
@@ -37,48 +59,49 @@ def usual_group(num_ranks: int) -> int:
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
-    """Return interleaved orders with groups of the size that is asked."""
+    """Return interleaved orders in groups of the size asked."""
     slices, costs = options.slices, options.costs
     usual = usual_group(microbatches_of(num_ranks, slices))
     group = min(usual if options.group_size is None else options.group_size, num_microbatches)
-    taken, at = turns(groups_of(num_microbatches, group), num_chunks, slices), stage_ticks(costs, num_chunks * slices)
+    taken = turns(groups_of(num_microbatches, group), num_chunks, slices)
+    ticks = stage_ticks(costs, num_chunks * slices)
     caps = tuple((num_chunks - 1) * group * slices + slices - 1 + num_ranks - rank for rank in range(num_ranks))
     whole = num_microbatches % group == 0
     in_step = None
     if slices > 1 and whole:
-        # In groups of fewer slices than ranks who begins backwards as soon as they can start is out of step with the
-        # ranks before.
+        # In groups of fewer slices than ranks, backwards that begin as soon as they can are out of step with the ranks
+        # before.
         in_step = [_in_turn(rank, num_ranks, taken, cap) for rank, cap in enumerate(caps)]
         if costs == ALIKE:
             return in_step
-    # Whole groups that fill the pipeline are never shorter otherwise at equal costs: so a test finds for all sizes that
-    # it tries.
+    # At equal costs no other discipline is shorter for whole groups that fill the pipeline, as a test finds for all
+    # sizes that it tries.
     strict = costs == ALIKE and whole and 2 * group * slices >= num_ranks
-    shortest = _shortest(taken, num_ranks, at, caps, (Discipline.TURN,) if strict else tuple(Discipline))
-    most = shortest.makespan * at.per_unit
-    if in_step is not None and _ticks(in_step, layout(num_ranks, num_chunks), taken, at) <= most:
+    shortest = _shortest(taken, num_ranks, ticks, caps, (Discipline.TURN,) if strict else tuple(Discipline))
+    most = shortest.makespan * ticks.per_unit
+    if in_step is not None and _ticks(in_step, layout(num_ranks, num_chunks), taken, ticks) <= most:
         return in_step
     return actions_of(shortest, taken)
 
 
 def _shortest(
-    taken: Turns, num_ranks: int, at: StageTicks, caps: tuple[int, ...], disciplines: tuple[Discipline, ...]
+    taken: Turns, num_ranks: int, ticks: StageTicks, caps: tuple[int, ...], disciplines: tuple[Discipline, ...]
 ) -> ListSchedule:
     """Return the shortest schedule that one of these disciplines makes."""
     shortest = None
     for discipline in disciplines:
         rule, least = ChoiceRule(caps, (0,) * num_ranks, discipline), None if shortest is None else shortest.makespan
-        shortest = schedule_list(taken, num_ranks, at, rule, shorter_than=least) or shortest
+        shortest = schedule_list(taken, num_ranks, ticks, rule, shorter_than=least) or shortest
     assert shortest is not None, "who takes what can start never waits for ever"
     return shortest
 
 
-def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, at: StageTicks) -> int:
-    return length(work_of(placed, len(taken.forwards) // taken.num_chunks, in_step, at))
+def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, ticks: StageTicks) -> int:
+    return length(work_of(placed, len(taken.forwards) // taken.num_chunks, in_step, ticks))
 
 
 def _in_turn(rank: int, num_ranks: int, taken: Turns, warm_up_forwards: int) -> list[Action]:
-    """One rank's order with so many forwards ahead, and then I, W and F in turn, by slices."""
+    """Return one rank's order by slices: a warm-up, and then I, W and F in turn."""
     last = taken.num_chunks - 1
     forwards = [Action(chunk * num_ranks + rank, Kind.FORWARD, number) for chunk, number in taken.forwards]
     order, left = forwards[:warm_up_forwards], iter(forwards[warm_up_forwards:])
@@ -93,27 +116,271 @@ def _in_turn(rank: int, num_ranks: int, taken: Turns, warm_up_forwards: int) -> 
 
 
 def _ahead(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> int:
-    """Return a group through all chunks but the last, and one micro-batch through that: nothing is back sooner.
-
-    In a full pipeline p of them.
-    """
+    """Return a group through all chunks but the last and one micro-batch through that, p of them in a full pipeline."""
     full = num_microbatches >= 3 * -(-num_ranks // group) * group
     return (num_chunks - 1) * min(group, num_microbatches) + (num_ranks if full else 1)
 
 
 def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> WarmUp:
-    """What each rank may hold, with which it begins."""
+    """Return what each rank may hold, with which it begins."""
     return warm_up(
         [(num_chunks - 1) * group + num_ranks - rank for rank in range(num_ranks)], num_microbatches, num_chunks, group
     )
 
 
 def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
-    """What each rank holds where groups are whole; of others nothing is said, as ranks then take what can start."""
+    """Return what each rank holds if groups are whole; in others ranks take what can start, so nothing is known."""
     size = min(group or usual_group(microbatches_of(num_ranks, slices)), num_microbatches)
     together, is_whole = size * slices, num_microbatches % size == 0
     lengths = [(num_chunks - 1) * together + slices - 1 + num_ranks - rank for rank in range(num_ranks)]
     return warm_up(lengths if is_whole else [0] * num_ranks, num_microbatches * slices, num_chunks, together)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderHeuristic:
+    """A heuristic by which ranks choose, for any sizes.
+
+    Attributes:
+        extra: Added to the published caps; None for no caps.
+        discipline: What comes next.
+        tail: Name of a tail in `_rule`.
+        spare: How much of what a pair may hold is left for what is on its way; None for no common limit, as published.
+        patient: As in `ChoiceRule`.
+        early: Whether only the first half of the ranks has caps.
+        slope: Caps fall by this per rank and average the bound; None for the published ones, which fall by one.
+    """
+
+    extra: int | None
+    discipline: Discipline
+    tail: str
+    spare: int | None = 1
+    patient: bool = False
+    early: bool = False
+    slope: Fraction | None = None
+
+    @property
+    def description(self) -> str:
+        """The heuristic in words, for logs."""
+        turns = {_TURN: "I, W and F in turn", _SOFT: "in turn where that can start", _GREEDY: "I, else F, else W"}
+        limits = "ranks keep the published limits" if self.spare is None else "pairs share one limit"
+        return f"{limits}, {turns[self.discipline]}"
+
+
+_PUBLISHED = tuple(OrderHeuristic(0, discipline, "none", None) for discipline in Discipline)
+_MANNERS = (
+    OrderHeuristic(0, _TURN, "slanted"),
+    OrderHeuristic(0, _SOFT, "slanted", patient=True),
+    OrderHeuristic(0, _TURN, "none", 0),
+    OrderHeuristic(1, _TURN, "slanted"),
+    OrderHeuristic(0, _TURN, "short"),
+    OrderHeuristic(None, _SOFT, "slanted", patient=True),
+    OrderHeuristic(None, _SOFT, "short", patient=True),
+    OrderHeuristic(0, _SOFT, "long", patient=True),
+    OrderHeuristic(0, _GREEDY, "none", patient=True),
+    OrderHeuristic(1, _GREEDY, "none"),
+    OrderHeuristic(None, _GREEDY, "none"),
+    OrderHeuristic(0, _SOFT, "none", patient=True),
+    OrderHeuristic(1, _SOFT, "short", patient=True),
+    OrderHeuristic(0, _SOFT, "short", patient=True),
+    OrderHeuristic(0, _SOFT, "slanted", early=True),
+    OrderHeuristic(1, _GREEDY, "none", 0),
+    OrderHeuristic(0, _TURN, "short", early=True),
+    OrderHeuristic(0, _SOFT, "slanted", 0, patient=True),
+    OrderHeuristic(0, _TURN, "slanted", 0, patient=True),
+    OrderHeuristic(1, _SOFT, "slanted", patient=True, early=True),
+    # Without turns, pairs pass their room on to their later ranks sooner.
+    OrderHeuristic(0, _GREEDY, "slanted", slope=Fraction(2, 3)),
+    OrderHeuristic(0, _GREEDY, "slanted", slope=Fraction(3, 4)),
+    OrderHeuristic(-1, _GREEDY, "slanted", slope=Fraction(2, 3)),
+)
+_BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2, 4)), (0, 2)))
+
+
+def orders_within(
+    num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions
+) -> Iterator[tuple[OrderChoice, list[list[Action]]]]:
+    """Yield orders for a bound, fastest first, each with its description.
+
+    A pair that shares its memory is limited by what its ranks hold together, so the search limits that instead of each
+    rank. It searches how micro-batches are split into groups and how ranks choose: a few splits with two manners of
+    choosing, then the best of them in every direction; the published order is among them. For groups below p / 2, it
+    also tries orders in beats. Nothing is random, and the number of orders tried depends on sizes alone.
+    `balance.pairs` decides whether pairs keep the bound, transfers included.
+    """
+    search = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options.costs, limit)
+    for sizes, rule, listed in search.search():
+        yield OrderChoice(sizes, rule), actions_of(listed, turns(sizes, num_chunks))
+
+
+class _HeuristicSearch:
+    """The orders tried so far by split and manner, and those in beats."""
+
+    def __init__(
+        self, num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, limit: RankLimit
+    ) -> None:
+        self.p, self.m, self.v, self.limit = num_ranks, num_microbatches, num_chunks, limit
+        self.ticks = stage_ticks(costs, num_chunks)
+        # What is left for whole groups besides the pair's slope and what W needs beyond what its F saved.
+        above = limit.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), limit.after_input - 1)
+        self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)
+        most = min(_MOST_COMPUTATIONS, _BY_RANKS * num_ranks**2) // (3 * num_ranks * num_microbatches * num_chunks)
+        self.left = min(_MOST_ORDERS, max(_FEWEST_ORDERS, most))
+        self.tried: dict[tuple[tuple[int, ...], OrderHeuristic], ListSchedule] = {}
+        self.beaten: list[tuple[tuple[int, ...], ListSchedule]] = []
+
+    def search(self) -> Iterator[tuple[tuple[int, ...], str, ListSchedule]]:
+        splits = self._splits()
+        for size in {min(self.m, max(1, floor(self.group) - less)) for less in (0, 1)}:
+            self._try(product([groups_of(self.m, size)], _PUBLISHED))
+        self._try(product(splits, _MANNERS[:2]))
+        if 2 * min(splits[0]) < self.p and self.v > 1:
+            self._try_beats()
+        for _ in range(_ROUNDS):
+            for sizes, _ in self._best():
+                self._try(product([sizes], _MANNERS))
+            for _, manner in self._best():
+                self._try(product(splits, [manner]))
+        orders = [(sizes, "in beats", listed) for sizes, listed in self.beaten]
+        orders += [(sizes, manner.description, listed) for (sizes, manner), listed in self.tried.items()]
+        orders.sort(key=lambda order: order[2].makespan)
+        # Equal orders are yielded once.
+        return iter({(sizes, listed.kinds): (sizes, rule, listed) for sizes, rule, listed in orders}.values())
+
+    def _best(self) -> list[tuple[tuple[int, ...], OrderHeuristic]]:
+        return sorted(self.tried, key=lambda key: self.tried[key].makespan)[:_VARIED]
+
+    def _try(self, keys: Iterable[tuple[tuple[int, ...], OrderHeuristic]]) -> None:
+        for sizes, manner in keys:
+            if self.left and (sizes, manner) not in self.tried:
+                self.left -= 1
+                taken, rule = turns(sizes, self.v), self._rule(manner, max(sizes))
+                listed = schedule_list(taken, self.p, self.ticks, rule, self.limit.after_input)
+                if listed is not None:
+                    self.tried[sizes, manner] = listed
+
+    def _rule(self, manner: OrderHeuristic, group: int) -> ChoiceRule:
+        caps = [self._cap(manner, group, rank) + (manner.extra or 0) for rank in range(self.p)]
+        uncapped = 0 if manner.extra is None else self.p // 2 if manner.early else self.p
+        caps[uncapped:] = [self.m * self.v] * (self.p - uncapped)
+        together = None if manner.spare is None else 2 * self.limit.bound - manner.spare
+        tails = {
+            "none": [0] * self.p,
+            "slanted": [2 * rank // 3 for rank in range(self.p)],
+            "short": [2 * self.v] * self.p,
+            "long": [max(0, 8 * self.v - 2 * rank) for rank in range(self.p)],
+        }
+        return ChoiceRule(tuple(caps), tuple(tails[manner.tail]), manner.discipline, together, manner.patient)
+
+    def _cap(self, manner: OrderHeuristic, group: int, rank: int) -> int:
+        if manner.slope is None:
+            return (self.v - 1) * group + self.p - rank
+        return floor(self.limit.bound + manner.slope * (Fraction(self.p - 1, 2) - rank))
+
+    def _splits(self) -> list[tuple[int, ...]]:
+        """Return ways to split the micro-batches into groups, the most promising first, each once."""
+        if self.v == 1:
+            return [(self.m,)]
+        fewest = max(1, ceil(self.m / self.group))
+        splits: list[tuple[int, ...] | None] = []
+        for more in (0, 1, 2, -1, 3):
+            groups = min(max(1, fewest + more), self.m)
+            splits.append(evenly(self.m, groups))
+            if more in (0, 1):
+                splits += [tapered(self.m, groups, Fraction(share, 10)) for share in (1, 2, 3)]
+                splits.append(spread(self.m, groups))
+            if more == 3:
+                splits.append(evenly(self.m, groups)[::-1])
+        return list(dict.fromkeys(sizes for sizes in splits if sizes is not None))
+
+    def _try_beats(self) -> None:
+        """Try orders in beats for groups from p / 3 to p / 2, as many as the budget allows."""
+        largest = min(self.p // 2, self.m, ceil(self.group))
+        for size in range(-(-self.p // 3), largest + 1):
+            sizes = groups_of(self.m, size)
+            taken = turns(sizes, self.v)
+            for forwards, backwards, later in _BEATS:
+                if self.left <= _FEWEST_ORDERS:
+                    return
+                self.left -= 1
+                period = _Period(forwards, backwards, later, (self.v - 1) * size + self.p + 1)
+                kinds = _periodic_orders(taken, self.p, period)
+                if kinds is not None:
+                    orders = actions_of(ListSchedule(kinds, Fraction()), taken)
+                    length_ticks = length(work_of(layout(self.p, self.v), self.m, orders, self.ticks))
+                    self.beaten.append((sizes, ListSchedule(kinds, Fraction(length_ticks, self.ticks.per_unit))))
+
+
+class _Period(NamedTuple):
+    """A periodic pattern of computations of equal length, for groups too small for turns.
+
+    If groups have fewer than p / 2 micro-batches, ranks that take I, W and F in turn wait for each other. Here time
+    goes in periods of six slots, two of them for forwards. A forward enters rank 0 in an even slot and moves a rank per
+    slot; the first halves of backwards go the other way in slots of the other parity, so they never wait for each
+    other. Weights' halves fill the first free slots. If durations differ, the order is the same and takes longer.
+
+    Attributes:
+        forwards: Slots of a period in which forwards enter the first rank.
+        backwards: Slots in which backwards enter the last.
+        later: Slots by which backwards begin later than they could.
+        ahead: Most micro-batches of a chunk that the first rank holds.
+    """
+
+    forwards: tuple[int, ...]
+    backwards: tuple[int, ...]
+    later: int
+    ahead: int
+
+
+def _periodic_orders(taken: Turns, num_ranks: int, period: _Period) -> tuple[tuple[Kind, ...], ...] | None:
+    """Return what every rank computes, in order, or None if the first rank may hold too little to go on."""
+    entries = _entries(taken, num_ranks, period)
+    return None if entries is None else tuple(_row(rank, num_ranks, *entries) for rank in range(num_ranks))
+
+
+def _entries(taken: Turns, num_ranks: int, period: _Period) -> tuple[list[int], list[int]] | None:
+    """Return the slots in which forwards start on the first rank, and first halves on the last."""
+    total, before, own = len(taken.forwards), taken.before, taken.own
+    forwards: list[int] = []
+    inputs: list[int] = []
+    slot = given_back = idle = 0
+    while len(inputs) < total:
+        idle += 1
+        # A forward's room is given back when the W directly after its I is over.
+        while given_back < len(inputs) and inputs[given_back] + num_ranks + 1 <= slot:
+            given_back += 1
+        number = len(forwards)
+        in_beat = number < total and slot % _PERIOD in period.forwards and number - given_back < period.ahead
+        if in_beat and _has_passed(forwards, before[number], slot - num_ranks):
+            forwards.append(slot)
+            idle = 0
+        number = len(inputs)
+        if (slot - num_ranks) % _PERIOD in period.backwards and own[number] < len(forwards):
+            first = max(forwards[own[number]], forwards[own[0]] + period.later) + num_ranks
+            if first <= slot and _has_passed(inputs, before[number], slot - num_ranks):
+                inputs.append(slot)
+                idle = 0
+        if idle > 2 * (num_ranks + _PERIOD):
+            return None
+        slot += 1
+    return forwards, inputs
+
+
+def _has_passed(entered: Sequence[int], number: int, latest: int) -> bool:
+    """Whether the computation that must be through all ranks, if there is one, entered by the latest slot."""
+    return number == NONE or entered[number] <= latest
+
+
+def _row(rank: int, num_ranks: int, forwards: Sequence[int], inputs: Sequence[int]) -> tuple[Kind, ...]:
+    row = {slot + rank: Kind.FORWARD for slot in forwards}
+    own_inputs = [slot + num_ranks - 1 - rank for slot in inputs]
+    row.update(dict.fromkeys(own_inputs, Kind.BACKWARD_INPUT))
+    free = 0
+    for slot in own_inputs:
+        free = max(free, slot + 1)
+        while free in row:
+            free += 1
+        row[free] = Kind.BACKWARD_WEIGHT
+    return tuple(row[slot] for slot in sorted(row))
 
 
 FAMILY = Family(
@@ -133,4 +400,5 @@ FAMILY = Family(
     within=orders_within,
     sharded=further_forwards(orders, BESIDE_HALVES),
     sharded_within=further_within(orders_within, BESIDE_HALVES),
+    summary="Grouped interleaving: chunks round robin, groups of any size, backwards in halves",
 )

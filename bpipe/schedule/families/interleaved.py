@@ -1,15 +1,14 @@
-"""Interleaved 1F1B: several chunks per rank. In: number of ranks, micro-batches, chunks. Out: every rank's order.
+"""Interleaved 1F1B: several chunks per rank.
 
 Stage s is on rank s % p. Forwards go through the chunks in groups of g micro-batches, by default of p: a group through
 the first chunk, the same group through the second, and so on, then the next group. Backwards follow the same list with
 the chunks reversed. Warm-up runs 2 * (p - rank - 1) + (v - 1) * g forwards ahead, then a forward and a backward
-alternate, then the backwards left over: Megatron's order. Groups larger than p hold more and send a chunk's outputs
-longer before they are needed. Smaller ones would starve the pipeline. Where fewer than p micro-batches are left for the
+alternate, then the remaining backwards: Megatron's order. Groups larger than p hold more and send a chunk's outputs
+longer before they are needed. Smaller ones would starve the pipeline. If fewer than p micro-batches are left for the
 last group, Megatron refuses, and its formula can make ranks wait for each other (p=8, v=2, m=10). Here the last group
-is filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for nothing it did
-not wait for before. Cut into k slices, a group is of whole micro-batches and has p slices at least: 1 micro-batch where
-k is p or more. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", 2021.
+is filled up to p, ordered, and the micro-batches that do not exist are left out, which adds no waits. Cut into k
+slices, a group is of whole micro-batches and has at least p slices: 1 micro-batch if k is p or more. Source: Narayanan
+et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from collections.abc import Sequence
 
 from bpipe.schedule.action import Action, Kind, by_microbatch
 from bpipe.schedule.families.family import Family, FamilyOptions
-from bpipe.schedule.families.run_ahead import BESIDE_WHOLE, further_forwards
-from bpipe.schedule.families.slices import in_slices
-from bpipe.schedule.families.turns import WarmUp, chunk_turns, groups_of, warm_up
+from bpipe.schedule.families.shards import BESIDE_WHOLE, further_forwards
+from bpipe.schedule.families.turns import WarmUp, chunk_turns, groups_of, in_slices, warm_up
 from bpipe.schedule.families.unit_grid import alternate
 from bpipe.schedule.layout import Layout, microbatches_of, one_pipe
 from bpipe.schedule.program import Exchange
@@ -31,10 +29,7 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
-    """Return interleaved 1F1B: `num_chunks` v >= 2 stages per rank, groups of the size asked, p by default.
-
-    Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
-    """
+    """Return interleaved 1F1B of v >= 2 chunks, in groups of the size asked, p by default."""
     slices = options.slices
     sizes = [size * slices for size in group_sizes(num_ranks, num_microbatches, options)]
     group = options.group_size or microbatches_of(num_ranks, slices)
@@ -48,9 +43,10 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
 
 
 def group_sizes(num_ranks: int, num_microbatches: int, options: FamilyOptions) -> tuple[int, ...]:
-    """Return the sizes of the groups of whole micro-batches; the last one may be filled up with some that do not exist.
+    """Return the sizes of the groups of whole micro-batches; the last may be filled up with some that do not exist.
 
-    Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
+    Raises:
+        ValueError: A group has fewer micro-batches than ranks, or more than there are.
     """
     slices = options.slices
     least = microbatches_of(num_ranks, slices)
@@ -74,11 +70,11 @@ def passes(
     """Return a rank's forwards in the order of `turns`, and its backwards, which go through the chunks in reverse."""
     num_microbatches = max(microbatch for _, microbatch in turns) + 1
     stages = range(rank, num_chunks * num_ranks, num_ranks)
-    there, back = (
+    forward, backward = (
         [by_microbatch(stage, kind, num_microbatches) for stage in stages] for kind in (Kind.FORWARD, Kind.BACKWARD)
     )
-    forwards = [there[chunk][microbatch] for chunk, microbatch in turns]
-    backwards = [back[num_chunks - 1 - chunk][microbatch] for chunk, microbatch in turns]
+    forwards = [forward[chunk][microbatch] for chunk, microbatch in turns]
+    backwards = [backward[num_chunks - 1 - chunk][microbatch] for chunk, microbatch in turns]
     return forwards, backwards
 
 
@@ -92,7 +88,6 @@ def _order(
 
 
 def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> WarmUp:
-    """With the forward that stands before the first backward."""
     return _sliced_warm_up(num_ranks, num_microbatches, num_chunks, group, 1)
 
 
@@ -117,4 +112,5 @@ FAMILY = Family(
     warm_up=_warm_up,
     sliced_warm_up=_sliced_warm_up,
     sharded=further_forwards(orders, BESIDE_WHOLE),
+    summary="Interleaved 1F1B: several chunks per rank",
 )

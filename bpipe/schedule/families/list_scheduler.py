@@ -1,11 +1,9 @@
-"""Let ranks choose what to compute next, event by event.
+"""List scheduling: ranks choose what to compute next, event by event.
 
-In: turns, durations, how to choose. Out: every rank's order, and its end.
-
-Stage s is on rank s % p and backwards are split: the k-th forward F needs the k-th of the rank before, or, on the first
-rank, that of the last rank for the chunk before; the k-th I the other way around; the k-th W comes behind the k-th I.
-So each of the three stands in turn order on every rank, and a choice is only between kinds. A rank holds a micro-batch
-from the start of its F to the end of its W. Knows no grid and no transfers.
+Stage s is on rank s % p and backwards are split: the k-th forward F needs the k-th of the rank before or, on the first
+rank, that of the last rank for the chunk before; the k-th I the other way around; the k-th W comes after the k-th I. So
+each of the three is in turn order on every rank, and ranks choose only between kinds. A rank holds a micro-batch from
+the start of its F to the end of its W.
 """
 
 from __future__ import annotations
@@ -16,15 +14,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from bpipe.schedule.action import Action, Kind, by_microbatch
-from bpipe.schedule.families.slices import in_slices
 from bpipe.schedule.families.timing import NEVER, StageTicks
-from bpipe.schedule.families.turns import NONE, Turns
+from bpipe.schedule.families.turns import NONE, Turns, in_slices
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 class Discipline(enum.Enum):
-    """Rule of what a rank computes from its first I on, while forwards are left beyond its tail."""
+    """Rule of what a rank computes from its first I on, while more forwards are left than its tail."""
 
     TURN = "turn"  # I, W, F in turn, and it waits for each
     SOFT = "soft"  # the same, and where the one whose turn it is cannot start, I, else F, else W
@@ -35,10 +32,13 @@ class Discipline(enum.Enum):
 class ChoiceRule:
     """Rule by which ranks choose.
 
-    Rank r holds at most `caps[r]` micro-batches of a chunk, except once at most `tails[r]` of its forwards are left.
-
-    `together`: the most that a rank and its mirror image p - 1 - r hold; a rank in the middle holds half of it.
-    `patient`: where nobody's turn it is, no F and no W starts if the next I arrives within half of it.
+    Attributes:
+        caps: Rank r holds at most `caps[r]` micro-batches of a chunk.
+        tails: Except once at most `tails[r]` of its forwards are left.
+        discipline: What comes next.
+        together: The most that a rank and its mirror image p - 1 - r hold; a rank in the middle holds half of it.
+        patient: Whether, when it is nobody's turn, no F and no W starts if the next I arrives within half of its
+            duration.
     """
 
     caps: tuple[int, ...]
@@ -50,10 +50,7 @@ class ChoiceRule:
 
 @dataclass(frozen=True, slots=True)
 class ListSchedule:
-    """Result of list scheduling.
-
-    `kinds[rank]`: what the rank computes, in order. `makespan` is in units of the costs.
-    """
+    """Result of list scheduling: what each rank computes, in order, and the makespan in units of the costs."""
 
     kinds: tuple[tuple[Kind, ...], ...]
     makespan: Fraction
@@ -62,24 +59,25 @@ class ListSchedule:
 def schedule_list(
     turns: Turns,
     num_ranks: int,
-    at: StageTicks,
+    ticks: StageTicks,
     rule: ChoiceRule,
     after_input: Fraction = Fraction(1),
     shorter_than: Fraction | None = None,
 ) -> ListSchedule | None:
-    """Return what the ranks choose; None where the rule makes them wait for each other, or it is not `shorter_than`
-    that.
+    """Return what the ranks choose; None if the rule makes them wait for each other, or it is not `shorter_than` a
+    makespan.
 
-    `after_input`: the share held between I and W.
+    Args:
+        after_input: Share of a micro-batch that is held between I and W.
     """
-    run = _Ranks(turns, num_ranks, at, rule, after_input)
+    run = _Ranks(turns, num_ranks, ticks, rule, after_input)
     if shorter_than is not None:
-        # A rank ends when all it computes and all it waited for is over.
-        run.most_idle = int(shorter_than * at.per_unit) - run.total * sum(run.durations.values())
+        # A rank ends when all its computations and all its waits are over.
+        run.most_idle = int(shorter_than * ticks.per_unit) - run.total * sum(run.durations.values())
     run.go()
     if min(run.done_weights) < len(turns.forwards):
         return None
-    return ListSchedule(tuple(map(tuple, run.kinds)), Fraction(max(run.free), at.per_unit))
+    return ListSchedule(tuple(map(tuple, run.kinds)), Fraction(max(run.free), ticks.per_unit))
 
 
 def actions_of(listed: ListSchedule, taken: Turns) -> list[list[Action]]:
@@ -91,8 +89,8 @@ def actions_of(listed: ListSchedule, taken: Turns) -> list[list[Action]]:
         in_turn = {}
         for kind in (_F, _I, _W):
             stages = [chunk * num_ranks + rank for chunk in (chunks if kind is _F else reversed(chunks))]
-            known = [by_microbatch(stage, kind, num_microbatches) for stage in stages]
-            in_turn[kind] = iter([known[chunk][microbatch] for chunk, microbatch in taken.forwards])
+            actions = [by_microbatch(stage, kind, num_microbatches) for stage in stages]
+            in_turn[kind] = iter([actions[chunk][microbatch] for chunk, microbatch in taken.forwards])
         orders.append([next(in_turn[kind]) for kind in kinds])
     return in_slices(orders, taken.slices)
 
@@ -100,11 +98,13 @@ def actions_of(listed: ListSchedule, taken: Turns) -> list[list[Action]]:
 class _Ranks:
     """The ranks while they choose. `forwards[r]`, `inputs[r]`: the ends of the F and I that rank r has started."""
 
-    def __init__(self, turns: Turns, num_ranks: int, at: StageTicks, rule: ChoiceRule, after_input: Fraction) -> None:
+    def __init__(
+        self, turns: Turns, num_ranks: int, ticks: StageTicks, rule: ChoiceRule, after_input: Fraction
+    ) -> None:
         self.last = num_ranks - 1
         self.total, self.before, self.own = len(turns.forwards), turns.before, turns.own
-        self.hop = at.hop if num_ranks > 1 else 0
-        self.durations = {kind: at.lasts[kind] for kind in (_F, _I, _W)}
+        self.hop = ticks.hop if num_ranks > 1 else 0
+        self.durations = {kind: ticks.lasts[kind] for kind in (_F, _I, _W)}
         whole, after = after_input.denominator, after_input.numerator
         self.whole = whole
         self.takes = {_F: whole, _I: max(0, after - whole), _W: 0}
@@ -112,7 +112,7 @@ class _Ranks:
         self.caps = [cap * whole for cap in rule.caps]
         self.together = NEVER if rule.together is None else rule.together * whole
         self.tails, self.discipline = rule.tails, rule.discipline
-        self.patience = {kind: ticks // 2 * rule.patient for kind, ticks in self.durations.items()}
+        self.patience = {kind: duration // 2 * rule.patient for kind, duration in self.durations.items()}
         self.forwards: list[list[int]] = [[] for _ in range(num_ranks)]
         self.inputs: list[list[int]] = [[] for _ in range(num_ranks)]
         self.done_weights = [0] * num_ranks
@@ -121,8 +121,7 @@ class _Ranks:
         self.idle, self.most_idle = [0] * num_ranks, NEVER
         self.turn = [_I] * num_ranks
         self.kinds: list[list[Kind]] = [[] for _ in range(num_ranks)]
-        # By when: ranks that may go on, and what they give back just then. Many fall together, so only the times are a
-        # heap.
+        # By time: ranks that may go on, and what they give back then. Many events coincide, so only times are a heap.
         self.events = {0: [(rank, 0) for rank in range(num_ranks)]}
         self.times = [0]
 
@@ -136,7 +135,7 @@ class _Ranks:
                 if gives:
                     held[rank] -= gives
                     awake.add(last - rank)
-            # Of two that want a pair's last room, the later rank's micro-batch is the sooner given back.
+            # Of two ranks that want a pair's last room, the later one gives its micro-batch back sooner.
             for rank in sorted(awake, reverse=True):
                 if free[rank] <= now:
                     kind = self._choice(rank, now)
@@ -148,14 +147,13 @@ class _Ranks:
 
     def _choice(self, rank: int, now: int) -> Kind | None:
         started = len(self.inputs[rank])
-        if self.discipline is not Discipline.GREEDY and started:
-            left = self.total - len(self.forwards[rank])
-            if left > self.tails[rank]:
-                turn = self.turn[rank]
-                if self._can(rank, turn, now):
-                    return turn
-                if self.discipline is Discipline.TURN:
-                    return None
+        left = self.total - len(self.forwards[rank])
+        if self.discipline is not Discipline.GREEDY and started and left > self.tails[rank]:
+            turn = self.turn[rank]
+            if self._can(rank, turn, now):
+                return turn
+            if self.discipline is Discipline.TURN:
+                return None
         arrives = self._input_ready(rank)
         if arrives <= now:
             return _I
@@ -166,13 +164,11 @@ class _Ranks:
             self._wake(arrives, rank)
         return None
 
-    def _wake(self, when: int, rank: int, gives: int = 0) -> None:
-        together = self.events.get(when)
-        if together is None:
-            self.events[when] = [(rank, gives)]
-            heapq.heappush(self.times, when)
-        else:
-            together.append((rank, gives))
+    def _wake(self, time: int, rank: int, gives: int = 0) -> None:
+        if time not in self.events:
+            self.events[time] = []
+            heapq.heappush(self.times, time)
+        self.events[time].append((rank, gives))
 
     def _can(self, rank: int, kind: Kind, now: int) -> bool:
         if kind is _I:
@@ -189,21 +185,21 @@ class _Ranks:
             number = self.before[number]
             if number == NONE:
                 return 0
-        there = self.forwards[rank - 1]
-        return there[number] + self.hop if number < len(there) else NEVER
+        ends = self.forwards[rank - 1]
+        return ends[number] + self.hop if number < len(ends) else NEVER
 
     def _input_ready(self, rank: int) -> int:
         number = len(self.inputs[rank])
         if number == self.total:
             return NEVER
         if rank < self.last:
-            there = self.inputs[rank + 1]
+            ends = self.inputs[rank + 1]
         elif self.before[number] != NONE:
-            number, there = self.before[number], self.inputs[0]
+            number, ends = self.before[number], self.inputs[0]
         else:
-            own, there = self.own[number], self.forwards[rank]
-            return there[own] if own < len(there) else NEVER
-        return there[number] + self.hop if number < len(there) else NEVER
+            own, ends = self.own[number], self.forwards[rank]
+            return ends[own] if own < len(ends) else NEVER
+        return ends[number] + self.hop if number < len(ends) else NEVER
 
     def _has_room(self, rank: int) -> bool:
         held = self.held[rank] + self.whole
@@ -217,17 +213,15 @@ class _Ranks:
         self.kinds[rank].append(kind)
         self.free[rank] = end
         self.held[rank] += self.takes[kind]
-        gives = self.gives[kind]
+        self._wake(end, rank, self.gives[kind])
         if kind is _W:
             self.done_weights[rank] += 1
             self.turn[rank] = _F
-            self._wake(end, rank, gives)
-            return
-        if kind is _F:
+        elif kind is _F:
             self.forwards[rank].append(end)
-            self.turn[rank], other = _I, rank + 1 if rank < self.last else 0
+            self.turn[rank] = _I
+            self._wake(end + self.hop, rank + 1 if rank < self.last else 0)
         else:
             self.inputs[rank].append(end)
-            self.turn[rank], other = _W, rank - 1 if rank else self.last
-        self._wake(end, rank, gives)
-        self._wake(end + self.hop, other)
+            self.turn[rank] = _W
+            self._wake(end + self.hop, rank - 1 if rank else self.last)

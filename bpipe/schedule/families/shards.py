@@ -1,41 +1,68 @@
-"""Fit shards of the vocabulary between what ranks compute anyway.
+"""Shards of the vocabulary, fitted between the computations of every rank's own order.
 
-In: a layout, every rank's own order, costs. Out: orders with shards.
+Each rank keeps its own order and also computes S0 T0 S1 T1 ..., IF0 IF1 ... and IB0 IB1 ...; a simulated execution
+decides which comes next: a free rank takes the first, of IF, S or T, IB and its own, whose inputs have arrived. So all
+ranks have one order of S and T and one of every sort of input shards, which is the order of their collectives, and
+nobody waits for ever: what was executed once completes again. At a fixed place of a rank's own order, S and T would
+block while the pipeline fills.
 
-Each rank keeps its own order, and beside it S0 T0 S1 T1 ..., IF0 IF1 ... and IB0 IB1 ...; which of the four comes next
-is found by simulated execution: whenever a rank is free it takes the first, of IF, S or T, IB and its own, whose inputs
-have arrived. So all ranks have one order of S and T and one of every sort of input shards, which is the order of their
-collectives, and nobody can wait for ever: what was executed once completes again. Taking S and T at some fixed place of
-a rank's own order would block while the pipeline fills.
+Only the first stage uses the result of an input shard's pass: it starts two forwards of that stage ahead, so that at
+most two embeddings wait. Shards count as short and collectives as shorter: an order made so fits shards of any length,
+while one made with long shards does not fit short ones.
 
-An input shard's pass is of use only to micro-batch 0's first stage and on: it is let go two forwards of that stage
-ahead, so that no more than two embeddings wait. Shards are taken to be short and collectives shorter: an order made so
-is as long as the pipeline needs it to be with shards of any length, where one made with long shards is not with short
-ones. Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no
-schedule by name.
+Between the last stage's forward of a micro-batch and its backward all ranks compute S and T and wait for each other at
+barriers, two with algorithm 1 and one with algorithm 2, each no longer than a rank's longest computation. Two ways make
+room for that, and every rank holds that much more:
+
+- `further_forwards`: every backward comes after some more forwards of one chunk, in a full pipeline as many halves of
+  the barriers' time. For chunks that go round the ranks, where a rank's forwards and backwards take turns one by one.
+- `later_microbatch`: the orders of one more micro-batch, in which every backward is that of the micro-batch before.
+  What a backward waits for is as far away as before, so nobody waits for ever. For a V, whose turns differ from rank to
+  rank, and if the first way makes ranks wait for each other.
+
+An order for a bound is made for that much less, and then runs ahead; or for all of it, and its backwards wait: below
+the usual bound the remaining room is worth more than a barrier takes. Timing with the shards decides. If micro-batches
+are cut, each slice has shards, in the order of forwards, and slices run further ahead. Source of the problem: Yeung et
+al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import lcm
 
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.dependencies import NOTHING, Dependencies
-from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.families.family import (
+    FamilyOptions,
+    OrderChoice,
+    Orders,
+    OrdersWithin,
+    RankLimit,
+    ShardedOrders,
+    ShardedOrdersWithin,
+    UnitCosts,
+)
 from bpipe.schedule.families.timing import stage_ticks
+from bpipe.schedule.families.unit_grid import Order
 from bpipe.schedule.layout import Layout, Vocabulary
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _S, _T, _IF, _IB = Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD
 
-# Of a rank's forward.
+# Durations of shards and of a collective, as shares of a rank's forward.
 _SHARES = {_S: Fraction(1, 20), _T: Fraction(1, 10), _IF: Fraction(1, 40), _IB: Fraction(1, 20)}
 _COLLECTIVE = Fraction(1, 40)
-# Embeddings are made while the first stage is at most so many micro-batches before theirs.
+# Most micro-batches by which embeddings are ahead of the first stage.
 _AHEAD = 2
+# Forwards of a chunk that a barrier needs next to whole backwards, which last as long as two of them.
+BESIDE_WHOLE = {Vocabulary.ONE: 2, Vocabulary.TWO: 1}
+# And next to halves: a rank comes to both of its shards within one forward, I and W.
+BESIDE_HALVES = {Vocabulary.ONE: 1, Vocabulary.TWO: 1}
 
 _UNMADE = 1 << 62
 
@@ -45,9 +72,11 @@ def fit_shards(
 ) -> list[list[Action]]:
     """Return every rank's order with its shards.
 
-    `own[rank]` has everything else, and where nothing may run beside them S and T too.
+    Args:
+        own: Every rank's other computations and, if nothing may run next to them, S and T too.
 
-    Raises ValueError where the ranks' own orders wait for each other.
+    Raises:
+        ValueError: The ranks' own orders wait for each other.
     """
     return fit_with_ticks(layout, num_microbatches, own, costs)[1]
 
@@ -55,8 +84,7 @@ def fit_shards(
 def fit_with_ticks(
     layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
 ) -> tuple[int, list[list[Action]]]:
-    """Return ticks until all is over and the orders with shards fitted in; ticks are equally long for the same costs
-    and chunks."""
+    """Return the ticks until all is over, comparable for the same costs and chunks, and the orders with shards."""
     run = _SimulatedRanks(layout, num_microbatches, own, costs)
     run.go()
     return max(run.free), run.orders
@@ -65,7 +93,7 @@ def fit_with_ticks(
 class _SimulatedRanks:
     """The ranks while they compute.
 
-    `over[value]`: when what passes between them is there, _UNMADE before its last part has begun.
+    `over[value]`: when the value has passed, _UNMADE before its last part has begun.
     """
 
     def __init__(
@@ -77,8 +105,7 @@ class _SimulatedRanks:
         together = layout.vocabulary is Vocabulary.INTERLACED
         outputs = [] if together or layout.vocabulary is Vocabulary.WHOLE else [_S, _T]
         sorts = ([_IF], outputs, [_IB]) if layout.input_shards else (outputs,)
-        # By rank what it has to compute, in order, the queues in the order in which it looks at them; where it is in
-        # each.
+        # Each rank's queues of computations, in the order in which it looks at them, and its position in each.
         self.queues = [
             [*([Action(rank, kind, k) for k in everything for kind in kinds] for kinds in sorts), own[rank]]
             for rank in ranks
@@ -89,7 +116,7 @@ class _SimulatedRanks:
         self.free = [0] * len(own)
         self.over = [_UNMADE] * self.dependencies.num_values
         self.parts: dict[int, tuple[int, int]] = {}
-        # When the first stage has begun each micro-batch, in order.
+        # Times at which the first stage began each micro-batch, in order.
         self.begun: list[int] = []
         self.events = [(0, rank) for rank in ranks]
 
@@ -104,7 +131,7 @@ class _SimulatedRanks:
                     raise ValueError(f"the orders of the ranks wait for each other: rank {rank} at {queue[position]}")
 
     def _choose(self, rank: int, now: int) -> None:
-        """Begin the first that can, if there is one; else what it waits for will wake the rank."""
+        """Begin the first computation that can; without one, what the rank waits for will wake it."""
         positions, queues = self.next[rank], self.queues[rank]
         order = self.orders[rank]
         between = self.together and order and order[-1].kind is _S
@@ -117,10 +144,10 @@ class _SimulatedRanks:
 
     def _ready(self, action: Action) -> int:
         if action.kind is _IF:
-            waits_for = action.microbatch - _AHEAD
-            if waits_for < 0:
+            ahead = action.microbatch - _AHEAD
+            if ahead < 0:
                 return 0
-            return self.begun[waits_for] if waits_for < len(self.begun) else _UNMADE
+            return self.begun[ahead] if ahead < len(self.begun) else _UNMADE
         value = self.dependencies.operand_of(action)
         return 0 if value == NOTHING else self.over[value]
 
@@ -148,14 +175,86 @@ class _SimulatedRanks:
 
 
 def _ticks(costs: UnitCosts, num_chunks: int) -> tuple[dict[Kind, int], int]:
-    """How long everything takes, in whole numbers of the same part: computations of one chunk by kind, and a
-    collective."""
-    at = stage_ticks(costs, num_chunks)
-    whole = Fraction(costs.forward) * at.per_unit
-    exact = {
-        **{kind: Fraction(ticks) for kind, ticks in at.lasts.items()},
-        **{kind: share * whole for kind, share in _SHARES.items()},
-    }
-    collective = _COLLECTIVE * whole
-    scale = lcm(*(one.denominator for one in exact.values()), collective.denominator)
-    return {kind: int(one * scale) for kind, one in exact.items()}, int(collective * scale)
+    """Return the durations of computations of one chunk by kind, and of a collective, in whole ticks."""
+    stage = stage_ticks(costs, num_chunks)
+    forward = Fraction(costs.forward) * stage.per_unit
+    exact = {kind: Fraction(ticks) for kind, ticks in stage.lasts.items()}
+    exact |= {kind: share * forward for kind, share in _SHARES.items()}
+    collective = _COLLECTIVE * forward
+    scale = lcm(*(duration.denominator for duration in exact.values()), collective.denominator)
+    return {kind: int(duration * scale) for kind, duration in exact.items()}, int(collective * scale)
+
+
+def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrders:
+    """Return orders that run this many forwards of a chunk further ahead, or one micro-batch if these would block."""
+    by_microbatch = later_microbatch(orders)
+
+    def sharded(
+        num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, layout: Layout
+    ) -> Sequence[Order]:
+        own = orders(num_ranks, num_microbatches, num_chunks, options)
+        further = [_further(order, num_forwards[layout.vocabulary]) for order in own]
+        try:
+            return fit_shards(layout, num_microbatches * options.slices, further, options.costs)
+        except ValueError:
+            return by_microbatch(num_ranks, num_microbatches, num_chunks, options, layout)
+
+    return sharded
+
+
+def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrdersWithin:
+    """Return orders for a bound that run further ahead, fastest first, without those that would block."""
+
+    def sharded(
+        num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions, layout: Layout
+    ) -> Iterator[tuple[OrderChoice, Sequence[Order]]]:
+        candidates: list[tuple[int, OrderChoice, list[list[Action]]]] = []
+        for ahead in (num_forwards[layout.vocabulary], 0):
+            left = replace(limit, bound=max(1, limit.bound - ahead))
+            for choice, own in orders(num_ranks, num_microbatches, num_chunks, left, options):
+                further = [_further(order, ahead) for order in own]
+                with contextlib.suppress(ValueError):
+                    ticks, fit = fit_with_ticks(layout, num_microbatches, further, options.costs)
+                    candidates.append((ticks, choice, fit))
+        for _, choice, fit in sorted(candidates, key=lambda candidate: candidate[0]):
+            yield choice, fit
+
+    return sharded
+
+
+def later_microbatch(orders: Orders) -> ShardedOrders:
+    """Return orders whose backwards come one micro-batch later."""
+
+    def sharded(
+        num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, layout: Layout
+    ) -> Sequence[Order]:
+        slices, width = options.slices, num_microbatches * options.slices
+        later: list[list[Action]] = []
+        for order in orders(num_ranks, num_microbatches + 1, num_chunks, options):
+            moved = (
+                action if action.kind is _FORWARD else Action(action.stage, action.kind, action.microbatch - slices)
+                for action in _actions(order)
+            )
+            later.append([action for action in moved if 0 <= action.microbatch < width])
+        return fit_shards(layout, width, later, options.costs)
+
+    return sharded
+
+
+def _actions(order: Order) -> list[Action]:
+    return [action for action in order if isinstance(action, Action)]
+
+
+def _further(order: Order, num_forwards: int) -> list[Action]:
+    """Return the order with every backward after `num_forwards` more forwards."""
+    forwards = [action for action in _actions(order) if action.kind is _FORWARD]
+    further: list[Action] = []
+    ahead, taken = num_forwards, 0
+    for action in _actions(order):
+        if action.kind is _FORWARD:
+            ahead += 1
+        else:
+            further += forwards[taken:ahead]
+            taken = max(taken, min(ahead, len(forwards)))
+            further.append(action)
+    return further + forwards[taken:]

@@ -1,17 +1,14 @@
-"""Make orders shorter within what every rank may hold.
-
-In: `Work`, the most that each rank holds. Out: the same with better orders.
+"""Shifting: make orders shorter within what every rank may hold.
 
 All computations are moved as late as the end allows, then as early as the start allows, and so on: what a rank did
-early for no good reason makes room, and what it waited for comes into it. Known from project scheduling as
-justification or forward-backward improvement (Li and Willis, 1992; Valls, Ballestin and Quintanilla, 2005); memory is
-what is scarce here.
+early for no good reason makes room, and what it waited for moves into it. Project scheduling knows this as
+justification or forward-backward improvement (Li and Willis, 1992; Valls, Ballestin and Quintanilla, 2005); the scarce
+resource here is memory.
 
-Going through time from one end, a rank that is free begins the first computation of its order that can begin: what it
-needs is there, and even if all that it passes over follows in the old order, the rank never holds too much. So nobody
-waits for ever. A stage's forwards, I and W each keep the order of their micro-batches. With patience a rank leaves a
-computation alone while one that stands before it in the order comes within some share of its duration. Knows no
-schedule by name.
+Going through time from one end, a free rank begins the first computation of its order that can begin: its operands are
+there, and even if all that it passes over follows in the old order, the rank never holds too much. So nobody waits for
+ever. A stage's forwards, I and W each keep the order of their micro-batches. With patience a rank leaves a computation
+alone while an earlier one of the order arrives within some share of its duration.
 """
 
 from __future__ import annotations
@@ -22,22 +19,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action
-from bpipe.schedule.clock import Work, length
 from bpipe.schedule.families.family import UnitCosts
-from bpipe.schedule.families.timing import NEVER, work_at
+from bpipe.schedule.families.timing import NEVER, Work, length, work_at
 from bpipe.schedule.layout import Layout
 from bpipe.schedule.memory import Memory, counting
 
-# To and fro so often; more changed nothing that was tried.
+# Rounds to and fro; more changed nothing that was tried.
 _ROUNDS = 2
 # Computations looked at, about two seconds.
 _MOST_VISITS = 200_000
 
 
 class Slack(NamedTuple):
-    """Percentages of a computation's duration that it may move, later and earlier.
+    """Patience: percentages of a computation's duration for which a rank waits when moving later and earlier.
 
-    Without `of_all` only computations that change how much is held may stay; I, which others wait for, always moves.
+    Without `of_all` only computations that change how much is held may be left alone; I, which others wait for, never
+    is.
     """
 
     late: int = 0
@@ -45,8 +42,8 @@ class Slack(NamedTuple):
     of_all: bool = True
 
 
-# Each gives other orders, and which is shortest depends on the costs. In this order the more are tried the less another
-# would gain: on average 0.03 % of an iteration behind all of them, at twelve costs of V schedules of 4 and 8 ranks.
+# Each gives other orders, and which is shortest depends on the costs. In this order each further one gains less: after
+# all of them 0.03 % of an iteration on average, at twelve costs of V schedules of 4 and 8 ranks.
 _PATIENCE = (
     *(Slack(30, 60), Slack(60, 0), Slack(100, 100), Slack(0, 30)),
     *(Slack(30, 60, False), Slack(100, 0, False), Slack(60, 60, False), Slack(0, 60, False)),
@@ -55,39 +52,35 @@ _PATIENCE = (
 
 @dataclass(slots=True)
 class _Side:
-    """The work as seen from one end of time: how many each job waits for, who waits for it and how long, what it
-    takes and gives."""
+    """The work as seen from one end of time: the jobs that wait for each job, with lags, and what it takes and
+    gives."""
 
     waits_for: list[int]
-    behind: list[list[tuple[int, int]]]
+    after: list[list[tuple[int, int]]]
     takes: list[int]
     gives: list[int]
 
 
 class Shifts:
-    """The work of all ranks, to be moved to and fro. `most[rank]` in the memory's units.
-
-    Every job is one computation. The rows to begin with must keep to `most`.
-    """
+    """The work of all ranks, one computation per job, to be moved to and fro; the first rows must keep to `most`."""
 
     def __init__(self, work: Work[int], memory: Memory, most: Sequence[int]) -> None:
-        self.work, self.most = work, [one * memory.parts for one in most]
+        self.work, self.most = work, [count * memory.parts for count in most]
         before: list[list[tuple[int, int]]] = [list(needed) for needed in work.needed]
-        # Of a rank, what must keep its order: a sort is a stage's computations of a kind.
+        # A sort is a stage's computations of a kind, which must keep their order.
         self.sort_of = [0] * len(work.actions)
         self.num_sorts = max((self._sort(row, before) for row in work.rows), default=0)
-        behind: list[list[tuple[int, int]]] = [[] for _ in work.actions]
+        after: list[list[tuple[int, int]]] = [[] for _ in work.actions]
         for job, needed in enumerate(before):
             for maker, lag in needed:
-                behind[maker].append((job, lag))
+                after[maker].append((job, lag))
         changes = [memory.changes[action.kind][memory.place(action)] for (action,) in work.actions]
-        takes, gives = [one for one, _ in changes], [one for _, one in changes]
-        self.early = _Side([len(needed) for needed in before], behind, takes, gives)
-        self.late = _Side([len(waiting) for waiting in behind], before, gives, takes)
+        takes, gives = [size for size, _ in changes], [size for _, size in changes]
+        self.early = _Side([len(needed) for needed in before], after, takes, gives)
+        self.late = _Side([len(waiting) for waiting in after], before, gives, takes)
 
     def _sort(self, row: Sequence[int], before: Sequence[list[tuple[int, int]]]) -> int:
-        """Number a rank's sorts and let each job wait for the one of its sort before it; returns how many sorts
-        there are."""
+        """Number a rank's sorts, let each job wait for the previous one of its sort, and return the number of sorts."""
         sorts: dict[tuple[object, int], tuple[int, int]] = {}
         for job in row:
             (action,) = self.work.actions[job]
@@ -99,34 +92,34 @@ class Shifts:
         return len(sorts)
 
     def earlier(self, rows: Sequence[Sequence[int]], patience: Slack) -> tuple[int, list[list[int]]]:
-        """Return how many ticks it then takes, and the rows in which everything is as early as it can be."""
+        """Return the ticks and rows with everything as early as possible."""
         return _Pass(self, self.early, rows, patience.early, patience.of_all).go()
 
     def later(self, rows: Sequence[Sequence[int]], patience: Slack) -> tuple[int, list[list[int]]]:
-        """Move everything as late as it can be."""
+        """Return the ticks and rows with everything as late as possible."""
         ticks, mirrored = _Pass(self, self.late, [row[::-1] for row in rows], patience.late, patience.of_all).go()
         return ticks, [row[::-1] for row in mirrored]
 
     def to_and_fro(self, patience: Slack, moves: int, goal: int) -> tuple[int, list[list[int]] | None]:
-        """Return the shortest of so many moves, later first, with its ticks; no rows where the first ones are as short.
-
-        Ends at the goal.
-        """
-        shortest, found = length(self.work), None
+        """Return the ticks and rows of the shortest of `moves` moves up to the goal, later first; no rows if none is
+        shorter."""
+        shortest, best = length(self.work), None
         rows: Sequence[Sequence[int]] = self.work.rows
         for number in range(moves):
             if shortest <= goal:
                 break
             ticks, moved = (self.earlier if number % 2 else self.later)(rows, patience)
             if ticks < shortest:
-                shortest, found = ticks, moved
+                shortest, best = ticks, moved
             rows = moved
-        return shortest, found
+        return shortest, best
 
 
 class _Pass:
-    """Once through time. `heads[rank][sort]`: the next of its sort, -1 behind the last; `passed[rank]`: how far the
-    old row is used up."""
+    """One pass through time.
+
+    `heads[rank][sort]`: the next job of its sort, -1 after the last; `passed[rank]`: how far the old row is used up.
+    """
 
     def __init__(self, shifts: Shifts, side: _Side, rows: Sequence[Sequence[int]], patience: int, of_all: bool) -> None:
         work = shifts.work
@@ -153,7 +146,7 @@ class _Pass:
         self.passed = [0] * len(rows)
         self.held = [0] * len(rows)
         self.free = [0] * len(rows)
-        self.found: list[list[int]] = [[] for _ in rows]
+        self.moved: list[list[int]] = [[] for _ in rows]
 
     def go(self) -> tuple[int, list[list[int]]]:
         events = [(0, rank) for rank in range(len(self.rows))]
@@ -168,10 +161,10 @@ class _Pass:
             elif again < NEVER:
                 heapq.heappush(events, (again, rank))
         assert all(self.done), "the old order is one in which nobody waits for ever"
-        return max(free), self.found
+        return max(free), self.moved
 
     def _choice(self, rank: int, now: int) -> tuple[int, int]:
-        """What the rank begins, -1 for nothing; and then when to look again, NEVER if somebody will wake it."""
+        """Return the job that the rank begins, or -1 and the time to look again, NEVER if another rank wakes it."""
         missing, ready, place = self.missing, self.ready, self.place
         can, coming = [], []
         for job in self.heads[rank]:
@@ -181,28 +174,28 @@ class _Pass:
                 else:
                     coming.append((place[job], ready[job]))
         takes = self.side.takes
-        for at, job in sorted(can):
-            if not takes[job] or self._fits(rank, job, at):
-                soonest = self._worth_waiting_for(job, at, now, coming) if coming and self.patience else NEVER
+        for position, job in sorted(can):
+            if not takes[job] or self._fits(rank, job, position):
+                soonest = self._worth_waiting_for(job, position, now, coming) if coming and self.patience else NEVER
                 return (job if soonest == NEVER else -1), soonest
         return -1, min((when for _, when in coming), default=NEVER)
 
-    def _worth_waiting_for(self, job: int, at: int, now: int, coming: Sequence[tuple[int, int]]) -> int:
-        """When what stood before `job` can begin, where the rank has the patience to wait for that; else NEVER."""
+    def _worth_waiting_for(self, job: int, position: int, now: int, coming: Sequence[tuple[int, int]]) -> int:
+        """Return when a job before this one in the order can begin if it is worth waiting for, else NEVER."""
         if not self.of_all and self.side.takes[job] == self.side.gives[job]:
             return NEVER
-        soonest = min((when for other, when in coming if other < at), default=NEVER)
+        soonest = min((when for other, when in coming if other < position), default=NEVER)
         return soonest if 100 * (soonest - now) < self.patience * self.lasts[job] else NEVER
 
-    def _fits(self, rank: int, job: int, at: int) -> bool:
-        """Return whether the rank may take this first, and all that stands before it in the old order behind it."""
+    def _fits(self, rank: int, job: int, position: int) -> bool:
+        """Whether the rank may take this job first, and all those before it in the old order after it."""
         takes, gives, done, most = self.side.takes, self.side.gives, self.done, self.most[rank]
         held = self.held[rank] + takes[job]
         if held > most:
             return False
         held -= gives[job]
         row = self.rows[rank]
-        for place in range(self.passed[rank], at):
+        for place in range(self.passed[rank], position):
             other = row[place]
             if not done[other]:
                 if held + takes[other] > most:
@@ -213,7 +206,7 @@ class _Pass:
     def _begin(self, rank: int, job: int, now: int, events: list[tuple[int, int]]) -> None:
         missing, ready, free, done = self.missing, self.ready, self.free, self.done
         self.heads[rank][self.sort_of[job]] = self.next_of_sort[job]
-        self.found[rank].append(job)
+        self.moved[rank].append(job)
         self.held[rank] += self.side.takes[job] - self.side.gives[job]
         done[job] = 1
         row, passed = self.rows[rank], self.passed[rank]
@@ -222,7 +215,7 @@ class _Pass:
         self.passed[rank] = passed
         end = free[rank] = now + self.lasts[job]
         heapq.heappush(events, (end, rank))
-        for other, lag in self.side.behind[job]:
+        for other, lag in self.side.after[job]:
             missing[other] -= 1
             when = end + lag
             if when > ready[other]:
@@ -235,27 +228,27 @@ class _Pass:
 def shortened(
     layout: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], most: Sequence[int], costs: UnitCosts
 ) -> Sequence[Sequence[Action]]:
-    """Return the shortest orders found from these, in none of which a rank holds more than `most[rank]` micro-batches
-    of a chunk.
+    """Return the shortest orders found from these, which keep to the same limits; the same ones if nothing is shorter.
 
-    What waits for its W counts whole. The given orders must keep to that, too; where nothing is shorter they come back.
+    Args:
+        most: Most micro-batches of a chunk that each rank holds; what waits for its W counts whole.
     """
     work = work_at(layout, num_microbatches, orders, costs)
     shifts = Shifts(work, counting(layout.num_stages), most)
     shortest, goal = length(work), _least(work)
-    found = None
+    best = None
     tries = max(1, _MOST_VISITS // (2 * _ROUNDS * len(work.actions)))
     for patience in _PATIENCE[: 1 if costs.even else tries]:
         if shortest == goal:
             break
         ticks, rows = shifts.to_and_fro(patience, 2 * _ROUNDS, goal)
         if ticks < shortest:
-            shortest, found = ticks, rows
-    return orders if found is None else [[work.actions[job][0] for job in row] for row in found]
+            shortest, best = ticks, rows
+    return orders if best is None else [[work.actions[job][0] for job in row] for row in best]
 
 
 def _least(work: Work[int]) -> int:
-    """Return a lower bound for all orders: what a rank computes, behind the way of the first forward to it."""
+    """Return a lower bound for all orders: a rank's computations after the way of the first forward to it."""
     begins = [0] * len(work.rows)
     for row in work.rows:
         for job in row[:1]:

@@ -1,10 +1,8 @@
-"""Say in which turns a rank with several chunks takes micro-batches.
-
-In: sizes of the groups, number of chunks. Out: `Turns`.
+"""Turns: in which order a rank with several chunks takes micro-batches.
 
 A group of micro-batches goes through the first chunk, then through the second, and so on; then the next group.
 Backwards go the same way with the chunks reversed. All ranks take the same turns, so that "the k-th forward" means the
-same on each. Knows no ranks, no time.
+same on each.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from bpipe.schedule.action import Action, Kind, of_microbatch
 from bpipe.schedule.layout import reversed_slice
 
 NONE = -1
@@ -36,17 +35,15 @@ class WarmUp:
         return self._by_chunk(self.lengths[rank])
 
     def meanwhile(self, rank: int, later: int) -> list[list[int]]:
-        """Return what a later rank may hold at that time: it has begun its backwards, and no forward is further than
-        on the rank before."""
-        mine = self.lengths[later]
-        found = []
-        for further in range(self.lengths[rank] - mine + 1):
-            back = self._by_chunk(further + 1)[::-1]
-            found.append([max(0, one - gone) for one, gone in zip(self._by_chunk(mine + further), back, strict=True)])
-        return found
+        """Return what a later rank may hold then: it has begun its backwards, and is not ahead of the rank."""
+        forwards = self.lengths[later]
+        held = []
+        for further in range(self.lengths[rank] - forwards + 1):
+            by_chunk = zip(self._by_chunk(forwards + further), self._by_chunk(further + 1)[::-1], strict=True)
+            held.append([max(0, saved - released) for saved, released in by_chunk])
+        return held
 
     def _by_chunk(self, number: int) -> list[int]:
-        """Of so many computations in turn."""
         rounds, left = divmod(number, self.num_chunks * self.group_size)
         return [
             rounds * self.group_size + min(self.group_size, max(0, left - chunk * self.group_size))
@@ -71,7 +68,7 @@ def chunk_turns(group_sizes: Sequence[int], num_chunks: int) -> list[tuple[int, 
 
 
 def groups_of(num_microbatches: int, group_size: int) -> tuple[int, ...]:
-    """Return the groups of this size, and a smaller last one for what is left."""
+    """Return groups of this size, and a smaller last one for the remainder."""
     whole, left = divmod(num_microbatches, group_size)
     return (group_size,) * whole + ((left,) if left else ())
 
@@ -80,14 +77,15 @@ def groups_of(num_microbatches: int, group_size: int) -> tuple[int, ...]:
 class Turns:
     """Order in which chunks take turns.
 
-    `forwards[k]` is the (chunk, micro-batch) of the k-th forward; the k-th backward is of chunk v - 1 - chunk and the
-    same micro-batch.
-
-    Of micro-batches cut into `slices` the numbers are those of slices, and the k-th backward is that of the reversed
-    one.
-
-    `before[k]`: the forward of its micro-batch through the chunk before, NONE for the first chunk. Of backwards, with
-    the chunk behind, it is the same number. `own[k]`: the forward of the k-th backward's chunk and micro-batch.
+    Attributes:
+        num_chunks: Number of chunks v.
+        forwards: The (chunk, micro-batch) of the k-th forward; the k-th backward is of chunk v - 1 - chunk and the same
+            micro-batch or, if micro-batches are cut, of the reversed slice.
+        before: Of the k-th forward, the forward of its micro-batch through the chunk before, NONE for the first chunk.
+            The
+            numbers of backwards through the next chunk are the same.
+        own: The forward of the k-th backward's chunk and micro-batch.
+        slices: Slices of a micro-batch; numbers are then of slices.
     """
 
     num_chunks: int
@@ -99,35 +97,33 @@ class Turns:
 
 @lru_cache(maxsize=64)
 def turns(group_sizes: tuple[int, ...], num_chunks: int, slices: int = 1) -> Turns:
-    """Return the turns of groups of these sizes, one behind the other; sizes are of micro-batches."""
+    """Return the turns of groups of these sizes, in micro-batches, one after the other."""
     before: list[int] = []
     own: list[int] = []
     sizes = [size * slices for size in group_sizes]
     for size in sizes:
         first = len(before)
         before += [NONE] * size + [first + index for index in range((num_chunks - 1) * size)]
-        reversed_ones = [reversed_slice(index, slices) for index in range(size)]
-        own += [first + chunk * size + index for chunk in reversed(range(num_chunks)) for index in reversed_ones]
+        backwards = [reversed_slice(index, slices) for index in range(size)]
+        own += [first + chunk * size + index for chunk in reversed(range(num_chunks)) for index in backwards]
     return Turns(num_chunks, tuple(chunk_turns(sizes, num_chunks)), tuple(before), tuple(own), slices)
 
 
 def evenly(num_microbatches: int, num_groups: int) -> tuple[int, ...]:
-    """Return the groups that differ by one at most, the larger ones first."""
+    """Return groups that differ by one at most, the larger ones first."""
     size, larger = divmod(num_microbatches, num_groups)
     return (size + 1,) * larger + (size,) * (num_groups - larger)
 
 
 def spread(num_microbatches: int, num_groups: int) -> tuple[int, ...]:
-    """Split micro-batches evenly into groups, with the larger groups spread over all, one of them first."""
+    """Return groups that differ by one at most, with the larger ones spread over all and one of them first."""
     ends = [num_microbatches * group // num_groups for group in range(num_groups + 1)]
     return tuple(ends[group + 1] - ends[group] for group in reversed(range(num_groups)))
 
 
 def tapered(num_microbatches: int, num_groups: int, share: Fraction) -> tuple[int, ...] | None:
-    """Return the groups that shrink evenly: the first is `share` of the mean above it, the last as much below.
-
-    None where a group would be empty.
-    """
+    """Return groups that shrink evenly, the first by `share` above the mean, the last below; None if one would be
+    empty."""
     step = Fraction(2, max(1, num_groups - 1)) * share
     mean = Fraction(num_microbatches, num_groups)
     sizes: list[int] = []
@@ -136,3 +132,22 @@ def tapered(num_microbatches: int, num_groups: int, share: Fraction) -> tuple[in
         end += mean * (1 + share - group * step) if num_groups > 1 else mean
         sizes.append(round(end) - sum(sizes))
     return tuple(sizes) if min(sizes) > 0 else None
+
+
+def in_slices(orders: Sequence[Sequence[Action]], slices: int) -> list[list[Action]]:
+    """Turn orders of micro-batches into orders of slices: give the backwards, which stand in turn, their own numbers.
+
+    Slice j of a micro-batch attends to the keys and values of all before it, so a stage computes a micro-batch's
+    forwards from the first slice on and its backwards from the last. A family's order of micro-batches holds for slices
+    with two changes: a rank runs k - 1 more forwards ahead, so that the last of k slices is through before its first
+    backward, and groups are of whole micro-batches. Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline
+    Parallelism", 2024.
+    """
+    if slices == 1:
+        return [list(order) for order in orders]
+
+    def renumbered(action: Action) -> Action:
+        is_forward = action.kind is Kind.FORWARD
+        return action if is_forward else of_microbatch(action, reversed_slice(action.microbatch, slices))
+
+    return [[renumbered(action) for action in order] for order in orders]

@@ -1,7 +1,7 @@
-"""Place every rank's order of computations on the unit grid. In: one order per rank. Out: a compute-only Schedule.
+"""The unit grid: every rank's order of computations, placed as a compute-only schedule.
 
-Each computation takes one slot and starts as soon as the one before it on its rank is over, and whatever makes what it
-needs (`schedule.dependencies`). Knows no schedule by name, no memory, no transfers.
+Each computation takes one slot and starts as soon as the one before it on its rank and the makers of its operands
+(`schedule.dependencies`) are over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bpipe.schedule.dependencies import NOTHING, Dependencies
 from bpipe.schedule.layout import Layout
 from bpipe.schedule.schedule import Schedule, Slot, single_slots
 
-# Computations of one rank, in order; a slot is two that overlap.
+# Cells of one rank, in order: a slot is two computations that overlap.
 Order = Sequence[Action | Slot]
 
 _WEIGHT = Kind.BACKWARD_WEIGHT
@@ -41,7 +41,8 @@ def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]
 def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Order]) -> Schedule:
     """Return the schedule in which every rank keeps its order and nothing starts later than it must.
 
-    Raises ValueError where the orders wait for each other.
+    Raises:
+        ValueError: The orders wait for each other.
     """
     placed = _Placement(Dependencies(layout, num_microbatches), len(orders))
     unfinished = [rank for rank, order in enumerate(orders) if order]
@@ -58,35 +59,30 @@ def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Ord
 
 
 class _Placement:
-    """The grid while it grows: `over[value]` is the slot after all that make a value, _UNPLACED until they are
-    placed."""
+    """The grid while it grows: `over[value]` is the slot after all makers of a value, or _UNPLACED."""
 
     def __init__(self, dependencies: Dependencies, num_ranks: int) -> None:
         self.dependencies = dependencies
         self.over = [_UNPLACED] * dependencies.num_values
-        # Of values that shards make together: how many parts are missing, and the slot after the others.
+        # Of values that shards make together: the number of missing parts, and the slot after the others.
         self.parts: dict[int, tuple[int, int]] = {}
-        # By kind and stage, of micro-batch 0: what it waits for, what it makes; and the slots of all.
-        self.known: dict[tuple[Kind, int], tuple[int, int, Sequence[Slot]]] = {}
+        # By kind and stage: what micro-batch 0 waits for and makes, and the slots of all micro-batches.
+        self.values: dict[tuple[Kind, int], tuple[int, int, Sequence[Slot]]] = {}
         self.rows: list[list[Slot]] = [[] for _ in range(num_ranks)]
         self.next = [0] * num_ranks
 
     def advance(self, rank: int, order: Order) -> bool:
-        """Place the rank's computations until one needs what is not placed yet.
-
-        False if not even one could be placed.
-        """
-        row, over, known, first_shared = self.rows[rank], self.over, self.known, self.dependencies.first_shared
+        """Place the rank's computations until one needs what is not placed yet; return whether any was placed."""
+        row, over, first_shared = self.rows[rank], self.over, self.dependencies.first_shared
         first = position = self.next[rank]
         length = len(row)
         while position < len(order):
-            one = order[position]
-            if isinstance(one, Slot):
-                needed = self._all_ready(one.computations)
+            cell = order[position]
+            if isinstance(cell, Slot):
+                needed = self._all_ready(cell.computations)
             else:
-                found = known.get((one.kind, one.stage))
-                waits, makes, slots = self._know(one) if found is None else found
-                needed = 0 if waits == NOTHING else over[waits + one.microbatch]
+                waits, makes, slots = self.values.get((cell.kind, cell.stage)) or self._find_values(cell)
+                needed = 0 if waits == NOTHING else over[waits + cell.microbatch]
             if needed == _UNPLACED:
                 break
             if needed > length:
@@ -94,47 +90,40 @@ class _Placement:
                 length = needed
             length += 1
             position += 1
-            if isinstance(one, Slot):
-                row.append(one)
-                for action in one.computations:
+            if isinstance(cell, Slot):
+                row.append(cell)
+                for action in cell.computations:
                     self._over(self.dependencies.value_of(action), length)
             else:
-                row.append(slots[one.microbatch])
-                if makes < first_shared:
-                    # Most of all come here: of NOTHING there is no place.
-                    if makes != NOTHING:
-                        over[makes + one.microbatch] = length
-                else:
-                    self._over(makes + one.microbatch, length)
+                row.append(slots[cell.microbatch])
+                if makes >= first_shared:
+                    self._over(makes + cell.microbatch, length)
+                elif makes != NOTHING:
+                    over[makes + cell.microbatch] = length
         self.next[rank] = position
         return position > first
 
-    def _know(self, action: Action) -> tuple[int, int, Sequence[Slot]]:
-        """What all of a stage's computations of a kind have in common."""
+    def _find_values(self, action: Action) -> tuple[int, int, Sequence[Slot]]:
+        """Return the entry of a stage's computations of a kind in `values`."""
         first = replace(action, microbatch=0)
-        row = (
-            self._waits(first),
-            self.dependencies.value_of(first),
-            single_slots(action.stage, action.kind, self.dependencies.num_microbatches),
-        )
-        self.known[action.kind, action.stage] = row
-        return row
+        slots = single_slots(action.stage, action.kind, self.dependencies.num_microbatches)
+        entry = self.values[action.kind, action.stage] = self._waits(first), self.dependencies.value_of(first), slots
+        return entry
 
     def _waits(self, action: Action) -> int:
-        """Return the value that has to be there; NOTHING where none has."""
+        """Return the value that has to be there, or NOTHING."""
         value = self.dependencies.operand_of(action)
-        # A last stage's backward waits for its own forward alone. What else of its own stage comes too early for it,
-        # the rules say.
+        # A last stage's backward waits for its own forward. Other orders within a stage are left to the rules.
         return self.dependencies.own_operand_of(action) if value == NOTHING and action.kind is not _WEIGHT else value
 
     def _all_ready(self, actions: Sequence[Action]) -> int:
-        """Return the first slot in which what they need is over; _UNPLACED where that is not known yet."""
+        """Return the first slot in which all operands are there; _UNPLACED if that is not known yet."""
         values = [value for value in map(self._waits, actions) if value != NOTHING]
         ready = [self.over[value] for value in values]
         return _UNPLACED if _UNPLACED in ready else max(ready, default=0)
 
     def _over(self, value: int, slot: int) -> None:
-        """A computation that makes this value, or a part of it, is over."""
+        """Note that a computation that makes this value, or a part of it, is over."""
         if value >= self.dependencies.first_shared:
             missing, latest = self.parts.get(value, (len(self.dependencies.route(value).makers), 0))
             self.parts[value] = missing - 1, max(latest, slot)
@@ -144,5 +133,5 @@ class _Placement:
             self.over[value] = slot
 
 
-def _name(one: Action | Slot) -> str:
-    return " with ".join(map(str, one.computations)) if isinstance(one, Slot) else str(one)
+def _name(cell: Action | Slot) -> str:
+    return " with ".join(map(str, cell.computations))

@@ -1,1 +1,1 @@
-"""Read and write schedules as CSV and JSON; print grids and listings of messages."""
+"""Files: schedules in CSV and JSON, printed grids, and listings of messages."""

@@ -1,30 +1,25 @@
-"""Read and write a schedule as JSON, exactly both ways.
-
-In: text or a Schedule. Out: the other, or a `TextError` with the place.
+"""Schedules as JSON, exact both ways.
 
     {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 1, "balance": "bpipe", "bounds": [3, 3, 3, 3],
      "partners": [3, 2, 1, 0], "stage_to_rank": [0, 1, 2, 3],
      "ranks": [{"rank": 0, "peak": 3, "evictions": 3, "slots": [{"compute": "0F0", "transfers": []}, ...]}, ...]}
 
-`stages` is the number of ranks p; with chunks the stage of a cell runs over p*v, and `stage_to_rank` places them.
-`peak` and `evictions` follow from the slots and must agree with them. Beside them may stand `costs`, `hop`, `makespan`
-and `bubble_percent`: how long whoever wrote it found that the computations take, for whoever reads it as data.
-`partners` and `stage_to_rank` may be left out where they are the usual ones; a schedule that counts only a share of a
-micro-batch between the halves of its backward says so in `after_input`. One whose micro-batches are cut says into how
-many `slices`; numbers in its slots are of slices then, and `peak` and `bounds` count slices of a chunk.
+`stages` is the number of ranks p; with chunks the stage of a cell is below p*v, and `stage_to_rank` places it. `peak`
+and `evictions` follow from the slots and must agree with them. `costs`, `hop`, `makespan` and `bubble_percent` may
+follow: the durations that the writer assumed, for readers of the data. `partners` and `stage_to_rank` may be omitted if
+they are the usual ones; `after_input` is the share of a micro-batch that counts between the halves of its backward, if
+not 1. If micro-batches are cut, `slices` is the number of slices; numbers in slots are then of slices, and `peak` and
+`bounds` count slices of a chunk.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 
-from bpipe.schedule.action import Action
 from bpipe.schedule.files.text import (
     NAME,
     TextError,
-    check_slices,
     describe,
     read_computation,
     read_partners,
@@ -40,24 +35,26 @@ from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
-_USUAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input", "slices")
-# What durations say, of which slots know nothing.
+_RANK_KEYS = ("rank", "peak", "evictions", "slots")
+_OPTIONAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input", "slices")
+# Keys about durations, which slots do not imply.
 _TIMES = ("costs", "hop", "makespan", "bubble_percent")
 
 
 def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) -> str:
-    """Write a schedule as JSON, one line per rank, keys in the order above.
+    """Return a schedule as JSON, one line per rank, keys in the order above.
 
-    `times`: values of the keys about durations.
+    Args:
+        times: Values of the keys about durations.
     """
-    said = times or {}
-    head = {**_usual_head(schedule), **_special_head(schedule), **{key: said[key] for key in _TIMES if key in said}}
+    durations = {key: times[key] for key in _TIMES if key in times} if times else {}
+    head = {**_usual_head(schedule), **_special_head(schedule), **durations}
     lines = ",\n  ".join(json.dumps(_rank(schedule, rank, peak)) for rank, peak in enumerate(peak_counts(schedule)))
     return f'{json.dumps(head)[:-1]},\n "ranks": [\n  {lines}]}}\n'
 
 
 def _usual_head(schedule: Schedule) -> dict[str, object]:
-    """What every document says first."""
+    """Return the fields that every document has."""
     placements = schedule.layout.placements
     return {
         "schedule": schedule.name,
@@ -72,7 +69,7 @@ def _usual_head(schedule: Schedule) -> dict[str, object]:
 
 
 def _special_head(schedule: Schedule) -> dict[str, object]:
-    """What a document says only where it is not the usual."""
+    """Return the fields that a document has only if they differ from the default."""
     special: dict[str, object] = {}
     if schedule.layout.slices > 1:
         special["slices"] = schedule.layout.slices
@@ -102,13 +99,14 @@ def _rank(schedule: Schedule, rank: int, peak: Count) -> dict[str, object]:
 def read_json(text: str) -> Schedule:
     """Read a schedule from JSON.
 
-    Raises TextError for what is missing, unknown, of the wrong type, or does not agree.
+    Raises:
+        TextError: Something is missing, unknown, of the wrong type, or contradictory.
     """
     try:
         document = load_json(text)
     except ValueError as error:
         raise TextError(f"{error}") from None
-    fields = _object(document, "the document", _KEYS, (*_USUAL, *_TIMES))
+    fields = _object(document, "the document", _KEYS, (*_OPTIONAL, *_TIMES))
     name = fields["schedule"]
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise TextError(f"schedule: {repr(name)[:40]} is not a valid name: use letters, digits, '.', '_' and '-'")
@@ -124,9 +122,10 @@ def read_json(text: str) -> Schedule:
         if len(placement) != num_ranks * num_chunks:
             raise TextError(f"there are {len(placement)} stages, but stages times chunks is {num_ranks * num_chunks}")
     bounds = None if fields["bounds"] is None else _numbers(fields["bounds"], "bounds")
-    schedule = Schedule(
-        name, num_microbatches * layout.slices, layout, ranks, _hosts(fields, num_ranks), bounds, _after_input(fields)
-    )
+    hosts = _hosts(fields, num_ranks)
+    share = fields.get("after_input", 1)
+    after_input = read_share(str(share) if type(share) in (int, float) else repr(share), "after_input")
+    schedule = Schedule(name, num_microbatches * layout.slices, layout, ranks, hosts, bounds, after_input)
     _compare(schedule, entries)
     return schedule
 
@@ -138,12 +137,13 @@ def _read_layout(fields: dict[str, object], ranks: Sequence[Sequence[Slot]]) -> 
     if "stage_to_rank" not in fields:
         placements: list[list[object]] = [list(describe(ranks)[1])]
     else:
-        given = _list(fields["stage_to_rank"], "stage_to_rank")
-        placements = [_list(one, "stage_to_rank") for one in given] if given and isinstance(given[0], list) else [given]
+        listed = _list(fields["stage_to_rank"], "stage_to_rank")
+        several = bool(listed) and isinstance(listed[0], list)
+        placements = [_list(placement, "stage_to_rank") for placement in listed] if several else [listed]
     if len(placements) > MOST_PIPES:
         raise TextError(f"stage_to_rank places {len(placements)} pipes: {TWO_PIPES}")
-    pipes = tuple(_numbers(one, "stage_to_rank") for one in placements)
-    slices = check_slices(_number(fields.get("slices", 1), "slices", 1), "")
+    pipes = tuple(_numbers(placement, "stage_to_rank") for placement in placements)
+    slices = _number(fields.get("slices", 1), "slices", 1)
     return Layout(pipes, read_vocabulary(str(vocabulary), "vocabulary"), "input" in fields, slices)
 
 
@@ -163,20 +163,13 @@ def _hosts(fields: dict[str, object], num_ranks: int) -> Hosts | None:
     return None if partners is None else read_partners(_numbers(partners, "partners"), num_ranks)
 
 
-def _after_input(fields: dict[str, object]) -> Fraction:
-    value = fields.get("after_input", 1)
-    return read_share(str(value) if type(value) in (int, float) else repr(value), "after_input")
-
-
 def _read_rank(entry: object, rank: int) -> tuple[Slot, ...]:
     place = f"ranks[{rank}]"
-    fields = _object(entry, place, ("rank", "peak", "evictions", "slots"))
+    fields = _object(entry, place, _RANK_KEYS)
     if _number(fields["rank"], f"{place}.rank", 0) != rank:
         raise TextError(f"{place}.rank is {fields['rank']!r}: ranks must be in order")
-    return tuple(
-        _read_slot(slot, f"{place}.slots[{index}]")
-        for index, slot in enumerate(_list(fields["slots"], f"{place}.slots"))
-    )
+    slots = enumerate(_list(fields["slots"], f"{place}.slots"))
+    return tuple(_read_slot(slot, f"{place}.slots[{index}]") for index, slot in slots)
 
 
 def _read_slot(entry: object, place: str) -> Slot:
@@ -195,24 +188,18 @@ def _read_slot(entry: object, place: str) -> Slot:
 
 
 def _compare(schedule: Schedule, entries: Sequence[object]) -> None:
-    """What is said twice must be the same."""
-    widest = max((action.stage for row in schedule.ranks for slot in row for action in _actions(slot)), default=-1)
+    """Check that what a document says twice agrees."""
+    actions = (action for row in schedule.ranks for slot in row for action in (*slot.computations, *slot.transfers))
+    widest = max((action.stage for action in actions), default=-1)
     if widest >= schedule.num_stages:
         raise TextError(f"an action names stage {widest}, but there are {schedule.num_stages} stages")
     for rank, (entry, peak) in enumerate(zip(entries, peak_counts(schedule), strict=True)):
-        fields = _object(entry, f"ranks[{rank}]", ("rank", "peak", "evictions", "slots"))
-        for key, found in (("peak", plain(peak)), ("evictions", num_transfers(schedule, rank).evictions)):
-            said = fields[key]
-            if (
-                said
-                if isinstance(said, float) and schedule.after_input != 1
-                else _number(said, f"ranks[{rank}].{key}", 0)
-            ) != found:
-                raise TextError(f"ranks[{rank}].{key} is {said!r}, but its slots give {found}")
-
-
-def _actions(slot: Slot) -> tuple[Action, ...]:
-    return (*slot.computations, *slot.transfers)
+        fields = _object(entry, f"ranks[{rank}]", _RANK_KEYS)
+        for key, actual in (("peak", plain(peak)), ("evictions", num_transfers(schedule, rank).evictions)):
+            value = fields[key]
+            has_shares = isinstance(value, float) and schedule.after_input != 1
+            if (value if has_shares else _number(value, f"ranks[{rank}].{key}", 0)) != actual:
+                raise TextError(f"ranks[{rank}].{key} is {value!r}, but its slots give {actual}")
 
 
 def _object(value: object, place: str, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, object]:
@@ -240,4 +227,4 @@ def _number(value: object, place: str, least: int) -> int:
 
 
 def _numbers(value: object, place: str) -> tuple[int, ...]:
-    return tuple(_number(one, f"{place}[{index}]", 0) for index, one in enumerate(_list(value, place)))
+    return tuple(_number(number, f"{place}[{index}]", 0) for index, number in enumerate(_list(value, place)))

@@ -1,16 +1,15 @@
-"""Print a schedule as a grid for people. In: a Schedule. Out: text that nothing reads back.
+"""Grids: a schedule printed for people. Nothing reads them back.
 
     # bpipe schedule=1f1b microbatches=8 stage_to_rank=0,1,2,3 partners=3,2,1,0 bounds=3,3,3,3
     slot      0  1  2  3  4  5  6  7  8  9
     rank 0 C F0 F1 F2 F3  .  .  . B0 F4 B1
            T  .  . E1  .  .  .  . E3 L1  .
 
-A lane is a rank: on its line C what it computes (`.` is a bubble), on line T, if it transfers anything, what it moves
-beside that. A cell is the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H
-host, R return, L load. With several stages per rank, or where the stage is not the one the lane implies, its number
-stands in front. `0F5&7B2` are a forward and a backward that run together. A grid wider than the page goes on in blocks.
-`after_input=0.5` in the header: of a micro-batch whose backward is split, half is counted between its halves. Knows no
-terminal: width and paint come from the caller.
+A lane is a rank: line C has what it computes (`.` is a bubble) and line T, if it transfers anything, what it moves
+meanwhile. A cell is the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H host,
+R return, L load. The stage's number comes first if a rank has several stages, or if the lane implies another one.
+`0F5&7B2` are a forward and a backward that run together. A grid wider than the page continues in blocks.
+`after_input=0.5` in the header: half of a micro-batch counts between the halves of a split backward.
 """
 
 from __future__ import annotations
@@ -29,28 +28,15 @@ JOIN = "+"
 # Joins the two computations of one slot.
 BESIDE = "&"
 
-_LETTERS = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "I",
-    Kind.BACKWARD_WEIGHT: "W",
-    Kind.SHARD_FORWARD: "S",
-    Kind.SHARD_BACKWARD: "T",
-    Kind.INPUT_FORWARD: "IF",
-    Kind.INPUT_BACKWARD: "IB",
-    Kind.EVICT: "E",
-    Kind.HOST: "H",
-    Kind.RETURN: "R",
-    Kind.LOAD: "L",
-}
-_PARTNERS_KINDS = (Kind.HOST, Kind.RETURN)
+# Initials of transfers; those of computations are their names.
+_INITIALS = {Kind.EVICT: "E", Kind.HOST: "H", Kind.RETURN: "R", Kind.LOAD: "L"}
 
-# Colours a cell: the padded text and the slot it belongs to.
+# Colours a cell, given its padded text and the action that it shows.
 Paint = Callable[[str, Action | None], str]
 
 
 def write_grid(schedule: Schedule, width: int | None = None, paint: Paint | None = None) -> str:
-    """Return the whole schedule, in blocks of columns that fit `width` characters; None is one block."""
+    """Return the whole schedule as text, in blocks of columns that fit `width` characters; None is one block."""
     lines = _lines(schedule)
     widths = [len(str(slot)) for slot in range(len(schedule.ranks[0]))]
     for _, cells, _ in lines:
@@ -78,10 +64,7 @@ def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]
         computed = [_computed(slot, own[rank]) for slot in row]
         lines.append((f"rank {rank:<{digits}} C", computed, [slot.compute for slot in row]))
         if any(slot.transfers for slot in row):
-            moved = [
-                JOIN.join(_short(action, own[rank], hosted[rank]) for action in slot.transfers) or BUBBLE
-                for slot in row
-            ]
+            moved = [_moved(slot, own[rank], hosted[rank]) or BUBBLE for slot in row]
             lines.append(("T", moved, [slot.transfers[0] if slot.transfers else None for slot in row]))
     return lines
 
@@ -89,63 +72,59 @@ def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]
 def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), radius: int = 4) -> str:
     """Return the grid around one slot of one rank, with the slot marked.
 
-    `ranks` are further lanes beside the rank's and its partner's.
+    Args:
+        ranks: Lanes to show besides the rank's and its hosts'.
     """
     hosts = () if schedule.hosts is None else device_ranks(schedule.hosts[rank])
     lanes = sorted({rank, *ranks, *hosts})
     last = max(len(schedule.ranks[lane]) for lane in lanes) - 1
     columns = range(max(0, slot - radius), max(slot, min(last, slot + radius)) + 1)
-    table = [(-1, ["slot", "", *(str(column) for column in columns)])]
+    own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.hosts)
+    table = [(-1, ["slot", "", *map(str, columns)])]
     for lane in lanes:
-        table.append((lane, [f"rank {lane}", "C", *(_window_cell(schedule, lane, column, "C") for column in columns)]))
-        table.append((lane, ["", "T", *(_window_cell(schedule, lane, column, "T") for column in columns)]))
+        cells = schedule.ranks[lane][columns.start : columns.stop]
+        padding = [""] * (len(columns) - len(cells))
+        table.append((lane, [f"rank {lane}", "C", *(_computed(cell, own[lane]) for cell in cells), *padding]))
+        table.append((lane, ["", "T", *(_moved(cell, own[lane], hosted[lane]) for cell in cells), *padding]))
     widths = [max(map(len, cells)) for cells in zip(*(row for _, row in table), strict=True)]
     marked = 2 + slot - columns[0]
     lines = []
     for lane, row in table:
-        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        cells[marked] = f"[{cells[marked]}]" if lane == rank else f" {cells[marked]} "
-        lines.append(" ".join(cells).rstrip())
+        padded = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        padded[marked] = f"[{padded[marked]}]" if lane == rank else f" {padded[marked]} "
+        lines.append(" ".join(padded).rstrip())
     return "\n".join(lines)
 
 
-def _window_cell(schedule: Schedule, rank: int, slot: int, line: str) -> str:
-    if slot >= len(schedule.ranks[rank]):
-        return ""
-    own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.hosts)
-    cell = schedule.ranks[rank][slot]
-    if line == "C":
-        return _computed(cell, own[rank])
-    return JOIN.join(_short(action, own[rank], hosted[rank]) for action in cell.transfers)
-
-
 def _implied(layout: Layout, num_ranks: int, hosts: Hosts | None) -> tuple[list[int], list[int]]:
-    """For each lane the stage a cell without a number means: its own, and for H and R its partner's. -1 is none, as
-    with several."""
+    """Return each lane's implied stage: its own, and its partner's for H and R; -1 for none."""
     own = [-1] * num_ranks
     if layout.num_stages == num_ranks and layout.num_pipes == 1:
         for stage, rank in enumerate(layout.placements[0]):
             if rank < num_ranks:
                 own[rank] = stage
     partners = None if hosts is None else partners_of(hosts)
-    return own, [-1] * num_ranks if partners is None or len(partners) != num_ranks else [
-        own[partner] for partner in partners
-    ]
+    if partners is None or len(partners) != num_ranks:
+        return own, [-1] * num_ranks
+    return own, [own[partner] for partner in partners]
 
 
 def _computed(slot: Slot, own: int) -> str:
-    """What stands on line C."""
     return BESIDE.join(_short(action, own, -1) for action in slot.computations) or BUBBLE
 
 
+def _moved(slot: Slot, own: int, hosted: int) -> str:
+    return JOIN.join(_short(action, own, hosted) for action in slot.transfers)
+
+
 def _short(action: Action, own: int, hosted: int) -> str:
-    text = f"{_LETTERS.get(action.kind, action.kind.value)}{action.microbatch}"
-    implied = hosted if action.kind in _PARTNERS_KINDS else own
+    text = f"{_INITIALS.get(action.kind, action.kind.value)}{action.microbatch}"
+    implied = hosted if action.kind in (Kind.HOST, Kind.RETURN) else own
     return text if action.stage == implied else f"{action.stage}{text}"
 
 
 def _pages(widths: Sequence[int], room: int | None) -> list[list[int]]:
-    """Return the columns by block; a block takes at least one."""
+    """Return the columns of each block, which has at least one."""
     pages: list[list[int]] = [[]]
     used = 0
     for slot, width in enumerate(widths):

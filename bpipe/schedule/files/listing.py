@@ -1,14 +1,12 @@
-"""Write programs out for people.
+"""Listings: programs written for people, one line per instruction.
 
-In: every rank's `Program`. Out: text. Knows not how programs are made.
-
-The text has a line an instruction, so that whoever knows where a run hangs finds the other end of what it waits for:
+They show where the other end of each message and transfer is, to explain where a run hangs:
 
     place slot  does
     0:1   1     send 0F0>1F0 output to rank 1, posted at 1:0
 
 `0:1` is instruction 1 of rank 0. `start` and `end` are the slots of what is done before a rank's first computation and
-behind its last: that belongs to no column of the grid.
+after its last, which belongs to no column of the grid.
 """
 
 from __future__ import annotations
@@ -18,30 +16,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from bpipe.schedule.files.text import header
 from bpipe.schedule.program import Exchange, Instruction, Message, Numbering, Op, Program, Transfer
 
-# What passes: a message by its value, a transfer by its sender, its receiver and how many passed so before it.
+# A message's value, or a transfer's sender, receiver and how many passed between them before it.
 _Key = int | tuple[int, int, int]
 
-# A collective names the computations of all ranks: what is longer is not aligned.
+# Longer cells are not aligned: a collective names the computations of all ranks.
 _WIDEST = 24
 
 
 def write_listing(programs: Sequence[Program], exchange: Exchange) -> str:
-    """Return all that every rank does, and where the other end of each message and transfer is."""
+    """Return everything that each rank does, and where the other end of each message and transfer is."""
     keys = [_passing(program) for program in programs]
     begun = _begun(programs, keys)
     rows = [("place", "slot", "does", "")]
     for program, of_rank in zip(programs, keys, strict=True):
         rows.append(("", "", "", ""))
         for index, (instruction, key) in enumerate(zip(program.instructions, of_rank, strict=True)):
-            elsewhere = {} if key is None else {rank: at for rank, at in begun[key].items() if rank != program.rank}
-            rows.append(
-                (
-                    f"{program.rank}:{index}",
-                    _when(program, index),
-                    str(instruction),
-                    _explained(program, instruction, elsewhere),
-                )
-            )
+            ends = {} if key is None else begun[key]
+            others = {rank: begin for rank, begin in ends.items() if rank != program.rank}
+            place, explanation = f"{program.rank}:{index}", _explained(program, instruction, others)
+            rows.append((place, _when(program, index), str(instruction), explanation))
     widths = [max(len(row[column]) for row in rows if len(row[column]) <= _WIDEST) for column in range(3)]
     lines = [
         " ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
@@ -51,7 +44,7 @@ def write_listing(programs: Sequence[Program], exchange: Exchange) -> str:
 
 
 def _begun(programs: Sequence[Program], keys: Sequence[Sequence[_Key | None]]) -> dict[_Key, dict[int, int]]:
-    """By what passes and by rank, the instruction that begins it."""
+    """Return the instruction that begins each message and transfer, by rank."""
     begun: dict[_Key, dict[int, int]] = {}
     for program, of_rank in zip(programs, keys, strict=True):
         for index, (op, key) in enumerate(zip(program.ops, of_rank, strict=True)):
@@ -67,7 +60,7 @@ def _when(program: Program, index: int) -> str:
 
 
 def _passing(program: Program) -> list[_Key | None]:
-    """By instruction: what passes in it."""
+    """Return what passes in each instruction."""
     passing: list[_Key | None] = []
     halves = Numbering()
     for op, operand in zip(program.ops, program.operands, strict=True):
@@ -78,8 +71,8 @@ def _passing(program: Program) -> list[_Key | None]:
     return passing
 
 
-def _explained(program: Program, instruction: Instruction, elsewhere: Mapping[int, int]) -> str:
-    """What passes, whereto or whence, and where the other ends send or post it."""
+def _explained(program: Program, instruction: Instruction, others: Mapping[int, int]) -> str:
+    """Return what passes, to or from which rank, and where the other ends send or post it."""
     operand = instruction.operand
     if isinstance(operand, Transfer):
         way = "to" if operand.is_outbound else "from"
@@ -89,18 +82,13 @@ def _explained(program: Program, instruction: Instruction, elsewhere: Mapping[in
     elif isinstance(operand, Message):
         carries, sends = program.messages.dependencies.sort(operand.value), operand.parties[0] == program.rank
         if operand.is_collective:
-            return (
-                f"{carries} among ranks {_join(sorted(operand.parties))}, begun at "
-                f"{_join(f'{rank}:{at}' for rank, at in elsewhere.items())}"
-            )
+            begun = _join(f"{rank}:{place}" for rank, place in others.items())
+            return f"{carries} among ranks {_join(sorted(operand.parties))}, begun at {begun}"
     else:
         return ""
-    ((other, at),) = elsewhere.items()
-    return (
-        f"{carries} to rank {other}, posted at {other}:{at}"
-        if sends
-        else f"{carries} from rank {other}, sent at {other}:{at}"
-    )
+    ((other, place),) = others.items()
+    way, done = ("to", "posted") if sends else ("from", "sent")
+    return f"{carries} {way} rank {other}, {done} at {other}:{place}"
 
 
 def _join(words: Iterable[object]) -> str:

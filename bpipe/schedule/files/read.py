@@ -1,9 +1,4 @@
-"""Read a schedule from CSV or JSON.
-
-In: text, or a file's name. Out: a Schedule, or a TextError with the place.
-
-Checks nothing: knows no rule a schedule must keep, and writes nothing.
-"""
+"""Reading a schedule from a file in CSV or JSON, without checking any rule."""
 
 from __future__ import annotations
 
@@ -30,7 +25,9 @@ def read(text: str) -> Schedule:
 def read_file(name: str) -> Schedule:
     """Read a schedule from a file; `-` is standard input.
 
-    Raises OSError where it cannot be read, and TextError naming it.
+    Raises:
+        OSError: The file cannot be read.
+        TextError: It is not a schedule; names the file.
     """
     if name == STANDARD_INPUT and sys.stdin is None:
         raise ValueError("--input -: standard input is closed")

@@ -1,13 +1,11 @@
-"""Read and write actions and schedules as text, exactly both ways.
-
-In: text or a Schedule. Out: the other, or a `TextError` with the place.
+"""Actions and schedules as text, exact both ways.
 
 A cell is `<stage><KIND><microbatch>`, as in torch.distributed.pipelining's CSV: `2F0`, `0EVICT1`;
-`(0F5;7B2)OVERLAP_F_B` is a forward and a backward that run together. CSV has a row per rank and a column per slot; a slot
-with several actions separates them by spaces, computation first, and an empty cell is a bubble. A schedule that knows
-partners or bounds starts with one line of header; without them the file is what torch's own reader takes, and names
-itself nowhere. Torch's runtime form, which has messages between the computations, is refused, and so is whatever is not
-understood to the last character. Knows no rule a schedule must keep: that is `check`.
+`(0F5;7B2)OVERLAP_F_B` is a forward and a backward that run together. CSV has a row per rank and a column per slot; a
+slot with several actions separates them by spaces, computation first, and an empty cell is a bubble. A schedule with
+partners or bounds starts with one line of header; without it, the file is what torch's own reader takes, and has no
+name. Torch's runtime form, which has messages between the computations, is refused, and so is whatever is not
+understood to the last character. The rules that a schedule must keep are left to `check`.
 """
 
 from __future__ import annotations
@@ -30,19 +28,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KINDS = {kind.value: kind for kind in Kind}
 _EMPTY = Slot()
 _HEADER = "# bpipe"
-_FIELDS = (
-    "schedule",
-    "microbatches",
-    "stage_to_rank",
-    "vocabulary",
-    "input",
-    "partners",
-    "hosts",
-    "bounds",
-    "after_input",
-    "slices",
-)
-# Parts the placements of several pipes.
+_REQUIRED = ("schedule", "microbatches", "stage_to_rank")
+_FIELDS = (*_REQUIRED, "vocabulary", "input", "partners", "hosts", "bounds", "after_input", "slices")
+# Separates the placements of several pipes.
 PIPES = "/"
 _SHARE = re.compile(rf"(0|[1-9][0-9]{{0,3}})(\.[0-9]{{1,{SHARE_DECIMALS}}})?")
 
@@ -51,11 +39,11 @@ MAX_SLOTS = 10_000_000
 
 
 class TextError(ValueError):
-    """Text that is no schedule: the message names line and cell, what stands there, and what may."""
+    """Text that is no schedule: the message names line and cell, what is there, and what may be."""
 
 
 def read_action(text: str) -> Action:
-    """Read `2F0` as an Action. Raises TextError for anything that is not exactly a cell."""
+    """Read a cell such as `2F0`; TextError if the text is not exactly a cell."""
     match = _CELL.fullmatch(text)
     if match is None:
         if _RUNTIME.fullmatch(text):
@@ -65,8 +53,7 @@ def read_action(text: str) -> Action:
             )
         raise TextError(
             f"{text[:40]!r} is not an action: expected <stage><kind><microbatch> with a kind of {', '.join(_KINDS)}, "
-            "such "
-            f"as 2F0"
+            "such as 2F0"
         )
     stage, kind, microbatch = match.groups()
     return Action(int(stage), _KINDS[kind], int(microbatch))
@@ -84,34 +71,36 @@ def read_computation(text: str) -> tuple[Action, ...]:
 
 
 def write_computation(slot: Slot) -> str:
-    """Write what the slot computes, empty for a bubble."""
+    """Return what the slot computes as text, empty for a bubble."""
     if slot.overlapped is not None:
         return f"({slot.compute};{slot.overlapped})OVERLAP_F_B"
     return "" if slot.compute is None else str(slot.compute)
 
 
 def write_csv(schedule: Schedule) -> str:
-    """Write a schedule as CSV, one line per rank.
+    """Return a schedule as CSV, one line per rank.
 
     Compute-only schedules are written as torch.distributed.pipelining writes its own.
     """
-    shown = _shows(schedule.layout) and schedule.after_input == 1
-    told = schedule.hosts is None and schedule.bounds is None and shown
-    return write_rows(schedule) if told else f"{header(schedule)}\n{write_rows(schedule)}"
+    in_rows = schedule.layout == one_pipe(schedule.layout.placements[0]) and schedule.after_input == 1
+    needs_header = schedule.hosts is not None or schedule.bounds is not None or not in_rows
+    return f"{header(schedule)}\n{write_rows(schedule)}" if needs_header else write_rows(schedule)
 
 
 def write_rows(schedule: Schedule) -> str:
-    """Return the lines of a CSV, without what a header says."""
-    return "".join(",".join(_csv_cell(slot) for slot in row) + "\n" for row in schedule.ranks)
-
-
-def _shows(layout: Layout) -> bool:
-    """Return whether the computations show the layout."""
-    return layout == one_pipe(layout.placements[0])
+    """Return the lines of a CSV without its header."""
+    return "".join(
+        ",".join(" ".join([*filter(None, [write_computation(slot)]), *map(str, slot.transfers)]) for slot in row) + "\n"
+        for row in schedule.ranks
+    )
 
 
 def read_csv(text: str, name: str = "csv") -> Schedule:
-    """Return a schedule from CSV; `name` is that of one that does not say. Shorter rows end in bubbles."""
+    """Read a schedule from CSV. Shorter rows end in bubbles.
+
+    Args:
+        name: The schedule's name if the text has no header.
+    """
     lines = text.removesuffix("\n").split("\n")
     fields: dict[str, str] = {}
     first = 1
@@ -128,10 +117,6 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
     return _assemble(rows, fields, name)
 
 
-def _csv_cell(slot: Slot) -> str:
-    return " ".join([*filter(None, [write_computation(slot)]), *map(str, slot.transfers)])
-
-
 def _read_csv_cell(text: str, place: str) -> Slot:
     try:
         return slot_of([read_computation(cell) for cell in text.strip(" ").split(" ") if cell])
@@ -140,24 +125,22 @@ def _read_csv_cell(text: str, place: str) -> Slot:
 
 
 def slot_of(cells: Sequence[tuple[Action, ...]]) -> Slot:
-    """Return the slot of a computation, if there is one, or of two that overlap, and transfers after it."""
+    """Return the slot of at most one computation, or two that overlap, and the transfers after it."""
     if not cells:
         return _EMPTY
-    compute, overlapped = (
-        (cells[0] if len(cells[0]) == 2 else (cells[0][0], None)) if cells[0][0].kind in COMPUTE else (None, None)
-    )
-    transfers = tuple(action for cell in (cells if compute is None else cells[1:]) for action in cell)
+    computed = cells[0] if cells[0][0].kind in COMPUTE else ()
+    transfers = tuple(action for cell in (cells[1:] if computed else cells) for action in cell)
     for action in transfers:
         if action.kind in COMPUTE:
             raise TextError(
-                f"{action} is a second computation or comes after a transfer: a slot has one computation, and it "
-                "comes first"
+                f"{action} is a second computation or comes after a transfer: "
+                "a slot has one computation, and it comes first"
             )
-    return Slot(compute, transfers, overlapped)
+    return Slot(computed[0] if computed else None, transfers, computed[1] if len(computed) == 2 else None)
 
 
 def header(schedule: Schedule) -> str:
-    """Write the header line: what the cells do not tell."""
+    """Return the header line: what the cells do not say."""
     if not NAME.fullmatch(schedule.name):
         raise ValueError(f"schedule name {schedule.name!r} cannot be written: use letters, digits, '.', '_' and '-'")
     layout = schedule.layout
@@ -180,7 +163,7 @@ def header(schedule: Schedule) -> str:
 
 
 def _read_header(line: str) -> dict[str, str]:
-    """Return the fields of a header line, not yet understood."""
+    """Return the text of each field of a header line."""
     if not line.startswith(_HEADER + " "):
         raise TextError(f"line 1: a header starts with {_HEADER!r}, not with {line[:20]!r}")
     fields: dict[str, str] = {}
@@ -189,14 +172,14 @@ def _read_header(line: str) -> dict[str, str]:
         if not sign or name in fields or name not in _FIELDS:
             raise TextError(f"line 1: {field[:40]!r} is not a header field, or appears twice")
         fields[name] = value
-    for name in ("schedule", "microbatches", "stage_to_rank"):
+    for name in _REQUIRED:
         if name not in fields:
             raise TextError(f"line 1: the header lacks {name}=")
     return fields
 
 
 def _assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) -> Schedule:
-    """Return the schedule of these rows: from the header where there is one, else from the computations."""
+    """Return the schedule of these rows, described by the header or, without one, by the computations."""
     length = max((len(row) for row in rows), default=0)
     if length * len(rows) > MAX_SLOTS:
         raise TextError(f"{len(rows)} ranks of up to {length} slots: more than {MAX_SLOTS} slots in all are not read")
@@ -219,20 +202,16 @@ def _read_layout(fields: Mapping[str, str]) -> Layout:
     pipes = fields["stage_to_rank"].split(PIPES)
     if len(pipes) > MOST_PIPES:
         raise TextError(f"line 1: stage_to_rank= places {len(pipes)} pipes: {TWO_PIPES}")
-    placements = tuple(_numbers(one, "stage_to_rank") for one in pipes)
-    if len({len(one) for one in placements}) > 1:
-        raise TextError(
-            f"line 1: stage_to_rank={fields['stage_to_rank'][:40]} has pipes of different numbers of stages"
-        )
+    placements = tuple(_numbers(pipe, "stage_to_rank") for pipe in pipes)
+    if len(set(map(len, placements))) > 1:
+        text = fields["stage_to_rank"][:40]
+        raise TextError(f"line 1: stage_to_rank={text} has pipes of different numbers of stages")
     if fields.get("input", "shards") != "shards":
         raise TextError(f"line 1: input={fields['input'][:40]!r} is not shards")
     slices = _number(fields, "slices") if "slices" in fields else 1
-    return Layout(
-        placements,
-        read_vocabulary(fields.get("vocabulary", "none"), "line 1"),
-        "input" in fields,
-        check_slices(slices, "line 1: "),
-    )
+    if slices < 1:
+        raise TextError(f"line 1: slices={slices} must be at least 1")
+    return Layout(placements, read_vocabulary(fields.get("vocabulary", "none"), "line 1"), "input" in fields, slices)
 
 
 def _read_hosts(fields: Mapping[str, str], num_ranks: int) -> Hosts | None:
@@ -245,7 +224,7 @@ def _read_hosts(fields: Mapping[str, str], num_ranks: int) -> Hosts | None:
 
 
 def read_partners(partners: Sequence[int], num_ranks: int) -> Hosts:
-    """Return the hosts of ranks in these pairs. Raises TextError unless each is its partner's."""
+    """Return the hosts of ranks in these pairs; TextError unless every rank is its partner's partner."""
     try:
         return in_pairs(pairing(num_ranks, partners))
     except ValueError as error:
@@ -257,24 +236,16 @@ def read_vocabulary(text: str, place: str) -> Vocabulary:
     try:
         return Vocabulary(text)
     except ValueError:
-        names = ", ".join(one.value for one in Vocabulary)
+        names = ", ".join(vocabulary.value for vocabulary in Vocabulary)
         raise TextError(f"{place}: vocabulary {text[:40]!r} is not one of {names}") from None
-
-
-def check_slices(slices: int, place: str) -> int:
-    """Return a number of slices. Raises TextError for none of a micro-batch."""
-    if slices < 1:
-        raise TextError(f"{place}slices={slices} must be at least 1")
-    return slices
 
 
 def read_costs(text: str, least: int, most: int) -> tuple[Fraction, ...]:
     """Read between `least` and `most` durations, such as `1,1.5,1/2`, exactly."""
-    one = r"([0-9]{1,9}(\.[0-9]{1,9})?|[0-9]{1,18}/0*[1-9][0-9]{0,17})"
-    if not re.fullmatch(f"{one}(,{one}){{{least - 1},{most - 1}}}", text):
-        raise TextError(
-            f"{text[:40]!r} is not {' or '.join(map(str, sorted({least, most})))} numbers such as 1, 1.5 or 1/2"
-        )
+    number = r"([0-9]{1,9}(\.[0-9]{1,9})?|[0-9]{1,18}/0*[1-9][0-9]{0,17})"
+    if not re.fullmatch(f"{number}(,{number}){{{least - 1},{most - 1}}}", text):
+        counts = " or ".join(map(str, sorted({least, most})))
+        raise TextError(f"{text[:40]!r} is not {counts} numbers such as 1, 1.5 or 1/2")
     return tuple(map(Fraction, text.split(",")))
 
 
@@ -286,11 +257,11 @@ def read_numbers(text: str) -> tuple[int, ...]:
 
 
 def read_share(text: str, place: str) -> Fraction:
-    """Return a share of a micro-batch such as `0.5`, exactly."""
+    """Read a share of a micro-batch, such as `0.5`, exactly."""
     if not _SHARE.fullmatch(text):
         raise TextError(
-            f"{place}: {text[:40]!r} is not a share such as 0.5: give at least 0, with at most {SHARE_DECIMALS} "
-            "decimals"
+            f"{place}: {text[:40]!r} is not a share such as 0.5: "
+            f"give at least 0, with at most {SHARE_DECIMALS} decimals"
         )
     return Fraction(text)
 
@@ -303,11 +274,10 @@ def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
         for slot in row:
             for action in slot.computations:
                 last = max(last, action.microbatch)
-                if owners.setdefault(action.stage, rank) != rank:
-                    way_out = "for several pipes, give a header that places each, such as stage_to_rank=0,1/1,0"
-                    raise TextError(
-                        f"{action} is on rank {rank}, but rank {owners[action.stage]} computes the stage too; {way_out}"
-                    )
+                owner = owners.setdefault(action.stage, rank)
+                if owner != rank:
+                    remedy = "for several pipes, give a header that places each, such as stage_to_rank=0,1/1,0"
+                    raise TextError(f"{action} is on rank {rank}, but rank {owner} computes the stage too; {remedy}")
     if not owners:
         raise TextError("it has no computations")
     missing = next((stage for stage in range(len(owners)) if stage not in owners), None)

@@ -1,1 +1,1 @@
-"""Lower a schedule to one program a rank: computations, messages, transfers and what each waits for."""
+"""Lowering of schedules to one program per rank: computations, messages, transfers and what each waits for."""

@@ -1,14 +1,9 @@
-"""Let go of what a rank has sent as soon as it must have arrived.
+"""Confirmed sends: release what a rank has sent as soon as it must have arrived.
 
-In: a Schedule and an `Exchange`. Out: its programs as they are run.
-
-Whoever judges or simulates a schedule takes them as `schedule.lowering.lower` makes them: what was sent is waited for at the end,
-where nobody waits.
-
-What is sent is kept until it is waited for, and a backend may not say by itself when it has arrived. A message that its
-receiver sends only behind taking it says so: to wait then takes no time, and blocks nobody. So does what all shards
-make together, of what each of them had to take before its part. Megatron's loops wait for each message at once. Knows
-no tensors.
+A sent value is kept until it is waited for, and a backend may not report by itself when it has arrived. A later message
+of the receiver confirms a send, so waiting for that then takes no time and blocks nobody. So does a message that all
+shards make together, if each had to receive the value before its part. Megatron's loops wait for each message at once.
+The check and the simulation use programs as `lower` makes them, which wait for sends only at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ from bpipe.schedule.schedule import Schedule
 
 _SEND, _WAIT = int(Op.SEND), int(Op.WAIT)
 
-
 # By message: where a rank first waits for it, and where it sends it.
 _Positions = tuple[dict[int, int], dict[int, int]]
 
@@ -33,7 +27,7 @@ _Positions = tuple[dict[int, int], dict[int, int]]
 def lower_as_run(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     """Lower a schedule as it is run.
 
-    In our executor's programs each answered send is waited for behind its answer, the rest at the end.
+    In our executor's programs each confirmed send is waited for after its confirmation, the others at the end.
     """
     programs = lower(schedule, exchange)
     if exchange is not Exchange.POSTED:
@@ -47,7 +41,7 @@ def lower_as_run(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
 
 
 def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
-    """By rank: what it has sent, by the message that comes from its receiver next."""
+    """Return, by rank, what it has sent, by the message that comes next from its receiver."""
     answers: list[dict[int, list[int]]] = [{} for _ in programs]
     for program in programs:
         rank, route = program.rank, program.messages.dependencies.route
@@ -57,7 +51,7 @@ def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
                 continue
             makers, takers = route(operand)
             if len(makers) != 1 or len(takers) != 1:
-                # Everybody has a part in a collective.
+                # A collective.
                 continue
             if op == _WAIT and takers[0] == rank:
                 taken.setdefault(makers[0], []).append(operand)
@@ -67,8 +61,7 @@ def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
 
 
 def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
-    """The same of what several ranks take, or make: by what comes later from all who take it, each of whom has taken
-    it before its part."""
+    """Return the same of values of several ranks, by a later message that needs all takers after their receipt."""
     positions = [_positions(program) for program in programs]
     answers: list[dict[int, list[int]]] = [{} for _ in programs]
     for program, (waited, sent) in zip(programs, positions, strict=True):
@@ -81,7 +74,7 @@ def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]
                 continue
             others = set(takers) - {rank}
             later = (message for _, message in received[bisect_right(received, (place, -1)) :])
-            answer = next((one for one in later if _is_answer(one, value, others, positions, route)), None)
+            answer = next((message for message in later if _is_answer(message, value, others, positions, route)), None)
             if answer is not None:
                 answers[rank].setdefault(answer, []).append(value)
     return answers
@@ -90,14 +83,13 @@ def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]
 def _is_answer(
     message: int, value: int, takers: Set[int], positions: Sequence[_Positions], route: Callable[[int], Route]
 ) -> bool:
-    """Return whether all who take the value have a part in the message, each behind taking it."""
+    """Whether all takers of the value have a part in the message, after receiving the value."""
     return takers <= set(route(message).makers) and all(
         positions[rank][0][value] < positions[rank][1].get(message, -1) for rank in takers
     )
 
 
 def _positions(program: Program) -> _Positions:
-    """Where a rank first waits for each message, and where it sends."""
     waited: dict[int, int] = {}
     sent: dict[int, int] = {}
     for place, (op, operand) in enumerate(zip(program.ops, program.operands, strict=True)):
@@ -109,13 +101,13 @@ def _positions(program: Program) -> _Positions:
 def _moved(program: Program, answers: Mapping[int, Sequence[int]]) -> Program:
     ops = bytearray()
     operands: list[Action | int | Transfer] = []
-    # Where each instruction stands now.
+    # New place of each instruction.
     places: list[int] = []
     kept: set[int] = set()
-    gone: set[int] = set()
+    released: set[int] = set()
     for op, operand in zip(program.ops, program.operands, strict=True):
         places.append(len(operands))
-        if op == _WAIT and operand in gone:
+        if op == _WAIT and operand in released:
             continue
         ops.append(op)
         operands.append(operand)
@@ -123,8 +115,8 @@ def _moved(program: Program, answers: Mapping[int, Sequence[int]]) -> Program:
             kept.add(operand)
         elif op == _WAIT and isinstance(operand, int):
             arrived = [value for value in answers.get(operand, ()) if value in kept]
-            gone.update(arrived)
-            # Everybody waits for a collective where it is used and again at the end.
+            released.update(arrived)
+            # Every rank waits for a collective where it is used and again at the end.
             kept.difference_update(arrived)
             ops += bytes([_WAIT] * len(arrived))
             operands += arrived

@@ -1,13 +1,11 @@
-"""Keep the forwards alone: what a model is evaluated with.
+"""Forward-only schedules, with which a model is evaluated.
 
-In: a Layout and a number of micro-batches. Out: a Schedule without backwards.
-
-Any number of micro-batches, also where the schedule that is trained with knows but one. A rank goes by waves: a stage's
+They have any number of micro-batches, even if the training schedule knows only one. A rank goes by waves: a stage's
 forward of a micro-batch is in the wave after that of the stage before it, and in a wave later stages come first, so
-that nothing piles up in front of them. Where the embedding is in shards, all ranks begin the wave of a micro-batch's
-first forward with its IF. Where the output layer is, all have its S in the wave after the last stage's forward and its
-T in the one after that, where the losses are known; no T makes a gradient, as with algorithm 2. Knows no schedule by
-name; the rules for schedules do not hold here, every computation of theirs comes back.
+that nothing accumulates before them. If the embedding is in shards, all ranks begin the wave of a micro-batch's first
+forward with its IF. If the output layer is, all have its S in the wave after the last stage's forward and its T in the
+next one, when the losses are known; no T makes a gradient, as with algorithm 2. The rules for schedules do not hold
+here.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from bpipe.schedule.schedule import Schedule
 
 
 def forwards_only(layout: Layout, num_microbatches: int) -> Schedule:
-    """Return every stage's forward of every micro-batch, each stage's in their order, and every shard's IF, S and T."""
+    """Return every stage's forward of every micro-batch, each stage's in order, and every shard's IF, S and T."""
     if layout.vocabulary is not Vocabulary.WHOLE:
         layout = replace(layout, vocabulary=Vocabulary.TWO)
     num_ranks = len({rank for placement in layout.placements for rank in placement})
@@ -35,8 +33,7 @@ def forwards_only(layout: Layout, num_microbatches: int) -> Schedule:
 
 
 def _wave(layout: Layout, num_ranks: int, wave: int) -> Iterator[Action]:
-    """What is computed in one wave, each stage and shard a micro-batch behind those before it: some are not there
-    yet, or over."""
+    """Yield the computations of one wave, each stage a micro-batch after the one before it; some do not exist."""
     if layout.input_shards:
         yield from (Action(rank, Kind.INPUT_FORWARD, wave) for rank in range(num_ranks))
     for stage in reversed(range(layout.num_stages)):

@@ -1,31 +1,25 @@
-"""Lower a schedule to what each rank does, messages included.
+"""Lowering: what each rank does, messages included, as one `Program` per rank.
 
-In: a checked Schedule and an `Exchange`. Out: one `Program` a rank.
+Computations and transfers are in the order of `schedule.steps`; what passes between ranks follows from
+`schedule.dependencies`; the exchange order decides when it is sent, received and waited for. What data needs is always
+waited for:
 
-Computations and transfers stand in the order of `schedule.steps`; what passes between ranks follows from `schedule.dependencies`;
-`exchange` says when it is sent, received and waited for. What the data needs is always waited for:
-
-- a computation waits for what it needs from other ranks, a backward for the load of its activations,
-- the next computation, or a load before it, waits for what was evicted: it takes that memory,
-- a RETURN waits for its HOST, a HOST for the RETURN that empties its buffer.
-
-Knows no tensors, no seconds, no schedule by name.
+- A computation waits for its operands from other ranks, a backward for the load of its activations.
+- The next computation, or a load before it, waits for what was evicted: it takes that memory.
+- A RETURN waits for its HOST, a HOST for the RETURN that empties its buffer.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 from bpipe.schedule.action import READING, Action, Key, Kind
 from bpipe.schedule.dependencies import NOTHING
 from bpipe.schedule.host_buffers import Residencies, Residency, evicted_to, host_buffers
-from bpipe.schedule.lowering.messages import ALL, NOBODY, Passing
-from bpipe.schedule.lowering.torch_receives import Received, received_behind_cells
-from bpipe.schedule.lowering.turns import received_before, turns_of
+from bpipe.schedule.lowering.messages import ALL, NOBODY, Passing, turns_of
 from bpipe.schedule.program import Exchange, Op, Program, Transfer
-from bpipe.schedule.schedule import Schedule, Slot
+from bpipe.schedule.schedule import Schedule
 from bpipe.schedule.steps import Step, each_step
 
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -35,61 +29,53 @@ _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT])
 
 
 def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
-    """Lower a schedule to one program a rank.
+    """Lower a schedule to one program per rank.
 
-    Raises ValueError where Megatron's loops cannot run it: values of more than two ranks, or, with one stage per rank,
-    computations that overlap.
+    Raises:
+        ValueError: Megatron's loops cannot run it: values of more than two ranks or, with one stage per rank,
+            computations
+            that overlap.
     """
     if exchange is not Exchange.POSTED:
         _check_runnable(schedule, exchange)
     if exchange is Exchange.TORCH:
         return lower_received(schedule)
     passing = Passing(schedule)
-    # One rank after the other: what it takes to lower a rank is as large as what comes of it, and need not be there for
-    # all at once.
+    # One rank after the other, because the state of a lowering is as large as its result.
     ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
     if exchange is Exchange.MEGATRON_1F1B:
         return tuple(lowering.between() for lowering in ranks)
     if exchange is Exchange.MEGATRON_INTERLEAVED:
-        return tuple(
-            lowering.behind(received) for lowering, received in zip(ranks, passing.received_behind(), strict=True)
-        )
+        both = zip(ranks, passing.received_behind(), strict=True)
+        return tuple(lowering.interleaved(received) for lowering, received in both)
     if exchange is Exchange.MEGATRON_TURNS:
         turns = turns_of(schedule)
-        received = received_before(schedule, turns, passing.needed, passing.needed_from, passing.made)
-        return tuple(
-            lowering.in_turns(mine, before) for lowering, mine, before in zip(ranks, turns, received, strict=True)
-        )
+        ends = zip(ranks, turns, passing.received_before(turns), strict=True)
+        return tuple(lowering.in_turns(own, received) for lowering, own, received in ends)
     return tuple(lowering.posted(inbound) for lowering, inbound in zip(ranks, passing.inbound(), strict=True))
 
 
-def lower_received(schedule: Schedule, received: Received | None = None) -> tuple[Program, ...]:
-    """Lower a schedule for torch's runtime, with receives where torch's own lists have them.
+def lower_received(
+    schedule: Schedule, received: Sequence[Sequence[Sequence[int]]] | None = None
+) -> tuple[Program, ...]:
+    """Lower a schedule for torch's runtime.
 
-    `received[rank][k]`: the values posted behind its k-th cell, with k = 0 before the first; by default where torch puts
-    them.
+    Args:
+        received: `received[rank][k]` are the values posted after the rank's k-th cell, before the first if k is 0; by
+            default where torch's own list has them.
     """
     passing = Passing(schedule)
-    if received is None:
-        cells = [_numbered(row) for row in schedule.ranks]
-        ends = passing.needed, passing.needed_from, passing.made, passing.made_for
-        received = received_behind_cells(cells, *ends, NOBODY)
     ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
-    return tuple(lowering.listed(behind) for lowering, behind in zip(ranks, received, strict=True))
-
-
-def _numbered(row: Sequence[Slot]) -> list[range]:
-    """By cell of a rank: the numbers of its computations."""
-    ends = [0, *accumulate(len(cell.computations) for cell in row if cell.compute is not None)]
-    return [range(begin, end) for begin, end in pairwise(ends)]
+    both = zip(ranks, passing.listed_by_torch() if received is None else received, strict=True)
+    return tuple(lowering.listed(after) for lowering, after in both)
 
 
 def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
     overlapped = next((cell for row in schedule.ranks for cell in row if cell.overlapped is not None), None)
     if overlapped is not None and exchange is Exchange.MEGATRON_1F1B:
         raise ValueError(
-            f"{overlapped.compute} and {overlapped.overlapped} overlap, but the exchanges of {exchange.value} handle "
-            "one at a time"
+            f"{overlapped.compute} and {overlapped.overlapped} overlap, but the exchanges of {exchange.value} "
+            "handle one at a time"
         )
     if schedule.layout.shard_kinds:
         raise ValueError(
@@ -100,12 +86,12 @@ def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
 
 @functools.cache
 def _exchanged(num_sent: int, num_received: int) -> bytes:
-    """So many messages sent and received in one operation."""
+    """Return the operations that send and receive messages at once."""
     return bytes([_SEND] * num_sent + [_POST] * num_received + [_WAIT] * (num_sent + num_received))
 
 
 class _Lowering:
-    """The instructions of one rank while they are made, and which of its transfers nobody has waited for yet."""
+    """The instructions of one rank while they are made, and those of its transfers not waited for yet."""
 
     def __init__(self, schedule: Schedule, rank: int, passing: Passing) -> None:
         self.rank, self.passing = rank, passing
@@ -117,7 +103,7 @@ class _Lowering:
         row = schedule.ranks[rank]
         self.steps = each_step(schedule, rank)
         self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
-        # By stay, once one is hosted here: half of the ranks host nothing.
+        # By residency, made when the first is hosted here: half of the ranks host nothing.
         self.buffers: dict[Residency, int] = {}
         self.ops = bytearray()
         self.operands: list[Action | int | Transfer] = []
@@ -130,14 +116,13 @@ class _Lowering:
         self.emptied: dict[int, Transfer] = {}
 
     def _program(self) -> Program:
-        """Nothing is left behind: what was given back is waited for."""
+        """Wait for what was given back, and return the program."""
         for transfer in self.emptied.values():
             self._add(_FINISH, transfer)
         return Program(self.rank, bytes(self.ops), self.operands, self.starts, self.slots, self.passing.messages)
 
     def between(self) -> Program:
-        """Return messages as in Megatron's loop for one stage per rank: between two computations, what the first made
-        and the second needs."""
+        """Return the program of Megatron's loop for one stage per rank, which exchanges between two computations."""
         ops, operands, add_start = self.ops, self.operands, self.starts.append
         left, left_to = NOTHING, NOBODY
         # The loop's start and end compute nothing.
@@ -161,9 +146,8 @@ class _Lowering:
             left, left_to = made, made_for
         return self._program()
 
-    def behind(self, received: Sequence[list[int]]) -> Program:
-        """Return messages as in Megatron's loop for several stages per rank: behind a computation, what it made and
-        all that precedes the next."""
+    def interleaved(self, received: Sequence[list[int]]) -> Program:
+        """Return the program of Megatron's loop for several stages per rank, which exchanges after a computation."""
         ops, operands = self.ops, self.operands
         done = 0
         for step, inputs in zip(self.steps, [*received, []], strict=True):
@@ -171,7 +155,7 @@ class _Lowering:
             self._step(step)
             ends = range(done, done + len(step.computations))
             done = ends.stop
-            outputs = [self.made[at] for at in ends if self.made_for[at] != NOBODY]
+            outputs = [self.made[number] for number in ends if self.made_for[number] != NOBODY]
             if outputs or inputs:
                 ops += _exchanged(len(outputs), len(inputs))
                 both = [*outputs, *inputs]
@@ -180,8 +164,7 @@ class _Lowering:
         return self._program()
 
     def in_turns(self, turns: Sequence[int], received: Sequence[list[int]]) -> Program:
-        """Return messages as in Megatron's loop for several stages a rank without overlap: between turns, what one
-        made and the next needs."""
+        """Return the program of the same loop without overlap, which exchanges between turns."""
         left: list[int] = []
         begun, done = -1, 0
         self.starts.append(0)
@@ -197,20 +180,19 @@ class _Lowering:
                 left, begun = [], turn
             self._step(step)
             ends = range(done, done + len(step.computations))
-            left += [self.made[at] for at in ends if self.made_for[at] != NOBODY]
+            left += [self.made[number] for number in ends if self.made_for[number] != NOBODY]
             done = ends.stop
         return self._program()
 
     def posted(self, inbound: dict[int, list[int]]) -> Program:
-        """Our executor: on every channel receives are posted one ahead, in the order in which their sender sends
-        them."""
+        """Return the program of our executor: on every channel receives are posted one ahead, in the sender's order."""
         row = self.schedule.ranks[self.rank]
         if any(cell.transfers or cell.overlapped for cell in row):
-            return self._posted_beside(inbound)
+            return self._posted_with_transfers(inbound)
         return self._posted_alone([cell.compute for cell in row if cell.compute is not None], inbound)
 
-    def listed(self, received: Sequence[list[int]]) -> Program:
-        """Return torch's own runtime: receives where its list has them, each waited for by what needs it."""
+    def listed(self, received: Sequence[Sequence[int]]) -> Program:
+        """Return the program of torch's own runtime, with receives where its list has them."""
         sent: list[int] = []
         done = cell = 0
         for step in self.steps:
@@ -221,10 +203,10 @@ class _Lowering:
                 cell += 1
                 together = (done,) if step.overlapped is None else (done, done + 1)
                 done += len(together)
-                for at in together:
-                    if self.needed_from[at] != NOBODY:
-                        self._add(_WAIT, self.needed[at])
-                outputs = [self.made[at] for at in together if self.made_for[at] != NOBODY]
+                for number in together:
+                    if self.needed_from[number] != NOBODY:
+                        self._add(_WAIT, self.needed[number])
+                outputs = [self.made[number] for number in together if self.made_for[number] != NOBODY]
                 self._step(step, outputs)
                 sent += outputs
             if len(self.starts) - 1 == cell:
@@ -234,12 +216,10 @@ class _Lowering:
         self.operands += sent
         return self._program()
 
-    def _posted_beside(self, inbound: dict[int, list[int]]) -> Program:
-        """With what moves, and what overlaps."""
+    def _posted_with_transfers(self, inbound: dict[int, list[int]]) -> Program:
         taken = dict.fromkeys(inbound, 0)
         early: set[int] = set()
         sent: list[int] = []
-        needed_from, made, made_for = self.needed_from, self.made, self.made_for
         done = 0
         for step in self.steps:
             self.starts.append(len(self.operands))
@@ -251,10 +231,10 @@ class _Lowering:
                 continue
             together = (done,) if step.overlapped is None else (done, done + 1)
             done += len(together)
-            for at in together:
-                if needed_from[at] != NOBODY:
-                    self._take(self.needed[at], needed_from[at], inbound, taken, early)
-            outputs = [made[at] for at in together if made_for[at] != NOBODY]
+            for number in together:
+                if self.needed_from[number] != NOBODY:
+                    self._take(self.needed[number], self.needed_from[number], inbound, taken, early)
+            outputs = [self.made[number] for number in together if self.made_for[number] != NOBODY]
             self._step(step, outputs)
             sent += outputs
         self.ops += bytes([_WAIT] * len(sent))
@@ -262,13 +242,12 @@ class _Lowering:
         return self._program()
 
     def _posted_alone(self, computations: Sequence[Action], inbound: dict[int, list[int]]) -> Program:
-        """The same where nothing moves and nothing overlaps, as in most schedules of a search: without looking for
-        either."""
+        """Return the program if nothing moves or overlaps, as in most schedules of a search."""
         taken = dict.fromkeys(inbound, 0)
         early: set[int] = set()
         sent: list[int] = []
         ops, operands, add_start = self.ops, self.operands, self.starts.append
-        add_do, add_what = ops.append, operands.append
+        add_op, add_operand = ops.append, operands.append
         add_start(0)
         for messages in inbound.values():
             self._add(_POST, messages[0])
@@ -277,11 +256,11 @@ class _Lowering:
             add_start(len(operands))
             if source != NOBODY:
                 self._take(value, source, inbound, taken, early)
-            add_do(_RUN)
-            add_what(action)
+            add_op(_RUN)
+            add_operand(action)
             if made_for != NOBODY:
-                add_do(_SEND)
-                add_what(made)
+                add_op(_SEND)
+                add_operand(made)
                 sent.append(made)
         add_start(len(operands))
         ops += bytes([_WAIT] * len(sent))
@@ -291,7 +270,7 @@ class _Lowering:
     def _take(
         self, value: int, source: int, inbound: dict[int, list[int]], taken: dict[int, int], early: set[int]
     ) -> None:
-        """Wait for a value, and before it for all that its sender sent before it."""
+        """Wait for a value, and before it for all earlier ones of its sender."""
         channel = source if source != ALL else self.passing.channel(value, source)
         messages = inbound.get(channel)
         if messages is None or (source == ALL and value not in messages):
@@ -321,7 +300,7 @@ class _Lowering:
         self.operands.append(operand)
 
     def _step(self, step: Step, sent: Sequence[int] = ()) -> None:
-        """The transfers and computations of a step, and `sent` right behind these."""
+        """Add the transfers and computations of a step, with `sent` directly after these."""
         compute, before, after, overlapped = step
         if self.leaving:
             self._finish_evictions()
@@ -343,9 +322,9 @@ class _Lowering:
             self._start(action)
 
     def _finish_loads(self, needed_by: Sequence[Action]) -> None:
-        for one in needed_by:
-            if one.kind in READING and one.key in self.loading:
-                self._add(_FINISH, self.loading.pop(one.key))
+        for action in needed_by:
+            if action.kind in READING and action.key in self.loading:
+                self._add(_FINISH, self.loading.pop(action.key))
 
     def _finish_evictions(self) -> None:
         for transfer in self.leaving:
@@ -354,18 +333,18 @@ class _Lowering:
 
     def _start(self, action: Action) -> None:
         kind, key = action.kind, action.key
-        outbound = kind is _EVICT or kind is _RETURN
         if kind is _EVICT:
             self.away[key] = next(self.evicted_to).rank
         other = self.away.get(key, self.rank) if kind is _EVICT or kind is _LOAD else self.layout.rank_of(*key)
-        transfer = Transfer(action, self.rank, other) if outbound else Transfer(action, other, self.rank)
+        sends = kind is _EVICT or kind is _RETURN
+        transfer = Transfer(action, self.rank, other) if sends else Transfer(action, other, self.rank)
         if kind is _HOST:
             emptied = self.emptied.pop(self._buffer(action), None)
             if emptied is not None:
                 self._add(_FINISH, emptied)
             self.hosted[key] = transfer
         elif kind is _RETURN:
-            # A schedule that gives back what it does not host is refused by the rules before; one under judgement may.
+            # Rules refuse a schedule that gives back what it does not host, but the check may lower it before.
             if key in self.hosted:
                 self._add(_FINISH, self.hosted.pop(key))
                 self.emptied[self._buffer(action)] = transfer

@@ -17,7 +17,7 @@ from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import asked_by, reasons_of, sliced_reasons
 from bpipe.config.features.table import PLACED, SHARDED
 from bpipe.runtime.vocabulary.rows import Rows
-from bpipe.schedule.check.order import check_microbatch_order
+from bpipe.schedule.check.rules import check_microbatch_order
 from bpipe.schedule.families.families import (
     FAMILIES,
     default_family,

@@ -10,10 +10,8 @@ from itertools import combinations, product
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, balance_within
-from bpipe.balance.packing import Cost, Item, pack
 from bpipe.balance.pairs import allocated_bytes, balance
-from bpipe.balance.pool import balance_over_pool, smallest_level
-from bpipe.balance.tiers import balance_over_hosts_within
+from bpipe.balance.pool import Cost, Item, balance_over_hosts_within, balance_over_pool, pack, smallest_level
 from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
+from bpipe.simulate.cost import required_bytes_per_s, steady_bytes_per_s
 from bpipe.transport.connect import MeasuredLink
 from bpipe.transport.table import describe, sufficiency
 

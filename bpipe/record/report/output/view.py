@@ -14,8 +14,7 @@ from bpipe.record.report.output.facts import facts, figures, hosts, run_name
 from bpipe.record.report.report import Report
 from bpipe.record.report.selection import Lane, Timeline
 from bpipe.schedule.action import Kind
-from bpipe.simulate.host_buffers import with_host_buffers
-from bpipe.simulate.report import Level, Simulation
+from bpipe.simulate.report import Level, Simulation, with_host_buffers
 
 _KEYS = (
     "stage rank measured_bytes predicted_bytes bound_bytes unbalanced_bytes weights_bytes measured_microbatches "

@@ -10,12 +10,10 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import Case, ScheduleError
+from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.rules import RULES, check, check_no_deadlock
-from bpipe.schedule.check.transfers import check_host_buffers
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.text import read_action
-from bpipe.schedule.host_buffers import Residency, host_buffers
 from bpipe.schedule.hosts import host_memory_of, in_pairs, read_hosts
 from bpipe.schedule.layout import one_pipe
 from bpipe.schedule.program import Exchange
@@ -286,14 +284,6 @@ def test_a_split_backward_needs_its_input_half_first() -> None:
     check(split)
     error = refused(changed(split, (0, 1, "0W0"), (0, 2, "0I0")))
     assert (error.rule, error.slot, str(error.action)) == ("forward before backward", 1, "0W0")
-
-
-def test_a_host_buffer_given_twice_is_refused() -> None:
-    assigned = {rank: dict(host_buffers(BALANCED, rank)) for rank in range(4)}
-    check_host_buffers(Case(BALANCED), assigned)
-    assigned[3][Residency(0, 3, 0)] = assigned[3][Residency(0, 1, 0)]
-    with pytest.raises(ScheduleError, match="host buffers: rank 3, slot 7, 0HOST3: host buffer 0 still holds 0HOST1"):
-        check_host_buffers(Case(BALANCED), assigned)
 
 
 def test_opposite_orders_on_a_pair_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.check import board, deadlock
+from bpipe.schedule.check import deadlock
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import Blocked, WaitLevel, size_messages
 from bpipe.schedule.check.deadlock import blocked_ranks as blocked_in
@@ -269,7 +269,7 @@ def test_words_with_which_iterations_begin_go_round_in_no_ring(
 ) -> None:
     """Who hosts for whom in a ring: as the runtime speaks nobody waits for ever; who heard before it spoke would."""
     plain = FAMILIES["1f1b"].generate(3, 4, 1)
-    monkeypatch.setattr(board, "links_of", lambda schedule: links)
+    monkeypatch.setattr(deadlock, "links_of", lambda schedule: links)
     assert not blocked_ranks(plain)
 
     def hearing_first(of: Iterable[tuple[int, int]], rank: int) -> list[tuple[bool, tuple[int, int]]]:

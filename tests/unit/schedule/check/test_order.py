@@ -7,8 +7,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.check.case import ScheduleError
-from bpipe.schedule.check.order import check_microbatch_order
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.schedule import Schedule

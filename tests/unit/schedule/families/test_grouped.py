@@ -18,8 +18,7 @@ from bpipe.balance.pairs import allocated_counts
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.memory import rank_peaks
 from bpipe.schedule.action import Kind
-from bpipe.schedule.check.order import check_microbatch_order
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import FamilyOptions, RankLimit, UnitCosts
 from bpipe.schedule.families.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list

@@ -11,7 +11,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import v_shape
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts
-from bpipe.schedule.families.steady_phase import lengthened
+from bpipe.schedule.families.v_shape import lengthened
 
 V_SHAPES = ("zb-v", "v-half", "v-min")
 

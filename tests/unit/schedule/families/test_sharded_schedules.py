@@ -13,12 +13,10 @@ from bpipe.build import ScheduleConfig, build, choice_for_bound
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.schedule.check.order import check_microbatch_order
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts
-from bpipe.schedule.families.run_ahead import further_forwards, later_microbatch
-from bpipe.schedule.families.shards import fit_shards
+from bpipe.schedule.families.shards import fit_shards, further_forwards, later_microbatch
 from bpipe.schedule.families.unit_grid import backwards, forwards
 from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.files.text import read_csv, write_csv

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
-from bpipe.schedule.clock import starts
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, UnitCosts
-from bpipe.schedule.families.timing import iteration_time, stage_ticks, work_of
+from bpipe.schedule.families.timing import iteration_time, stage_ticks, starts, work_of
 from bpipe.schedule.families.unit_grid import backwards, forwards
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.layout import one_pipe

@@ -12,8 +12,7 @@ from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.schedule.action import Action
-from bpipe.schedule.check.order import check_microbatch_order
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts
 from bpipe.schedule.families.timing import iteration_time

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import blocked_ranks
 from bpipe.schedule.check.rules import check
-from bpipe.schedule.clock import starts
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts, one_stage_a_rank
 from bpipe.schedule.families.shift import shortened
-from bpipe.schedule.families.timing import iteration_time, stage_ticks, work_of
+from bpipe.schedule.families.timing import iteration_time, stage_ticks, starts, work_of
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
 
