@@ -149,16 +149,18 @@ def search(
     """
     cuts: Counter[str] = Counter()
     branches = list(enumerate_branches(space, cuts))
-    bounded = [bound_branch(space, branch) for branch in branches]
+    bounded: list[BranchBounds] = []
+    for branch in branches:
+        progress("bounds", len(bounded), len(branches))
+        bounded.append(bound_branch(space, branch))
     found = _Search(space, num_rows, cuts, sending)
     alone, ours = Members(stock_space(space), found.bounds, Counter()), Members(space, found.bounds, cuts)
 
     def others(branch: Branch) -> Iterator[Setup]:
         return (setup for setup in ours.of(branch) if not _is_stock(setup))
 
-    total = 2 * len(branches)
-    found.take(branches, bounded, alone.of, _STOCK, lambda done: progress("stock Megatron", done, total))
-    found.take(branches, bounded, others, _OURS, lambda done: progress("all", len(branches) + done, total))
+    found.take(branches, bounded, alone.of, _STOCK, lambda done: progress("stock Megatron", done, len(branches)))
+    found.take(branches, bounded, others, _OURS, lambda done: progress("all schedules", done, len(branches)))
     return found.outcome()
 
 
