@@ -134,7 +134,7 @@ def drawn_space(number: int) -> Space:
     )
 
 
-MANY = [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in range(4, 100))]
+MANY = [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in range(4, 300))]
 
 
 @pytest.mark.parametrize("number", MANY)
