@@ -7,22 +7,18 @@ they stay: from a layer's forward to its backward at least what all later layers
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
 from bpipe.plan.space import Branch, Space, plainest
-from bpipe.predict.costs import PartSeconds, part_seconds
+from bpipe.predict.costs import PartSeconds, part_seconds, stage_cost
 from bpipe.predict.layers.ends import shard_seconds
-from bpipe.predict.layers.layer import saved_within
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import rank_states, with_state
-from bpipe.predict.sizes import total
+from bpipe.predict.saved_tensors import layers_bytes
 from bpipe.schedule.hosts import IN_NODES
 from bpipe.schedule.layout import Vocabulary
-
-# Forward, backward, and the halves of the backward.
-LayerSeconds = tuple[float, float, float, float]
+from bpipe.simulate.cost import StageCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,37 +53,38 @@ def bound_branch(space: Space, branch: Branch) -> BranchBounds:
     balances = [balance for balance in space.balancing if balance is not None and lie_apart]
     ways = [setup, *(replace(setup, balance=balance) for balance in balances)]
     parts = [part_seconds(one) for one in ways]
-    stages = min((_stage_seconds(setup, one, _whole_s) for one in parts), key=sum)
+    costs = [_stage_costs(setup, one) for one in parts]
     times = setup.time_factor * setup.num_microbatches
-    held = min((_stage_seconds(setup, one, _held_s) for one in parts), key=sum)
+    computed_s = min(sum(map(_whole_s, of_stages)) for of_stages in costs)
+    held_s = min(([*map(_held_s, of_stages)] for of_stages in costs), key=sum)
     # If CPU memory may host, nothing has to be on any device.
     leaves = any(one is not None and one.hosts in IN_NODES for one in space.balancing)
-    saved = [0.0] * p if leaves else [size / max(space.slices) for size in _stage_bytes(setup)]
+    # With block recomputation some layers of each chunk are recomputed, so with more chunks more are.
+    smallest = replace(setup, recompute="full") if setup.recomputed.method == "block" else setup
+    saved = [0.0] * p if leaves else [size / max(space.slices) for size in layers_bytes(smallest)]
     return BranchBounds(
         setup,
-        times * (sum(stages) / p + _ends_seconds(space, setup, parts[0])),
+        times * (computed_s / p + _ends_seconds(space, setup, parts[0])),
         state,
         sum(saved) / p,
-        times * _byte_seconds(setup, held, saved) / p,
+        times * _byte_seconds(setup, held_s, saved) / p,
     )
 
 
-def _whole_s(seconds: LayerSeconds) -> float:
-    """Seconds of a layer, forward and backward, the latter whole or in halves."""
-    forward, backward, input_half, weight_half = seconds
-    return forward + min(backward, input_half + weight_half)
+def _stage_costs(setup: Setup, parts: PartSeconds) -> list[StageCost]:
+    """Return costs of every stage's layers alone."""
+    each = {layers: stage_cost(parts, layers, first=False, last=False) for layers in set(setup.stage_layers)}
+    return [each[layers] for layers in setup.stage_layers]
 
 
-def _held_s(seconds: LayerSeconds) -> float:
-    """The same without weights' halves, which need not have been computed when an earlier layer's turn comes."""
-    forward, backward, input_half, _ = seconds
-    return forward + min(backward, input_half)
+def _whole_s(cost: StageCost) -> float:
+    """Seconds of a stage, forward and backward, the latter whole or in halves."""
+    return float(cost.whole_forward_s + min(cost.whole_backward_s, cost.whole_input_s + (cost.weight_s or 0)))
 
 
-def _stage_seconds(setup: Setup, parts: PartSeconds, of_layer: Callable[[LayerSeconds], float]) -> list[float]:
-    """Return seconds of every stage's layers."""
-    each = {one: of_layer(seconds) for one, seconds in parts.layers.items()}
-    return [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in setup.stage_layers]
+def _held_s(cost: StageCost) -> float:
+    """The same without weights' halves, which need not have been computed when an earlier stage's turn comes."""
+    return float(cost.whole_forward_s + min(cost.whole_backward_s, cost.whole_input_s))
 
 
 def _ends_seconds(space: Space, setup: Setup, parts: PartSeconds) -> float:
@@ -98,17 +95,6 @@ def _ends_seconds(space: Space, setup: Setup, parts: PartSeconds) -> float:
     split = [Vocabulary(name) for name in space.vocabularies if name != Vocabulary.WHOLE.value]
     shards = (shard_seconds(replace(setup, vocabulary=vocabulary)) for vocabulary in split)
     return min([whole, *(float(shard.forward_s + shard.backward_s) for shard in shards)])
-
-
-def _stage_bytes(setup: Setup) -> list[int]:
-    """Return bytes that every stage's layers save of a micro-batch, however they are cut into chunks."""
-    # Of each chunk some layers are recomputed, so with more chunks more are.
-    setup = replace(setup, recompute="full") if setup.recomputed.method == "block" else setup
-    each = {
-        one: total(saved_within(setup, *one))
-        for one in dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
-    }
-    return [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in setup.stage_layers]
 
 
 def _byte_seconds(setup: Setup, stages: list[float], saved: list[float]) -> float:

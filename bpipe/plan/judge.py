@@ -77,7 +77,7 @@ class Judge:
     """
 
     def __init__(self, space: Space, cuts: Counter[str]) -> None:
-        self._space, self._recompute, self._profile = space, space.recompute, space.profile
+        self._recompute, self._profile = space.recompute, space.profile
         self._limit, self.cuts = space.cluster.limit_bytes, cuts
         self.families = {name: FamilyResult(name) for name in dict.fromkeys(space.schedules)}
         self.needs_bytes: int | None = None
@@ -135,18 +135,9 @@ class Judge:
             family.needs(least_bytes)
         self._large.append(Closest(is_state, max(self._states_of(plainest)) if is_state else least_bytes, plainest))
 
-    def fitting(self, setup: Setup, is_counted: bool = True) -> Setup | None:
+    def fitting(self, setup: Setup) -> Setup | None:
         """Return the setup if it fits; if the number of layers that it recomputes is open, with as few as that
-        takes. None: it does not.
-
-        `is_counted`: whether it is one of the space's.
-        """
-        if not is_counted:
-            other = Judge(replace(self._space, schedules=(setup.schedule,)), Counter())
-            other._asked, other._states = self._asked, self._states
-            found = other.fitting(setup)
-            self.needs_bytes = other.needs_bytes
-            return found
+        takes. None: it does not."""
         if BLOCK not in self._recompute or setup.recompute != OPEN:
             return self._fitted(setup)
         most, self.needs_bytes = max(setup.layers), None

@@ -190,16 +190,18 @@ class _Search:
         self._space, self._cuts, self._sending = space, cuts, sending
         self._limit = space.cluster.limit_bytes
         self.bounds, self._judge = Bounds(space.profile), Judge(space, cuts)
+        # Of what Megatron does alone some may not be of the space: it fits or not, and is not counted.
+        self._judge_apart = Judge(stock_space(space), Counter())
+        self._has_plain = (
+            BALANCES[0] in space.balances and Vocabulary.WHOLE.value in space.vocabularies and 1 in space.slices
+        )
         self._fastest = _Fastest(num_rows)
         self._num_simulated = self._num_configurations = 0
 
     def _kinds(self, setup: Setup) -> tuple[str, ...]:
         """Return the kinds of rows that a configuration may be among."""
         if _is_stock(setup):
-            space = self._space
-            is_asked = setup.schedule in space.schedules and BALANCES[0] in space.balances
-            is_asked = is_asked and Vocabulary.WHOLE.value in space.vocabularies and 1 in space.slices
-            return _STOCK if is_asked else ("stock",)
+            return _STOCK if self._has_plain and setup.schedule in self._space.schedules else ("stock",)
         return ("all", "plain" if setup.balance is None else "balanced")
 
     def take(
@@ -245,19 +247,21 @@ class _Search:
 
     def _take(self, candidate: _Open, setup: Setup) -> _Open | None:
         """Ask it for its memory, or simulate it; return it if it is to come up again, with a higher bound."""
-        kinds, family = self._kinds(setup), self._judge.families.get(setup.schedule)
+        kinds = self._kinds(setup)
+        is_asked = "all" in kinds
         if candidate.bound_s >= self._fastest.limit_s(kinds):
-            if "all" in kinds:
+            if is_asked:
                 self._judge.is_slower(setup, candidate.bound_s)
             return None
         if not candidate.fits:
-            chosen = self._judge.fitting(setup, is_counted="all" in kinds)
+            judge = self._judge if is_asked else self._judge_apart
+            chosen = judge.fitting(setup)
             if chosen is None:
                 return None
             bound_s = candidate.bound_s if chosen == setup else self.bounds.seconds(chosen)
-            return _Open(bound_s, candidate.number, chosen, self._judge.needs_bytes, fits=True)
+            return _Open(bound_s, candidate.number, chosen, judge.needs_bytes, fits=True)
         self._num_simulated += 1
-        self._simulate(candidate, setup, kinds, family if "all" in kinds else None)
+        self._simulate(candidate, setup, kinds, self._judge.families[setup.schedule] if is_asked else None)
         return None
 
     def _simulate(self, candidate: _Open, setup: Setup, kinds: tuple[str, ...], family: FamilyResult | None) -> None:

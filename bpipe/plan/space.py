@@ -121,9 +121,7 @@ def with_free_switches(space: Space) -> Space:
     """Return the space with all flags of Megatron that cost nothing: what is sent, reduced, gathered and scattered
     overlaps with computation."""
     switches = replace(
-        space.switches,
-        overlap_grad_reduce=True,
-        overlap_param_gather=space.distributed_optimizer,
+        space.switches.with_overlaps(distributed_optimizer=space.distributed_optimizer),
         no_overlap_p2p_communication=False,
         tp_comm_overlap=space.kernels == "gpu" and space.has_transformer_engine,
     )

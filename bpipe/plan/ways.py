@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from bpipe.plan.candidates import Candidate
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import Others, guarded, refused
-from bpipe.plan.shards import has_one_queue, stands_still
+from bpipe.plan.shards import stands_still, with_shards
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes
@@ -38,13 +39,13 @@ class _Change(NamedTuple):
     name: str
     apply: Callable[[], Setup]
     """Return the changed configuration. Raises ValueError if there is none."""
-    plan: Callable[[], Setup] | None = None
-    """The same without a plan by bytes, which takes long, for bounds of its time."""
+    unplanned: Callable[[], Setup] | None = None
+    """The same without a plan by bytes, which takes long, for bounds of its time; None if nothing is planned."""
     hosts: str = PAIR
     """Who hosts by that plan."""
 
     def plain(self) -> Setup:
-        return (self.plan or self.apply)()
+        return (self.unplanned or self.apply)()
 
 
 # What needs hardly less is no help.
@@ -79,7 +80,7 @@ def ways_to_fit(
     has_pairs = planned is None or setup.hosts in (PAIR, HOST)
     for name in tried.seeds() if has_pairs else ():
         for change in _changes(tried.changed[name], profile):
-            if change.plan is None or change.hosts in (PAIR, HOST):
+            if change.unplanned is None or change.hosts in (PAIR, HOST):
                 tried.take(change, after=name)
     return sorted((row for row in tried.rows if tried.helps(row)), key=_place)
 
@@ -201,7 +202,7 @@ def _types(setup: Setup) -> Iterator[_Change]:
         yield _with(setup, "optimizer", "moments of Adam in 16 bits (rounds differently)", state_types=moments)
     if setup.fp8 is not None and not setup.fp8.param_gather:
         yield _with(setup, "weights", "weights gathered in 8 bits", fp8=replace(setup.fp8, param_gather=True))
-    overlaps = replace(switches, overlap_grad_reduce=True, overlap_param_gather=setup.distributed_optimizer)
+    overlaps = switches.with_overlaps(distributed_optimizer=setup.distributed_optimizer)
     if overlaps != switches:
         yield _with(setup, "overlap", "overlap of reductions and gathers with computation", switches=overlaps)
 
@@ -308,7 +309,7 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
                 made.append((peak_bytes(changed), chunks, changed))
         if made:
             _, chunks, least = min(made, key=lambda entry: entry[:2])
-            yield _Change("schedule", f"{name} with {chunks} chunks", lambda least=least: least)  # type: ignore[misc]
+            yield _Change("schedule", f"{name} with {chunks} chunks", partial(_same, least))
 
 
 def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
@@ -364,17 +365,11 @@ def _sharded(setup: Setup) -> Iterator[_Change]:
     """The vocabulary in shards over all ranks, in a schedule that has a place for them: the output layer, and the
     embedding, too."""
     family = setup.schedule if FAMILIES[setup.schedule].sharded is not None else default_family(setup.num_chunks)
-    one_queue = has_one_queue(setup)
-    for vocabulary in (Vocabulary.ONE, Vocabulary.TWO):
-        for inputs, name in ((False, "output layer"), (True, "output layer and embedding")):
-            if one_queue and (inputs or vocabulary is Vocabulary.TWO):
-                # The trainer refuses it.
-                continue
-            yield _with(
-                setup,
-                "vocabulary",
-                f"{name} in shards ({vocabulary.value})",
-                schedule=family,
-                vocabulary=vocabulary,
-                input_shards=inputs,
-            )
+    with suppress(ValueError):
+        for changed in with_shards(replace(setup, schedule=family), (Vocabulary.ONE.value, Vocabulary.TWO.value)):
+            layers = "output layer and embedding" if changed.input_shards else "output layer"
+            yield _Change("vocabulary", f"{layers} in shards ({changed.vocabulary.value})", partial(_same, changed))
+
+
+def _same(setup: Setup) -> Setup:
+    return setup

@@ -44,15 +44,20 @@ def stage_bytes(setup: Setup) -> tuple[int, ...]:
     traced = traced_sizes(setup)
     if traced is not None:
         return traced.saved_bytes
+    saved = layers_bytes(setup)
+    saved[0] += total(embedding_saved(setup))
+    saved[-1] += total(last_saved(setup))
+    return tuple(saved)
+
+
+def layers_bytes(setup: Setup) -> list[int]:
+    """Return bytes that the layers of every stage save of one micro-batch, without embedding and output layer."""
     stages = setup.stage_layers
     each = {
         one: total(saved_within(setup, *one))
         for one in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)
     }
-    saved = [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in stages]
-    saved[0] += total(embedding_saved(setup))
-    saved[-1] += total(last_saved(setup))
-    return tuple(saved)
+    return [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in stages]
 
 
 def after_input_bytes(setup: Setup) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ A switch stands here once: commands offer it, launches are read and written with
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 
 def _switch(text: str) -> bool:
@@ -55,6 +55,11 @@ class Switches:
                 "--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the "
                 "two out"
             )
+
+    def with_overlaps(self, *, distributed_optimizer: bool) -> Switches:
+        """Return them with gradients reduced and, if the optimizer is distributed, weights gathered next to
+        computation."""
+        return replace(self, overlap_grad_reduce=True, overlap_param_gather=distributed_optimizer)
 
     @property
     def flags(self) -> tuple[str, ...]:
