@@ -63,14 +63,13 @@ class PlanNotes(NamedTuple):
 
 
 def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
-    beside = PlanNotes(launch)
     # Of shards that were searched the rows say what they gain.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
     for number, row in enumerate(outcome.rows, 1):
         found = burden(row.prediction, outcome.space.profile, others)
         if found is not None:
-            return beside._replace(hurts=(found, number))
-    return beside
+            return PlanNotes(launch, (found, number))
+    return PlanNotes(launch)
 
 
 def print_plan(

@@ -78,11 +78,21 @@ def ways_to_fit(
         tried.take(change)
     # Who hosts for whom among many ranks takes long to plan.
     has_pairs = planned is None or setup.hosts in (PAIR, HOST)
-    for name in tried.seeds() if has_pairs else ():
-        for change in _changes(tried.changed[name], profile):
+    for trial in tried.seeds() if has_pairs else ():
+        for change in _changes(trial.changed, profile):
             if change.unplanned is None or change.hosts in (PAIR, HOST):
-                tried.take(change, after=name)
-    return sorted((row for row in tried.rows if tried.helps(row)), key=_place)
+                tried.take(change, after=trial)
+    return sorted((trial.row for trial in tried.trials if tried.helps(trial.row)), key=_place)
+
+
+class _Trial(NamedTuple):
+    """A change that was tried, or a pair."""
+
+    row: Candidate
+    kind: str
+    """What the change changes, of a pair the second one."""
+    changed: Setup
+    """The changed configuration, before it is planned."""
 
 
 class _Tried:
@@ -93,18 +103,21 @@ class _Tried:
     ) -> None:
         self._others, self._profile, self._planned = others, profile, planned
         self._now = predict(setup, profile)
-        self._setups, self._kinds = {setup}, dict[str, str]()
-        self.rows: list[Candidate] = []
-        self.changed: dict[str, Setup] = {}
-        """By name, the changed configurations, before they are planned."""
+        self._setups = {setup}
+        self.trials: list[_Trial] = []
 
-    def seeds(self) -> list[str]:
-        """Return names of changes that others are tried after: of those that fit the fastest, and of those that do not
-        the fastest and the smallest. What a plan balances has no other change after it."""
-        rows = [row for row in self.rows if self.changed[row.name].activation_budget is None]
-        able, unable = ([row for row in rows if row.can_run is can_run] for can_run in (True, False))
-        sorts = sorted(able, key=_place), sorted(unable, key=_seconds), sorted(unable, key=_bytes)
-        return list(dict.fromkeys(row.name for of_sort in sorts for row in of_sort[:_SEEDS]))
+    def seeds(self) -> list[_Trial]:
+        """Return changes that others are tried after: of those that fit the fastest, and of those that do not the
+        fastest and the smallest. What a plan balances has no other change after it."""
+        trials = [trial for trial in self.trials if trial.changed.activation_budget is None]
+        able, unable = ([trial for trial in trials if trial.row.can_run is can_run] for can_run in (True, False))
+        sorts = (
+            sorted(able, key=lambda trial: _place(trial.row)),
+            sorted(unable, key=lambda trial: trial.row.iteration_s),
+            sorted(unable, key=lambda trial: trial.row.peak_bytes),
+        )
+        by_name = {trial.row.name: trial for of_sort in sorts for trial in of_sort[:_SEEDS]}
+        return list(by_name.values())
 
     def helps(self, row: Candidate) -> bool:
         """Whether it needs clearly less, or fits and takes less time. A plan fills its budget."""
@@ -114,11 +127,12 @@ class _Tried:
     def _fastest_s(self) -> float:
         """Return the seconds of the fastest that can run and is not tight."""
         now_s = self._now.timing.iteration_s if self._now.fits and not self._now.is_tight else inf
-        return min((row.iteration_s for row in self.rows if row.can_run and not row.is_tight), default=now_s)
+        rows = (trial.row for trial in self.trials)
+        return min((row.iteration_s for row in rows if row.can_run and not row.is_tight), default=now_s)
 
-    def take(self, change: _Change, after: str | None = None) -> None:
+    def take(self, change: _Change, after: _Trial | None = None) -> None:
         """Predict a change, alone or after another one; of a pair only if it may be the fastest."""
-        if after is not None and self._kinds[after] == change.kind:
+        if after is not None and after.kind == change.kind:
             return
         try:
             if after is not None and lower_bound_s(change.plain(), self._profile) >= self._fastest_s():
@@ -134,21 +148,12 @@ class _Tried:
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
             return
-        name = change.name if after is None else f"{after}; {change.name}"
+        name = change.name if after is None else f"{after.row.name}; {change.name}"
         refusals = refused(changed, self._others)
         row = Candidate(prediction, name, refused=refusals, is_guarded=guarded(changed, self._others))
         is_worth_a_row = after is None or (row.can_run and row.iteration_s < self._fastest_s())
-        if is_worth_a_row and not any(_stands_for(other, row) for other in self.rows):
-            self._kinds[name], self.changed[name] = change.kind, plain
-            self.rows.append(row)
-
-
-def _seconds(row: Candidate) -> float:
-    return row.iteration_s
-
-
-def _bytes(row: Candidate) -> int:
-    return row.peak_bytes
+        if is_worth_a_row and not any(_stands_for(trial.row, row) for trial in self.trials):
+            self.trials.append(_Trial(row, change.kind, plain))
 
 
 def _place(row: Candidate) -> tuple[int, float]:

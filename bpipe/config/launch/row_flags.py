@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import NamedTuple
 
 from bpipe.config.flags.launches import READ
@@ -17,6 +18,8 @@ from bpipe.config.launch.hybrid_flags import OLD_PATTERN, PATTERN
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.predict.layout import Setup
+from bpipe.predict.state_types import StateTypes
+from bpipe.predict.switches import flag_of
 
 _SPLIT = (
     *(
@@ -55,8 +58,8 @@ CHOSEN = frozenset(
 
 # What a change of a launch may say besides (`bpipe fit`); the search leaves it as it is.
 _CHANGED = CHOSEN | {
-    *("--use-distributed-optimizer", "--grad-reduce-in-bf16", "--use-precision-aware-optimizer", "--fp8-param-gather"),
-    *("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
+    *("--use-distributed-optimizer", "--grad-reduce-in-bf16", "--fp8-param-gather"),
+    *(flag_of(each.name) for each in fields(StateTypes)),
 }
 
 # A flag with its values.
