@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from bpipe.plan.predict import costs_of
+from bpipe.predict.activations import held_of
 from bpipe.predict.costs import PartSeconds, part_seconds, stage_cost
 from bpipe.predict.layers.ends import shard_seconds
 from bpipe.predict.layout import Setup
@@ -21,6 +23,7 @@ from bpipe.predict.profile import Profile
 from bpipe.predict.recompute import StageLayers
 from bpipe.predict.replicas import update_seconds
 from bpipe.predict.slices import slice_setups
+from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import ShardCost, StageCost, scaled
 
@@ -44,6 +47,25 @@ class _Work(NamedTuple):
 def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
     """Return a lower bound for one setup."""
     return _bound(setup, _work_of(setup, profile)) + _update_s(setup, profile)
+
+
+def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
+    """Return another lower bound, by Little's law, of a setup without balancing; 0 where it says nothing.
+
+    A rank holds a micro-batch of a stage from its forward to its backward, at least as long as all later stages take in
+    both directions, and no more of them at a time than its order says.
+    """
+    if setup.balance is not None or setup.slices > 1 or setup.num_pipes > 1 or FAMILIES[setup.schedule].fill is None:
+        return 0.0
+    costs = costs_of(setup, profile)
+    stages = [costs.of(stage) for stage in range(setup.num_stages)]
+    passes = (
+        float(one.whole_forward_s + (one.whole_input_s if setup.splits else one.whole_backward_s)) for one in stages
+    )
+    stays = list(accumulate(reversed(list(passes))))[::-1]
+    return max(
+        setup.num_microbatches * sum(stays[stage] for stage in held.stages) / held.most_saved for held in held_of(setup)
+    )
 
 
 def last_load(setup: Setup, profile: Profile | None = None) -> float:

@@ -20,7 +20,14 @@ from bpipe.plan.shards import stands_still
 from bpipe.plan.space import Space
 from bpipe.predict.activations import moves_anything
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes, predict_memory, rank_states
+from bpipe.predict.memory import (
+    least_bytes,
+    least_sharded_bytes,
+    least_shared_bytes,
+    peak_bytes,
+    predict_memory,
+    rank_states,
+)
 from bpipe.predict.recompute import BLOCK
 from bpipe.predict.warm_up import least_warm_bytes
 from bpipe.schedule.hosts import PAIR
@@ -205,8 +212,13 @@ class Judge:
         least = least_bytes(setup, states)
         if least > self._limit:
             return least, False
+        bound = self._bound(setup, states)
+        return (bound, True) if bound > self._limit else (peak_bytes(setup), False)
+
+    def _bound(self, setup: Setup, states: tuple[int, ...]) -> int:
+        """Return another lower bound, from the family's warm-up or from the order without shards."""
         warm = least_warm_bytes(setup, states)
-        return (warm, True) if warm > self._limit else (peak_bytes(setup), False)
+        return warm if warm > self._limit or not setup.is_sharded else least_sharded_bytes(setup, states)
 
     def _balanced(self, setup: Setup) -> tuple[int, bool, Setup] | None:
         """The same of a balanced one, and how it is balanced. None where nothing of it would move: then it gains nothing
@@ -216,9 +228,9 @@ class Judge:
         if least > self._limit:
             return least, False, setup
         # Nothing has to be balanced to say that half of it is too much.
-        warm = least_warm_bytes(setup, states)
-        if warm > self._limit:
-            return warm, True, setup
+        bound = self._bound(setup, states)
+        if bound > self._limit:
+            return bound, True, setup
         shared = least_shared_bytes(setup, states)
         if shared > self._limit:
             return shared, False, setup

@@ -20,7 +20,7 @@ from math import inf
 from typing import NamedTuple
 
 from bpipe.balance.config import BALANCES
-from bpipe.plan.bounds import Bounds
+from bpipe.plan.bounds import Bounds, resident_seconds
 from bpipe.plan.branches import BranchBounds, bound_branch
 from bpipe.plan.candidates import CLEARLY, Candidate
 from bpipe.plan.judge import Closest, FamilyResult, Judge
@@ -259,6 +259,8 @@ class _Search:
             if chosen is None:
                 return None
             bound_s = candidate.bound_s if chosen == setup else self.bounds.seconds(chosen)
+            # What it holds at most, which is known now, bounds its time once more.
+            bound_s = max(bound_s, resident_seconds(chosen, self._space.profile))
             return _Open(bound_s, candidate.number, chosen, judge.needs_bytes, fits=True)
         self._num_simulated += 1
         self._simulate(candidate, setup, kinds, self._judge.families[setup.schedule] if is_asked else None)

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from operator import add
 
-from bpipe.predict.activations import activations
+from bpipe.predict.activations import activations, held_of
 from bpipe.predict.cluster import GIB, Cluster
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.saved_tensors import stage_bytes
+from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
 from bpipe.predict.slices import slice_setups
 from bpipe.predict.states import over_replicas, parameter_bytes, rank_experts, rank_parameters, weight_bytes
 from bpipe.predict.temporaries import working_bytes
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import PAIR, POOL
+from bpipe.schedule.layout import Vocabulary
 
 MIB = 2**20
 # What a process takes before the first tensor: context, kernels, library workspaces. About 0.5 GiB on data-centre GPUs.
@@ -196,6 +198,21 @@ def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> i
     working = working_bytes(setup)
     held = max(own for own, _ in activations(replace(setup, balance=None)))
     return max(least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held) + min(working)))
+
+
+def least_sharded_bytes(setup: Setup, states: tuple[int, ...]) -> int:
+    """Return a lower bound for the fullest rank of a setup with shards of the vocabulary, from the order without them.
+
+    With shards ranks run further ahead, so they hold no fewer micro-batches as saved; of what waits for its W, which
+    with full recomputation is larger, they may hold fewer. The order without is made once for all kinds of shards.
+    """
+    saved = stage_bytes(setup)
+    after_input = list(map(min, saved, after_input_bytes(setup)))
+    whole = replace(setup, vocabulary=Vocabulary.WHOLE, input_shards=False, balance=None)
+    own, working = [held.num_bytes(saved, after_input)[0] for held in held_of(whole)], working_bytes(setup)
+    if setup.balance is None:
+        return max(with_state(setup, *sizes) for sizes in zip(states, map(add, own, working), strict=True))
+    return with_state(setup, min(states), part_of_held(setup, max(own)) + min(working))
 
 
 def part_of_held(setup: Setup, held: int) -> int:

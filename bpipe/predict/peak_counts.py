@@ -44,6 +44,11 @@ class HeldCounts:
     def num_buffers(self) -> int:
         return sum(count for count, _ in self.hosted)
 
+    @property
+    def most_saved(self) -> int:
+        """The most micro-batches, or slices, of all its stages that it holds as saved at a time."""
+        return max(sum(moment[: len(self.stages)]) for moment in self.moments)
+
     def num_bytes(self, saved: Sequence[int], after_input: Sequence[int], *kept: Sequence[int]) -> tuple[int, int]:
         """Return bytes of own micro-batches at their most, and of host buffers, which stay allocated.
 
@@ -130,10 +135,12 @@ def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices:
 def _highest(rows: Any, most: int | None) -> tuple[tuple[int, ...], ...]:
     """Return all moments that no other exceeds, or none of `most`."""
     kept: list[Any] = []
+    sums = rows.sum(axis=1)
     while len(rows) and len(kept) != most:
-        highest = rows[rows.sum(axis=1).argmax()]
+        highest = rows[sums.argmax()]
         kept.append(highest)
-        rows = rows[(rows > highest).any(axis=1)]
+        left = (rows > highest).any(axis=1)
+        rows, sums = rows[left], sums[left]
     return tuple(tuple(row.tolist()) for row in (*kept, *rows))
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from bpipe.balance.config import named_balance
-from bpipe.build import build
+from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan.bounds import Bounds, lower_bound_s
+from bpipe.plan.bounds import Bounds, lower_bound_s, resident_seconds
 from bpipe.plan.branches import bound_branch
 from bpipe.plan.budget_fit import within_budget_or_none
 from bpipe.plan.candidates import describe
@@ -27,14 +27,22 @@ from bpipe.predict.activations import activations, moves_anything
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.memory import least_shared_bytes, peak_bytes, predict_memory, state_bytes
+from bpipe.predict.memory import (
+    least_sharded_bytes,
+    least_shared_bytes,
+    peak_bytes,
+    predict_memory,
+    rank_states,
+    state_bytes,
+)
 from bpipe.predict.model import PRESETS, gpt
-from bpipe.predict.peak_counts import held_by
+from bpipe.predict.peak_counts import held_by, held_within
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
 from bpipe.predict.warm_up import least_warm_bytes
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import HOST, PAIR, POOL
+from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
 from tests.unit.predict.published import MIXTRAL_8X7B
 
@@ -150,6 +158,9 @@ def test_no_member_of_a_branch_is_below_its_bounds(number: int) -> None:
             seconds, needs = steady_timing(setup, costs_of(setup)).iteration_s, peak_bytes(setup)
             assert bound.seconds <= lower_bound_s(setup) * (1 + 1e-9), describe(setup)
             assert bound.bytes_within(seconds) <= needs, describe(setup)
+            assert resident_seconds(setup) <= seconds * (1 + 1e-9), describe(setup)
+            if setup.is_sharded:
+                assert least_sharded_bytes(setup, rank_states(setup)) <= needs, describe(setup)
 
 
 @pytest.mark.timeout(120)
@@ -166,6 +177,30 @@ def test_the_quick_search_finds_what_asking_everything_finds(number: int) -> Non
         if fitted is not None:
             best = sorted([*best, steady_timing(fitted, costs_of(fitted)).iteration_s])[:3]
     assert [row.iteration_s for row in found.rows] == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [*range(8), *(pytest.param(one, marks=pytest.mark.slow) for one in range(8, 400))])
+def test_with_shards_no_rank_holds_less_than_without(number: int) -> None:
+    """The search drops what is too large by the order without shards."""
+    draw = random.Random(number)
+    family = FAMILIES[draw.choice([name for name in SEARCHED if FAMILIES[name].sharded is not None])]
+    chunks = draw.choice([count for count in (1, 2, 3, 4) if family.min_chunks <= count <= (family.max_chunks or 4)])
+    p = draw.choice((2, 3, 4, 6, 8, 12, 16))
+    groups = (p, 2 * p, max(1, p // 2), max(1, p // 4)) if family.name == "grouped-interleaved" else (None,)
+    sharded = ScheduleConfig(
+        family.name,
+        p,
+        draw.randint(1, 4 * p),
+        num_chunks=chunks,
+        group_size=draw.choice(groups),
+        vocabulary=draw.choice((Vocabulary.ONE, Vocabulary.TWO)),
+        input_shards=draw.random() < 0.5,
+    )
+    whole = replace(sharded, vocabulary=Vocabulary.WHOLE, input_shards=False)
+    saved = [draw.randint(1, 100) for _ in range(p * chunks)]
+    after_input = [draw.randint(0, size) for size in saved]
+    for less, more in zip(held_within(whole), held_within(sharded), strict=True):
+        assert less.num_bytes(saved, after_input) <= more.num_bytes(saved, after_input)
 
 
 def test_bounds_of_many_are_those_of_each_alone_to_the_bit() -> None:
