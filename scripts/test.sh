@@ -76,6 +76,7 @@ finish() {
 step "formatting (ruff format)" ruff format --check .
 step "lint (ruff check)" ruff check .
 step "types (mypy)" mypy
+step "spelling (codespell)" codespell_lib bpipe docs examples megatron scripts terra tests ./*.md ./*.py
 step "size (scripts/size.py)" scripts.size
 test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
 finish
