@@ -19,16 +19,13 @@ from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.other_flags import OF_A_CPU
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds
-from bpipe.predict.fp8 import RECIPES, Fp8
 from bpipe.predict.hugging_face import find_model
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Routing
-from bpipe.predict.layout import Setup, setup_from_values
+from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.slices import slice_bounds
-from bpipe.predict.state_types import FIELDS as STATE_FIELDS
-from bpipe.predict.state_types import StateTypes
-from bpipe.predict.switches import SWITCHES, Switches
+from bpipe.predict.training import FP8_RECIPES, STATE_FIELDS, SWITCHES, Fp8, StateTypes, Switches
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN, Vocabulary
@@ -47,6 +44,7 @@ MODEL_SWITCHES = {
     "no_dropout": ("dropout", False),
 }
 _SIZES = tuple(flag.field for flag in SIZES)
+_SETUP_FIELDS = {field.name for field in fields(Setup)}
 # What a launch alone can say of a model, by the names of its fields.
 PARTS = ("window", "window_pattern", "experts", "latent", "hybrid", "no_positions")
 # How tokens come to experts: options, and fields of `Routing`.
@@ -166,10 +164,6 @@ def _name(field: str) -> str:
     return next(flag.name for group in (MODEL, TRAINING, CONFIGURATION) for flag in group.flags if flag.field == field)
 
 
-def switches_of(options: Options) -> Switches:
-    return Switches(**{name: getattr(options, name) for name in SWITCHES})
-
-
 def routing_of(options: Options) -> Routing:
     """Return the routing of the launch, changed by options."""
     said = {field: getattr(options, name, None) for name, field in ROUTING.items()}
@@ -185,17 +179,23 @@ def fp8_of(options: Options) -> Fp8 | None:
         if gathers:
             raise ValueError("--fp8-param-gather needs FP8: give --fp8-format, too, or leave it out")
         return None
-    return Fp8(options.fp8_format, recipe or RECIPES[0], bool(gathers))
+    return Fp8(options.fp8_format, recipe or FP8_RECIPES[0], bool(gathers))
 
 
-def state_types_of(options: Options) -> StateTypes:
-    """Return the types of the optimizer's state."""
-    said = {name: getattr(options, name, None) for name in STATE_FIELDS}
-    return StateTypes(**{name: value for name, value in said.items() if value is not None})
+def training_of(options: Options) -> dict[str, Any]:
+    """Return what options say of a `Training` in other words than its fields."""
+    types = {name: getattr(options, name, None) for name in STATE_FIELDS}
+    return {
+        "distributed_optimizer": not options.no_distributed_optimizer,
+        "switches": Switches(**{name: getattr(options, name) for name in SWITCHES}),
+        "routing": routing_of(options),
+        "fp8": fp8_of(options),
+        "state_types": StateTypes(**{name: value for name, value in types.items() if value is not None}),
+    }
 
 
 def setup_of(options: Options, cluster: Cluster) -> Setup:
-    """Return the setup of filled options. Without a global batch it is one micro-batch a replica, as in Megatron."""
+    """Return the setup of filled options. Without a global batch each replica has one micro-batch, as in Megatron."""
     model = model_of(options)
     schedule = options.schedule or default_family(options.chunks)
     stages = options.pipeline * options.chunks
@@ -204,8 +204,7 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         of = f"--pp {options.pipeline} with {options.chunks} chunks"
         raise ValueError(f"{of} makes {stages} stages for {model.num_layers} layers: every stage needs one")
     replicas = max(1, cluster.num_devices // (options.tensor * options.context * options.pipeline))
-    # By the names of a setup's fields; what the options call otherwise comes behind. A launch as it stands splits
-    # nothing.
+    # What the options call otherwise than a setup. A launch by itself splits nothing.
     others = {
         "model": model,
         "cluster": cluster,
@@ -215,20 +214,16 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         "schedule": schedule,
         "num_chunks": options.chunks,
         "group_size": None if options.group == AUTO else options.group,
-        "distributed_optimizer": not options.no_distributed_optimizer,
         "sequence_parallel": not options.no_sequence_parallel,
         "vocabulary": Vocabulary(getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE),
-        "switches": switches_of(options),
-        "routing": routing_of(options),
-        "fp8": fp8_of(options),
-        "state_types": state_types_of(options),
         "balance": _balance_of(options),
+        **training_of(options),
     }
-    timed = getattr(options, "slice_lengths", EVEN) == TIME
-    if timed:
+    is_timed = getattr(options, "slice_lengths", EVEN) == TIME
+    if is_timed:
         others["slice_lengths"] = EVEN
-    setup = setup_from_values({**vars(options), **others})
-    if timed:
+    setup = Setup(**{**{name: value for name, value in vars(options).items() if name in _SETUP_FIELDS}, **others})
+    if is_timed:
         setup = replace(setup, slice_lengths=lengths_of_equal_seconds(setup))
     slice_bounds(setup)
     return setup

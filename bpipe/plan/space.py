@@ -10,24 +10,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.plan.fewest_layers import OPEN
-from bpipe.predict.choices import ATTENTION, CP_COMM_TYPES
 from bpipe.predict.cluster import Cluster
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Routing
-from bpipe.predict.layout import Setup, setup_from_values
+from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.profile import Profile
 from bpipe.predict.recompute import BLOCK, RECOMPUTE, read_scope
-from bpipe.predict.state_types import StateTypes
-from bpipe.predict.switches import Switches
-from bpipe.predict.trace import Traced
+from bpipe.predict.training import ATTENTION, Training
 from bpipe.schedule.families.families import DEFAULTS, FAMILIES, default_family
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import PAIR
@@ -36,56 +32,60 @@ from bpipe.schedule.program import Exchange
 
 SEARCHED_SCOPES = RECOMPUTE
 VOCABULARIES = tuple(one.value for one in Vocabulary)
+# What a space and its setups have in common.
+_SHARED = ("model", "cluster", "global_batch", "sequence", "attention", *(field.name for field in fields(Training)))
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """Space to search. Lists hold the choices; `max_micro_batch` ends micro-batch sizes; `uneven` admits unequal stages
-    where layers do not divide.
-
-    `recompute`: texts of `bpipe.predict.recompute`, and `BLOCK`. `hosts`: where balanced setups send what leaves
-    (`schedule.hosts`). `routing`: how tokens come to experts; without `expert` every number of devices is tried that can
-    share them. `contexts`: over how many devices a sequence may be spread. `vocabulary_parallel`: algorithms of the
-    output layer's shards; None: whole, and each that lowers the time's bound where the last rank computes longer than
-    others. `tensors`, `pipelines`,
-    `micro_batches`, `chunk_counts`: the sizes to try; None: all that are possible. `others`: flags and
-    values of the launch that the trainer may refuse; `has_transformer_engine`: with its layers. `slices`: into how many a
-    sequence may be cut.
-    """
+class Space(Training):
+    """Space to search. Tuples hold the choices; None means all that are possible."""
 
     model: Model
     cluster: Cluster
     global_batch: int
+    """Sequences of an iteration, over all replicas."""
     sequence: int
+    """Tokens of a sequence."""
     attention: str = "flash"
     recompute: tuple[str, ...] = SEARCHED_SCOPES
+    """Texts of `bpipe.predict.recompute`, and `BLOCK`."""
     schedules: tuple[str, ...] = DEFAULTS
+    """Names of families."""
     balances: tuple[str, ...] = BALANCES
+    """Balanced or not, by the names of `BALANCES`."""
     max_micro_batch: int = 64
+    """Largest micro-batch size."""
     max_chunks: int = 8
+    """Most chunks per rank."""
     uneven: bool = True
-    precision: str = "bf16"
-    distributed_optimizer: bool = True
-    kernels: str = "gpu"
+    """Whether stages may have unequal numbers of layers if the stages do not divide the layers."""
     profile: Profile | None = None
+    """Measured seconds, in place of predicted ones."""
     formula: str = "megatron"
-    switches: Switches = field(default_factory=Switches)
+    """Formula for MFU (`bpipe.predict.flops`)."""
     hosts: tuple[str, ...] = (PAIR,)
-    routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
+    """Hosts of what balanced configurations evict (`schedule.hosts`)."""
     expert: int | None = None
+    """Expert-parallel size; by default all that can share the experts."""
     contexts: tuple[int, ...] = (1,)
-    cp_comm_type: str = CP_COMM_TYPES[0]
-    fp8: Fp8 | None = None
-    state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
-    traced: Traced | None = None
+    """Context-parallel sizes."""
     vocabulary_parallel: tuple[str, ...] | None = (Vocabulary.WHOLE.value,)
+    """Algorithms of the output layer's shards; None: whole, and each that lowers the bound of the time if the last rank
+    computes longer than others."""
     tensors: tuple[int, ...] | None = None
+    """Tensor-parallel sizes."""
     pipelines: tuple[int, ...] | None = None
+    """Pipeline-parallel sizes."""
     micro_batches: tuple[int, ...] | None = None
+    """Micro-batch sizes."""
     chunk_counts: tuple[int, ...] | None = None
+    """Chunks per rank."""
     others: tuple[tuple[str, str], ...] = ()
+    """Flags and values of the launch that the trainer may refuse."""
     has_transformer_engine: bool = True
+    """Whether the launch trains with Transformer Engine's layers."""
     slices: tuple[int, ...] = (1,)
+    """Numbers of slices per sequence."""
 
     def __post_init__(self) -> None:
         for name, values, choices in (
@@ -214,9 +214,10 @@ def plainest(space: Space, branch: Branch) -> Setup:
     return _setup(space, branch, schedule=default_family(1), layers=layers)
 
 
-def _setup(space: Space, branch: Branch, **choice: object) -> Setup:
-    common = {one.name: getattr(space, one.name) for one in fields(space) if one.name != "slices"}
-    return setup_from_values({**common, **branch._asdict(), **choice})
+def _setup(space: Space, branch: Branch, **choice: Any) -> Setup:
+    shared = {name: getattr(space, name) for name in _SHARED}
+    sizes = {name: getattr(branch, name) for name in branch._fields if name != "data"}
+    return Setup(**{**shared, **sizes, **choice})
 
 
 def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:

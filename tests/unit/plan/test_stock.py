@@ -23,7 +23,7 @@ from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS
-from bpipe.predict.switches import Switches
+from bpipe.predict.training import Switches
 from bpipe.schedule.families.families import DEFAULTS
 from tests.unit.plan.test_refused import SPACE
 

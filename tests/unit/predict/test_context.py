@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.plan.predict import predict
-from bpipe.predict.choices import CP_COMM_TYPES
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.context_parallel import exchange_bytes
 from bpipe.predict.layers.attention import core_seconds
@@ -25,6 +24,7 @@ from bpipe.predict.places import Grid, nodes_of_copies
 from bpipe.predict.profile import Profile
 from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
 from bpipe.predict.sizes import total
+from bpipe.predict.training import CP_COMM_TYPES
 from tests.unit.predict.published import DEEPSEEK_V3
 
 LLAMA = Setup(PRESETS["llama3-8b"], parse_cluster("h100-80g:4x8"), 2, 2, 1, 32, 131072, (16, 16), recompute="none")

@@ -13,7 +13,6 @@ import pytest
 from bpipe.cli import main
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.cluster_file import read_cluster
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layers.layer import layer_saved
 from bpipe.predict.layout import Setup
@@ -21,6 +20,7 @@ from bpipe.predict.model import PRESETS
 from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.sizes import total
 from bpipe.predict.states import stage_matrices
+from bpipe.predict.training import Fp8
 from tests.unit.predict.published import DEEPSEEK_V3, MIXTRAL_8X7B
 
 PLAIN = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 4, 8, 1, 128, 8192, (10,) * 8, recompute="none")

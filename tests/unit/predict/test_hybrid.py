@@ -15,7 +15,6 @@ import pytest
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.flops import training_flops
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Experts, LayerKind, Routing
@@ -28,6 +27,7 @@ from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes, stage_sa
 from bpipe.predict.sizes import total
 from bpipe.predict.states import stage_parameters
 from bpipe.predict.temporaries import working_bytes
+from bpipe.predict.training import Fp8
 from tests.unit.predict.published import NEMOTRON_3_NANO, NEMOTRON_H_8B, NEMOTRON_NANO_9B
 
 MAMBA, ATTENTION, MLP = (LayerKind(symbol=symbol) for symbol in "M*-")

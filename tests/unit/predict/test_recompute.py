@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_variants import Experts, Latent, LayerKind
 from bpipe.predict.layers.layer import layer_bytes, layer_saved, layer_seconds
 from bpipe.predict.layout import Setup
@@ -28,6 +27,7 @@ from bpipe.predict.recompute import (
 from bpipe.predict.saved_tensors import again_bytes, stage_bytes
 from bpipe.predict.sizes import sent_bytes, total
 from bpipe.predict.tensor_parallel import exposed, gather_s
+from bpipe.predict.training import Fp8
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
 BIASED = Setup(

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.state_types import StateTypes
 from bpipe.predict.states import parameter_bytes
-from bpipe.predict.switches import Switches
+from bpipe.predict.training import Fp8, StateTypes, Switches
 
 SETUP = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 4, 1, 64, 8192, (20,) * 4, recompute="none")
 SHORT = StateTypes(True, "bf16", "fp32", "bf16", "bf16")

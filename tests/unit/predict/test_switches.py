@@ -20,7 +20,7 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
 from bpipe.predict.replicas import stage_buckets
 from bpipe.predict.states import stage_parameters
-from bpipe.predict.switches import SWITCHES, Switches
+from bpipe.predict.training import SWITCHES, Switches
 
 
 def setup(*on: str, **changes: Any) -> Setup:
