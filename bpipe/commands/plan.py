@@ -25,7 +25,7 @@ from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.answer import LAUNCH
-from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.explain import verdict
 from bpipe.plan.front import find_front

@@ -17,20 +17,91 @@ from functools import partial
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, chosen_partners, fewest_moved, smallest_level_of_pair
 from bpipe.balance.config import BalanceConfig, balanced
+from bpipe.balance.deadlines import Windows
 from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
 from bpipe.balance.pool import balance_over_hosts, fewest_sent, smallest_level
-from bpipe.config.flags.budgets import budget_text
+from bpipe.build import build
+from bpipe.config.flags.budgets import MINIMUM_BYTES, budget_text
 from bpipe.plan.fit import Fit, plan_lines
 from bpipe.plan.predict import costs_of
-from bpipe.plan.transfer_windows import in_time, waits_less
-from bpipe.predict.layout import Setup
-from bpipe.predict.memory import DeviceBesides
+from bpipe.predict.activations import parts_of, sizes_of
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.memory import DeviceBesides, besides_of, link_bytes
+from bpipe.predict.nodes import rank_nodes
 from bpipe.predict.profile import Profile
+from bpipe.schedule.action import COMPUTE
 from bpipe.schedule.host_buffers import guests_of, hosts_of
-from bpipe.schedule.hosts import IN_NODES, PAIR, POOL, Pair, device_ranks
+from bpipe.schedule.hosts import ALL, IN_NODES, PAIR, POOL, Pair, device_ranks
 from bpipe.schedule.memory import Memory, num_transfers
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import Costs
+from bpipe.simulate.cost import Costs, durations
+from bpipe.simulate.engine import simulate
+from bpipe.simulate.report import Simulation
+
+# To plan and simulate so many takes about fifteen seconds of one core. Longer iterations are planned without, and that
+# is said.
+MOST_COMPUTATIONS = 200_000
+
+
+def windows_of(costs: Costs, num_ranks: int) -> Windows:
+    """Return the durations that the simulator charges where nobody waits for a transfer or shares a port."""
+    lasts = durations(costs, num_ranks)
+    links, stages = costs.links, costs.stages
+    inside, between, own = (
+        tuple(link.seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s for cost in stages)
+        for link in (links.inside, links.between, links.host)
+    )
+    hop = max(links.inside.message_s(cost.sent_bytes) for cost in stages)
+    return Windows(
+        tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE),
+        hop,
+        inside,
+        between,
+        links.nodes,
+        own,
+        costs.slices,
+    )
+
+
+def in_time(found: Fit, plain: Schedule, costs: Costs) -> Fit:
+    """Return the plan with its transfers where they end in time, if it waits less for them; and how long it waits.
+
+    `plain`: before any plan.
+    """
+    if not found.moved_bytes:
+        return found
+    count = sum(len(slot.computations) for row in plain.ranks for slot in row)
+    if count > MOST_COMPUTATIONS:
+        return replace(found, unjudged=f"{count} computations of an iteration are more than {MOST_COMPUTATIONS}")
+    now = simulate(found.schedule, costs)
+    if any(now.exposed_s):
+        how = replace(found.how, windows=windows_of(costs, plain.num_ranks))
+        schedule = balanced(plain, how)
+        tried = simulate(schedule, costs)
+        if _helps(now, tried):
+            return replace(found, how=how, schedule=schedule, exposed_s=_exposed(tried))
+    return replace(found, exposed_s=_exposed(now))
+
+
+def waits_less(found: Fit, now: Fit, costs: Costs) -> bool:
+    """Return whether transfers are waited for less by the one plan than by the other, and an iteration is no longer.
+
+    No where nobody looked.
+    """
+    if found.exposed_s is None:
+        return False
+    before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, found))
+    return _helps(before, after)
+
+
+def _helps(before: Simulation, after: Simulation) -> bool:
+    waits = [(sum(one.exposed_s), one.exposed_transfer_s, one.makespan_s) for one in (before, after)]
+    return all(later <= earlier for earlier, later in zip(*waits, strict=True)) and waits[0] != waits[1]
+
+
+def _exposed(simulation: Simulation) -> tuple[float, ...]:
+    return tuple(float(seconds) for seconds in simulation.exposed_s)
+
 
 # Where a node's memory takes what leaves, a first plan keeps such a part of the budget free for what prediction does
 # not know: what was measured is within 3 % of it (docs/validation.md). With as much as can leaving, a node would
@@ -338,3 +409,59 @@ def plan_in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | 
 def balanced_costs(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Costs:
     """Return the costs of a setup that is balanced by this plan."""
     return costs_of(replace(setup, balance=found.how, budget_bytes=devices.budget_bytes), profile)
+
+
+ELSEWHERE = "`bpipe fit` with the same launch lists other ways to make it fit, and what they cost"
+
+
+def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:
+    """Return the predicted inputs of a plan for a setup."""
+    budgets = one_budget_a_rank(budget_bytes, setup.pipeline)
+    plain, moving = (replace(setup, balance=balance) for balance in (None, EVENLY))
+    nodes = setup.hosts in (POOL, ALL) and len(set(rank_nodes(moving))) > 1
+    return Devices(
+        build(plain.program()),
+        sizes_of(setup, minimum_bytes),
+        besides_of(plain),
+        budgets,
+        besides_of(moving),
+        setup.hosts,
+        rank_nodes(moving) if nodes else (),
+        link_bytes(setup),
+        parts_of(setup, minimum_bytes),
+    )
+
+
+def within_budget(
+    setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES, profile: Profile | None = None
+) -> tuple[Setup, Fit]:
+    """Return the setup balanced within budgets, and its plan.
+
+    Raises ValueError where no plan keeps them.
+    """
+    devices = predicted_devices(setup, budget_bytes, minimum_bytes)
+    return _in_time(setup, devices, within_prediction(devices), profile)
+
+
+def within_budget_or_none(setup: Setup, budget_bytes: Sequence[int], profile: Profile | None = None) -> Setup | None:
+    """Return the setup balanced within budgets, None where no plan keeps them: which budget would be enough takes ten
+    times as long to say."""
+    devices = predicted_devices(setup, budget_bytes)
+    found = within_or_none(devices)
+    return None if found is None else _in_time(setup, devices, found, profile)[0]
+
+
+def _in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | None) -> tuple[Setup, Fit]:
+    """The setup as the plan balances it, with transfers where they end in time."""
+    if not found.moved_bytes:
+        return replace(setup, balance=None, budget_bytes=devices.budget_bytes), found
+    found = plan_in_time(setup, devices, found, profile)
+    return replace(setup, balance=found.how, budget_bytes=devices.budget_bytes), found
+
+
+def within_prediction(devices: Devices) -> Fit:
+    """Return the plan within budgets. Raises ValueError where there is none, with where to look for other ways."""
+    try:
+        return within(devices)
+    except OverBudget as error:
+        raise ValueError(f"by prediction {error}. {ELSEWHERE}") from None

@@ -15,9 +15,9 @@ from bpipe.plan.search import COMPARED, Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import Cluster, gib_text
+from bpipe.predict.costs import hosts_of, links
 from bpipe.predict.error_bars import is_never_calibrated
 from bpipe.predict.layout import Setup
-from bpipe.predict.links import hosts_of, links
 from bpipe.predict.memory import TIGHT
 from bpipe.predict.nodes import replicas_share_nodes
 from bpipe.predict.profile import Profile

@@ -13,16 +13,21 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bpipe.plan.budget_fit import within_budget_or_none
+from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import Candidate
-from bpipe.plan.fewest_layers import OPEN, fewest_layers, with_block
 from bpipe.plan.shards import stands_still
-from bpipe.plan.space import Space
+from bpipe.plan.space import OPEN, Space, fewest_layers, with_block
 from bpipe.predict.activations import moves_anything
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes, predict_memory, rank_states
+from bpipe.predict.memory import (
+    least_bytes,
+    least_shared_bytes,
+    least_warm_bytes,
+    peak_bytes,
+    predict_memory,
+    rank_states,
+)
 from bpipe.predict.recompute import BLOCK
-from bpipe.predict.warm_up import least_warm_bytes
 from bpipe.schedule.hosts import PAIR
 
 # A plan by a budget takes a second for so many forwards.

@@ -9,26 +9,46 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.plan.fewest_layers import OPEN
 from bpipe.predict.cluster import Cluster
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.profile import Profile
-from bpipe.predict.recompute import BLOCK, RECOMPUTE, read_scope
+from bpipe.predict.recompute import BLOCK, RECOMPUTE, Recompute, read_scope
 from bpipe.predict.training import ATTENTION, Training
 from bpipe.schedule.families.families import DEFAULTS, FAMILIES, default_family
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Vocabulary, microbatches_of
 from bpipe.schedule.program import Exchange
+
+# A setup of which nobody has asked yet how many.
+OPEN = f"{BLOCK}:1"
+
+
+def with_block(setup: Setup, num_layers: int) -> Setup:
+    """Return the setup with the first layers of every stage recomputed."""
+    return replace(setup, recompute=Recompute(method="block", num_layers=num_layers).text)
+
+
+def fewest_layers(most: int, is_enough: Callable[[int], bool]) -> int | None:
+    """Return the smallest number from 1 to `most` that is enough, where more are, too; None where not even `most`
+    is."""
+    if most < 1 or not is_enough(most):
+        return None
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return high
+
 
 SEARCHED_SCOPES = RECOMPUTE
 VOCABULARIES = tuple(one.value for one in Vocabulary)

@@ -15,7 +15,7 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.plan.bounds import last_load
-from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.plan.bounds import lower_bound_s
-from bpipe.plan.budget_fit import within_budget_or_none
+from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import Candidate
-from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import Others, guarded, refused
 from bpipe.plan.shards import stands_still, with_shards
+from bpipe.plan.space import fewest_layers, with_block
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from bpipe.predict.expert_parallel import Reach, reach
 from bpipe.predict.layout import Setup
-from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
-from bpipe.predict.sizes import element_bytes, num_tokens, shard_size
+from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, Rates, element_bytes, num_tokens, shard_size
 
 # What every step gives is read, and added to a sum of 32 bit.
 _SUM_BYTES = 4

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from bpipe.predict.layout import Setup
 from bpipe.predict.nodes import copy_nodes
-from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S
-from bpipe.predict.sizes import element_bytes, num_tokens, shard_size
+from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, element_bytes, num_tokens, shard_size
 
 
 class Reach(NamedTuple):

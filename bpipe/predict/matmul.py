@@ -15,8 +15,7 @@ from typing import NamedTuple
 from bpipe.predict.expert_parallel import routed_tokens
 from bpipe.predict.layer_variants import Latent, LayerKind
 from bpipe.predict.layout import Setup
-from bpipe.predict.rates import Rates
-from bpipe.predict.sizes import element_bytes, num_tokens
+from bpipe.predict.sizes import Rates, element_bytes, num_tokens
 
 # Rows and columns, and what it reaches of the largest's rate: the smaller reads more for every result it computes.
 # cuBLAS has smaller ones still, for products that do not fill a device.

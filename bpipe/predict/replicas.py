@@ -5,7 +5,7 @@ from __future__ import annotations
 from bpipe.predict.expert_parallel import replicas_of_experts
 from bpipe.predict.layout import Setup
 from bpipe.predict.nodes import replica_ports, replicas_share_nodes
-from bpipe.predict.rates import LINK_EFFICIENCY, MEMORY_EFFICIENCY
+from bpipe.predict.sizes import LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from bpipe.predict.states import parameter_bytes, shard_parameters, stage_experts, stage_matrices, stage_parameters
 
 # Parameters of a bucket of gradients, in Megatron without --ddp-bucket-size.

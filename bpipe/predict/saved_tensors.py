@@ -18,7 +18,7 @@ from bpipe.predict.layers.layer import layer_after_input, layer_bytes, saved_wit
 from bpipe.predict.layout import Setup
 from bpipe.predict.recompute import NO_RECOMPUTATION, LayerScope
 from bpipe.predict.sizes import Saved, sent_bytes, total
-from bpipe.predict.trace import traced_sizes
+from bpipe.predict.training import traced_sizes
 
 # Parts of a layer that are recomputed before the backward of its attention; of norms one is.
 _BEHIND_ATTENTION = frozenset(("mlp", "layernorm", "moe_act", "moe", "shared_experts"))

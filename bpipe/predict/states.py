@@ -9,8 +9,7 @@ from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.sizes import shard_size
-from bpipe.predict.trace import traced_sizes
-from bpipe.predict.training import WHOLE
+from bpipe.predict.training import WHOLE, traced_sizes
 
 # Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while
 # weights are updated: a copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the

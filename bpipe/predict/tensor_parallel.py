@@ -21,9 +21,8 @@ from typing import NamedTuple
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import Layer, Products, layer_products
-from bpipe.predict.rates import LINK_LATENCY_S, Rates
 from bpipe.predict.recompute import LayerScope
-from bpipe.predict.sizes import element_bytes, num_tokens
+from bpipe.predict.sizes import LINK_LATENCY_S, Rates, element_bytes, num_tokens
 
 # Collectives take multiprocessors and bandwidth of memory from the products beside them. Lee et al. 2025 (Characterizing
 # Compute-Communication Overlap, arXiv 2507.03114) trained models of five sizes on A100s, H100s, MI210s and MI250s: on

@@ -1,4 +1,4 @@
-"""Rows of the table of flags: types of what Adam keeps. Their values are those of `predict.state_types`."""
+"""Rows of the table of flags: types of what Adam keeps. Their values are those of `predict.training`."""
 
 from __future__ import annotations
 

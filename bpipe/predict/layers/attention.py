@@ -14,8 +14,17 @@ from bpipe.predict.context_parallel import with_exchange
 from bpipe.predict.layers.norms import GPU_DROPOUT_BYTES
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import latent_up_products
-from bpipe.predict.rates import KERNEL_S, Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_keys, num_tokens, shard_size, total
+from bpipe.predict.sizes import (
+    KERNEL_S,
+    Rates,
+    Saved,
+    element_bytes,
+    kept_bytes,
+    num_keys,
+    num_tokens,
+    shard_size,
+    total,
+)
 from bpipe.predict.slices import SUM_BYTES
 
 FLASH_BACKWARD = 2.5

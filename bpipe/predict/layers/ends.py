@@ -8,8 +8,7 @@ from __future__ import annotations
 from bpipe.predict.layers.norms import dropout_saved, local_norms_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import matrix_products
-from bpipe.predict.rates import Rates
-from bpipe.predict.sizes import Saved, element_bytes, num_tokens, sent_bytes, shard_size, total
+from bpipe.predict.sizes import Rates, Saved, element_bytes, num_tokens, sent_bytes, shard_size, total
 from bpipe.predict.states import parameter_bytes
 from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import ShardCost

@@ -17,8 +17,7 @@ from bpipe.predict.layer_variants import Experts, LayerKind
 from bpipe.predict.layers.mlp import MLP_KERNELS
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products, shared_products
-from bpipe.predict.rates import KERNEL_S, Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
+from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
 
 # Putting tokens in the order of their experts and back: copied to be sent, sorted there, sorted back, and summed, each
 # read and written.

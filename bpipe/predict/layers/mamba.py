@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layout import Setup
-from bpipe.predict.rates import Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_tokens, shard_size
+from bpipe.predict.sizes import Rates, Saved, element_bytes, kept_bytes, num_tokens, shard_size
 
 # Tokens of a chunk, within which all pairs are multiplied: `MambaMixer` has no flag for it.
 CHUNK = 128

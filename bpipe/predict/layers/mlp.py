@@ -5,8 +5,7 @@ from __future__ import annotations
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products
-from bpipe.predict.rates import KERNEL_S, Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_tokens, shard_size
+from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, kept_bytes, num_tokens, shard_size
 
 # Of a forward's: two products and what is between.
 MLP_KERNELS = 3

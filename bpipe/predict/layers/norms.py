@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
-from bpipe.predict.rates import KERNEL_S, Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
+from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
 GPU_DROPOUT_BYTES = 1

@@ -21,8 +21,7 @@ from bpipe.balance.budget import (
 )
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_pool
-from bpipe.plan.budget import smallest_bytes, within
-from bpipe.plan.budget_fit import predicted_devices
+from bpipe.plan.budget import predicted_devices, smallest_bytes, within
 from bpipe.plan.fit import plan_lines
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup

@@ -15,7 +15,7 @@ from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.branches import bound_branch
-from bpipe.plan.budget_fit import within_budget_or_none
+from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import describe
 from bpipe.plan.explain import only_balanced, verdict
 from bpipe.plan.judge import Judge
@@ -27,11 +27,10 @@ from bpipe.predict.activations import activations, moves_anything
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.memory import least_shared_bytes, peak_bytes, predict_memory, state_bytes
+from bpipe.predict.memory import least_shared_bytes, least_warm_bytes, peak_bytes, predict_memory, state_bytes
 from bpipe.predict.model import PRESETS, gpt
 from bpipe.predict.peak_counts import held_by
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
-from bpipe.predict.warm_up import least_warm_bytes
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import HOST, PAIR, POOL

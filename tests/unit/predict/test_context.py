@@ -20,10 +20,9 @@ from bpipe.predict.layers.attention import core_seconds
 from bpipe.predict.layers.layer import layer_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.places import Grid, nodes_of_copies
+from bpipe.predict.nodes import Grid, nodes_of_copies
 from bpipe.predict.profile import Profile
-from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
-from bpipe.predict.sizes import total
+from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, Rates, total
 from bpipe.predict.training import CP_COMM_TYPES
 from tests.unit.predict.published import DEEPSEEK_V3
 

@@ -23,7 +23,7 @@ from bpipe.predict.layers.layer import layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.parameters import num_active_parameters, num_parameters
-from bpipe.predict.rates import Rates
+from bpipe.predict.sizes import Rates
 from bpipe.predict.states import rank_parameters
 
 NAMES = tuple(

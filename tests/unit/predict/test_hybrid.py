@@ -20,13 +20,12 @@ from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Experts, LayerKind, Routing
 from bpipe.predict.layers.layer import halves_seconds, layer_bytes, layer_saved, layer_seconds
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import predict_memory
+from bpipe.predict.memory import predict_memory, working_bytes
 from bpipe.predict.model import Model, gpt
 from bpipe.predict.parameters import layer_parameters, num_active_parameters, num_parameters
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes, stage_saved
 from bpipe.predict.sizes import total
 from bpipe.predict.states import stage_parameters
-from bpipe.predict.temporaries import working_bytes
 from bpipe.predict.training import Fp8
 from tests.unit.predict.published import NEMOTRON_3_NANO, NEMOTRON_H_8B, NEMOTRON_NANO_9B
 

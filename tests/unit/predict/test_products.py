@@ -11,7 +11,7 @@ from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import matrix_products
 from bpipe.predict.model import PRESETS
-from bpipe.predict.rates import Rates
+from bpipe.predict.sizes import Rates
 
 SETUP = Setup(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 4, 8, 2, 128, 2048, (10,) * 8)
 
