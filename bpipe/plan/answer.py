@@ -1,7 +1,4 @@
-"""Decide what to run: the launch as it stands, the best of stock Megatron, or the best with this project.
-
-In: rows of a search. Out: an `Answer`, in a few lines or as JSON values. Knows no command line.
-"""
+"""What to run: the launch as it is, the best of stock Megatron, or the best with this project."""
 
 from __future__ import annotations
 

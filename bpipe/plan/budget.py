@@ -1,10 +1,6 @@
-"""Plan what leaves each device so that every one keeps its budget.
+"""Plans of what leaves each device so that every one keeps its budget, with predicted or measured bytes.
 
-In: a schedule, what devices hold, budgets in bytes. Out: a `Fit`.
-
-Commands and the training ask here, with predicted bytes or with measured ones, and print the same lines. A budget is
-all that a device may hold: weights, gradients, optimizer state, activations, what comes and goes, overhead. Knows no
-tensors and no command line.
+A budget is all that a device may hold: weights, gradients, optimizer state, activations, temporaries, overhead.
 """
 
 from __future__ import annotations
@@ -201,7 +197,7 @@ def within_or_none(devices: Devices, partners: Sequence[int] | None = None) -> F
 
 
 def _possible(devices: Devices, partners: Sequence[int] | None) -> tuple[ActivationBudget, list[Partners]]:
-    """What activations may take, and who may be partners, to try one after the other."""
+    """Room for activations, and the choices of partners to try in order."""
     alone = devices.need_bytes(devices.schedule, moving=False)
     activation_budget = devices.activation_budget(
         moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True))
@@ -214,7 +210,6 @@ Partners = tuple[int, ...] | None
 
 
 def _choices(devices: Devices, activation_budget: ActivationBudget) -> list[Partners]:
-    """Who may be partners, to try one after the other."""
     pairs: list[Partners] = list(
         dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, activation_budget)))
     )
@@ -225,7 +220,7 @@ def _choices(devices: Devices, activation_budget: ActivationBudget) -> list[Part
 
 
 def _more(devices: Devices, partners: Partners) -> tuple[int, Pair]:
-    """By how much larger budgets would have to be for all pairs, and for which most."""
+    """By how much all budgets would have to grow for all pairs, and the pair that needs most."""
     levels = _levels(devices, partners)
     worst = max(levels, key=lambda pair: levels[pair])
     return levels[worst], worst
@@ -253,10 +248,9 @@ def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fi
 
 
 def _looser(devices: Devices, tight: Fit, more: int) -> Fit:
-    """Return the budgets less an eighth where the tightest plan, for budgets larger by `more`, is lower: then nodes are
-    asked for less.
+    """Return the budgets less an eighth if the tightest plan, for budgets larger by `more`, is lower, to ask less of nodes.
 
-    Every sender of that plan still sends something, so that it is measured what of its micro-batches moves.
+    Every sender of that plan still sends something, so that the moved part of its micro-batches can be measured.
     """
     activation_budget = devices.activation_budget(max(more, -int(_CUSHION * min(devices.budget_bytes))))
     ranks = range(devices.schedule.num_ranks)
@@ -290,10 +284,7 @@ def _fit(devices: Devices, activation_budget: ActivationBudget, partners: Partne
 
 
 def _pooled(devices: Devices, activation_budget: ActivationBudget) -> ActivationBudget:
-    """For other hosts than pairs, with the parts that make the fewest bytes if there is room for them.
-
-    Raises NoRoom.
-    """
+    """For hosts other than pairs: the parts that move the fewest bytes, if there is room. Raises BudgetTooSmall."""
     if devices.parts:
         with suppress(BudgetTooSmall):
             return _with_links(
@@ -307,7 +298,7 @@ def _arranged(devices: Devices, activation_budget: ActivationBudget) -> Schedule
 
 
 def _with_links(devices: Devices, activation_budget: ActivationBudget) -> ActivationBudget:
-    """Less room where a pool's further links take it. Raises NoRoom."""
+    """Reduce the room by a pool's further links. Raises BudgetTooSmall."""
     taken = [0] * len(activation_budget.room_bytes)
     while True:
         less = ActivationBudget(
@@ -322,10 +313,7 @@ def _with_links(devices: Devices, activation_budget: ActivationBudget) -> Activa
 
 
 def _levels(devices: Devices, partners: Partners) -> dict[Pair, int]:
-    """By pair, by how much more its budgets have to be than they are, at least; below 0, by how much less they may be.
-
-    Of a pool it is one number, by whoever lacks most with less.
-    """
+    """By pair, by how much its budgets have to grow at least; negative if they may shrink. A pool has one number."""
     highest = max(devices.budget_bytes)
     alone = devices.need_bytes(devices.schedule)
     most = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
@@ -452,7 +440,6 @@ def within_budget_or_none(setup: Setup, budget_bytes: Sequence[int], profile: Pr
 
 
 def _in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | None) -> tuple[Setup, Fit]:
-    """The setup as the plan balances it, with transfers where they end in time."""
     if not found.moved_bytes:
         return replace(setup, balance=None, budget_bytes=devices.budget_bytes), found
     found = plan_in_time(setup, devices, found, profile)

@@ -1,7 +1,7 @@
-"""Lay what a run took beside its prediction. In: seconds of its iterations, a Setup. Out: a `Steady`, a `Calibration`.
+"""Calibrations: by how much a cluster is slower than its prediction.
 
-Refuses what says nothing of the cluster: too few iterations, unsteady ones, more FLOPs than the devices can do. Reads
-no file.
+One factor covers computations and messages alike, because one run does not tell them apart. Refused are runs that say
+nothing of the cluster: too few iterations, unsteady ones, more FLOPs than the devices can do.
 """
 
 from __future__ import annotations

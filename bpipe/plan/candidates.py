@@ -1,7 +1,4 @@
-"""Configurations as every command lists them: one row each, and the columns that tables are made of.
-
-In: predictions. Out: rows, and their cells as text. Predicts nothing and knows no command line.
-"""
+"""Configurations with their predictions, and the columns of tables of them."""
 
 from __future__ import annotations
 
@@ -125,7 +122,6 @@ def cells(titles: Iterable[str], rows: Sequence[Candidate], base: Candidate | No
 
 
 def _of_bandwidth(row: Candidate, name: str, decimals: int) -> str:
-    """Write a rate of its transfers in GB; nothing if nothing moves."""
     bandwidth = row.prediction.bandwidth
     return "" if bandwidth is None else f"{getattr(bandwidth, name) / 1e9:.{decimals}f}"
 

@@ -1,11 +1,9 @@
-"""Estimate what another micro-batch size gains, from stage MFUs alone.
-
-In: B, p, two sizes, two stage MFUs. Out: times, MFUs, a sentence.
+"""The gain of another micro-batch size, from stage MFUs alone.
 
 Source: Huang et al. 2024, "Re-evaluating the Memory-balanced Pipeline Parallelism: BPipe":
     iteration time = (B/b + p - 1) T(b)
     MFU(x) / MFU(y) = (B + y(p-1)) / (B + x(p-1)) * MFU_stage(x) / MFU_stage(y)
-B is the global batch of one replica. Knows no model, no memory and no transfers: those are taken to hide.
+B is the global batch of one replica. Transfers are taken to be hidden.
 """
 
 from __future__ import annotations

@@ -183,10 +183,7 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
 
 
 def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
-    """What to take where pairs lie on two nodes, which ranks may fill.
-
-    `host`: GB/s to a node's memory, where that is faster.
-    """
+    """Alternatives to pairs on two nodes, which ranks may fill. `host`: GB/s to a node's memory, if that is faster."""
     devices = setup.cluster.devices_per_domain
     fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= devices), default=None)
     ways = [f"--tp {fewer}, so that pairs share a node"] if fills and fewer else []
@@ -256,7 +253,6 @@ def _only_balanced_looked_at(outcome: Outcome) -> Verdict:
 
 
 def _nothing(outcome: Outcome) -> Verdict:
-    """Return the verdict where there is no row, though there were configurations."""
     if outcome.closest is None:
         # Only where balanced ones alone were asked for.
         text = "Nothing fits only because of balancing: what was searched fits without it. Give --balance none bpipe."
@@ -272,7 +268,6 @@ def _nothing(outcome: Outcome) -> Verdict:
 
 
 def _what_cut(outcome: Outcome) -> str:
-    """Return every constraint that cut something, in the order in which they are asked."""
     cluster = outcome.space.cluster
     parts = [f"{outcome.cuts[name]} {text}" for name, text in CUTS.items() if name in outcome.cuts]
     sizes = "t*p*d" if outcome.space.contexts == (1,) else "t*c*p*d"
@@ -293,7 +288,6 @@ def _closest(closest: Closest, space: Space) -> str:
 
 
 def _more_ranks(setup: Setup, space: Space) -> str:
-    """What keeps the layers from being cut over more devices."""
     layers = setup.model.num_layers
     if setup.pipeline == layers:
         return f"p is at its limit of {layers} layers, so use devices with more memory"

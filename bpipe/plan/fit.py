@@ -1,9 +1,4 @@
-"""Hold a plan within budgets, and say who hosts for whom by it, how much, and why.
-
-In: a schedule, sizes, budgets. Out: lines, or JSON.
-
-Plans nothing (`budget` does) and knows no command line.
-"""
+"""A plan within budgets, and lines or JSON that say who hosts for whom, how much, and why."""
 
 from __future__ import annotations
 
@@ -110,7 +105,7 @@ def plan_lines(found: Fit, known: str = "by prediction") -> list[str]:
 
 
 def _part(found: Fit, residencies: Sequence[Residency]) -> str:
-    """Return the bytes of each part, where that is not all."""
+    """Bytes of each part; nothing if all of a micro-batch moves."""
     sizes = {found.memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies}
     if not {residency.stage for residency in residencies} & set(found.how.parts):
         return ""
@@ -118,7 +113,6 @@ def _part(found: Fit, residencies: Sequence[Residency]) -> str:
 
 
 def _waiting(found: Fit) -> list[str]:
-    """Where transfers do not end in time."""
     if found.unjudged is not None:
         return [
             f"whether transfers end before they are needed was not looked at, and none is issued earlier: "
@@ -132,7 +126,6 @@ def _waiting(found: Fit) -> list[str]:
 
 
 def _hosting(found: Fit, rank: int) -> str:
-    """Of one rank that sends."""
     schedule, by_host = found.schedule, residencies_by_host(found.schedule, rank)
     every = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
     counted = "micro-batches" if schedule.layout.slices == 1 else "slices of micro-batches"

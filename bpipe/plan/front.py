@@ -1,11 +1,8 @@
-"""Find what is fastest for every amount of memory: the Pareto front of a space.
+"""The Pareto front of a space: what is fastest for every amount of memory.
 
-In: the Space. Out: a `Front`, by rising memory.
-
-A configuration is on it where none that takes no longer needs less memory, balanced ones, other schedules and
-recomputation among them. The device's own memory says only which point wins. Configurations come by the lower bounds of
-their times, and what is beaten by bounds alone is asked neither for memory nor for time: what is found is what
-predicting all would find. Knows no command line.
+A configuration is on it if none that takes no longer needs less memory. The device's own memory only says which point
+wins. Configurations come by the lower bounds of their times, and what bounds alone rule out is not predicted: the result is
+that of predicting everything.
 """
 
 from __future__ import annotations
@@ -133,7 +130,7 @@ def _but(every: Iterable[str], given: Collection[str]) -> list[str]:
 
 
 def _needs_unless_beaten(known: _Unbeaten, setup: Setup, bound_s: float, most: int) -> int | None:
-    """What it needs, None where that is too much or something known beats it. Asked in steps: cheap bounds first."""
+    """Return its need, None if that is too much or a known point beats it. Cheap bounds come first."""
     needs = 0
     for needs in _rising(setup):
         if needs > most or known.beats(needs, bound_s):
@@ -142,7 +139,6 @@ def _needs_unless_beaten(known: _Unbeaten, setup: Setup, bound_s: float, most: i
 
 
 def _rising(setup: Setup) -> Iterable[int]:
-    """Less than it needs, nearer to it each time; then what it does."""
     yield least_bytes(setup)
     if setup.balance is not None:
         yield least_shared_bytes(setup)

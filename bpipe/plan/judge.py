@@ -1,10 +1,7 @@
-"""Say which configurations of a space fit, and count them.
+"""Which configurations of a space fit, and how many.
 
-In: Setups, one by one. Out: a yes or no each, and how every family stands.
-
-What cheap bounds decide is asked no further: weights alone, what the first rank holds, what ranks hold when their
-backwards begin. Of what is too much by a bound it is said only at the end what it needs, where somebody wants to know.
-Knows no time but what it is told.
+Cheap bounds decide first: weights alone, what the first rank holds, what ranks hold when their backwards begin. What is too
+large by a bound is predicted exactly only at the end, if its need is reported.
 """
 
 from __future__ import annotations
@@ -159,7 +156,7 @@ class Judge:
         return self._known(setup)[0] <= self._limit
 
     def _fitted(self, setup: Setup) -> Setup | None:
-        """The setup if it fits, balanced by a budget where sharing evenly is not enough."""
+        """Return the setup if it fits, balanced by a budget if even shares are not enough."""
         self.needs_bytes = None
         peak, is_bound = self._known(setup if setup.balance is None else replace(setup, balance=None))
         if setup.balance is not None:
@@ -184,13 +181,13 @@ class Judge:
         return None
 
     def _known(self, setup: Setup) -> tuple[int, bool]:
-        """What it needs; where less than that is too much, that, and whether it is a bound to be asked for more."""
+        """Return its need, or a lower bound that is too much already, and whether that bound may be asked for more."""
         if setup not in self._asked:
             self._asked[setup] = self._needs(setup)
         return self._asked[setup]
 
     def _states_of(self, setup: Setup) -> tuple[int, ...]:
-        """Of every rank, what is there all the time: the same whatever the micro-batch, recomputation and groups."""
+        """Bytes that every rank holds throughout, whatever the micro-batch, recomputation and groups."""
         grid = setup.tensor, setup.context, setup.pipeline, setup.routing
         key = (
             grid,
@@ -214,8 +211,7 @@ class Judge:
         return (warm, True) if warm > self._limit else (peak_bytes(setup), False)
 
     def _balanced(self, setup: Setup) -> tuple[int, bool, Setup] | None:
-        """The same of a balanced one, and how it is balanced. None where nothing of it would move: then it gains nothing
-        either."""
+        """Return the same of a balanced setup, and the setup as it is balanced; None if nothing would move."""
         states = self._states_of(setup)
         least = least_bytes(setup, states)
         if least > self._limit:
@@ -238,8 +234,7 @@ class Judge:
         return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
 
     def _by_budget(self, setup: Setup) -> Setup | None:
-        """The same balanced by bytes: even shares of micro-batches are no even shares of memory, as the last rank has
-        logits beside them."""
+        """Balance by bytes: even shares of micro-batches are not even shares of memory, because the last rank also has logits."""
         forwards = setup.num_stages * setup.num_microbatches * setup.slices
         return within_budget_or_none(setup, (self._limit,), self._profile) if forwards <= _FORWARDS_PLANNED else None
 

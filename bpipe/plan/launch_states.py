@@ -1,8 +1,6 @@
-"""Say in which state every feature of a launch is: supported, guarded or refused.
+"""The state of every feature of a launch: supported, guarded or refused, by the trainer's table.
 
-In: a launch's flags. Out: the rows of the trainer's own table (`bpipe.config.features`) that apply, the worst first, and of
-what was trained the commonest. A launch
-without any flag of this project's is judged as with `--bpipe`. Predicts nothing, and imports no Megatron.
+A launch without any flag of this project is judged as with `--bpipe`.
 """
 
 from __future__ import annotations
@@ -123,7 +121,6 @@ def states_of_launch(flags: Sequence[str]) -> list[Feature]:
 
 
 def _whole(value: object) -> int:
-    """A number of a launch; 1 where it says none."""
     return value if isinstance(value, int) and value > 0 else 1
 
 
@@ -137,8 +134,7 @@ def _tables(placed: bool, sharded: bool, sliced: bool) -> list[tuple[Feature, ..
 
 
 def _loop_of(settings: Settings) -> tuple[bool, bool]:
-    """Return whether stages stand otherwise than Megatron has them, and whether our own loop runs for the schedule's
-    sake."""
+    """Return whether stages lie otherwise than in Megatron, and whether the schedule needs our own loop."""
     ranks = _whole(settings.pipeline_model_parallel_size)
     chunks = _whole(settings.num_virtual_stages_per_pipeline_rank)
     if settings.num_layers_per_virtual_pipeline_stage:

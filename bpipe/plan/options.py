@@ -1,7 +1,6 @@
-"""Make a `Setup` of options, by the names that `bpipe simulate` has for them, some of which a launch of Megatron says.
+"""A `Setup` from options, named as in `bpipe simulate`, and from a launch of Megatron.
 
-In: options, and what the launch says. Out: options, filled in, and the setup they describe. An option that was given
-itself stands. Knows no flag of Megatron's, and no file.
+An option that is given replaces what the launch says.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ def _refuse_unmodelled(given: Mapping[str, object], reading: Reading) -> None:
 
 
 def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the launch says beside these options: nothing of layers and chunks where the options have other
-    stages."""
+    """Return what the launch says; if the options have other stages, nothing about layers and chunks."""
     said = dict(launch)
     for name in ("pipeline", "chunks"):
         if given.get(name) is not None and given[name] != said.get(name):
@@ -146,10 +144,9 @@ def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _fewest_chunks(given: object, said: object, chunks: int) -> int:
-    """Return the fewest chunks that the schedule has, where it cannot have `chunks`.
+    """Return the fewest chunks of the schedule if it cannot have `chunks`.
 
-    What the trainer refuses in a launch as it stands stays: another number than the schedule has, and Megatron's own
-    schedule of chunks without any.
+    What the trainer refuses in the launch itself stays: a wrong number of chunks, or Megatron's interleaved schedule without.
     """
     family = FAMILIES.get(str(given or said))
     if family is None or chunks in family.chunks(chunks):
@@ -160,7 +157,6 @@ def _fewest_chunks(given: object, said: object, chunks: int) -> int:
 
 
 def _name(field: str) -> str:
-    """What a message calls the flag of a field."""
     return next(flag.name for group in (MODEL, TRAINING, CONFIGURATION) for flag in group.flags if flag.field == field)
 
 
@@ -230,7 +226,6 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
 
 
 def _balance_of(options: Options) -> BalanceConfig | None:
-    """Raises ValueError for what says how to balance where nothing is balanced."""
     bounds, hosts = getattr(options, "bound", None), getattr(options, "hosts", PAIR)
     said = [*(["--bound"] if bounds is not None else []), *([f"--hosts {_words(hosts)}"] if hosts != PAIR else [])]
     if said and options.balance == BALANCES[0]:
@@ -239,7 +234,6 @@ def _balance_of(options: Options) -> BalanceConfig | None:
 
 
 def _words(hosts: str | Sequence[str]) -> str:
-    """Return the hosts as they are typed: `plan` takes several."""
     return hosts if isinstance(hosts, str) else " ".join(hosts)
 
 

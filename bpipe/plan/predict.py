@@ -1,9 +1,4 @@
-"""Predict one configuration: time, MFU, bubble, memory, transfers.
-
-In: a Setup and, if there is one, a Profile. Out: a `SetupPrediction`.
-
-The schedule is the very one that would run. Knows no command line and compares nothing.
-"""
+"""The prediction of one configuration: time, MFU, bubble, memory, transfers, of the schedule that would run."""
 
 from __future__ import annotations
 
@@ -148,11 +143,7 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
-    """Return the evictions a rank makes per iteration.
-
-    What leaves repeats itself after other numbers of micro-batches than what is computed, so all are asked where they
-    are not too many; of more so many steps tell.
-    """
+    """Return each rank's evictions per iteration, extrapolated for many forwards: transfers and computations have different periods."""
     fills = FAMILIES[setup.schedule].fill is not None
     if setup.balance is None or not (fills or setup.activation_budget is not None or keeps_own(setup)):
         return (0,) * setup.pipeline
@@ -171,7 +162,6 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
 
 
 def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:
-    """None where nothing moves."""
     if not any(moves):
         return None
     # As many micro-batches as fill the pipeline tell who hosts for whom.
@@ -187,7 +177,6 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
 
 
 def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequence[Host]) -> list[Bandwidth]:
-    """Return what transfers of each of a rank's stages need of its slowest link; nothing where no link has a speed."""
     speeds = [costs.links.link(rank, host.rank).bytes_per_s for host in hosts]
     available = min((speed for speed in speeds if speed is not None), default=None)
     if available is None:
@@ -197,7 +186,6 @@ def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequen
 
 
 def _need_of(cost: StageCost, available: float) -> Bandwidth:
-    """What transfers of one stage need, of micro-batches or slices."""
     forward_s = float(cost.whole_forward_s)
     required, steady = (needed(cost.moved_bytes, forward_s) for needed in (required_bytes_per_s, steady_bytes_per_s))
     return Bandwidth(cost.moved_bytes, required, steady, available)

@@ -1,10 +1,4 @@
-"""Say what of configurations the trainer refuses, before they are predicted.
-
-In: a Setup, what else its launch says. Out: reasons.
-
-Asks the trainer's own table (`bpipe.config.features`) with the flags that would launch the setup. What it refuses beside a
-product's overlapped gathers trains without them, and is predicted so. Predicts nothing, and imports no Megatron.
-"""
+"""What of configurations the trainer refuses, asked of its table (`bpipe.config.features`) with their flags."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Say with which shards of the vocabulary a configuration can be trained.
-
-In: a Setup with the vocabulary whole. Out: Setups with shards.
-
-What the trainer refuses is none of them (docs/vocabulary.md, "The output layer in shards"), but for ranks that would wait
-for each other: to say so takes the schedule (`stands_still`), which is asked of few. Predicts nothing.
-"""
+"""With which shards of the vocabulary a configuration can be trained (docs/vocabulary.md)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Say which configurations there are.
-
-In: a `Space`: a model, a cluster and what to choose from. Out: every Setup, and what cut the others.
-
-Predicts nothing: what needs too much memory is still among them.
-"""
+"""The configurations of a search, and what cut the others. What needs too much memory is still among them."""
 
 from __future__ import annotations
 
@@ -248,8 +243,7 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
 
 
 def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
-    """Over how many of a stage's devices experts are spread, each whole where nobody says otherwise: one way for a
-    model without."""
+    """Expert-parallel sizes, with whole experts by default; one way for a model without experts."""
     experts, given = space.model.experts, space.routing
     if experts is None:
         return (given,)
@@ -275,15 +269,13 @@ def usual_contexts(sequence: int, devices: int) -> tuple[int, ...]:
 
 
 def _with_pipelines(space: Space) -> Iterator[tuple[int, int, list[int]]]:
-    """Return how many devices divide a layer and a sequence, with all numbers of ranks there can be besides; 0 where
-    there is none."""
+    """Yield sizes t and c with all possible p, which is 0 if they do not divide the devices."""
     devices = space.cluster.num_devices
     for tensor, context in product(divisors(space.cluster.devices_per_domain), space.contexts):
         yield tensor, context, [0] if devices % (tensor * context) else divisors(devices // (tensor * context))
 
 
 def _is_divided(space: Space, tensor: int, context: int) -> bool:
-    """Return whether so many devices can each have a part of a sequence."""
     shards, model = tensor * context, space.model
     heads = (model.num_attention_heads, model.num_query_groups) if space.cp_comm_type == "a2a" else ()
     whole = (space.cluster.num_devices, space.sequence, *heads)
@@ -291,7 +283,6 @@ def _is_divided(space: Space, tensor: int, context: int) -> bool:
 
 
 def _cut_of_layers(space: Space, tensor: int, context: int) -> str | None:
-    """What keeps layers from being divided so, if anything does."""
     model, groups = space.model, space.model.num_query_groups
     if model.hybrid is not None and model.hybrid.refused(tensor, context, on_cpu=False) is not None:
         return "mamba"
@@ -355,7 +346,6 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
 
 
 def _cut_of(family: Family, space: Space, pipeline: int, num_microbatches: int) -> str | None:
-    """What keeps a family from such a pipeline."""
     if family.num_pipes > 1:
         if space.model.experts is not None:
             return "experts"
@@ -405,7 +395,7 @@ def is_in_order(schedule: str, pipeline: int, chunks: int) -> bool:
 
 
 def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneven: bool) -> tuple[int, ...] | None:
-    """None where they do not go over so many stages. Ends without layers were never trained where one rank has both."""
+    """None if the layers cannot be split so. A rank with both ends needs layers in them: others were never trained."""
     layers = split_layers(num_layers, pipeline * chunks, uneven)
     placements = FAMILIES[schedule].layout(pipeline, chunks).placements
     ends_meet = len(placements) > 1 or placements[0][0] == placements[0][-1]
@@ -423,7 +413,6 @@ def groups(schedule: str, pipeline: int, num_microbatches: int, slices: int = 1)
 
 
 def _scopes(space: Space) -> tuple[str, ...]:
-    """Flash attention saves nothing that selective recomputation could leave out, so it is tried only where nothing
-    else was asked for."""
+    """With flash attention, selective recomputation frees nothing, so it is tried only if it is the only choice."""
     asked = tuple(dict.fromkeys(OPEN if scope == BLOCK else scope for scope in space.recompute))
     return tuple(scope for scope in asked if not (scope == "selective" and space.attention == "flash")) or asked

@@ -1,9 +1,4 @@
-"""Say of every family of schedules that a search looked at how it did, and why.
-
-In: the Outcome of a search. Out: lines, or plain values.
-
-The fastest of each is laid beside the fastest of all. Predicts nothing itself.
-"""
+"""How every family of schedules did in a search, compared with the fastest of all."""
 
 from __future__ import annotations
 
@@ -91,7 +86,7 @@ def family_values(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _ordered(outcome: Outcome) -> list[FamilyResult]:
-    """By the time of the fastest; then what was not simulated, by its bound; then what there is nothing of."""
+    """Sort by the fastest's time, then by the bounds of families that were not simulated, then the rest."""
 
     def key(one: FamilyResult) -> tuple[int, float]:
         if one.fastest is not None:

@@ -1,10 +1,7 @@
-"""Say whether the vocabulary is what hurts, and what would help.
+"""Whether the vocabulary is a burden, and what would help.
 
-In: one prediction. Out: a `Burden` with a prediction for each remedy.
-
-The output layer and its loss make the last rank compute longer than the others, and every micro-batch waits for it;
-what they hold besides may make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's
-layers on all ranks. Knows no command line.
+The output layer and its loss make the last rank compute longer than the others, which wait for it in every micro-batch; they
+may also make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's layers on all ranks.
 """
 
 from __future__ import annotations
@@ -84,8 +81,7 @@ def alternatives(
 
 
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:
-    """What was planned within a budget is another plan where ranks hold something else; None where none keeps the
-    budget."""
+    """Plan anew within the budget, if there is one, because ranks hold something else; None if no plan keeps it."""
     if setup.activation_budget is None or setup.budget_bytes is None:
         return setup
     plain = replace(setup, balance=BalanceConfig(hosts=setup.hosts))
@@ -96,10 +92,7 @@ def _within(setup: Setup, profile: Profile | None) -> Setup | None:
 
 
 def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:
-    """Only with one stage per rank: chunks of the other ranks would lie between.
-
-    The trainer does not choose it for a pattern of layers.
-    """
+    """Only with one stage per rank, as chunks of other ranks would lie between; the trainer does not choose it for patterns."""
     if setup.model.hybrid is not None or setup.num_chunks > 1 or not setup.layers[-1]:
         return None
     cost = costs_of(setup, profile).stages[-1]

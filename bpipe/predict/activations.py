@@ -1,7 +1,4 @@
-"""Predict what ranks hold of micro-batches, own and hosted.
-
-In: a Setup. Out: bytes of one device, and the `Memory` that schedules are balanced by.
-"""
+"""What ranks hold of micro-batches, their own and hosted ones, in bytes of one device."""
 
 from __future__ import annotations
 
@@ -45,11 +42,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
 
 
 def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
-    """The same of slices, whose sizes may differ, and of what is kept beside them.
-
-    Bubbles change nothing that is held, so without transfers the orders tell. Of slices of one size counts tell, which
-    are the same whatever a micro-batch and its layers are.
-    """
+    """Without transfers the orders alone tell, because bubbles change nothing that is held; if slices have one size, counts do."""
     memory = memory_of_setup(setup)
     count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
     rows = _alike(memory, setup.num_stages)
@@ -61,8 +54,7 @@ def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
 
 
 def _alike(memory: Memory, num_stages: int) -> tuple[Sequence[int], ...] | None:
-    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None where slices of a
-    stage differ."""
+    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None if slices differ."""
     sizes = [set(memory.sizes(stage)) for stage in range(num_stages)]
     if memory.reserved or max(map(len, sizes)) > 1:
         return None
@@ -82,7 +74,6 @@ def held_of(setup: Setup) -> tuple[HeldCounts, ...]:
 
 
 def _num_filling(setup: Setup) -> int:
-    """Return how many micro-batches fill the pipeline, or all where ranks never stop holding more."""
     fill = FAMILIES[setup.schedule].fill
     if fill is None:
         return setup.num_microbatches

@@ -1,9 +1,6 @@
-"""Describe devices and how they are joined.
+"""Devices and how they are joined, from text such as `a100-80g:4x8`.
 
-In: text such as `a100-80g:4x8`. Out: a frozen `Cluster`. Knows no model, schedule or file.
-
-Peaks are dense 16-bit matrix FLOP/s; links are per device and one direction. What software reaches of them is in
-`compute`.
+Peaks are dense 16-bit matrix FLOP/s. The share of them that software reaches is in `sizes.Rates`.
 """
 
 from __future__ import annotations
@@ -280,7 +277,6 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
 
 
 def _with_port(device: DeviceKind, port: str | None, text: str) -> DeviceKind:
-    """Return the device with the port between nodes that the text says, in GB/s, if any."""
     if port is None:
         return device
     if not float(port):
@@ -289,10 +285,7 @@ def _with_port(device: DeviceKind, port: str | None, text: str) -> DeviceKind:
 
 
 def _sizes(match: re.Match[str], rack: Rack) -> tuple[int, int]:
-    """Return the nodes, and devices of one; of racks a number alone counts those.
-
-    Raises ValueError for a number alone that no node has.
-    """
+    """Return the nodes and the devices of each; a number alone counts racks, if the name is a rack's."""
     text, name, nodes, each = match[0], match[1], match[2], int(match[3])
     if nodes is None and rack.devices_per_node:
         return each * rack.nodes, rack.devices_per_node

@@ -1,15 +1,12 @@
-"""Read a cluster of one's own. In: a JSON or TOML file. Out: a `Cluster`. Errors name the key and the file.
+"""Cluster files, in JSON or TOML.
 
 nodes = 16
 gpus_per_node = 8
-gpus_per_domain = 32      # joined by such links as a node's are; by default the node's own
+gpus_per_domain = 32          # joined by a node's links; by default those of one node
 
-[device] like = "h100-80g"        # what is not said is taken from there name = "our-h100" between_gb_per_s = 25    #
-half the ports between_gap_us = 400     # what a message between stages takes besides host_gb_per_s = 32       # a
-device's link to its node's memory, one direction host_node_gb_per_s = 128 # what those of all devices of a node carry
-together mesh_links = 7           # of a full mesh: to so many others it has a link each, and inside_gb_per_s is all of
-them; no switch multiprocessors = 132    # which compute a product's tiles at a time fp8_tflops = 1979        # dense
-products of 8-bit values
+[device]                      # or a name
+like = "h100-80g"             # supplies every other value
+between_gb_per_s = 25
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Predict what context parallelism adds to attention.
+"""Seconds and bytes that context parallelism adds to attention.
 
-In: a Setup, and seconds of the core alone. Out: seconds and bytes of one layer.
-
-Of 2c equal parts of a sequence a rank has one from the front and one from the back, so causal loads are even. Its queries need the keys
-and values of all others, which reach it in one of three ways, as Transformer Engine's `context_parallel` does them:
-  p2p        keys and values go round a ring: the next part's pass while one is computed, in c steps of equal work. Backward their gradients
-             go round, too, a step behind. What every step gives is kept to the end of the forward, and then summed up in 32 bit
-  all_gather all keys and values are gathered before, and their gradients scattered behind; both are waited for
-  a2a        every rank gets the whole sequence of its part of the heads, and gives back what it made of them; waited for
-Kernels are taken to reach as much of the peak on shorter sequences, and a ring's messages not to slow them. Knows no schedule.
+Of 2c equal parts of a sequence each rank has one from the front and one from the back, so causal loads are even. Its
+queries need the keys and values of all others, which arrive in one of three ways, as in Transformer Engine's
+`context_parallel`:
+  p2p        Keys and values pass round a ring, each during the computation of the part before, in c steps of equal work.
+             Backward their gradients follow one step later. Every step's result is kept, and all are summed in 32 bit.
+  all_gather All keys and values are gathered before, and their gradients scattered after; both are waited for.
+  a2a        Every rank gets the whole sequence for its part of the heads, and returns the result; waited for.
+Kernels are taken to reach the same share of the peak on shorter sequences, and not to be slowed by a ring's messages.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def exchange_bytes(setup: Setup) -> int:
 
 
 def _values(setup: Setup) -> tuple[int, int, int]:
-    """Of a rank's tokens: queries, keys and values together, and what attention gives."""
+    """Values of a rank's tokens: queries, keys and values together, and attention's output."""
     model, tokens = setup.model, num_tokens(setup)
     query, both, given = (
         shard_size(tokens * size, setup.tensor) for size in (model.query_size, model.key_value_size, model.value_size)
@@ -74,14 +73,14 @@ def _reach(setup: Setup) -> Reach:
 
 
 def _hop_seconds(setup: Setup, num_bytes: float) -> float:
-    """To the next of the ring, at the pace of the slowest link in it."""
+    """Seconds to the next rank of the ring, at the pace of its slowest link."""
     device = setup.cluster.device
     link = device.among(2) if _reach(setup).nodes == 1 else device.between_bytes_per_s
     return num_bytes / (link * LINK_EFFICIENCY) + LINK_LATENCY_S
 
 
 def _gather_seconds(setup: Setup, num_bytes: float) -> float:
-    """Of what each has: what comes from beyond a node passes as many ports as there are of the ring's devices in it."""
+    """Data from other nodes passes as many ports as the ring has devices in a node."""
     found, device = _reach(setup), setup.cluster.device
     inside = num_bytes * (setup.context - 1) / device.among(found.here)
     between = num_bytes * (setup.context - found.here) / found.here / device.between_bytes_per_s
@@ -89,7 +88,6 @@ def _gather_seconds(setup: Setup, num_bytes: float) -> float:
 
 
 def _to_all_seconds(setup: Setup, num_bytes: float) -> float:
-    """To each other one its part of what a rank has."""
     found, device, part = _reach(setup), setup.cluster.device, num_bytes / setup.context
     inside = part * (found.here - 1) / device.among(found.here)
     between = part * (setup.context - found.here) / device.between_bytes_per_s

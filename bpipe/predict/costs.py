@@ -1,10 +1,7 @@
-"""Predict seconds of every stage from sizes.
+"""Seconds of every stage by a roofline, and links between ranks: the simulator's `Costs`.
 
-In: a Setup. Out: `Costs` for the simulator. A roofline: products at a share of the peak, all else at a share of the
-memory's bandwidth, tensor-parallel collectives at a share of the links'. Knows no schedule.
-
-How far the result is from measurements is in docs/validation.md. Where a measured profile is given, it replaces what it
-measured.
+Products run at a share of the peak, all else at a share of the memory's bandwidth, collectives at a share of the links'.
+docs/validation.md compares the results with measurements.
 """
 
 from __future__ import annotations
@@ -66,8 +63,7 @@ def links(setup: Setup) -> Links:
 
 
 def _host_bytes_per_s(setup: Setup) -> float:
-    """What a device's link to its node's memory carries in one direction, when all devices of the node that send
-    there do so at once."""
+    """One direction of a device's link to its node's memory, if all senders of the node use theirs at the same time."""
     device, cluster = setup.cluster.device, setup.cluster
     if device.host_node_bytes_per_s is None:
         return device.host_bytes_per_s
@@ -162,7 +158,6 @@ def predict_costs(setup: Setup) -> Costs:
 
 
 def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[StageCost]:
-    """Costs of every stage for a micro-batch, or for one slice."""
     every, parts = setup.stage_layers, part_seconds(setup)
     saved, sent = stage_bytes(setup), sent_bytes(setup)
     after_input, buckets = after_input_bytes(setup), stage_buckets(setup)

@@ -1,15 +1,11 @@
-"""Predict how long tokens are on their way to experts and back.
+"""Seconds of the exchanges between tokens and their experts, for one layer.
 
-In: a Setup. Out: seconds of one layer, and what is between nodes.
-
-A device sends every expert's tokens to the devices that have it, and gets back what it made of them: two exchanges a forward, two a
-backward, waited for. Loads are taken to be even, so of a device's tokens each of `ep` devices gets as many. What goes to the own node takes
-NVLink, the rest the device's own port, both at once. Where experts are divided, those who share one gather its tokens and scatter the sum.
-Megatron's dispatchers differ:
-  alltoall   a token is sent once for every expert it goes to
-  allgather  all tokens go to all devices that share the experts, and the sum is scattered
-  flex       a token goes once to each node that has experts for it, and on from there (DeepEP, HybridEP)
-Knows no schedule and no products.
+Every device sends tokens to the devices that have their experts, and gets the results back: two exchanges forward, two
+backward, waited for. Loads are taken to be even. What stays in the node takes NVLink, the rest the device's own port, both
+at the same time. Ranks that divide an expert gather its tokens and scatter the sum. Megatron's dispatchers:
+  alltoall   A token is sent once for every expert it goes to.
+  allgather  All tokens go to all devices that share the experts, and the sum is scattered.
+  flex       A token goes once to each node that has experts for it, and on from there (DeepEP, HybridEP).
 """
 
 from __future__ import annotations
@@ -83,7 +79,6 @@ def exchange(setup: Setup) -> Trip:
 
 
 def _copies(setup: Setup) -> float:
-    """Return how often a token is sent."""
     experts, capacity = setup.model.experts, setup.routing.capacity
     assert experts is not None
     share = 1.0 if capacity is None else capacity if setup.routing.padded else min(1.0, capacity)
@@ -91,7 +86,7 @@ def _copies(setup: Setup) -> float:
 
 
 def _nodes_of_a_token(num_experts: int, top_k: int, nodes: int) -> float:
-    """On how many nodes the experts of a token are, when all choices are as likely."""
+    """Expected number of nodes with a token's experts, if all choices are equally likely."""
     each = num_experts // nodes
     return nodes * (1 - comb(num_experts - each, top_k) / comb(num_experts, top_k))
 

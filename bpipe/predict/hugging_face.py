@@ -1,8 +1,7 @@
-"""Read a model that Hugging Face's transformers describe. In: a preset's name, or a config.json. Out: a `Model`.
+"""Models from presets and from config.json files of Hugging Face's transformers.
 
-What a kind has that is not modelled is refused with its name, and so is a key whose value would make it another model.
-Of models that see, too, it is the part that reads and writes text. Defaults of keys that a file leaves out are those of
-transformers' own classes. Knows no weights.
+A kind that is not modelled is refused by name, and so is a key whose value would make it another model. Of models that
+also see, it is the part that reads and writes text. Keys that a file leaves out have the defaults of transformers' classes.
 """
 
 from __future__ import annotations
@@ -199,11 +198,7 @@ def _model(config: dict[str, Any], name: str) -> Model:
 
 
 def _kind_of(config: dict[str, Any], said: object) -> _Kind:
-    """Return the kind by its name or, where a publisher has a name of its own, by the class that runs it: Kimi K2 is a
-    DeepseekV3ForCausalLM.
-
-    Raises ValueError for a kind that is not modelled, or not with experts.
-    """
+    """Return the kind by its name or, for a publisher's own name, by the class that runs it: Kimi K2 is a DeepseekV3ForCausalLM."""
     kind = _KINDS.get(said) if isinstance(said, str) else None
     if kind is None and str(said) not in _MISSING:
         named = {str(one).removesuffix("ForCausalLM").lower() for one in config.get("architectures") or ()}
@@ -224,7 +219,6 @@ def _like_gpt2(number: Callable[..., int]) -> dict[str, Any]:
 
 
 def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
-    """Return what a model of this kind has besides its name and main sizes, by the fields of `Model`."""
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     shape = {
         "num_query_groups": number("num_key_value_heads", heads),
@@ -252,7 +246,6 @@ def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int])
 
 
 def _hybrid(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
-    """Return the pattern of layers, the sizes of Mamba layers and, where the pattern has some, of experts."""
     pattern = a_text(config.get("hybrid_override_pattern"), "hybrid_override_pattern")
     sizes = (number(key) for key in ("mamba_num_heads", "ssm_state_size", "mamba_head_dim", "n_groups"))
     experts = _experts(config, kind.experts, number) if kind.experts and EXPERTS in pattern else None
@@ -260,8 +253,7 @@ def _hybrid(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> 
 
 
 def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
-    """Whose layers alternate say it by layer or by a number, of which the last has none; of others all or none have
-    one."""
+    """Alternating layers are listed, or given as a period whose last layer has no window."""
     if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not _flag(
         config, "use_sliding_window", True
     ):
@@ -277,7 +269,6 @@ def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) ->
 
 
 def _is_windowed(kind: object, layer: int) -> int:
-    """Raises ValueError for a layer that is neither."""
     if kind not in ("sliding_attention", "full_attention"):
         shown = f"layer_types[{layer}] is {str(kind)[:40]!r}"
         raise ValueError(f"{shown}: only full_attention and sliding_attention are modelled")
@@ -285,7 +276,7 @@ def _is_windowed(kind: object, layer: int) -> int:
 
 
 def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
-    """Read a flag: a text such as "false" would be true."""
+    """Read a flag strictly: the text "false" would be true."""
     value = config.get(key)
     return default if value is None else a_flag(value, key)
 
@@ -296,7 +287,6 @@ def _is_capped(config: dict[str, Any], key: str) -> bool:
 
 
 def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., int]) -> Experts:
-    """Raises ValueError where single layers are named that have none."""
     if config.get("mlp_only_layers"):
         raise ValueError(
             f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts cannot be "
@@ -316,10 +306,7 @@ def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., in
 
 
 def _has_biases(config: dict[str, Any]) -> bool:
-    """Return whether all linear layers of a layer have one.
-
-    Raises ValueError where some do, other than a kind always has.
-    """
+    """Whether the linear layers have biases. Raises ValueError if only some do."""
     attention, mlp = (_flag(config, key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
         raise ValueError(

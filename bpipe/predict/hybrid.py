@@ -1,9 +1,6 @@
-"""Describe a hybrid model's layers, each of which is one part alone: Mamba, attention, an MLP or experts.
+"""Hybrid models, each of whose layers is one part alone: Mamba, attention, an MLP or experts.
 
-In: Megatron's pattern, numbers.
-
-Out: a frozen `Hybrid`, and the number of layers of every stage where the pattern says it. A symbol of the pattern is a
-layer, `|` begins another stage. Knows no other sizes of a model.
+A symbol of Megatron's pattern is a layer; `|` begins another stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say how many layers each stage has. In: numbers. Out: layers by stage. Knows no setup."""
+"""How many layers each stage has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Describe what a transformer's layers may have in place of GPT's: experts, latent attention, windows; or be alone, in
-hybrid models. In: numbers. Out: frozen values.
+"""What layers may have in place of GPT's: experts, latent attention, windows, or one part alone in hybrid models.
 
-Which layers have it says a pattern of ones and zeros, which repeats: Megatron's --moe-layer-freq and
---window-attn-skip-freq. Knows no model.
+A pattern of ones and zeros that repeats says which layers: Megatron's --moe-layer-freq and --window-attn-skip-freq.
 """
 
 from __future__ import annotations
@@ -132,7 +130,7 @@ def read_pattern(text: str) -> tuple[int, ...]:
 
 
 def _sum(text: str) -> tuple[int, ...] | None:
-    """Parts with `+` between them, each a list or a bracket, and how often. Nothing is evaluated."""
+    """Parse parts joined by +, each a list or a bracket with its number of repetitions. Nothing is evaluated."""
     found: tuple[int, ...] = ()
     while text:
         part, text = _part(text)
@@ -150,10 +148,7 @@ def _sum(text: str) -> tuple[int, ...] | None:
 
 
 def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
-    """Return the list or the bracket that the text begins with, and what stands behind it.
-
-    None: it begins with neither.
-    """
+    """Return the list or bracket at the start of the text, None without either, and the rest."""
     listed = re.match(r"\[([01](?:,[01])*)\]", text)
     if listed is not None:
         return tuple(int(one) for one in listed[1].split(",")), text[listed.end() :]
@@ -164,7 +159,7 @@ def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
 
 
 def _closing(text: str) -> int:
-    """Where the bracket closes with which the text begins, or its end."""
+    """Index of the bracket that closes the first one, or the length."""
     depth = 0
     for place, char in enumerate(text):
         depth += (char == "(") - (char == ")")

@@ -104,7 +104,6 @@ class Setup(ScheduleSpec, Training):
         self.state_types.check(self)
 
     def _check_model(self) -> None:
-        """What is not modelled of it."""
         model, cpu = self.model, self.kernels == "cpu"
         others = "qk_norm squared_relu gated_gelu post_norms capped_logits capped_attention latent"
         if cpu and any(getattr(model, name) for name in others.split()):
@@ -118,7 +117,6 @@ class Setup(ScheduleSpec, Training):
         model.check_attention(self.attention == "flash", self.sequence)
 
     def _check_routing(self) -> None:
-        """Megatron's rules for experts."""
         experts, routing = self.model.experts, self.routing
         if experts is None:
             if routing != Routing():
@@ -194,7 +192,6 @@ class Setup(ScheduleSpec, Training):
         return f"{'*'.join('tpc'[: len(sizes)])} = {'*'.join(map(str, sizes))} = {math.prod(sizes)}"
 
     def _check_context(self) -> None:
-        """Megatron's and Transformer Engine's rules for a sequence in parts, and what is not modelled of it."""
         c, model, how = self.context, self.model, self.cp_comm_type
         if c == 1:
             return
@@ -218,7 +215,7 @@ class Setup(ScheduleSpec, Training):
             )
 
     def _check_slices(self) -> None:
-        """What is not modelled of them; their lengths `predict.slices` judges."""
+        """Their lengths are checked by `predict.slices`."""
         if self.slices == 1:
             if self.slice_lengths != EVEN:
                 raise ValueError("slice lengths need slices: give slices, too, or leave the lengths out")
@@ -366,7 +363,7 @@ class Setup(ScheduleSpec, Training):
 
     @property
     def _one_a_rank(self) -> int:
-        """Micro-batches of which there is one for each rank, or one slice."""
+        """Micro-batches that make one micro-batch, or slice, per rank."""
         return microbatches_of(self.pipeline, self.slices)
 
     @property

@@ -1,8 +1,8 @@
-"""Predict how long a product of matrices takes. In: a Setup and sizes. Out: seconds. Knows no layer.
+"""Seconds of products of matrices.
 
-A device computes a product in tiles of its result, one a multiprocessor, in waves of as many as there are multiprocessors; the last wave
-takes as long as a full one. A tile's time is that of its sum, and of writing it down, while nothing else is computed there. This is why
-products of one shape reach much less of the peak than those of another [1], and why wide models train at more FLOP/s than narrow ones.
+A device computes a product in tiles of its result, one per multiprocessor, in waves of as many tiles as there are
+multiprocessors; the last wave takes as long as a full one. A tile takes the time of its sum and of writing it. So products
+of some shapes reach a much smaller share of the peak [1], and wide models train at more FLOP/s than narrow ones.
   [1] NVIDIA, Matrix Multiplication Background User's Guide, 2.3 and 3
 """
 
@@ -62,12 +62,7 @@ class Layer(NamedTuple):
 
 
 def _layer_matrices(setup: Setup, kind: LayerKind) -> tuple[tuple[float, float], ...]:
-    """Return features in and out of this rank's part of a layer's matrices: for each part the one behind the norm, and
-    the one that returns.
-
-    Of the former outputs are split over tensor-parallel ranks, of the latter inputs are. Those of an MLP stand for
-    experts.
-    """
+    """Return features in and out of this rank's share of each part's two matrices; an MLP's stand for experts."""
     model, t = setup.model, setup.tensor
     hidden = model.hidden_size
     if kind.is_mamba and model.hybrid is not None:
@@ -92,7 +87,7 @@ def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
 
 
 def _latent(setup: Setup, latent: Latent) -> Products:
-    """Down, whole on every tensor-parallel rank for its part of the sequence, and up."""
+    """Down projections are whole on every tensor-parallel rank, for its share of the sequence."""
     down = _of_layer(setup, setup.model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards)
     return _added(down, *latent_up_products(setup, latent))
 
@@ -108,7 +103,7 @@ def latent_up_products(setup: Setup, latent: Latent) -> tuple[Products, Products
 
 
 def _experts(setup: Setup) -> tuple[Products, Products]:
-    """Of even loads: the tiles of all experts of a device share its waves."""
+    """The tiles of all experts of a device share its waves."""
     model, experts = setup.model, setup.model.experts
     assert experts is not None
     number = experts.num_experts // setup.routing.expert
@@ -144,7 +139,7 @@ def _added(*several: Products) -> Products:
 def _seconds(
     rates: Rates, processors: int | None, rows: float, columns: float, inner: float, written_bytes: int, number: int
 ) -> float:
-    """Products with results of rows and columns, each a sum of `inner` products; `written_bytes` for each."""
+    """Seconds of `number` products, each result a sum of `inner` products and of `written_bytes`."""
     written = written_bytes / rates.memory
     if processors is None:
         return number * rows * columns * (2 * inner / rates.products + written)

@@ -1,9 +1,7 @@
-"""Predict what every pipeline rank holds in memory.
+"""What every pipeline rank holds in memory, by parts, in bytes of one device; and lower bounds of it.
 
-In: a Setup. Out: one `RankMemory` a rank, by parts, in bytes of one device.
-
-Weights, gradients and optimizer state by Megatron's byte counts; what a forward saves from `saved`; how many
-micro-batches are held, own and hosted, from the very schedule that runs. Knows no tensors and no clock.
+Weights, gradients and optimizer state follow Megatron's byte counts; numbers of micro-batches come from the schedule
+that runs.
 """
 
 from __future__ import annotations
@@ -250,7 +248,7 @@ def besides_of(setup: Setup) -> DeviceBesides:
 
 
 def _fragmentation(setup: Setup) -> Fraction:
-    """Of a CPU's memory nobody says what is lost."""
+    """None is known for a CPU's memory."""
     return FRAGMENTATION if setup.kernels == "gpu" else Fraction(0)
 
 
@@ -321,7 +319,7 @@ class _Size(NamedTuple):
 
 
 def _sizes(setup: Setup) -> list[list[_Size]]:
-    """By rank, of each of its chunks."""
+    """By rank and chunk."""
     saved = least_saved_bytes(setup)
     kept = [one.keys_bytes for one in kept_memory(setup)] or [0] * setup.num_stages
     every = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
@@ -333,10 +331,10 @@ def _held(sizes: Sequence[_Size], counts: Sequence[int]) -> int:
 
 
 def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
-    """Whether the first rank's partner is the last, and so on, and the first pair has something to share.
+    """Whether pairs are mirror images, of which the first has something to share.
 
-    What ranks hold falls, by enough, and all groups of the warm-up are whole, so that all ranks take the same turns. Of
-    one chunk with split backwards ranks may hold alike, as what waits for its W is not in the warm-up.
+    That needs steadily shorter warm-ups of whole groups, in which all ranks take the same turns. With one chunk and split
+    backwards ranks may hold alike, because what waits for its W is not in the warm-up.
     """
     family, falls = FAMILIES[setup.schedule], all(map(gt, warm_up.lengths, warm_up.lengths[1:]))
     width, turn = setup.num_microbatches * setup.slices, warm_up.group_size
@@ -352,17 +350,13 @@ def _of_one(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], sta
 
 
 def _of_parts(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
-    """Whoever hosts, it or the rank itself has a part of what a rank holds."""
     least = min(states), min(working_bytes(setup))
     held = max(_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
     return with_state(setup, least[0], part_of_held(setup, held) + least[1])
 
 
 def _of_pairs(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
-    """Of the first two ranks, whichever partner each has: by a budget they need not be mirror images.
-
-    One of two has half of what both hold.
-    """
+    """One of two partners has half of what both hold; by a budget the first two ranks may have any partner."""
     working, found = working_bytes(setup), 0
     for rank in (0, 1):
         own, least = _held(sizes[rank], warm_up.at_first_backward(rank)), []

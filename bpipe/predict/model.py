@@ -1,7 +1,4 @@
-"""Describe a transformer by its sizes.
-
-In: numbers. Out: a frozen `Model`. Knows no parallelism, no device, no weights and no file.
-"""
+"""A transformer by its sizes."""
 
 from __future__ import annotations
 
@@ -106,7 +103,6 @@ class Model:
             )
 
     def _check_hybrid(self) -> None:
-        """What Megatron's hybrid layers do not have, too."""
         if self.hybrid is None:
             return
         pattern = self.hybrid.pattern

@@ -1,4 +1,8 @@
-"""Say on which nodes and NVLink domains the ranks of a setup lie. In: a Setup. Out: nodes by rank or by copy."""
+"""Nodes and NVLink domains of ranks and of their copies.
+
+A copy of a rank is a device with the same weights: one for every replica and every context-parallel part. In Megatron's
+order of ranks tensor parallelism is innermost, then context, data and pipeline parallelism.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +87,7 @@ def paired_places(grid: Grid) -> Places:
 
 
 def _spread(groups: list[list[int]]) -> tuple[bool, int]:
-    """Of each group of copies the nodes: whether none is on several, and the fewest that any node has of one."""
+    """Return whether every group lies on one node, and the fewest copies of a group on any node."""
     counts = [Counter(group) for group in groups]
     return all(len(of_group) == 1 for of_group in counts), min(min(of_group.values()) for of_group in counts)
 

@@ -1,9 +1,4 @@
-"""Count the parameters of a model.
-
-In: a Model, a kind of its layers. Out: numbers, apart by who has them. Knows no parallelism.
-
-Tensor parallelism divides some of a layer's, every rank has others, and those of experts are divided in their own way.
-"""
+"""Parameters of a model: those that tensor parallelism divides, those that every rank has, and those of experts."""
 
 from __future__ import annotations
 
@@ -53,7 +48,7 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
 
 
 def _experts(model: Model, experts: Experts) -> tuple[int, int, int]:
-    """Of shared ones the matrices, of what weighs and routes all, and of one to which tokens are routed."""
+    """Parameters of shared experts' matrices, of gates and routers, and of one routed expert."""
     hidden, gates = model.hidden_size, 2 if model.gated else 1
     each = (
         hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
@@ -62,14 +57,14 @@ def _experts(model: Model, experts: Experts) -> tuple[int, int, int]:
 
 
 def _mamba(model: Model) -> LayerParameters:
-    """Return Megatron's `MambaMixer` behind a norm: its matrices have no biases."""
+    """Megatron's `MambaMixer` after a norm: its matrices have no biases."""
     assert model.hybrid is not None
     matrices = model.hidden_size * (model.hybrid.projected_size + model.hybrid.inner_size)
     return LayerParameters(matrices, model.hybrid.small_parameters, model.norm_parameters, 0)
 
 
 def _attention(model: Model) -> tuple[int, int, int]:
-    """Its matrices and biases that tensor parallelism divides, and what every rank has of it."""
+    """Matrices and biases that tensor parallelism divides, and what every rank has."""
     hidden, latent = model.hidden_size, model.latent
     a_norm = 1 if model.rms_norm else 2
     replicated = 2 * model.kv_channels * a_norm * model.qk_norm + hidden * model.linear_bias

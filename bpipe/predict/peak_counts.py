@@ -1,9 +1,4 @@
-"""Count what the ranks of a schedule hold at their fullest, whatever the sizes of its stages.
-
-In: a Schedule, or what asks for one.
-
-Out: one `HeldCounts` a rank. Knows no model.
-"""
+"""What the ranks of a schedule hold at their fullest, as counts for any sizes of its stages."""
 
 from __future__ import annotations
 
@@ -87,8 +82,8 @@ def _buffers(
 
 
 def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], ...]:
-    """Return what is held while the actions of a slot run, as the memory rule counts it (`schedule.memory`): they take at
-    its start and give at its end. An I holds the larger of what was saved and of what it leaves, so both are tried."""
+    """Return what is held in each slot by the memory rule (`schedule.memory`): actions take at its start and give at its end.
+    An I holds the larger of what was saved and of what it leaves, so both are tried."""
     import numpy as np
 
     num = len(stages)
@@ -128,7 +123,7 @@ def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices:
 
 
 def _highest(rows: Any, most: int | None) -> tuple[tuple[int, ...], ...]:
-    """Return all moments that no other exceeds, or none of `most`."""
+    """Return all moments that no other exceeds; with `most`, after so many comparisons, some that others do."""
     kept: list[Any] = []
     while len(rows) and len(kept) != most:
         highest = rows[rows.sum(axis=1).argmax()]

@@ -1,15 +1,11 @@
-"""Read measured or given seconds.
-
-In: a JSON file. Out: the entries for one micro-batch size, laid over predicted `Costs`.
+"""Profiles: measured or given seconds of stages in a JSON file, which replace predicted `Costs`.
 
     {"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "output_s": 0, "micro_batch": 2, "layers": 10}]}
 
-`bpipe profile` adds what it `measured` and how, and such a file is refused for setups that differ in it. One entry for
-all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds
-several sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number.
-`bpipe trace` writes sizes alone: what a forward of each stage saves, and its `parameters`, in place of formulas. Anything
-left out comes from the cost model; halves of a split backward (`input_s` and `weight_s`) are then the predicted shares of
-`backward_s`. Knows no device.
+There is one entry for all stages, or one for each; entries with `micro_batch` count for setups of that size only. Seconds
+of an entry with `layers` are scaled to the stage's own number. `bpipe profile` adds what it `measured`, and the file is
+refused for setups that differ in it. `bpipe trace` writes sizes alone: saved bytes and `parameters`. The cost model supplies
+the rest; missing halves of a split backward (`input_s`, `weight_s`) are the predicted shares of `backward_s`.
 """
 
 from __future__ import annotations
@@ -134,8 +130,7 @@ class Profile:
 
 
 def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
-    """Of a measured output layer a shard takes a part for each rank, S and T as predicted beside each other; of the
-    embedding a look-up."""
+    """A measured output layer is divided among the ranks, S and T in the predicted ratio; the embedding is looked up."""
     if output_s is not None:
         scale = output_s / setup.pipeline / (shard.forward_s + shard.backward_s)
         shard = replace(shard, forward_s=shard.forward_s * scale, backward_s=shard.backward_s * scale)
@@ -145,12 +140,11 @@ def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | N
 
 
 def _scale(entry: Entry, num_layers: int) -> float:
-    """What was measured of so many layers, for a stage's own number."""
     return 1 if entry.layers is None else num_layers / entry.layers
 
 
 def _with_halves(cost: StageCost, entry: Entry, num_layers: int, keep_halves: bool) -> StageCost:
-    """Measured halves of a backward, or the predicted ones as shares of a measured whole."""
+    """Use measured halves of a backward, or the predicted shares of a measured whole."""
     if entry.input_s is not None and entry.weight_s is not None and keep_halves:
         scale = _scale(entry, num_layers)
         return replace(cost, input_s=entry.input_s * scale, weight_s=entry.weight_s * scale)
@@ -161,7 +155,7 @@ def _with_halves(cost: StageCost, entry: Entry, num_layers: int, keep_halves: bo
 
 
 def _with_collectives(cost: StageCost, entry: Entry, missing: Exposed) -> StageCost:
-    """On top of what the entry gives; what is predicted has them."""
+    """Add the collectives that a measurement of one rank lacks; predicted seconds contain them."""
     changes: dict[str, Any] = {}
     if entry.forward_s is not None:
         changes["forward_s"] = cost.forward_s + missing.forward_s
@@ -215,7 +209,6 @@ def read_profile(path: str) -> Profile:
 
 
 def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object]) -> Traced:
-    """Return what a trace saw of every stage. Raises ValueError where a stage or a fact is missing."""
     sizes = [(entry.saved_bytes, entry.parameters, entry.micro_batch) for entry in entries]
     missing = [name for name in (*OF_MODEL, *OF_SETUP[:-1]) if name not in measured]
     if missing or any(None in one for one in sizes) or len({one[-1] for one in sizes}) > 1:

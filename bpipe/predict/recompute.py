@@ -1,14 +1,11 @@
-"""Say what of a forward is computed again in the backward, as Megatron's flags can.
+"""Recomputation of forwards in the backward, as Megatron's flags can express it.
 
-In: text. Out: a `Recompute`, and a scope a layer.
-
-  none                                 everything that a backward needs is saved
-  selective                            the attention core, as `selective:core_attn`
-  selective:core_attn+mlp+layernorm    of every layer these parts, by Megatron's own names (`MODULES`)
-  full                                 every layer, as `full:uniform:1`: of each its input is saved
-  full:uniform:N                       N layers at once: of each N the first one's input is saved
-  full:block:N                         the first N layers of every stage, the others save everything
-Knows no bytes and no seconds.
+none                                 everything that a backward needs is saved
+selective                            the attention core, as `selective:core_attn`
+selective:core_attn+mlp+layernorm    of every layer these parts, by Megatron's own names (`MODULES`)
+full                                 every layer, as `full:uniform:1`: of each its input is saved
+full:uniform:N                       N layers at once: of each N the first one's input is saved
+full:block:N                         the first N layers of every stage, the others save everything
 """
 
 from __future__ import annotations
@@ -164,7 +161,6 @@ def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) ->
 
 @lru_cache(maxsize=4096)
 def _scopes(recompute: Recompute, number: int) -> tuple[tuple[LayerScope, int], ...]:
-    """Of so many layers of a stage how many have each; without a layer there is still its first scope."""
     found = [
         one for part in _parts(recompute, number) for one in counted(recompute.scope, *part, recompute.period).items()
     ]
@@ -182,7 +178,7 @@ def _counted(model: Model, recompute: Recompute, first: int, number: int) -> Sta
 
 
 def _parts(recompute: Recompute, number: int) -> list[tuple[int, int]]:
-    """Where layers of a stage begin that repeat from there on, and how many they are."""
+    """Return the ranges (first, number) of a stage's layers within which scopes repeat."""
     ends = min(recompute.num_layers, number) if recompute.method == "block" else 0
     return [part for part in ((0, ends), (ends, number - ends)) if part[1]]
 

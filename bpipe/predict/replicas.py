@@ -1,4 +1,4 @@
-"""Predict how long gradients are reduced and weights updated. In: a Setup. Out: seconds of every stage."""
+"""Seconds to reduce gradients and update weights, for every stage."""
 
 from __future__ import annotations
 
@@ -66,16 +66,14 @@ def stage_buckets(setup: Setup) -> tuple[int, ...]:
 
 
 def _updated_bytes(setup: Setup) -> int:
-    """Return the bytes of a parameter that Adam reads and writes: main weight and both moments, the gradient in 32 bit
-    or as short as it is kept, and the weight, which in 32 bit is the main weight."""
+    """Bytes of a parameter that Adam reads and writes: main weight, moments, gradient (32 bit, or as it is kept) and weight."""
     weight, gradient, state, _ = parameter_bytes(setup)
     read = weight if setup.precision == "fp32" else 0
     return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read
 
 
 def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:
-    """What a ring through all replicas of a stage carries: replicas in one node lead rings through as many ports,
-    each its own."""
+    """Bandwidth of a ring through all replicas of a stage: those in a node lead a ring through each of their ports."""
     device = setup.cluster.device
     inside = device.among(ports)
     return (inside if share_node else min(inside, ports * device.between_bytes_per_s)) * LINK_EFFICIENCY

@@ -1,12 +1,8 @@
-"""List what a forward saves for its backward, storage by storage, and what of a split backward its second half needs.
-
-In: a Setup. Out: `Saved` rows and their sums, bytes of one device.
+"""What a forward saves for its backward, storage by storage, and what a split backward's second half needs.
 
 With kernels `gpu` a layer is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
-Models", table 2), taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism come out too. With
-kernels `cpu` it is what Megatron's local layers keep on a machine without a GPU, where nothing is fused: exact to the
-byte, for the first tensor-parallel rank (a test lays every storage beside Megatron's own layers). Knows no schedule and
-no weights.
+Models", table 2), extended by GQA, SwiGLU, flash attention and missing sequence parallelism. With kernels `cpu` it is what
+Megatron's local layers keep without a GPU, where nothing is fused: exact to the byte on the first tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -90,8 +86,7 @@ def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
 
 
 def _shares_input(setup: Setup) -> bool:
-    """Return whether what a stage receives is saved as another tensor of the same storage, as Megatron does for
-    recomputation."""
+    """Whether a stage's input is saved as another tensor of the same storage, as Megatron does for recomputation."""
     alone = setup.kernels == "cpu" or setup.model.latent is not None
     return alone and "layernorm" in setup.recomputed.modules
 
@@ -124,7 +119,6 @@ def again_bytes(setup: Setup) -> int:
 
 
 def _freed(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> int:
-    """What a layer saves less where these parts are recomputed."""
     return (
         total(saved_within(setup, kind, NO_RECOMPUTATION)) - total(saved_within(setup, kind, LayerScope(modules)))
         if modules

@@ -1,9 +1,6 @@
-"""Choose how long the slices of a sequence are.
+"""How long the slices of a sequence are, for the trainer and for predictions.
 
-In: the sequence's length, what is asked for, and what a token and its attention to earlier ones take. Out: bounds.
-
-Later slices attend to more keys. Slices of one length take ever longer then, and a pipeline waits for the longest;
-slices of equal work get shorter towards the end. The trainer and predictions ask here. Knows no tensors and no device.
+Later slices attend to more keys: slices of one length take ever longer, and slices of equal work get ever shorter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Cut a setup into one for every slice of its sequences, and say what a stage keeps of a micro-batch for them.
+"""One setup for every slice of a sequence, and what a stage keeps of a whole micro-batch for them.
 
-In: a Setup. Out: Setups, each of one slice's tokens; bytes of keys, values and their gradients.
-
-All that is asked of a slice's setup is of its own tokens, which attend to all up to its end: what it saves, sends and
-takes. What a layer keeps of the whole micro-batch, from the first slice's forward to the first slice's backward, is in
-none of these. Knows no order and no seconds.
+A slice's setup has its own tokens only, which attend to all up to its end. Keys, values and their gradients, which a layer
+keeps from the first slice's forward to the first slice's backward, are counted apart (`kept_memory`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Count parameters of stages and ranks, and the bytes of their weights and optimizer state.
-
-In: a Setup. Out: numbers, and bytes of one device.
-"""
+"""Parameters of stages and ranks, and bytes of their weights and optimizer state, on one device."""
 
 from __future__ import annotations
 
@@ -55,13 +52,11 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
 
 
 def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
-    """Of a layer on one device, its experts included."""
     found = layer_parameters(setup.model, kind)
     return shard_size(found.matrices + found.biases, setup.tensor) + found.replicated + _of_experts(setup, kind)
 
 
 def _of_experts(setup: Setup, kind: LayerKind) -> int:
-    """Of the experts of a layer, on one device."""
     return shard_size(layer_parameters(setup.model, kind).experts, setup.routing.expert * setup.expert_tensor)
 
 

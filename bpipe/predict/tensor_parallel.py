@@ -1,15 +1,13 @@
-"""Predict what tensor-parallel collectives add to a layer: what of them no product hides.
+"""Seconds that tensor-parallel collectives add to a layer beyond what products hide.
 
-In: a Setup. Out: `Exposed` seconds.
-
-What Megatron and Transformer Engine do without being asked [1], and with `--tp-comm-overlap` [2]:
-  [1] in a backward, the gradient of what enters a matrix behind a norm is scattered (without sequence parallelism: summed) while the
-      product for that matrix's weights runs; with sequence parallelism that matrix's input is gathered again beside the product before.
-      Everything else is waited for
-  [2] what is gathered before a product or scattered behind it is cut into as many parts as there are ranks, and goes round part by part
-      beside the product of the part before: one part's product hides nothing
-What is hidden is not free: while both run, a product loses `HIDDEN_SHARE` of its speed to the collective. Products are taken to be as
-fast in parts as whole. Knows no schedule.
+Megatron and Transformer Engine overlap without being asked [1], and with `--tp-comm-overlap` [2]:
+  [1] In a backward, the gradient of the input of a matrix after a norm is scattered (without sequence parallelism: summed)
+      during the product for that matrix's weights; with sequence parallelism that input is gathered again during the product
+      before. Everything else is waited for.
+  [2] What is gathered before a product or scattered after it is cut into one part per rank, and each part passes during the
+      product of the part before: one part's product hides nothing.
+Hiding is not free: meanwhile a product loses `HIDDEN_SHARE` of its speed to the collective. Products are taken to be as fast
+in parts as whole.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | Non
 def _of_gathers(
     setup: Setup, behind_norms: Sequence[Products], returning: Sequence[Products], one: float, gather: float
 ) -> Exposed:
-    """What is waited for with sequence parallelism, where nothing is computed again."""
+    """Exposed seconds with sequence parallelism, without recomputation."""
     # [2] of all products, and in a backward of those whose gradients are gathered first.
     entering = [(gather, product.forward_s) for product in behind_norms]
     leaving = [(one, product.forward_s) for product in returning]
@@ -97,8 +95,7 @@ def _of_gathers(
 def _again_s(
     setup: Setup, kind: LayerKind, scope: LayerScope, one: float, gather: float, layer: Layer, forward: float
 ) -> float:
-    """Of the forwards of parts that are computed again in the backward: what is gathered before a product and
-    scattered behind it."""
+    """Exposed seconds of recomputed parts' forwards: gathers before products, scatters after them."""
     if scope.whole:
         return forward
     shares = kind.experts and setup.model.experts is not None and setup.model.experts.shared_size
@@ -113,18 +110,16 @@ def _again_s(
 
 
 def _passing(setup: Setup, pairs: Sequence[tuple[float, float]]) -> float:
-    """Of collectives and the products that they are before or behind: [2] of all products, where it was asked for."""
+    """Exposed seconds of collectives before or after products: [2] for all of them, if switched on."""
     cut = setup.switches.tp_comm_overlap
     return sum(_beside_parts(seconds, product_s, setup.tensor) if cut else seconds for seconds, product_s in pairs)
 
 
 def _beside_parts(collective_s: float, product_s: float, parts: int) -> float:
-    """What a collective in a ring adds to a product that is cut into as many parts: each but one part's passes
-    beside a part's product."""
+    """What a ring adds to a product in as many parts: all but one pass during a part's product."""
     return _beside(collective_s, product_s * (parts - 1) / parts)
 
 
 def _beside(collective_s: float, product_s: float) -> float:
-    """Return what a collective adds to a product that runs at the same time: what the product loses to it, or what
-    outlasts the product."""
+    """What a collective adds to a concurrent product: what the product loses to it, or by what it outlasts the product."""
     return max(HIDDEN_SHARE * collective_s, collective_s - product_s)

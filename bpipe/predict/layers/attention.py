@@ -1,11 +1,8 @@
-"""Say what attention takes: what it saves, what comes and goes, and how long its core lasts.
+"""Attention: what it saves, its temporaries, and seconds of its core. Its matrices are in `predict.matmul`.
 
-In: a Setup. Out: `Saved` rows, bytes, seconds. Its matrices are `predict.matmul`'.
-
-Latent attention as Megatron's `MLASelfAttention` computes it with Transformer Engine's layers: what is projected down is
-normed, and projected up by the same module, which keeps the norm's input and output. Queries and keys are made anew
-where their ends are rotated, and it is those that attention keeps; one rotated key of a token is joined to the keys of
-all heads.
+Latent attention is Megatron's `MLASelfAttention` with Transformer Engine's layers: down projections are normed and projected
+up by one module, which keeps the norm's input and output. Attention keeps the queries and keys whose ends were rotated; a
+token's one rotated key is joined to the keys of all heads.
 """
 
 from __future__ import annotations
@@ -54,8 +51,7 @@ def is_softmax_fused(setup: Setup) -> bool:
 
 
 def _converts_scores(setup: Setup) -> bool:
-    """Whether scores of 16 bits become 32 for the softmax and its probabilities 16 again, by kernels of their own: the
-    first stay for the softmax's backward, the others for the product's."""
+    """Whether separate kernels convert 16-bit scores to 32 bit, kept for the softmax's backward, and its probabilities back."""
     return setup.switches.attention_softmax_in_fp32 and setup.precision != "fp32" and not is_softmax_fused(setup)
 
 
@@ -69,8 +65,7 @@ def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple
 
 
 def _with_kept(setup: Setup, rates: Rates, forward_s: float, backward_s: float) -> tuple[float, float]:
-    """A slice's own keys and values are copied to where all are. Backward the gradients of all so far are read and
-    added to what is kept, and the slice's own are copied from there."""
+    """Forward a slice's keys and values are copied; backward the gradients of all so far are added, and the slice's own copied back."""
     element, size = element_bytes(setup), setup.model.key_value_size / setup.tensor
     own, every = num_tokens(setup) * size, num_keys(setup) * setup.micro_batch * size
     copied = 2 * element * own
@@ -79,7 +74,7 @@ def _with_kept(setup: Setup, rates: Rates, forward_s: float, backward_s: float) 
 
 
 def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, float]:
-    """Of a window flash attention computes no more than lies in it; context-parallel ranks have as much each."""
+    """With a window, flash attention computes no more than lies in it; context-parallel ranks have equal shares."""
     model, c = setup.model, setup.context
     if setup.attention == "flash":
         product_flops = 4 * setup.micro_batch * _attended(setup, window) * model.core_size / (setup.tensor * c)
@@ -100,7 +95,7 @@ def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, 
 
 
 def _attended(setup: Setup, window: int | None) -> float:
-    """Return how many pairs of a query and an earlier key there are in a sequence, or in a slice of it."""
+    """Pairs of a query and an earlier key in a sequence, or in a slice of it."""
     begin, end = setup.span or (0, setup.sequence)
     return _causal_pairs(end, window) - _causal_pairs(begin, window)
 
@@ -168,11 +163,8 @@ def _query_key_value(setup: Setup, modules: frozenset[str]) -> tuple[Saved, ...]
 
 
 def _beside_query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
-    """Return what is saved of queries, keys and values beside one of each.
-
-    A core that is recomputed is given its values as a part of what was projected, which stays whole beside queries and
-    keys that were rotated. One that is not fused has keys and values repeated for every head of their group.
-    """
+    """Return what is saved besides one copy of queries, keys and values: rotated copies if the core is recomputed, as its values
+    are part of the projection; otherwise, without flash attention, keys and values repeated for every head of their group."""
     model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
     if model.latent is not None or setup.span is not None:
         return ()
@@ -238,7 +230,7 @@ def _is_rotary(setup: Setup) -> bool:
 
 
 def _beside_kept(setup: Setup, recomputed: bool, grouped: bool, query: Saved) -> tuple[Saved, ...]:
-    """What a slice saves beside the keys and values that its layer keeps: of groups, all so far, repeated."""
+    """Return what a slice saves besides the keys and values that its layer keeps; those of groups are repeated."""
     if recomputed:
         return (query, Saved("kind of mask", MASK_KIND_BYTES))
     if not grouped:

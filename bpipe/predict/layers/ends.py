@@ -1,7 +1,4 @@
-"""Say what stands before and behind the layers takes: embedding, output layer and loss, whole or in shards.
-
-In: a Setup. Out: `Saved` rows, seconds, bytes.
-"""
+"""What stands before and after the layers: embedding, output layer and loss, whole or in shards."""
 
 from __future__ import annotations
 
@@ -120,7 +117,6 @@ def last_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def _output(setup: Setup) -> tuple[Saved, ...]:
-    """Return the final norm, and what the output layer reads."""
     if setup.kernels == "cpu":
         return local_norms_saved(setup, 1)
     return (Saved("inputs of the final norm and of the output layer", sent_bytes(setup), 2),)

@@ -1,13 +1,9 @@
-"""List what experts save, and what of it a split backward's second half needs.
+"""Experts in place of an MLP, as in Megatron's `MoELayer`: what they save, their temporaries and seconds.
 
-In: a Setup. Out: `Saved` rows, in place of an MLP's.
-
-As Megatron's `MoELayer` computes it: a router scores every token for every expert, the tokens are copied into the order
-of their experts, sent there, and each expert is an MLP whose output is weighed by the score before its second matrix.
-With kernels `gpu` experts are Transformer Engine's grouped matrices and the weighed SwiGLU is fused; with `cpu` they
-are MLPs one after the other, and every step keeps its own (a test lays the sum beside Megatron's own layer). Loads are
-taken to be even: without a capacity a device may get more tokens or fewer. Knows no other part of a layer, and no
-seconds.
+A router scores every token for every expert; tokens are copied into the order of their experts and sent there; each expert
+is an MLP whose output is weighted by the score before its second matrix. With kernels `gpu` experts are Transformer
+Engine's grouped matrices with a fused weighted SwiGLU; with `cpu` they are MLPs one after the other, and every step keeps its
+own. Loads are taken to be even.
 """
 
 from __future__ import annotations
@@ -80,7 +76,7 @@ def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tup
 
 
 def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
-    """Scores of the chosen as a softmax or a share of their sum, which they are, and how tokens are put in order."""
+    """Return the scores, weights and order of tokens."""
     tokens = local_tokens(setup)
     chosen, every = tokens * experts.top_k, tokens * experts.num_experts
     scores = Saved("softmax of the chosen scores", SCORE_BYTES * chosen)
@@ -109,7 +105,7 @@ def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
 
 
 def _shared_experts(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
-    """What all tokens go to is an MLP like any; a gate's product keeps its output, too."""
+    """Shared experts are an MLP; with a gate its output is kept, too."""
     if not experts.shared_size:
         return ()
     inner = shard_size(element_bytes(setup) * num_tokens(setup) * experts.shared_size, setup.tensor)

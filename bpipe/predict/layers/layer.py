@@ -1,4 +1,4 @@
-"""Put a layer together from its parts. In: a Setup, a kind of layer, what of it is recomputed. Out: `Saved` rows, seconds."""
+"""A layer from its parts, with its recomputation: what it saves, and its seconds."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope
 
 
 def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    """Return seconds of a layer's products, norms, sums and activation functions, forward and backward."""
+    """Seconds of a layer's products, norms, sums and activation functions, forward and backward."""
     rates, model, products = Rates.of(setup), setup.model, layer_products(setup, kind).total()
     per_width = element_bytes(setup) * num_tokens(setup)
     between, inside = per_width * model.hidden_size / setup.sequence_shards, _touched_bytes(setup, kind)
@@ -91,29 +91,25 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
 
 
 def _num_kernels(kind: LayerKind) -> tuple[float, float]:
-    """Return the kernels of a layer's forward and backward."""
     if kind.is_mamba:
         return mamba.FORWARD_KERNELS, mamba.BACKWARD_KERNELS
     return FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
 
 
 def _core_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    """Return seconds between a part's two matrices of what is neither of an MLP nor of experts."""
     if kind.is_mamba:
         return mamba.scan_seconds(setup)
     return core_seconds(setup, Rates.of(setup), kind.window) if kind.attends else (0.0, 0.0)
 
 
 def _touched_bytes(setup: Setup, kind: LayerKind) -> float:
-    """Return bytes read and written between the matrices of a layer's MLP or experts; 0 without either."""
     if kind.experts:
         return experts_touched_bytes(setup)
     return mlp_touched_bytes(setup) if kind.has_mlp else 0.0
 
 
 def _parts_again_s(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
-    """Return the forwards of a layer's parts beside the attention core that are computed again in its backward; what
-    of them is waited for on links is in `exposed`."""
+    """Seconds of recomputed parts besides the attention core; what they wait for on links is in `exposed`."""
     is_gpu, found = setup.kernels == "gpu", 0.0
     if "layernorm" in modules:
         found += norm_seconds(setup) * (norms_alone(setup, kind) if is_gpu else kind.num_parts)
@@ -128,7 +124,7 @@ def _parts_again_s(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> fl
 
 
 def _accumulated(setup: Setup, kind: LayerKind) -> float:
-    """Return the bytes of a layer's backward: every weight's gradient is read and written once a micro-batch."""
+    """Bytes to read and write every weight's gradient once."""
     found = layer_parameters(setup.model, kind)
     return (
         2
@@ -189,8 +185,7 @@ def _fused_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: t
 
 
 def _local_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: tuple[Saved, ...]) -> tuple[Saved, ...]:
-    """As torch's own kernels keep it. Of a norm that is recomputed the input remains: its output is let go once what
-    reads it is computed."""
+    """As torch's own kernels keep it. A recomputed norm keeps its input; its output is freed once it is read."""
     parts = kind.num_parts
     inputs = (Saved("norm input", sent_bytes(setup), parts),)
     norms = inputs if "layernorm" in modules else local_norms_saved(setup, parts)
@@ -202,7 +197,6 @@ def _local_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: t
 def _mlp_saved(
     setup: Setup, kind: LayerKind, modules: frozenset[str], dense: Callable[[Setup], tuple[Saved, ...]]
 ) -> tuple[Saved, ...]:
-    """Return what a layer's experts save, or its MLP, as `dense` lists it; nothing where it has neither."""
     if kind.experts:
         return experts_saved(setup, modules)
     return dense(setup) if kind.has_mlp and "mlp" not in modules else ()

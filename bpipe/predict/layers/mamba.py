@@ -1,14 +1,11 @@
-"""Say what a Mamba layer's scan takes: what it saves, what comes and goes, and how long.
+"""The scan of a Mamba layer: what it saves, its temporaries and seconds. Its matrices are in `predict.matmul`.
 
-In: a Setup. Out: `Saved` rows, bytes, seconds.
-
-As Megatron's `MambaMixer` trains [1] with the kernels of mamba_ssm [2] (`MambaSplitConv1dScanCombinedFn` and what it calls). Its forward
-keeps what the first matrix gave and what the scan gave before its gate; the convolution, the states of all chunks and the products of
-reads and writes are made anew backward. By the source alone: nothing of it was compared with a run.
+As Megatron's `MambaMixer` trains [1] with the kernels of mamba_ssm [2] (`MambaSplitConv1dScanCombinedFn` and what it calls). The
+forward keeps the outputs of the first matrix and of the scan before its gate; the backward recomputes the convolution, the
+states of all chunks and the products of reads and writes. From the source alone: nothing was compared with a run.
   [1] megatron/core/ssm/mamba_mixer.py, `_ssm_training`
   [2] github.com/state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py, ssd_chunk_state.py, ssd_chunk_scan.py, ssd_bmm.py,
       ssd_state_passing.py, layernorm_gated.py
-Matrices before and behind the scan are `products`'. Knows no other part of a layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say what an MLP takes. In: a Setup. Out: `Saved` rows, bytes, seconds. Its products are `predict.matmul`'."""
+"""MLPs: what they save, their temporaries and seconds. Their matrices are in `predict.matmul`."""
 
 from __future__ import annotations
 

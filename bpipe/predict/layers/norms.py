@@ -1,4 +1,4 @@
-"""Say what stands around a layer's matrices takes: norms and dropout. In: a Setup. Out: `Saved` rows, seconds."""
+"""Norms and dropout around a layer's matrices: what they save, and seconds."""
 
 from __future__ import annotations
 
