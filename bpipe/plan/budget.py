@@ -165,9 +165,7 @@ class OverBudget(ValueError):
         who = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
         super().__init__(
             f"no plan keeps {who} within {budget_text(budget_bytes)} GiB per device. The smallest budget that one "
-            "keeps "
-            f"is "
-            f"{budget_text(smallest_bytes)} GiB"
+            f"keeps is {budget_text(smallest_bytes)} GiB"
         )
         self.smallest_bytes, self.pair = smallest_bytes, pair
 

@@ -98,10 +98,9 @@ def costly_halves(prediction: SetupPrediction) -> str | None:
     peak = prediction.peak_bytes
     return (
         f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with "
-        f"--bpipe-keep-weights-halves none the "
-        f"fullest rank needs {gib_text(other.peak_bytes)} instead of {gib_text(peak)} GiB, and an iteration takes "
-        f"{other.iteration_s:.3f} "
-        f"instead of {prediction.timing.iteration_s:.3f} s"
+        f"--bpipe-keep-weights-halves none the fullest rank needs {gib_text(other.peak_bytes)} instead of "
+        f"{gib_text(peak)} GiB, and an iteration takes {other.iteration_s:.3f} instead of "
+        f"{prediction.timing.iteration_s:.3f} s"
     )
 
 

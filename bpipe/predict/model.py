@@ -163,8 +163,7 @@ class Model:
         if self.chunk is not None and sequence > self.chunk:
             raise ValueError(
                 f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, "
-                f"{sequence}, is "
-                f"longer: give --seq {self.chunk} or less"
+                f"{sequence}, is longer: give --seq {self.chunk} or less"
             )
 
     def no_context(self, sequence: int, cp_comm_type: str) -> str | None:

@@ -82,8 +82,7 @@ class Profile:
         if len(mine) not in (1, setup.num_stages):
             raise ValueError(
                 f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, but the setup has "
-                f"{setup.num_stages}: "
-                "give one for all, or one for each"
+                f"{setup.num_stages}: give one for all, or one for each"
             )
         return tuple(mine * setup.num_stages if len(mine) == 1 else mine)
 
