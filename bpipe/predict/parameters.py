@@ -84,17 +84,6 @@ def num_parameters(model: Model) -> int:
     return layers + model.norm_parameters + embedding + positions
 
 
-def num_active_parameters(model: Model) -> int:
-    """Return the parameters that a token meets: of the experts as many as it is routed to.
-
-    Its embedding counts whole, as publishers count it.
-    """
-    if model.experts is None:
-        return num_parameters(model)
-    idle = sum(number * layer_parameters(model, kind).experts for kind, number in model.kinds())
-    return num_parameters(model) - idle * (model.experts.num_experts - model.experts.top_k) // model.experts.num_experts
-
-
 @lru_cache(maxsize=1024)
 def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # noqa: B008  (a frozen value)
     """Return the parameters of a layer with which every token is multiplied, as Megatron counts them for FLOPs: a
@@ -114,11 +103,5 @@ def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # n
             model.hidden_size * model.latent.down_size + (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
         )
     if kind.experts and model.experts is not None:
-        found += routed_parameters(model)
+        found += model.experts.top_k * model.hidden_size * (3 if model.gated else 2) * model.experts.ffn_hidden_size
     return found
-
-
-def routed_parameters(model: Model) -> int:
-    """Return matrix parameters of the experts to which a token is routed."""
-    assert model.experts is not None
-    return model.experts.top_k * model.hidden_size * (3 if model.gated else 2) * model.experts.ffn_hidden_size

@@ -170,13 +170,22 @@ def test_real_runs_on_eight_a100(vocabulary: int) -> None:
     assert allocated == pytest.approx(float(measured["memory_max_mb"]) * 2**20, rel=0.03)
 
 
-def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"t\*p = 4\*16 = 64 does not divide the 32 devices"):
-        setup(t=4, p=16)
-    with pytest.raises(ValueError, match="global batch 100 is not a multiple of micro-batch 8"):
-        setup(b=8, global_batch=100)
-    with pytest.raises(ValueError, match="does not divide 40"):
-        setup("gpt3-13b", t=16, p=1, cluster="a100-80g:1x16")
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"t": 4, "p": 16}, r"t\*p = 4\*16 = 64 does not divide the 32 devices"),
+        ({"b": 8, "global_batch": 100}, "global batch 100 is not a multiple of micro-batch 8"),
+        ({"model": "gpt3-13b", "t": 16, "p": 1, "cluster": "a100-80g:1x16"}, "does not divide 40"),
+        (
+            {"b": 1, "global_batch": 15, "schedule": "chimera"},
+            "2 pipes, which need equal shares of the 15 micro-batches",
+        ),
+        ({"t": 8, "p": 1, "schedule": "chimera"}, "two pipes need an even number of ranks, not 1"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_numbers(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        setup(**sizes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
