@@ -12,7 +12,7 @@ from bpipe.build import ScheduleConfig, ScheduleSpec, sized
 from bpipe.predict.cluster import Cluster
 from bpipe.predict.error_bars import ErrorBars, error_bars, time_factor
 from bpipe.predict.layer_counts import without_layers
-from bpipe.predict.layer_variants import LayerKind, Routing
+from bpipe.predict.layer_variants import Routing
 from bpipe.predict.model import Model
 from bpipe.predict.recompute import Recompute, StageLayers, read_recompute, stage_layers
 from bpipe.predict.training import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS, Training
@@ -309,11 +309,6 @@ class Setup(ScheduleSpec, Training):
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank computes, in any pipe, ascending."""
         return _layout(self.schedule, self.pipeline, self.num_chunks).stages_of(rank)
-
-    @property
-    def stage_kinds(self) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
-        """Number of layers of each kind in every stage."""
-        return self.model.stage_kinds(self.layers)
 
     @property
     def recomputed(self) -> Recompute:

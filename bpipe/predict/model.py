@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
 from bpipe.predict.hybrid import ATTENTION, EXPERTS, MOST_LAYERS, Hybrid
 from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, LayerKind, shortest
@@ -143,12 +142,9 @@ class Model:
         experts = self.experts is not None and bool(self.experts.pattern[layer % len(self.experts.pattern)])
         return LayerKind(experts, windowed)
 
-    def kinds(self, first: int = 0, number: int | None = None) -> tuple[tuple[LayerKind, int], ...]:
-        """Return how many of each kind the first `number` layers have; without a number, all layers."""
-        number = self.num_layers - first if number is None else number
-        if self.is_uniform:
-            return ((self.kind(0), number),)
-        return _counted(self, first, number)
+    def kinds(self) -> tuple[tuple[LayerKind, int], ...]:
+        """Return the number of layers of each kind."""
+        return ((self.kind(0), self.num_layers),) if self.is_uniform else _kinds(self)
 
     def check_mambas(self, tensor: int, context: int, on_cpu: bool) -> None:
         """Raise ValueError where Mamba layers are not cut so by Megatron, or not predicted so."""
@@ -180,14 +176,6 @@ class Model:
                 f"--cp-comm-type p2p"
             )
         return None
-
-    def stage_kinds(self, layers: Sequence[int]) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
-        """Return the kinds of layers of stages with so many layers each."""
-        if self.is_uniform:
-            kind = self.kind(0)
-            return tuple(((kind, number),) for number in layers)
-        firsts = accumulate(layers, initial=0)
-        return tuple(self.kinds(first, number) for first, number in zip(firsts, layers, strict=False))
 
     @property
     def query_size(self) -> int:
@@ -223,9 +211,9 @@ class Model:
         return self.hidden_size * (1 if self.rms_norm else 2)
 
 
-@lru_cache(maxsize=4096)
-def _counted(model: Model, first: int, number: int) -> tuple[tuple[LayerKind, int], ...]:
-    return tuple(counted(model.kind, first, number, model.period).items())
+@lru_cache(maxsize=1024)
+def _kinds(model: Model) -> tuple[tuple[LayerKind, int], ...]:
+    return tuple(counted(model.kind, 0, model.num_layers, model.period).items())
 
 
 def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: int, period: int) -> dict[Sort, int]:

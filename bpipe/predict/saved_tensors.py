@@ -65,7 +65,7 @@ def after_input_bytes(setup: Setup) -> tuple[int, ...]:
     if not setup.keeps_halves:
         return (0,) * setup.num_stages
     of_kind = {kind: total(layer_after_input(setup, kind)) for kind, _ in setup.model.kinds()}
-    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
+    return tuple(sum(number * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers)
 
 
 def kept_share(setup: Setup) -> float:

@@ -59,5 +59,5 @@ def kept_memory(setup: Setup) -> tuple[KeptMemory, ...]:
     values = setup.sequence * setup.micro_batch * setup.model.key_value_size
     keys = shard_size(element_bytes(setup) * values, setup.tensor)
     gradients = shard_size(max(SUM_BYTES, element_bytes(setup)) * values, setup.tensor)
-    layers = (sum(number for kind, number in kinds if kind.attends) for kinds in setup.stage_kinds)
-    return tuple(KeptMemory(number * keys, number * gradients) for number in layers)
+    attending = (sum(number for kind, _, number in layers if kind.attends) for layers in setup.stage_layers)
+    return tuple(KeptMemory(number * keys, number * gradients) for number in attending)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.parameters import layer_parameters
@@ -36,11 +38,7 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
         return traced.parameters
     model, t = setup.model, setup.tensor
     embedding = shard_size(setup.padded_vocabulary * model.hidden_size, t)
-    layer = {
-        kind: _layer_parameters(setup, kind)
-        for kind in dict.fromkeys(kind for kinds in setup.stage_kinds for kind, _ in kinds)
-    }
-    counts = [sum(number * layer[kind] for kind, number in kinds) for kinds in setup.stage_kinds]
+    counts = _by_stage(setup, {kind: _layer_parameters(setup, kind) for kind, _ in model.kinds()})
     counts[0] += setup.sequence * model.hidden_size * model.learned_positions
     counts[-1] += model.norm_parameters
     if not setup.input_shards:
@@ -49,6 +47,11 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
     if not setup.is_sharded and (not model.tied_embedding or setup.pipeline > 1):
         counts[-1] += embedding
     return tuple(counts)
+
+
+def _by_stage(setup: Setup, of_kind: Mapping[LayerKind, int]) -> list[int]:
+    """Return the sums over each stage's layers."""
+    return [sum(number * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
 
 
 def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
@@ -64,7 +67,7 @@ def stage_experts(setup: Setup) -> tuple[int, ...]:
     """Return how many parameters of every stage on one device are experts'."""
     if setup.model.experts is None:
         return (0,) * setup.num_stages
-    return tuple(sum(number * _of_experts(setup, kind) for kind, number in kinds) for kinds in setup.stage_kinds)
+    return tuple(_by_stage(setup, {kind: _of_experts(setup, kind) for kind, _ in setup.model.kinds()}))
 
 
 def shard_parameters(setup: Setup) -> int:
@@ -89,7 +92,7 @@ def stage_matrices(setup: Setup) -> tuple[int, ...]:
         kind: shard_size(layer_parameters(model, kind).matrices, setup.tensor) + down + _of_experts(setup, kind)
         for kind, _ in model.kinds()
     }
-    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
+    return tuple(_by_stage(setup, of_kind))
 
 
 def weight_bytes(setup: Setup) -> tuple[int, ...]:
