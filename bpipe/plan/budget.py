@@ -59,39 +59,42 @@ def windows_of(costs: Costs, num_ranks: int) -> Windows:
     )
 
 
-def in_time(found: Fit, plain: Schedule, costs: Costs) -> Fit:
+def in_time(fit: Fit, plain: Schedule, costs: Costs) -> Fit:
     """Return the plan with its transfers where they end in time, if it waits less for them; and how long it waits.
 
     `plain`: before any plan.
     """
-    if not found.moved_bytes:
-        return found
+    if not fit.moved_bytes:
+        return fit
     count = sum(len(slot.computations) for row in plain.ranks for slot in row)
     if count > MOST_COMPUTATIONS:
-        return replace(found, unjudged=f"{count} computations of an iteration are more than {MOST_COMPUTATIONS}")
-    now = simulate(found.schedule, costs)
+        return replace(fit, unjudged=f"{count} computations of an iteration are more than {MOST_COMPUTATIONS}")
+    now = simulate(fit.schedule, costs)
     if any(now.exposed_s):
-        how = replace(found.how, windows=windows_of(costs, plain.num_ranks))
+        how = replace(fit.how, windows=windows_of(costs, plain.num_ranks))
         schedule = balanced(plain, how)
         tried = simulate(schedule, costs)
         if _helps(now, tried):
-            return replace(found, how=how, schedule=schedule, exposed_s=_exposed(tried))
-    return replace(found, exposed_s=_exposed(now))
+            return replace(fit, how=how, schedule=schedule, exposed_s=_exposed(tried))
+    return replace(fit, exposed_s=_exposed(now))
 
 
-def waits_less(found: Fit, now: Fit, costs: Costs) -> bool:
+def waits_less(fit: Fit, now: Fit, costs: Costs) -> bool:
     """Return whether transfers are waited for less by the one plan than by the other, and an iteration is no longer.
 
     No where nobody looked.
     """
-    if found.exposed_s is None:
+    if fit.exposed_s is None:
         return False
-    before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, found))
+    before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, fit))
     return _helps(before, after)
 
 
 def _helps(before: Simulation, after: Simulation) -> bool:
-    waits = [(sum(one.exposed_s), one.exposed_transfer_s, one.makespan_s) for one in (before, after)]
+    waits = [
+        (sum(simulation.exposed_s), simulation.exposed_transfer_s, simulation.makespan_s)
+        for simulation in (before, after)
+    ]
     return all(later <= earlier for earlier, later in zip(*waits, strict=True)) and waits[0] != waits[1]
 
 
@@ -138,11 +141,11 @@ class Devices:
     def need_bytes(self, schedule: Schedule, moving: bool = True) -> tuple[int, ...]:
         """Return all that a device of each rank then holds."""
         besides = self.moving or self.besides if moving else self.besides
-        held = (
+        held_bytes = (
             sum(allocated_bytes(schedule, rank, self.memory)) + self.links_bytes(schedule, rank)
             for rank in range(schedule.num_ranks)
         )
-        return tuple(besides.need_bytes(rank, num_bytes) for rank, num_bytes in enumerate(held))
+        return tuple(besides.need_bytes(rank, num_bytes) for rank, num_bytes in enumerate(held_bytes))
 
     def links_bytes(self, schedule: Schedule, rank: int) -> int:
         """Return bytes of a rank's further links to other nodes."""
@@ -172,9 +175,9 @@ class OverBudget(ValueError):
 
 def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
     """Return the plan of `within_or_none`. Raises OverBudget, which says what budget would be enough."""
-    found = within_or_none(devices, partners)
-    if found is not None:
-        return found
+    fit = within_or_none(devices, partners)
+    if fit is not None:
+        return fit
     _, choices = _possible(devices, partners)
     more, worst = min(_more(devices, chosen) for chosen in choices)
     raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
@@ -232,12 +235,14 @@ def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fi
     chosen = (
         tuple(partners)
         if partners
-        else min(_choices(devices, devices.activation_budget()), key=lambda one: _more(devices, one))
+        else min(
+            _choices(devices, devices.activation_budget()), key=lambda partners_tried: _more(devices, partners_tried)
+        )
     )
     if chosen is None:
         more = _more(devices, None)[0]
-        found = _fit(devices, devices.activation_budget(more), None)
-        return _looser(devices, found, more) if devices.hosts in IN_NODES else found
+        fit = _fit(devices, devices.activation_budget(more), None)
+        return _looser(devices, fit, more) if devices.hosts in IN_NODES else fit
     activation_budget = list(devices.activation_budget().room_bytes)
     for pair, more in _levels(devices, chosen).items():
         for rank in pair:
@@ -255,8 +260,8 @@ def _looser(devices: Devices, tight: Fit, more: int) -> Fit:
     alone = (sum(allocated_bytes(devices.schedule, rank, devices.memory)) for rank in ranks)
     sends = (num_transfers(tight.schedule, rank).evictions > 0 for rank in ranks)
     less = (
-        min(room, held - 1) if send else room
-        for room, held, send in zip(activation_budget.room_bytes, alone, sends, strict=True)
+        min(room, held_bytes - 1) if send else room
+        for room, held_bytes, send in zip(activation_budget.room_bytes, alone, sends, strict=True)
     )
     return _fit(devices, ActivationBudget(tuple(less), activation_budget.memory), None)
 
@@ -314,22 +319,22 @@ def _levels(devices: Devices, partners: Partners) -> dict[Pair, int]:
     """By pair, by how much its budgets have to grow at least; negative if they may shrink. A pool has one number."""
     highest = max(devices.budget_bytes)
     alone = devices.need_bytes(devices.schedule)
-    most = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
+    upper = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
     if partners is None:
-        level, worst = smallest_level(lambda level: _pooled(devices, devices.activation_budget(level - highest)), most)
+        level, worst = smallest_level(lambda level: _pooled(devices, devices.activation_budget(level - highest)), upper)
         return {worst: level - highest}
-    found = {}
+    levels = {}
     for pair in pairs_of(partners):
         level = smallest_level_of_pair(
             devices.schedule,
             partners,
             pair,
             lambda level: devices.activation_budget(level - highest),
-            most,
+            upper,
             devices.parts,
         )
-        found[pair] = level - highest
-    return found
+        levels[pair] = level - highest
+    return levels
 
 
 def smallest_bytes(devices: Devices) -> int:
@@ -348,27 +353,27 @@ def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> 
     fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
     holds = f"as measured, devices need {budget_text(needs)} GiB now"
     try:
-        found = within(devices, now.partners if devices.hosts == PAIR else None)
+        fit = within(devices, now.partners if devices.hosts == PAIR else None)
     except OverBudget as error:
         return None, [f"{holds}; {error}: the plan stays; recompute more, or put fewer layers on the fullest rank"]
-    unknown = sorted(_sent_stages(found.schedule) - _sent_stages(now))
+    unknown = sorted(_sent_stages(fit.schedule) - _sent_stages(now))
     if unknown:
         stages = " and ".join(map(str, unknown))
         return None, [
             f"{holds}; a plan that keeps the budget would send from stage {stages}, whose sizes are not measured "
             "yet: the plan stays"
         ]
-    running = replace(found, schedule=now, memory=devices.memory)
+    running = replace(fit, schedule=now, memory=devices.memory)
     sent = running.moved_bytes
     if costs is not None:
-        found = in_time(found, devices.schedule, costs.holding(found.memory))
+        fit = in_time(fit, devices.schedule, costs.holding(fit.memory))
     holds = f"{holds}, and {budget_text([sent])} GiB are evicted per iteration"
-    if not fits or found.moved_bytes < sent:
-        return found, [f"{holds}; changing the plan:", *plan_lines(found, "as measured")]
-    if costs is not None and found.moved_bytes == sent and waits_less(found, running, costs):
-        return found, [
+    if not fits or fit.moved_bytes < sent:
+        return fit, [f"{holds}; changing the plan:", *plan_lines(fit, "as measured")]
+    if costs is not None and fit.moved_bytes == sent and waits_less(fit, running, costs):
+        return fit, [
             f"{holds}, and a plan that sends as much waits less for it; changing the plan:",
-            *plan_lines(found, "as measured"),
+            *plan_lines(fit, "as measured"),
         ]
     return None, [f"{holds}: no plan needs less, so this one stays"]
 
@@ -384,17 +389,15 @@ def one_budget_a_rank(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int,
     return tuple(budget_bytes) * (num_ranks if len(budget_bytes) == 1 else 1)
 
 
-def plan_in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Fit:
+def plan_in_time(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None = None) -> Fit:
     """Return the plan with its transfers where they end in time on the setup's cluster, if it waits less for them,
     and how long it waits."""
-    return (
-        in_time(found, devices.schedule, balanced_costs(setup, devices, found, profile)) if found.moved_bytes else found
-    )
+    return in_time(fit, devices.schedule, balanced_costs(setup, devices, fit, profile)) if fit.moved_bytes else fit
 
 
-def balanced_costs(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Costs:
+def balanced_costs(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None = None) -> Costs:
     """Return the costs of a setup that is balanced by this plan."""
-    return costs_of(replace(setup, balance=found.how, budget_bytes=devices.budget_bytes), profile)
+    return costs_of(replace(setup, balance=fit.how, budget_bytes=devices.budget_bytes), profile)
 
 
 ELSEWHERE = "`bpipe fit` with the same launch lists other ways to make it fit, and what they cost"
@@ -433,15 +436,15 @@ def within_budget_or_none(setup: Setup, budget_bytes: Sequence[int], profile: Pr
     """Return the setup balanced within budgets, None where no plan keeps them: which budget would be enough takes ten
     times as long to say."""
     devices = predicted_devices(setup, budget_bytes)
-    found = within_or_none(devices)
-    return None if found is None else _in_time(setup, devices, found, profile)[0]
+    fit = within_or_none(devices)
+    return None if fit is None else _in_time(setup, devices, fit, profile)[0]
 
 
-def _in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | None) -> tuple[Setup, Fit]:
-    if not found.moved_bytes:
-        return replace(setup, balance=None, budget_bytes=devices.budget_bytes), found
-    found = plan_in_time(setup, devices, found, profile)
-    return replace(setup, balance=found.how, budget_bytes=devices.budget_bytes), found
+def _in_time(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None) -> tuple[Setup, Fit]:
+    if not fit.moved_bytes:
+        return replace(setup, balance=None, budget_bytes=devices.budget_bytes), fit
+    fit = plan_in_time(setup, devices, fit, profile)
+    return replace(setup, balance=fit.how, budget_bytes=devices.budget_bytes), fit
 
 
 def within_prediction(devices: Devices) -> Fit:

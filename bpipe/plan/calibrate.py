@@ -73,19 +73,19 @@ def read_calibration(path: str) -> Calibration:
     Raises ValueError for another file, or a factor that does not follow from its seconds.
     """
     try:
-        found = an_object(load_json(Path(path).read_bytes()), "a calibration")
-        if found.get("format") != FORMAT or found.get("version") != VERSION:
+        document = an_object(load_json(Path(path).read_bytes()), "a calibration")
+        if document.get("format") != FORMAT or document.get("version") != VERSION:
             raise ValueError(f"it is not marked as {FORMAT}, version {VERSION}: use a file that bpipe calibrate wrote")
-        measured, predicted = (a_number(found.get(key), key) for key in ("measured_s", "predicted_s"))
-        factor = a_number(found.get("factor"), "factor")
+        measured, predicted = (a_number(document.get(key), key) for key in ("measured_s", "predicted_s"))
+        factor = a_number(document.get("factor"), "factor")
         if abs(factor * predicted - measured) > 1e-3 * measured:
             raise ValueError(
                 f"factor is {factor:g}, but {measured:g} s measured and {predicted:g} s predicted give another one"
             )
-        names = (a_text(found.get(key), key) for key in ("device", "source"))
+        names = (a_text(document.get(key), key) for key in ("device", "source"))
         device, source = names
         return Calibration(
-            device, factor, measured, predicted, source, dict(an_object(found.get("configuration"), "configuration"))
+            device, factor, measured, predicted, source, dict(an_object(document.get("configuration"), "configuration"))
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -116,7 +116,7 @@ class Steady(NamedTuple):
 
 def steady(ran: Sequence[Ran], warm_up: int = WARM_UP_ITERATIONS) -> Steady:
     """Return the steady state: all but what began in the first `warm_up` iterations."""
-    kept = [one.seconds for one in ran if one.first >= ran[0].first + warm_up]
+    kept = [line.seconds for line in ran if line.first >= ran[0].first + warm_up]
     if len(kept) < FEWEST:
         raise ValueError(
             f"{len(kept)} of {len(ran)} measured times are left after {warm_up} iterations of warm-up: a median "

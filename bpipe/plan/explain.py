@@ -137,14 +137,17 @@ def replicas_apart(setup: Setup) -> str | None:
     plain = replace(setup, balance=None, budget_bytes=None)
     if not replicas_share_nodes(plain):
         return None
-    mine, without = (
+    own_s, plain_s = (
         setup.time_factor
-        * max(sum(sum(update_seconds(one)[stage]) for stage in one.stages_of(rank)) for rank in range(one.pipeline))
-        for one in (setup, plain)
+        * max(
+            sum(sum(update_seconds(variant)[stage]) for stage in variant.stages_of(rank))
+            for rank in range(variant.pipeline)
+        )
+        for variant in (setup, plain)
     )
     return (
         f"balanced pairs share nodes, so the replicas of a rank do not: reducing gradients and updating weights takes "
-        f"{mine:.3f} instead of {without:.3f} s"
+        f"{own_s:.3f} instead of {plain_s:.3f} s"
     )
 
 
@@ -158,10 +161,10 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
     moving = (rank for rank, count in enumerate(prediction.transfers) if count)
     if not any(joined.crosses(rank, host.rank) for rank in moving for host in hosts[rank]):
         return None
-    cluster, each = setup.cluster, setup.tensor * setup.context
-    fills = 2 * each > cluster.devices_per_domain
+    cluster, per_rank = setup.cluster, setup.tensor * setup.context
+    fills = 2 * per_rank > cluster.devices_per_domain
     why = (
-        f"a rank has {each} of {cluster.domain}'s {cluster.devices_per_domain} devices"
+        f"a rank has {per_rank} of {cluster.domain}'s {cluster.devices_per_domain} devices"
         if fills
         else "ranks do not fill nodes in pairs"
     )
@@ -184,7 +187,7 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
 def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
     """Alternatives to pairs on two nodes, which ranks may fill. `host`: GB/s to a node's memory, if that is faster."""
     devices = setup.cluster.devices_per_domain
-    fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= devices), default=None)
+    fewer = max((size for size in divisors(setup.tensor) if 2 * size * setup.context <= devices), default=None)
     ways = [f"--tp {fewer}, so that pairs share a node"] if fills and fewer else []
     if host is not None:
         ways.append(f"--hosts host, which has {host:.0f} GB/s to CPU memory")
@@ -293,10 +296,10 @@ def _more_ranks(setup: Setup, space: Space) -> str:
     if setup.data == 1:
         return "use more devices"
     devices = setup.cluster.num_devices // (setup.tensor * setup.context)
-    larger = [one for one in divisors(devices) if setup.pipeline < one <= layers]
+    larger = [size for size in divisors(devices) if setup.pipeline < size <= layers]
     if not larger:
         return f"no larger p divides the {devices} devices and is within the {layers} layers"
-    if not space.uneven and all(layers % one for one in larger):
+    if not space.uneven and all(layers % size for size in larger):
         return f"a larger p does not divide the {layers} layers, so leave out --even-layers"
     return f"a larger p is possible ({', '.join(map(str, larger))}), and another constraint cut it"
 
@@ -312,15 +315,15 @@ def _fewer_activations(setup: Setup, space: Space) -> str:
     return " or ".join(ways) or "use more devices, or a shorter sequence"
 
 
-def describe_change(one: SetupPrediction, other: SetupPrediction) -> str:
+def describe_change(before: SetupPrediction, after: SetupPrediction) -> str:
     """Describe what the second setup changes: speed of a stage, bubble, and waiting."""
-    bubbles = [100 * each.timing.bubble_of_makespan for each in (one, other)]
+    bubbles = [100 * prediction.timing.bubble_of_makespan for prediction in (before, after)]
     parts = [
-        f"useful work per second of computing {_while_busy(other) / _while_busy(one):.2f}x",
+        f"useful work per second of computing {_while_busy(after) / _while_busy(before):.2f}x",
         f"bubble {bubbles[1]:.1f} instead of {bubbles[0]:.1f} % of the iteration",
     ]
-    exposed = max(other.timing.exposed_s)
-    if exposed > 0.01 * other.timing.iteration_s:
+    exposed = max(after.timing.exposed_s)
+    if exposed > 0.01 * after.timing.iteration_s:
         parts.append(f"exposed transfers {exposed:.2f} s")
     return ", ".join(parts)
 

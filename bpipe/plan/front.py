@@ -70,21 +70,21 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
             f"{BLOCK} chooses the number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4"
         )
     limit = space.cluster.limit_bytes
-    most = int(MOST_TIMES * limit)
+    largest = int(MOST_TIMES * limit)
     candidates = by_bound(space)
-    known = _Unbeaten()
+    unbeaten = _Unbeaten()
     for done, (bound_s, setup) in enumerate(candidates):
         progress("front", done, len(candidates))
-        needs = _needs_unless_beaten(known, setup, bound_s, most)
+        needs = _needs_unless_beaten(unbeaten, setup, bound_s, largest)
         if needs is not None and not stands_still(setup):
-            known.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
+            unbeaten.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
     progress("front", len(candidates), len(candidates))
     points = (
         Candidate(predict(setup, space.profile, formula=space.formula, timing=timing))
-        for _, timing, setup in known.rows
+        for _, timing, setup in unbeaten.rows
     )
     stock = search(stock_space(space), 1).stock
-    return Front(tuple(points), limit, most, len(candidates), known.num_added, stock, not_searched(space))
+    return Front(tuple(points), limit, largest, len(candidates), unbeaten.num_added, stock, not_searched(space))
 
 
 def not_searched(space: Space) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def not_searched(space: Space) -> tuple[str, ...]:
         ),
         (scopes, f"recomputation {', '.join(scopes)} (--recompute)"),
         (
-            space.slices == (1,) and any(one.takes_slices for one in families),
+            space.slices == (1,) and any(family.takes_slices for family in families),
             f"sequences in slices ({_SLICES} {' '.join(map(str, NUMBERS))})",
         ),
         (max(space.slices) > 1 and moves, "balanced slices of differing lengths (--memory, without --front)"),
@@ -116,7 +116,7 @@ def not_searched(space: Space) -> tuple[str, ...]:
         (BALANCES[0] not in space.balances, "rows without balancing (--balance)"),
         (others, f"other schedules (--schedule {' '.join(others)})"),
         (
-            any(one.takes_delay or one.splits for one in families),
+            any(family.takes_delay or family.splits for family in families),
             "other groups than p / 2 and p, delays, and W at once (bpipe simulate)",
         ),
         (space.max_chunks < space.model.num_layers, f"more than {space.max_chunks} chunks per rank (--max-chunks)"),
@@ -125,15 +125,15 @@ def not_searched(space: Space) -> tuple[str, ...]:
     return tuple(text for is_left_out, text in every if is_left_out)
 
 
-def _but(every: Iterable[str], given: Collection[str]) -> list[str]:
-    return [one for one in every if one not in given]
+def _but(every: Iterable[str], excluded: Collection[str]) -> list[str]:
+    return [choice for choice in every if choice not in excluded]
 
 
-def _needs_unless_beaten(known: _Unbeaten, setup: Setup, bound_s: float, most: int) -> int | None:
+def _needs_unless_beaten(unbeaten: _Unbeaten, setup: Setup, bound_s: float, largest: int) -> int | None:
     """Return its need, None if that is too much or a known point beats it. Cheap bounds come first."""
     needs = 0
     for needs in _rising(setup):
-        if needs > most or known.beats(needs, bound_s):
+        if needs > largest or unbeaten.beats(needs, bound_s):
             return None
     return needs
 
@@ -173,11 +173,11 @@ def standing(front: Front) -> str:
             f"Nothing fits into {has}: the smallest configuration needs {gib_text(first.peak_bytes)} GiB, "
             f"{_apart(first, front.limit_bytes)} more."
         )
-    mine = front.points[winner]
-    parts = [f"With {has} row {winner + 1} wins (*): {mine.iteration_s:.3f} s in {gib_text(mine.peak_bytes)} GiB."]
+    best = front.points[winner]
+    parts = [f"With {has} row {winner + 1} wins (*): {best.iteration_s:.3f} s in {gib_text(best.peak_bytes)} GiB."]
     if winner + 1 < len(front.points):
         above = front.points[winner + 1]
-        gain = 100 * (1 - above.iteration_s / mine.iteration_s)
+        gain = 100 * (1 - above.iteration_s / best.iteration_s)
         parts.append(
             f"The next needs {_apart(above, front.limit_bytes)} more than that and takes {gain:.1f} % less time."
         )
@@ -185,9 +185,9 @@ def standing(front: Front) -> str:
         parts.append("Nothing that was searched with more memory is faster.")
     if winner:
         below = front.points[winner - 1]
-        more = 100 * (below.iteration_s / mine.iteration_s - 1)
+        more = 100 * (below.iteration_s / best.iteration_s - 1)
         parts.append(
-            f"The one before needs {gib_text(mine.peak_bytes - below.peak_bytes)} GiB less and takes {more:.1f} % "
+            f"The one before needs {gib_text(best.peak_bytes - below.peak_bytes)} GiB less and takes {more:.1f} % "
             "more time."
         )
     return " ".join(parts)

@@ -96,22 +96,22 @@ class Judge:
 
         Bounds may be below true needs, so the lowest are judged again.
         """
-        if not self._large or any(one.num_fitting for one in self.families.values()):
+        if not self._large or any(candidate.num_fitting for candidate in self.families.values()):
             return None
-        found: Closest | None = None
-        for _, one in sorted(enumerate(self._large), key=lambda pair: (*pair[1][:2], pair[0])):
-            if one.is_state or (found is not None and one.needs_bytes >= found.needs_bytes):
-                return found or one
-            needs = peak_bytes(one.setup)
-            if found is None or needs < found.needs_bytes:
-                found = one._replace(needs_bytes=needs)
-        return found
+        nearest: Closest | None = None
+        for _, candidate in sorted(enumerate(self._large), key=lambda pair: (*pair[1][:2], pair[0])):
+            if candidate.is_state or (nearest is not None and candidate.needs_bytes >= nearest.needs_bytes):
+                return nearest or candidate
+            needs = peak_bytes(candidate.setup)
+            if nearest is None or needs < nearest.needs_bytes:
+                nearest = candidate._replace(needs_bytes=needs)
+        return nearest
 
     def standings(self) -> tuple[FamilyResult, ...]:
         """Return every family's, in the space's order. Of one without a row it is said what the least of it needs."""
         for name, family in self.families.items():
             for bound, setup in (
-                sorted(self._by_bound.get(name, ()), key=lambda one: one[0]) if family.fastest is None else ()
+                sorted(self._by_bound.get(name, ()), key=lambda entry: entry[0]) if family.fastest is None else ()
             ):
                 if family.least_bytes is not None and bound >= family.least_bytes:
                     break
@@ -142,15 +142,15 @@ class Judge:
         takes. None: it does not."""
         if BLOCK not in self._recompute or setup.recompute != OPEN:
             return self._fitted(setup)
-        most, self.needs_bytes = max(setup.layers), None
+        num_layers, self.needs_bytes = max(setup.layers), None
         if "none" in self._recompute and self._is_enough(replace(setup, recompute="none")):
             self.cuts["layers"] += 1
             return None
-        number = fewest_layers(most, lambda count: self._is_enough(with_block(setup, count)))
-        if number == most and "full" in self._recompute:
+        number = fewest_layers(num_layers, lambda count: self._is_enough(with_block(setup, count)))
+        if number == num_layers and "full" in self._recompute:
             self.cuts["layers"] += 1
             return None
-        return self._fitted(with_block(setup, number or most))
+        return self._fitted(with_block(setup, number or num_layers))
 
     def _is_enough(self, setup: Setup) -> bool:
         return self._known(setup)[0] <= self._limit
@@ -164,11 +164,11 @@ class Judge:
             if peak <= self._limit:
                 self.cuts["unneeded"] += 1
                 return None
-            needs, known = peak, self._balanced(setup)
-            if known is None:
+            needs, judged = peak, self._balanced(setup)
+            if judged is None:
                 self.cuts["pairs"] += 1
                 return None
-            peak, is_bound, setup = known
+            peak, is_bound, setup = judged
             self.needs_bytes = needs
         if peak <= self._limit and stands_still(setup):
             self.cuts["queues"] += 1

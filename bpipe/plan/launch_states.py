@@ -82,7 +82,7 @@ def states_of_launch(flags: Sequence[str]) -> list[Feature]:
     slices = _whole(settings.bpipe_slices)
     sharded = settings.bpipe_vocabulary not in (None, REDISTRIBUTE)
     placed, own = _loop_of(settings)
-    found = [
+    features = [
         *features_of(settings, balance, own or sharded or slices > 1 or bool(settings.bpipe_executor)),
         *(
             feature
@@ -93,8 +93,8 @@ def states_of_launch(flags: Sequence[str]) -> list[Feature]:
         ),
     ]
     if settings.bpipe_strict:
-        found = [replace(row, state=State.REFUSED) if row.state is State.GUARDED else row for row in found]
-    return by_state(found)
+        features = [replace(row, state=State.REFUSED) if row.state is State.GUARDED else row for row in features]
+    return by_state(features)
 
 
 def _whole(value: object) -> int:

@@ -97,20 +97,20 @@ def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -
 
     Raises ValueError for what nobody says.
     """
-    given = vars(options)
+    values = vars(options)
     if reading is None:
-        _refuse_missing([_name(name) for name in needed if given[name] is None])
+        _refuse_missing([_name(name) for name in needed if values[name] is None])
     else:
-        _refuse_unmodelled(given, reading)
-    said = _said(given, {} if reading is None else reading.options)
+        _refuse_unmodelled(values, reading)
+    launch = _said(values, {} if reading is None else reading.options)
     every = {
         **DEFAULTS,
-        **said,
-        **{name: value for name, value in given.items() if value is not None and value is not False},
+        **launch,
+        **{name: value for name, value in values.items() if value is not None and value is not False},
     }
     if reading and options.model is None and "vocabulary" not in every:
         raise ValueError("only the tokenizer of the launch knows the size of the vocabulary: give --vocab-size N")
-    return Options(**{**given, **every})
+    return Options(**{**values, **every})
 
 
 def _refuse_missing(missing: Sequence[str]) -> None:
@@ -121,37 +121,37 @@ def _refuse_missing(missing: Sequence[str]) -> None:
         )
 
 
-def _refuse_unmodelled(given: Mapping[str, object], reading: Reading) -> None:
-    for name, what in reading.unmodelled.items():
-        if given.get(name) is None:
-            raise ValueError(f"{what} is not modelled: choose what to predict instead with {_name(name)}")
+def _refuse_unmodelled(values: Mapping[str, object], reading: Reading) -> None:
+    for name, feature in reading.unmodelled.items():
+        if values.get(name) is None:
+            raise ValueError(f"{feature} is not modelled: choose what to predict instead with {_name(name)}")
 
 
-def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
+def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the launch says; if the options have other stages, nothing about layers and chunks."""
-    said = dict(launch)
+    rest = dict(launch)
     for name in ("pipeline", "chunks"):
-        if given.get(name) is not None and given[name] != said.get(name):
-            said.pop("layers", None)
-            said.pop("chunks", None)
-    if given.get("chunks") is None:
-        chunks = said.get("chunks", DEFAULTS["chunks"])
-        fewest = _fewest_chunks(given.get("schedule"), said.get("schedule"), chunks)
+        if values.get(name) is not None and values[name] != rest.get(name):
+            rest.pop("layers", None)
+            rest.pop("chunks", None)
+    if values.get("chunks") is None:
+        chunks = rest.get("chunks", DEFAULTS["chunks"])
+        fewest = _fewest_chunks(values.get("schedule"), rest.get("schedule"), chunks)
         if fewest != chunks:
-            said.pop("layers", None)
-            said["chunks"] = fewest
-    return said
+            rest.pop("layers", None)
+            rest["chunks"] = fewest
+    return rest
 
 
-def _fewest_chunks(given: object, said: object, chunks: int) -> int:
+def _fewest_chunks(own: object, launched: object, chunks: int) -> int:
     """Return the fewest chunks of the schedule if it cannot have `chunks`.
 
     What the trainer refuses in the launch itself stays: a wrong number of chunks, or Megatron's interleaved schedule without.
     """
-    family = FAMILIES.get(str(given or said))
+    family = FAMILIES.get(str(own or launched))
     if family is None or chunks in family.chunks(chunks):
         return chunks
-    if given is None and (chunks > 1 or family.exchange is not Exchange.POSTED):
+    if own is None and (chunks > 1 or family.exchange is not Exchange.POSTED):
         return chunks
     return family.min_chunks
 
@@ -162,8 +162,8 @@ def _name(field: str) -> str:
 
 def routing_of(options: Options) -> Routing:
     """Return the routing of the launch, changed by options."""
-    said = {field: getattr(options, name, None) for name, field in ROUTING.items()}
-    changes: dict[str, Any] = {field: value for field, value in said.items() if value is not None}
+    values = {field: getattr(options, name, None) for name, field in ROUTING.items()}
+    changes: dict[str, Any] = {field: value for field, value in values.items() if value is not None}
     changes |= {"padded": True} if getattr(options, "pad_to_capacity", False) else {}
     return replace(getattr(options, "routing", None) or Routing(), **changes)
 
@@ -227,9 +227,9 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
 
 def _balance_of(options: Options) -> BalanceConfig | None:
     bounds, hosts = getattr(options, "bound", None), getattr(options, "hosts", PAIR)
-    said = [*(["--bound"] if bounds is not None else []), *([f"--hosts {_words(hosts)}"] if hosts != PAIR else [])]
-    if said and options.balance == BALANCES[0]:
-        raise ValueError(f"{said[0]} says how to balance: give --balance bpipe, too, or leave it out")
+    flags = [*(["--bound"] if bounds is not None else []), *([f"--hosts {_words(hosts)}"] if hosts != PAIR else [])]
+    if flags and options.balance == BALANCES[0]:
+        raise ValueError(f"{flags[0]} says how to balance: give --balance bpipe, too, or leave it out")
     return None if options.balance == BALANCES[0] else BalanceConfig(bounds, hosts=hosts)
 
 
@@ -242,8 +242,8 @@ def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, ke
 
     Raises ValueError for what it does not.
     """
-    given = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
+    values = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
     if kernels == "cpu":
         words = [word for word in words if word not in OF_A_CPU]
-    options = filled(Options(**given), read_command(words), ())
+    options = filled(Options(**values), read_command(words), ())
     return setup_of(options, parse_cluster(cluster) if isinstance(cluster, str) else cluster)

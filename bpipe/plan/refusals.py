@@ -38,14 +38,14 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
     flags = [word for pair in others for word in pair if word]
     settings = Settings(settings_of([*flags, *megatron_flags(setup)]))
     own = _has_own_loop(setup)
-    found = reasons(settings, setup.balance is not None, own, bool(settings.bpipe_strict))
+    against = reasons(settings, setup.balance is not None, own, bool(settings.bpipe_strict))
     if own and not is_in_order(setup.schedule, setup.pipeline, setup.num_chunks):
-        found += reasons_of(PLACED, settings, asked_by(settings))
+        against += reasons_of(PLACED, settings, asked_by(settings))
     if setup.is_sharded:
-        found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary.value}")
+        against += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary.value}")
     if setup.slices > 1:
-        found += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
-    return tuple(found)
+        against += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
+    return tuple(against)
 
 
 def refused_launch(setup: Setup, reading: Reading | None) -> tuple[str, ...]:

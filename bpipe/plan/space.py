@@ -33,12 +33,12 @@ def with_block(setup: Setup, num_layers: int) -> Setup:
     return replace(setup, recompute=Recompute(method="block", num_layers=num_layers).text)
 
 
-def fewest_layers(most: int, is_enough: Callable[[int], bool]) -> int | None:
+def fewest_layers(upper: int, is_enough: Callable[[int], bool]) -> int | None:
     """Return the smallest number from 1 to `most` that is enough, where more are, too; None where not even `most`
     is."""
-    if most < 1 or not is_enough(most):
+    if upper < 1 or not is_enough(upper):
         return None
-    low, high = 1, most
+    low, high = 1, upper
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
@@ -46,7 +46,7 @@ def fewest_layers(most: int, is_enough: Callable[[int], bool]) -> int | None:
 
 
 SEARCHED_SCOPES = RECOMPUTE
-VOCABULARIES = tuple(one.value for one in Vocabulary)
+VOCABULARIES = tuple(mode.value for mode in Vocabulary)
 # What a space and its setups have in common.
 _SHARED = ("model", "cluster", "global_batch", "sequence", "attention", *(field.name for field in fields(Training)))
 
@@ -177,8 +177,8 @@ CUTS = {
 
 def divisors(number: int) -> list[int]:
     """Return all divisors, ascending, in as many steps as the square root."""
-    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return low + [number // one for one in reversed(low) if one * one != number]
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return low + [number // divisor for divisor in reversed(low) if divisor * divisor != number]
 
 
 class Branch(NamedTuple):
@@ -244,14 +244,14 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
 
 def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
     """Expert-parallel sizes, with whole experts by default; one way for a model without experts."""
-    experts, given = space.model.experts, space.routing
+    experts, routing = space.model.experts, space.routing
     if experts is None:
-        return (given,)
-    each = given.expert_tensor or 1
+        return (routing,)
+    divided = routing.expert_tensor or 1
     return tuple(
-        replace(given, expert=number, expert_tensor=each)
+        replace(routing, expert=number, expert_tensor=divided)
         for number in divisors(experts.num_experts)
-        if space.expert in (None, number) and devices % (number * each) == 0
+        if space.expert in (None, number) and devices % (number * divided) == 0
     )
 
 
@@ -265,7 +265,7 @@ def usual_contexts(sequence: int, devices: int) -> tuple[int, ...]:
     keeps a good part."""
     if sequence < LONG_SEQUENCE:
         return (1,)
-    return tuple(one for one in divisors(devices) if one * LEAST_PART <= sequence)
+    return tuple(size for size in divisors(devices) if size * LEAST_PART <= sequence)
 
 
 def _with_pipelines(space: Space) -> Iterator[tuple[int, int, list[int]]]:
@@ -279,7 +279,7 @@ def _is_divided(space: Space, tensor: int, context: int) -> bool:
     shards, model = tensor * context, space.model
     heads = (model.num_attention_heads, model.num_query_groups) if space.cp_comm_type == "a2a" else ()
     whole = (space.cluster.num_devices, space.sequence, *heads)
-    return context == 1 or not (any(one % shards for one in whole) or space.sequence % (2 * context))
+    return context == 1 or not (any(size % shards for size in whole) or space.sequence % (2 * context))
 
 
 def _cut_of_layers(space: Space, tensor: int, context: int) -> str | None:

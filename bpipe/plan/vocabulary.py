@@ -65,19 +65,21 @@ def burden(
         return None
     every = ((name, _within(other, profile)) for name, other in alternatives(setup, profile, algorithms).items())
     remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in every if other is not None}
-    found = Burden(prediction, load, remedies)
-    return found if remedies and found.gain(found.best) >= HURTS else None
+    result = Burden(prediction, load, remedies)
+    return result if remedies and result.gain(result.best) >= HURTS else None
 
 
 def alternatives(
     setup: Setup, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
 ) -> dict[str, Setup]:
     """Return the setup with every remedy that it can take; shards of both layers where the trainer has them."""
-    found: dict[str, Setup] = {}
+    setups: dict[str, Setup] = {}
     layers = _redistributed(setup, profile)
     if layers is not None and layers != setup.layers:
-        found[REDISTRIBUTE] = replace(setup, layers=layers)
-    return found | {one.vocabulary.value: one for one in with_shards(setup, algorithms) if not stands_still(one)}
+        setups[REDISTRIBUTE] = replace(setup, layers=layers)
+    return setups | {
+        variant.vocabulary.value: variant for variant in with_shards(setup, algorithms) if not stands_still(variant)
+    }
 
 
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:
@@ -101,27 +103,30 @@ def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | N
     return redistribute_layers(setup.model.num_layers, setup.num_stages, output / layer) if layer else None
 
 
-def burden_text(found: Burden, row: int) -> str:
+def burden_text(burden_found: Burden, row: int) -> str:
     """Return in a sentence how much the vocabulary hurts in that row."""
     return (
-        f"The vocabulary hurts in row {row}: with {found.prediction.setup.padded_vocabulary} tokens the last stage's rank "
-        f"computes {found.load:.2f} times as long as the others, which wait for it. Remedies:"
+        f"The vocabulary hurts in row {row}: with {burden_found.prediction.setup.padded_vocabulary} tokens the last stage's rank "
+        f"computes {burden_found.load:.2f} times as long as the others, which wait for it. Remedies:"
     )
 
 
-def remedy_rows(found: Burden) -> list[Candidate]:
+def remedy_rows(burden_found: Burden) -> list[Candidate]:
     """Return a row for each remedy, the best first."""
     rows = []
-    for name in sorted(found.remedies, key=lambda one: (one != found.best, -found.gain(one))):
-        remedy = found.remedies[name]
+    for name in sorted(
+        burden_found.remedies, key=lambda name_of: (name_of != burden_found.best, -burden_found.gain(name_of))
+    ):
+        remedy = burden_found.remedies[name]
         layers = f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
         rows.append(Candidate(remedy, layers if name == REDISTRIBUTE else f"vocabulary {name}"))
     return rows
 
 
-def burden_document(found: Burden, row: int) -> dict[str, Any]:
+def burden_document(burden_found: Burden, row: int) -> dict[str, Any]:
     """Return the burden as JSON values."""
     remedies = [
-        {"remedy": name, "gain": found.gain(name), **document(remedy)} for name, remedy in found.remedies.items()
+        {"remedy": name, "gain": burden_found.gain(name), **document(remedy)}
+        for name, remedy in burden_found.remedies.items()
     ]
-    return {"row": row, "last_load": found.load, "best": found.best, "remedies": remedies}
+    return {"row": row, "last_load": burden_found.load, "best": burden_found.best, "remedies": remedies}

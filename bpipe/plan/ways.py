@@ -162,11 +162,11 @@ def _place(row: Candidate) -> tuple[int, float]:
 
 def _stands_for(row: Candidate, other: Candidate) -> bool:
     """Whether one has the other's figures, or none worse if they differ only in how devices share."""
-    mine, its = ((one.iteration_s, one.peak_bytes, one.can_run) for one in (row, other))
-    plain = {replace(one.setup, balance=None, budget_bytes=None) for one in (row, other)}
-    are_balanced = all(one.setup.balance is not None and one.setup.hosts in _DEVICES for one in (row, other))
+    own, its = ((row_of.iteration_s, row_of.peak_bytes, row_of.can_run) for row_of in (row, other))
+    plain = {replace(row_of.setup, balance=None, budget_bytes=None) for row_of in (row, other)}
+    are_balanced = all(row_of.setup.balance is not None and row_of.setup.hosts in _DEVICES for row_of in (row, other))
     alike = len(plain) == 1 and are_balanced
-    return mine == its or (alike and row.can_run and mine[0] <= its[0] and mine[1] <= its[1])
+    return own == its or (alike and row.can_run and own[0] <= its[0] and own[1] <= its[1])
 
 
 def _changes(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
@@ -278,9 +278,9 @@ def _layer_moved(setup: Setup) -> Iterator[_Change]:
     if setup.num_stages != setup.pipeline:
         return
     needs = [rank.peak_bytes for rank in predict_memory(setup)]
-    most, least = needs.index(max(needs)), needs.index(min(needs))
-    if setup.layers[most] > 1 and most != least:
-        layers = tuple(count - (rank == most) + (rank == least) for rank, count in enumerate(setup.layers))
+    fullest, emptiest = needs.index(max(needs)), needs.index(min(needs))
+    if setup.layers[fullest] > 1 and fullest != emptiest:
+        layers = tuple(count - (rank == fullest) + (rank == emptiest) for rank, count in enumerate(setup.layers))
         yield _with(setup, "layers", f"layers {','.join(map(str, layers))}", layers=layers)
 
 
@@ -301,13 +301,13 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
     if setup.is_sharded:
         return
     for name in (name for name, family in FAMILIES.items() if family.within is not None and name != setup.schedule):
-        made: list[tuple[int, int, Setup]] = []
+        variants: list[tuple[int, int, Setup]] = []
         for chunks in even or _CHUNKS:
             with suppress(ValueError):
                 changed = _in_chunks(setup, name, chunks)()
-                made.append((peak_bytes(changed), chunks, changed))
-        if made:
-            _, chunks, least = min(made, key=lambda entry: entry[:2])
+                variants.append((peak_bytes(changed), chunks, changed))
+        if variants:
+            _, chunks, least = min(variants, key=lambda entry: entry[:2])
             yield _Change("schedule", f"{name} with {chunks} chunks", partial(_same, least))
 
 
@@ -323,10 +323,10 @@ def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
-    known = () if setup.balance is None else (PAIR, setup.hosts)
+    excluded = () if setup.balance is None else (PAIR, setup.hosts)
     names = {PAIR: "balance within pairs", POOL: "balance over a pool", HOST: "evict to CPU memory"}
     for hosts, name in {**names, ALL: "balance over a pool and CPU memory"}.items():
-        if hosts in known:
+        if hosts in excluded:
             continue
 
         def even(hosts: str = hosts) -> Setup:

@@ -36,9 +36,9 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     if FAMILIES[setup.schedule].fill is None and not keeps_own(setup):
         m = setup.num_microbatches
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
-    held = [one.num_bytes(saved, after_input) for one in held_of(setup)]
+    rows = [counts.num_bytes(saved, after_input) for counts in held_of(setup)]
     reserve = RESERVE if setup.differs and FAMILIES[setup.schedule].fill is not None else 0
-    return tuple((own, hosted + int(hosted * reserve)) for own, hosted in held)
+    return tuple((own, hosted + int(hosted * reserve)) for own, hosted in rows)
 
 
 def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
@@ -47,7 +47,7 @@ def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
     count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
     rows = _alike(memory, setup.num_stages)
     if rows is not None:
-        return tuple(one.num_bytes(*rows) for one in held_within(setup.program(count)))
+        return tuple(counts.num_bytes(*rows) for counts in held_within(setup.program(count)))
     if setup.balance is not None:
         return _allocated(setup, count, memory)
     return tuple((peak_of_order(order, memory), 0) for order in orders_of(setup.program(count)))
@@ -100,29 +100,29 @@ def moves_anything(setup: Setup) -> bool:
     if (
         setup.pipeline == 1
         or FAMILIES[setup.schedule].fill is None
-        or len({max(map(sum, one.moments)) for one in held_of(plain)}) == 1
+        or len({max(map(sum, counts.moments)) for counts in held_of(plain)}) == 1
     ):
         return False
-    return any(one.num_buffers for one in held_of(balanced))
+    return any(counts.num_buffers for counts in held_of(balanced))
 
 
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
     """Return what one micro-batch, or slice, of each stage holds; storages below `minimum_bytes` stay where they
     are."""
     stages = range(setup.num_stages)
-    moved = [[moved_bytes(one, stage, minimum_bytes) for stage in stages] for one in slice_setups(setup)]
+    moved = [[moved_bytes(part, stage, minimum_bytes) for stage in stages] for part in slice_setups(setup)]
     return _memory(setup, moved)
 
 
 def memory_of_setup(setup: Setup) -> Memory:
     """Return what one micro-batch, or slice, of each stage holds, where a transfer moves all that is saved."""
-    return _memory(setup, [stage_bytes(one) for one in slice_setups(setup)])
+    return _memory(setup, [stage_bytes(part) for part in slice_setups(setup)])
 
 
 def _memory(setup: Setup, moved: Sequence[Sequence[int]]) -> Memory:
     """`moved[slice][stage]`."""
     slices = slice_setups(setup)
-    saved, after = ([of(one) for one in slices] for of in (stage_bytes, after_input_bytes))
+    saved, after = ([of(part_setup) for part_setup in slices] for of in (stage_bytes, after_input_bytes))
     places = [(part, stage) for stage in range(setup.num_stages) for part in range(setup.slices)]
     sizes = tuple(StageMemory(saved[part][stage], moved[part][stage], after[part][stage]) for part, stage in places)
     return Memory(sizes, reserved=setup.differs, slices=setup.slices, kept=kept_memory(setup))
@@ -138,7 +138,7 @@ def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
     if len(set(slice_setups(setup))) > 1 and setup.differs:
         # Every transfer of a stage moves the same part, and of slices of other sizes there is none.
         return ()
-    found = []
+    parts = []
     setup = slice_setups(setup)[0]
     for stage, layers in enumerate(setup.layers):
         rows = (saved_within(setup, kind, scope) for kind, scope, _ in setup.stage_layers[stage])
@@ -148,5 +148,5 @@ def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
         whole, steps = moved_bytes(setup, stage, minimum_bytes), min(layers, _MOST_PARTS)
         some = (min(whole, layer * (layers * step // steps)) for step in range(1, steps) if layer)
         # Where layers differ so many of the largest may be more than all.
-        found.append(tuple(dict.fromkeys((*some, whole))))
-    return tuple(found)
+        parts.append(tuple(dict.fromkeys((*some, whole))))
+    return tuple(parts)

@@ -266,14 +266,16 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     if name not in DEVICES and name not in RACKS:
         raise ValueError(f"cluster {text!r}: {unknown('device', name, (*DEVICES, *RACKS))}")
     rack = RACKS.get(name, Rack(name, 0, 1))
-    nodes, each = devices if match[3] is None and devices is not None else _sizes(match, rack)
-    if nodes < 1 or each < 1:
-        raise ValueError(f"cluster {text!r} has {nodes} nodes of {each} devices: there must be at least one of each")
-    if each > rack.devices_per_node > 0:
+    nodes, per_node = devices if match[3] is None and devices is not None else _sizes(match, rack)
+    if nodes < 1 or per_node < 1:
+        raise ValueError(
+            f"cluster {text!r} has {nodes} nodes of {per_node} devices: there must be at least one of each"
+        )
+    if per_node > rack.devices_per_node > 0:
         raise ValueError(
             f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is two racks"
         )
-    return Cluster(_with_port(DEVICES[rack.device], match[4], text), nodes, each, nodes_per_domain=rack.nodes)
+    return Cluster(_with_port(DEVICES[rack.device], match[4], text), nodes, per_node, nodes_per_domain=rack.nodes)
 
 
 def _with_port(device: DeviceKind, port: str | None, text: str) -> DeviceKind:
@@ -286,12 +288,12 @@ def _with_port(device: DeviceKind, port: str | None, text: str) -> DeviceKind:
 
 def _sizes(match: re.Match[str], rack: Rack) -> tuple[int, int]:
     """Return the nodes and the devices of each; a number alone counts racks, if the name is a rack's."""
-    text, name, nodes, each = match[0], match[1], match[2], int(match[3])
+    text, name, nodes, number = match[0], match[1], match[2], int(match[3])
     if nodes is None and rack.devices_per_node:
-        return each * rack.nodes, rack.devices_per_node
-    if nodes is None and each > MOST_OF_A_NODE:
+        return number * rack.nodes, rack.devices_per_node
+    if nodes is None and number > MOST_OF_A_NODE:
         raise ValueError(
-            f"cluster {text!r} is one node of {each} devices: write {name}:NODESxDEVICES, such as "
-            f"{name}:{-(-each // 8)}x8, or {name}:1x{each} if it is one node"
+            f"cluster {text!r} is one node of {number} devices: write {name}:NODESxDEVICES, such as "
+            f"{name}:{-(-number // 8)}x8, or {name}:1x{number} if it is one node"
         )
-    return int(nodes or 1), each
+    return int(nodes or 1), number

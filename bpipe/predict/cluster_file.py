@@ -66,8 +66,8 @@ def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
     if not isinstance(document, dict):
         raise ValueError(f"{path}: a cluster must be an object with nodes, gpus_per_node and device")
     _refuse_unknown(path, "", document, ("nodes", "gpus_per_node", "gpus_per_domain", "device"))
-    nodes, each = devices or (None, None)
-    sizes = [_size(path, document, key, default) for key, default in (("nodes", nodes), ("gpus_per_node", each))]
+    nodes, per_node = devices or (None, None)
+    sizes = [_size(path, document, key, default) for key, default in (("nodes", nodes), ("gpus_per_node", per_node))]
     if "device" not in document:
         raise ValueError(f"{path}: device is missing: give one of {', '.join(DEVICES)}, or an object with its numbers")
     num_nodes, devices_per_node = sizes
@@ -87,25 +87,25 @@ def _size(path: Path, document: dict[str, Any], key: str, default: int | None) -
     return size
 
 
-def _device(path: Path, said: object) -> DeviceKind:
-    if isinstance(said, str):
-        return _known(path, "device", said)
-    if not isinstance(said, dict):
-        raise ValueError(f"{path}: device is {_said(said)}, but must be a name or an object")
-    known = {**NUMBERS, **OPTIONAL}
-    _refuse_unknown(path, "device.", said, ("like", "name", *known))
+def _device(path: Path, value: object) -> DeviceKind:
+    if isinstance(value, str):
+        return _known(path, "device", value)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: device is {_said(value)}, but must be a name or an object")
+    keys = {**NUMBERS, **OPTIONAL}
+    _refuse_unknown(path, "device.", value, ("like", "name", *keys))
     numbers: dict[str, Any] = {
-        field: _number(path, key, said[key]) * unit for key, (field, unit) in known.items() if key in said
+        field: _number(path, key, value[key]) * unit for key, (field, unit) in keys.items() if key in value
     }
     if "memory_bytes" in numbers:
         numbers["memory_bytes"] = int(numbers["memory_bytes"])
-    name = said.get("name", path.stem)
+    name = value.get("name", path.stem)
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path}: device.name is {_said(name)}, but must be text")
     name = printable(name)
-    if "like" in said:
-        return replace(_known(path, "device.like", said["like"]), name=name, source=str(path), **numbers)
-    missing = [f"device.{key}" for key in NUMBERS if key not in said]
+    if "like" in value:
+        return replace(_known(path, "device.like", value["like"]), name=name, source=str(path), **numbers)
+    missing = [f"device.{key}" for key in NUMBERS if key not in value]
     if missing:
         raise ValueError(f"{path}: {', '.join(missing)} missing: give all of them, or device.like")
     return DeviceKind(name=name, source=str(path), **numbers)
@@ -126,10 +126,10 @@ def _number(path: Path, key: str, value: Any) -> Any:
     return value if key in WHOLE else float(value)
 
 
-def _refuse_unknown(path: Path, before: str, said: dict[str, Any], known: tuple[str, ...]) -> None:
-    for key in said:
-        if key not in known:
-            raise ValueError(f"{path}: {unknown('key', before + key, [before + one for one in known])}")
+def _refuse_unknown(path: Path, before: str, entries: dict[str, Any], keys: tuple[str, ...]) -> None:
+    for key in entries:
+        if key not in keys:
+            raise ValueError(f"{path}: {unknown('key', before + key, [before + name for name in keys])}")
 
 
 def _said(value: object) -> str:

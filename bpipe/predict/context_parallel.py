@@ -23,22 +23,22 @@ _SUM_BYTES = 4
 def with_exchange(setup: Setup, forward_s: float, backward_s: float) -> tuple[float, float]:
     """Return forward and backward seconds of the core with what it waits for and what is copied and added up."""
     c, rates, element = setup.context, Rates.of(setup), element_bytes(setup)
-    query, both, given = (element * one for one in _values(setup))
+    query, both, output = (element * values for values in _values(setup))
     if setup.cp_comm_type == "p2p":
-        hop, step, back = _hop_seconds(setup, both), forward_s / c, backward_s / c
+        hop, step, step_back = _hop_seconds(setup, both), forward_s / c, backward_s / c
         waits = (c - 1) * max(0.0, hop - step)
         # First keys and values alone, last their gradients alone, between both.
-        waits_back = 2 * max(0.0, hop - back) + (c - 2) * max(0.0, _hop_seconds(setup, 2 * both) - back)
-        copied, copied_back = c * given * (1 + 2 * _SUM_BYTES / element), 3 * c * (query + both)
+        waits_back = 2 * max(0.0, hop - step_back) + (c - 2) * max(0.0, _hop_seconds(setup, 2 * both) - step_back)
+        copied, copied_back = c * output * (1 + 2 * _SUM_BYTES / element), 3 * c * (query + both)
     elif setup.cp_comm_type == "all_gather":
         gathered = _gather_seconds(setup, both)
         waits, waits_back = gathered, 2 * gathered
         # Put in the order of the sequence, and taken from it by each of two parts.
         copied, copied_back = 4 * c * both, 8 * c * both
     else:
-        waits = waits_back = _to_all_seconds(setup, query + both) + _to_all_seconds(setup, given)
+        waits = waits_back = _to_all_seconds(setup, query + both) + _to_all_seconds(setup, output)
         # Backward the same of the gradients.
-        copied = copied_back = 4 * (query + both + given)
+        copied = copied_back = 4 * (query + both + output)
     return forward_s + waits + copied / rates.memory, backward_s + waits_back + copied_back / rates.memory
 
 
@@ -51,21 +51,21 @@ def exchange_bytes(setup: Setup) -> int:
     if setup.context == 1:
         return 0
     element, c = element_bytes(setup), setup.context
-    query, both, given = _values(setup)
+    query, both, output = _values(setup)
     if setup.cp_comm_type == "p2p":
-        return c * element * (both + given) + _SUM_BYTES * given
+        return c * element * (both + output) + _SUM_BYTES * output
     if setup.cp_comm_type == "all_gather":
         return 4 * c * element * both
-    return 2 * element * (query + both + given)
+    return 2 * element * (query + both + output)
 
 
 def _values(setup: Setup) -> tuple[int, int, int]:
     """Values of a rank's tokens: queries, keys and values together, and attention's output."""
     model, tokens = setup.model, num_tokens(setup)
-    query, both, given = (
+    query, both, output = (
         shard_size(tokens * size, setup.tensor) for size in (model.query_size, model.key_value_size, model.value_size)
     )
-    return query, both, given
+    return query, both, output
 
 
 def _reach(setup: Setup) -> Reach:
@@ -81,14 +81,14 @@ def _hop_seconds(setup: Setup, num_bytes: float) -> float:
 
 def _gather_seconds(setup: Setup, num_bytes: float) -> float:
     """Data from other nodes passes as many ports as the ring has devices in a node."""
-    found, device = _reach(setup), setup.cluster.device
-    inside = num_bytes * (setup.context - 1) / device.among(found.here)
-    between = num_bytes * (setup.context - found.here) / found.here / device.between_bytes_per_s
+    ring, device = _reach(setup), setup.cluster.device
+    inside = num_bytes * (setup.context - 1) / device.among(ring.here)
+    between = num_bytes * (setup.context - ring.here) / ring.here / device.between_bytes_per_s
     return max(inside, between) / LINK_EFFICIENCY + LINK_LATENCY_S
 
 
 def _to_all_seconds(setup: Setup, num_bytes: float) -> float:
-    found, device, part = _reach(setup), setup.cluster.device, num_bytes / setup.context
-    inside = part * (found.here - 1) / device.among(found.here)
-    between = part * (setup.context - found.here) / device.between_bytes_per_s
+    group, device, part = _reach(setup), setup.cluster.device, num_bytes / setup.context
+    inside = part * (group.here - 1) / device.among(group.here)
+    between = part * (setup.context - group.here) / device.between_bytes_per_s
     return max(inside, between) / LINK_EFFICIENCY + LINK_LATENCY_S

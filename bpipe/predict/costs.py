@@ -112,8 +112,8 @@ class PartSeconds(NamedTuple):
 
 def part_seconds(setup: Setup) -> PartSeconds:
     """Return seconds of the parts of every stage."""
-    each = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
-    layers = {one: (*layer_seconds(setup, *one), *halves_seconds(setup, *one)) for one in each}
+    sorts = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
+    layers = {sort: (*layer_seconds(setup, *sort), *halves_seconds(setup, *sort)) for sort in sorts}
     return PartSeconds(layers, output_seconds(setup), embedding_seconds(setup))
 
 
@@ -121,7 +121,7 @@ def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool)
     """Return the seconds of a stage of these layers, with the embedding if it is the first, and the output layer if
     it is the last."""
     forward, backward, input_half, weight_half = (
-        sum(number * parts.layers[kind, scope][one] for kind, scope, number in layers) for one in range(4)
+        sum(number * parts.layers[kind, scope][place] for kind, scope, number in layers) for place in range(4)
     )
     return StageCost(
         forward_s=forward,
@@ -138,7 +138,7 @@ def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool)
 def predict_costs(setup: Setup) -> Costs:
     """Return the costs of all stages."""
     updates = update_seconds(setup)
-    of_slices = [_stage_costs(one, updates) for one in slice_setups(setup)]
+    of_slices = [_stage_costs(part, updates) for part in slice_setups(setup)]
     costs = Costs(
         tuple(cost for of_stage in zip(*of_slices, strict=True) for cost in of_stage),
         links(setup),
@@ -163,15 +163,15 @@ def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[S
     after_input, buckets = after_input_bytes(setup), stage_buckets(setup)
     stages = []
     # Of hundreds of stages nearly all are alike.
-    made: dict[tuple[object, ...], StageCost] = {}
+    costs: dict[tuple[object, ...], StageCost] = {}
     for stage, layers in enumerate(every):
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
         moved = saved[stage] if setup.balance is None else setup.balance.part_bytes.get(stage, saved[stage])
-        known = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage], buckets[stage])
-        if known not in made:
-            made[known] = replace(
+        key = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage], buckets[stage])
+        if key not in costs:
+            costs[key] = replace(
                 stage_cost(parts, layers, first, last),
                 reduction_s=reduction,
                 optimizer_s=update,
@@ -181,7 +181,7 @@ def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[S
                 saved_bytes=saved[stage],
                 after_input_bytes=after_input[stage],
             )
-        stages.append(made[known])
+        stages.append(costs[key])
     return stages
 
 
@@ -195,7 +195,7 @@ def lengths_of_equal_seconds(setup: Setup) -> tuple[int, ...]:
     if setup.sequence % lcm(unit, _TILE) == 0 and setup.sequence >= 8 * _TILE * slices:
         unit = lcm(unit, _TILE)
     even = slice_setups(replace(setup, slice_lengths=EVEN))
-    layers = [one for of_stage in setup.stage_layers for one in of_stage]
+    layers = [layer for of_stage in setup.stage_layers for layer in of_stage]
     first, last = (
         sum(number * sum(layer_seconds(part, kind, scope)) for kind, scope, number in layers)
         for part in (even[0], even[-1])

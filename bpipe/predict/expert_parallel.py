@@ -49,27 +49,27 @@ def exchange(setup: Setup) -> Trip:
     token = element_bytes(setup) * setup.model.hidden_size
     between = device.between_bytes_per_s * LINK_EFFICIENCY
     if setup.routing.dispatcher == "allgather":
-        found = reach(setup, ep * divided)
-        others, beyond = found.devices - 1, found.devices - found.here
+        group = reach(setup, ep * divided)
+        others, beyond = group.devices - 1, group.devices - group.here
         # A ring: what comes from beyond passes as many ports as there are devices of the node in it.
-        gathered, crossed = local_tokens(setup) * token * others, local_tokens(setup) * token * beyond / found.here
+        gathered, crossed = local_tokens(setup) * token * others, local_tokens(setup) * token * beyond / group.here
         between_s = crossed / between
-        return Trip(max(gathered / (device.among(found.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S, between_s)
-    found = reach(setup, ep, divided)
+        return Trip(max(gathered / (device.among(group.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S, between_s)
+    group = reach(setup, ep, divided)
     copies = _copies(setup)
     sent = local_tokens(setup) * token * copies / ep
-    stays, leaves = sent * (found.here - 1), sent * (ep - found.here)
-    if setup.routing.dispatcher == "flex" and found.nodes > 1:
+    stays, leaves = sent * (group.here - 1), sent * (ep - group.here)
+    if setup.routing.dispatcher == "flex" and group.nodes > 1:
         # Once to each other node, and there on to the devices.
         leaves = (
             local_tokens(setup)
             * token
-            * _nodes_of_a_token(experts.num_experts, experts.top_k, found.nodes)
-            * (1 - 1 / found.nodes)
+            * _nodes_of_a_token(experts.num_experts, experts.top_k, group.nodes)
+            * (1 - 1 / group.nodes)
         )
-        stays += sent * (ep - found.here)
+        stays += sent * (ep - group.here)
     between_s = leaves / between
-    seconds = max(stays / (device.among(found.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S * (ep > 1)
+    seconds = max(stays / (device.among(group.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S * (ep > 1)
     if divided > 1:
         seconds += (
             local_tokens(setup) * token * copies * (divided - 1) / (device.among(divided) * LINK_EFFICIENCY)
@@ -87,8 +87,8 @@ def _copies(setup: Setup) -> float:
 
 def _nodes_of_a_token(num_experts: int, top_k: int, nodes: int) -> float:
     """Expected number of nodes with a token's experts, if all choices are equally likely."""
-    each = num_experts // nodes
-    return nodes * (1 - comb(num_experts - each, top_k) / comb(num_experts, top_k))
+    per_node = num_experts // nodes
+    return nodes * (1 - comb(num_experts - per_node, top_k) / comb(num_experts, top_k))
 
 
 def reach(setup: Setup, number: int, step: int = 1) -> Reach:
@@ -106,16 +106,16 @@ def _worst(nodes: tuple[int, ...], number: int, step: int) -> Reach:
         for base in range(0, len(nodes), number * step)
         for offset in range(step)
     }
-    found = [(min(Counter(group).values()), len(set(group))) for group in groups]
-    here, spread = min(found)
+    spreads = [(min(Counter(group).values()), len(set(group))) for group in groups]
+    here, spread = min(spreads)
     return Reach(here, number, spread)
 
 
 def replicas_of_experts(setup: Setup) -> tuple[bool, int]:
     """Return whether those that have the same experts share a node, and how few of them any node has of one."""
     block = setup.routing.expert * setup.expert_tensor
-    found = reach(setup, setup.expert_replicas, block)
-    return found.nodes == 1, found.here
+    group = reach(setup, setup.expert_replicas, block)
+    return group.nodes == 1, group.here
 
 
 def local_tokens(setup: Setup) -> int:

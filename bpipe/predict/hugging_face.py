@@ -160,27 +160,33 @@ def read_hugging_face(path: Path) -> Model:
 
 
 def _model(config: dict[str, Any], name: str) -> Model:
-    said = config.get("model_type")
-    if isinstance(said, str) and said in _WITH_TEXT:
-        return _model({"model_type": f"{said}_text", **an_object(config.get(_WITH_TEXT[said]), _WITH_TEXT[said])}, name)
-    kind = _kind_of(config, said)
-    names = _GPT2 if said == "gpt2" else {}
+    label = config.get("model_type")
+    if isinstance(label, str) and label in _WITH_TEXT:
+        return _model(
+            {
+                "model_type": f"{label}_text",
+                **an_object(config.get(_WITH_TEXT[label]), _WITH_TEXT[label]),
+            },
+            name,
+        )
+    kind = _kind_of(config, label)
+    names = _GPT2 if label == "gpt2" else {}
 
-    def number(key: str, default: int | None = None, most: int = _LARGEST_SIZE) -> int:
+    def number(key: str, default: int | None = None, largest: int = _LARGEST_SIZE) -> int:
         key = names.get(key, key)
         value = config.get(key)
-        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, most)
+        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, largest)
 
     acts = ("hidden_activation", names.get("hidden_act", "hidden_act"))
     activation = next((config[key] for key in acts if config.get(key)), None)
     if activation is not None and activation not in kind.activations:
         raise ValueError(
-            f"the activation {str(activation)[:40]!r} is not modelled in a {said}, only {', '.join(kind.activations)}"
+            f"the activation {str(activation)[:40]!r} is not modelled in a {label}, only {', '.join(kind.activations)}"
         )
-    shape = _like_gpt2(number) if said == "gpt2" else _like_llama(config, kind, number)
+    shape = _like_gpt2(number) if label == "gpt2" else _like_llama(config, kind, number)
     return Model(
         name=name,
-        num_layers=number("num_hidden_layers", most=MOST_LAYERS),
+        num_layers=number("num_hidden_layers", largest=MOST_LAYERS),
         hidden_size=number("hidden_size"),
         num_attention_heads=number("num_attention_heads"),
         vocabulary=number("vocab_size"),
@@ -190,18 +196,20 @@ def _model(config: dict[str, Any], name: str) -> Model:
     )
 
 
-def _kind_of(config: dict[str, Any], said: object) -> _Kind:
+def _kind_of(config: dict[str, Any], label: object) -> _Kind:
     """Return the kind by its name or, for a publisher's own name, by the class that runs it: Kimi K2 is a DeepseekV3ForCausalLM."""
-    kind = _KINDS.get(said) if isinstance(said, str) else None
-    if kind is None and str(said) not in _MISSING:
-        named = {str(one).removesuffix("ForCausalLM").lower() for one in config.get("architectures") or ()}
+    kind = _KINDS.get(label) if isinstance(label, str) else None
+    if kind is None and str(label) not in _MISSING:
+        named = {
+            str(architecture).removesuffix("ForCausalLM").lower() for architecture in config.get("architectures") or ()
+        }
         kind = next((kind for name, kind in _KINDS.items() if name.replace("_", "") in named), None)
     key = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if key is not None and (kind is None or kind.experts is None):
-        raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(said)[:40]}")
+        raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(label)[:40]}")
     if kind is None:
-        why = _MISSING.get(str(said), "give the sizes as flags")
-        raise ValueError(f"model_type {str(said)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
+        why = _MISSING.get(str(label), "give the sizes as flags")
+        raise ValueError(f"model_type {str(label)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
     return kind
 
 
@@ -246,9 +254,9 @@ def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) ->
         return {}
     types = config.get("layer_types")
     if types is not None:
-        pattern = tuple(_is_windowed(one, place) for place, one in enumerate(a_list(types, "layer_types")))
+        pattern = tuple(_is_windowed(layer, place) for place, layer in enumerate(a_list(types, "layer_types")))
     elif config.get("sliding_window_pattern"):
-        pattern = (*(1,) * (number("sliding_window_pattern", most=MOST_LAYERS) - 1), 0)
+        pattern = (*(1,) * (number("sliding_window_pattern", largest=MOST_LAYERS) - 1), 0)
     else:
         pattern = kind.windows
     return {"window": number("sliding_window"), "window_pattern": pattern} if any(pattern) else {}
@@ -282,7 +290,7 @@ def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., in
     pattern = (1, *(0,) * (step - 1)) if keys.step_begins else (*(0,) * (step - 1), 1)
     first = a_whole(config.get(keys.first) or 0, keys.first, 0, MOST_LAYERS) if keys.first else 0
     if first:
-        layers = number("num_hidden_layers", most=MOST_LAYERS)
+        layers = number("num_hidden_layers", largest=MOST_LAYERS)
         pattern = tuple(int(layer >= first and pattern[layer % step]) for layer in range(layers))
     shared = number(keys.shared) if keys.shared else 0
     if keys.num_shared:

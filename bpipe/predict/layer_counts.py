@@ -21,13 +21,13 @@ def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -
     spared. Where there is a stage or two more than layers, the last has the output layer alone, then the first the
     embedding.
     """
-    each, rest = divmod(num_layers, num_stages)
+    share, rest = divmod(num_layers, num_stages)
     spared = num_stages - num_layers
     if allow_uneven and num_layers and spared in (1, 2):
         return (*(0,) * (spared - 1), *(1,) * num_layers, 0)
-    if not each or (rest and not allow_uneven):
+    if not share or (rest and not allow_uneven):
         return None
-    return (*(each,) * (num_stages - 1 - rest), *(each + 1,) * rest, each)
+    return (*(share,) * (num_stages - 1 - rest), *(share + 1,) * rest, share)
 
 
 def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: float) -> tuple[int, ...] | None:
@@ -42,8 +42,8 @@ def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: floa
         range(num_layers - others, -1, -1),
         key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers),
     )
-    each, rest = divmod(num_layers - last, others)
-    return (*(each,) * (others - rest), *(each + 1,) * rest, last)
+    share, rest = divmod(num_layers - last, others)
+    return (*(share,) * (others - rest), *(share + 1,) * rest, last)
 
 
 def padded_vocabulary(vocabulary: int, divisible_by: int, tensor: int) -> int:

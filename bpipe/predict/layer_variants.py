@@ -108,7 +108,7 @@ class Latent:
 
 def shortest(pattern: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shortest pattern that repeats to this one."""
-    if not pattern or any(one not in (0, 1) for one in pattern):
+    if not pattern or any(value not in (0, 1) for value in pattern):
         raise ValueError(f"a pattern of layers must be one or more ones and zeros, not {str(pattern)[:40]}")
     for length in range(1, len(pattern)):
         if len(pattern) % length == 0 and pattern[:length] * (len(pattern) // length) == pattern:
@@ -123,15 +123,15 @@ def read_pattern(text: str) -> tuple[int, ...]:
     if re.fullmatch("[0-9]{1,5}", plain) and 1 <= int(plain) <= MOST_LAYERS:
         return shortest((1, *(0,) * (int(plain) - 1)))
     # Deeper, or longer than with every layer by itself, nobody means.
-    found = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
-    if found is None or not 1 <= len(found) <= MOST_LAYERS:
+    pattern = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
+    if pattern is None or not 1 <= len(pattern) <= MOST_LAYERS:
         raise ValueError(f"{text[:60]!r} is not a pattern of layers, such as 2 or [0]*3+[1]*58")
-    return shortest(found)
+    return shortest(pattern)
 
 
 def _sum(text: str) -> tuple[int, ...] | None:
     """Parse parts joined by +, each a list or a bracket with its number of repetitions. Nothing is evaluated."""
-    found: tuple[int, ...] = ()
+    values: tuple[int, ...] = ()
     while text:
         part, text = _part(text)
         times = re.match(r"\*([0-9]{1,5})", text)
@@ -140,18 +140,18 @@ def _sum(text: str) -> tuple[int, ...] | None:
             number, text = int(times[1]), text[times.end() :]
         if not part or len(part) * number > MOST_LAYERS:
             return None
-        found += part * number
+        values += part * number
         if text and (text[0] != "+" or len(text) == 1):
             return None
         text = text[1:]
-    return found
+    return values
 
 
 def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
     """Return the list or bracket at the start of the text, None without either, and the rest."""
     listed = re.match(r"\[([01](?:,[01])*)\]", text)
     if listed is not None:
-        return tuple(int(one) for one in listed[1].split(",")), text[listed.end() :]
+        return tuple(int(digit) for digit in listed[1].split(",")), text[listed.end() :]
     end = _closing(text) if text[0] == "(" else len(text)
     if end == len(text):
         return None, ""

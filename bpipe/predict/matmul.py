@@ -58,7 +58,7 @@ class Layer(NamedTuple):
     returning: tuple[Products, ...]
 
     def total(self) -> Products:
-        return _added(*(one for part in zip(self.entering, self.returning, strict=True) for one in part))
+        return _added(*(products for part in zip(self.entering, self.returning, strict=True) for products in part))
 
 
 def _layer_matrices(setup: Setup, kind: LayerKind) -> tuple[tuple[float, float], ...]:
@@ -78,12 +78,12 @@ def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
     Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
     """
     kind = setup.model.kind(0) if kind is None else kind
-    made = [_of_layer(setup, inputs, outputs) for inputs, outputs in _layer_matrices(setup, kind)]
+    products = [_of_layer(setup, inputs, outputs) for inputs, outputs in _layer_matrices(setup, kind)]
     if kind.experts:
-        made[-2:] = _experts(setup)
+        products[-2:] = _experts(setup)
     if setup.model.latent is not None:
-        made[0] = _latent(setup, setup.model.latent)
-    return Layer(tuple(made[::2]), tuple(made[1::2]))
+        products[0] = _latent(setup, setup.model.latent)
+    return Layer(tuple(products[::2]), tuple(products[1::2]))
 
 
 def _latent(setup: Setup, latent: Latent) -> Products:

@@ -86,7 +86,7 @@ class RankMemory:
 
 def working_bytes(setup: Setup) -> tuple[int, ...]:
     """Return the peak of temporaries while one micro-batch, or slice, is computed, for every rank."""
-    of_slices = (_working_bytes(one) for one in slice_setups(setup))
+    of_slices = (_working_bytes(part) for part in slice_setups(setup))
     return tuple(map(max, zip(*of_slices, strict=True)))
 
 
@@ -205,11 +205,11 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
         return least
     saved = least_saved_bytes(setup)
     working, width = working_bytes(setup), setup.num_microbatches * setup.slices
-    held = family.ahead(setup.pipeline, width, setup.num_chunks, setup.turn_size)
-    held *= min(saved[stage] for stage in setup.stages_of(0))
+    held_bytes = family.ahead(setup.pipeline, width, setup.num_chunks, setup.turn_size)
+    held_bytes *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance is None:
-        return max(least, with_state(setup, states[0], held + working[0]))
-    return max(least, with_state(setup, min(states), part_of_held(setup, held) + min(working)))
+        return max(least, with_state(setup, states[0], held_bytes + working[0]))
+    return max(least, with_state(setup, min(states), part_of_held(setup, held_bytes) + min(working)))
 
 
 def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
@@ -221,14 +221,16 @@ def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> i
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup, states)
     working = working_bytes(setup)
-    held = max(own for own, _ in activations(replace(setup, balance=None)))
-    return max(least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held) + min(working)))
+    held_bytes = max(own for own, _ in activations(replace(setup, balance=None)))
+    return max(
+        least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held_bytes) + min(working))
+    )
 
 
-def part_of_held(setup: Setup, held: int) -> int:
+def part_of_held(setup: Setup, held_bytes: int) -> int:
     """Return the part of what a rank holds that it, or one of those who host for it, holds at least; a node's memory
     may have all of it."""
-    return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.hosts, 0)
+    return {PAIR: held_bytes // 2, POOL: held_bytes // setup.pipeline}.get(setup.hosts, 0)
 
 
 def with_state(setup: Setup, state: int, going: int) -> int:
@@ -290,13 +292,13 @@ def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int
     told = _told(setup)
     if told is None:
         return 0
-    each, states = _sizes(setup), states or rank_states(setup)
+    sizes, states = _sizes(setup), states or rank_states(setup)
     if setup.balance is None:
-        return _of_one(setup, told, each, states)
+        return _of_one(setup, told, sizes, states)
     if _shares_surely(setup, told):
-        return _of_pairs(setup, told, each, states)
+        return _of_pairs(setup, told, sizes, states)
     # Of whole ones the first rank's part is asked for elsewhere (`least_shared_bytes`), from its order.
-    return _of_parts(setup, told, each, states) if setup.slices > 1 else 0
+    return _of_parts(setup, told, sizes, states) if setup.slices > 1 else 0
 
 
 def _told(setup: Setup) -> WarmUp | None:
@@ -321,7 +323,7 @@ class _Size(NamedTuple):
 def _sizes(setup: Setup) -> list[list[_Size]]:
     """By rank and chunk."""
     saved = least_saved_bytes(setup)
-    kept = [one.keys_bytes for one in kept_memory(setup)] or [0] * setup.num_stages
+    kept = [stage.keys_bytes for stage in kept_memory(setup)] or [0] * setup.num_stages
     every = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
     return [every[rank :: setup.pipeline] for rank in range(setup.pipeline)]
 
@@ -345,24 +347,24 @@ def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
 
 def _of_one(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
     working = working_bytes(setup)
-    held = (_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
-    return max(with_state(setup, states[rank], own + working[rank]) for rank, own in enumerate(held))
+    held_bytes = (_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
+    return max(with_state(setup, states[rank], own + working[rank]) for rank, own in enumerate(held_bytes))
 
 
 def _of_parts(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
     least = min(states), min(working_bytes(setup))
-    held = max(_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
-    return with_state(setup, least[0], part_of_held(setup, held) + least[1])
+    held_bytes = max(_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
+    return with_state(setup, least[0], part_of_held(setup, held_bytes) + least[1])
 
 
 def _of_pairs(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
     """One of two partners has half of what both hold; by a budget the first two ranks may have any partner."""
-    working, found = working_bytes(setup), 0
+    working, largest = working_bytes(setup), 0
     for rank in (0, 1):
         own, least = _held(sizes[rank], warm_up.at_first_backward(rank)), []
         for partner in range(rank + 1, setup.pipeline):
             others = min(_held(sizes[partner], counts) for counts in warm_up.meanwhile(rank, partner))
             half = (own + others) // 2 + min(working[rank], working[partner])
             least.append(with_state(setup, min(states[rank], states[partner]), half))
-        found = max(found, min(least))
-    return found
+        largest = max(largest, min(least))
+    return largest

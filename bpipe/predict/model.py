@@ -83,10 +83,10 @@ class Model:
 
     def _check_parts(self) -> None:
         patterns = {"experts": self.experts.pattern if self.experts else EVERY_LAYER, "windows": self.window_pattern}
-        for what, pattern in patterns.items():
+        for name, pattern in patterns.items():
             if len(pattern) > self.num_layers:
                 raise ValueError(
-                    f"model {self.name}: {what} are given for {len(pattern)} layers, but there are {self.num_layers}"
+                    f"model {self.name}: {name} are given for {len(pattern)} layers, but there are {self.num_layers}"
                 )
         if self.latent and (
             self.num_query_groups != self.num_attention_heads or self.qk_norm or self.qkv_bias or self.window

@@ -49,9 +49,9 @@ def places(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> Plac
 @lru_cache(maxsize=1024)
 def nodes_of_copies(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> dict[tuple[int, int], int]:
     """Return the node of every rank and copy. Parts of one sequence are copies that follow each other."""
-    tensor, context, pipeline, data, each, domain = grid
+    tensor, context, pipeline, data, per_node, domain = grid
     if adjacent:
-        parts = pair_adjacent(Topology(tensor, context, pipeline, data, each), partners)
+        parts = pair_adjacent(Topology(tensor, context, pipeline, data, per_node), partners)
         place_of = {
             (part.stage, part.replica * context + part.context): place
             for place, part in enumerate(parts)
@@ -80,7 +80,7 @@ def paired_places(grid: Grid) -> Places:
             place = (((position * data + replica) * 2 + (rank >= half)) * context + part) * tensor
             nodes[rank, copy] = place // domain
     groups = [
-        [nodes[one, copy] for copy in range(data * context) for one in (rank, pipeline - 1 - rank)]
+        [nodes[partner, copy] for copy in range(data * context) for partner in (rank, pipeline - 1 - rank)]
         for rank in range(half)
     ]
     return Places(tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups))

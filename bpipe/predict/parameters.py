@@ -39,8 +39,8 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
     if not kind.has_mlp:
         return LayerParameters(matrices, biases, replicated, 0)
     if kind.experts and model.experts is not None:
-        shared, routers, each = _experts(model, model.experts)
-        return LayerParameters(matrices + shared, biases, replicated + routers, model.experts.num_experts * each)
+        shared, routers, expert = _experts(model, model.experts)
+        return LayerParameters(matrices + shared, biases, replicated + routers, model.experts.num_experts * expert)
     matrices += hidden * (1 + gates) * model.ffn_hidden_size
     return LayerParameters(
         matrices, biases + gates * model.ffn_hidden_size * model.linear_bias, replicated + hidden * model.linear_bias, 0
@@ -50,10 +50,10 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
 def _experts(model: Model, experts: Experts) -> tuple[int, int, int]:
     """Parameters of shared experts' matrices, of gates and routers, and of one routed expert."""
     hidden, gates = model.hidden_size, 2 if model.gated else 1
-    each = (
+    expert = (
         hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
     )
-    return hidden * (1 + gates) * experts.shared_size, hidden * (experts.num_experts + experts.shared_gate), each
+    return hidden * (1 + gates) * experts.shared_size, hidden * (experts.num_experts + experts.shared_gate), expert
 
 
 def _mamba(model: Model) -> LayerParameters:
@@ -96,12 +96,12 @@ def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # n
         wide = 2 * model.hidden_size
         return model.hidden_size * (3 * wide + 2 * model.hybrid.key_size + model.hybrid.num_heads)
     of_layer = layer_parameters(model, kind)
-    found = of_layer.matrices
+    count = of_layer.matrices
     if model.latent is not None:
         # The norms of what is projected down are among them there.
-        found += (
+        count += (
             model.hidden_size * model.latent.down_size + (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
         )
     if kind.experts and model.experts is not None:
-        found += model.experts.top_k * model.hidden_size * (3 if model.gated else 2) * model.experts.ffn_hidden_size
-    return found
+        count += model.experts.top_k * model.hidden_size * (3 if model.gated else 2) * model.experts.ffn_hidden_size
+    return count

@@ -77,8 +77,8 @@ def _buffers(
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     if schedule.layout.slices == 1:
         return tuple((count, stages[guest]) for guest, count in num_buffers_for(schedule, rank).items())
-    each = Counter(stages_in_buffers(host_buffers(schedule, rank)))
-    return tuple((count, tuple(sorted(held))) for held, count in each.items())
+    counts = Counter(stages_in_buffers(host_buffers(schedule, rank)))
+    return tuple((count, tuple(sorted(stages_held))) for stages_held, count in counts.items())
 
 
 def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], ...]:
@@ -114,18 +114,18 @@ def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices:
                 else:
                     takes += [place + gradients] * (part == slices - 1)
                     gives += [place + keys, place + gradients] * (part == 0)
-    taken, given, halved = (
+    taken, freed, halved = (
         np.bincount(places, minlength=width * len(slots)).reshape(-1, width) for places in (takes, gives, halves)
     )
     halved = np.roll(halved, num, axis=1) - halved
-    held = np.cumsum(taken - given + halved, axis=0) + given
-    return _highest(np.concatenate((held - halved, held)), None if slices == 1 else _MOST_COMPARED)
+    totals = np.cumsum(taken - freed + halved, axis=0) + freed
+    return _highest(np.concatenate((totals - halved, totals)), None if slices == 1 else _MOST_COMPARED)
 
 
-def _highest(rows: Any, most: int | None) -> tuple[tuple[int, ...], ...]:
+def _highest(rows: Any, max_kept: int | None) -> tuple[tuple[int, ...], ...]:
     """Return all moments that no other exceeds; with `most`, after so many comparisons, some that others do."""
     kept: list[Any] = []
-    while len(rows) and len(kept) != most:
+    while len(rows) and len(kept) != max_kept:
         highest = rows[rows.sum(axis=1).argmax()]
         kept.append(highest)
         rows = rows[(rows > highest).any(axis=1)]

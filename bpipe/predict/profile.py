@@ -65,9 +65,9 @@ class Profile:
         if setup.model.hybrid is not None:
             return f"measured for equal layers, but those of {setup.model.name} differ: leave it out"
         for name, value in self.measured:
-            mine = getattr(setup.model if name in _SIZES else setup, name)
-            if mine != value:
-                return f"measured with {name} {value}, but the setup has {mine}: profile that, too"
+            own = getattr(setup.model if name in _SIZES else setup, name)
+            if own != value:
+                return f"measured with {name} {value}, but the setup has {own}: profile that, too"
         if any(entry.micro_batch in (None, setup.micro_batch) for entry in self.entries):
             return None
         sizes = sorted({entry.micro_batch for entry in self.entries if entry.micro_batch is not None})
@@ -78,13 +78,13 @@ class Profile:
         conflict = self.conflict(setup)
         if conflict:
             raise ValueError(f"{self.source}: {conflict}")
-        mine = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
-        if len(mine) not in (1, setup.num_stages):
+        entries = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
+        if len(entries) not in (1, setup.num_stages):
             raise ValueError(
-                f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, but the setup has "
+                f"{self.source}: {len(entries)} stages for micro-batch size {setup.micro_batch}, but the setup has "
                 f"{setup.num_stages}: give one for all, or one for each"
             )
-        return tuple(mine * setup.num_stages if len(mine) == 1 else mine)
+        return tuple(entries * setup.num_stages if len(entries) == 1 else entries)
 
     @property
     def is_of_one_rank(self) -> bool:
@@ -210,11 +210,11 @@ def read_profile(path: str) -> Profile:
 def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object]) -> Traced:
     sizes = [(entry.saved_bytes, entry.parameters, entry.micro_batch) for entry in entries]
     missing = [name for name in (*OF_MODEL, *OF_SETUP[:-1]) if name not in measured]
-    if missing or any(None in one for one in sizes) or len({one[-1] for one in sizes}) > 1:
+    if missing or any(None in size for size in sizes) or len({size[-1] for size in sizes}) > 1:
         lacks = f"measured lacks {', '.join(missing)}" if missing else "saved_bytes, parameters and one micro_batch"
         raise ValueError(f"{path}: a trace must give the sizes of every stage: {lacks}")
     facts = [(name, _frozen(measured[name])) for name in (*OF_MODEL, *OF_SETUP[:-1])]
-    saved, parameters = (tuple(one[place] or 0 for one in sizes) for place in (0, 1))
+    saved, parameters = (tuple(size[place] or 0 for size in sizes) for place in (0, 1))
     return Traced((*facts, ("micro_batch", sizes[0][-1])), saved, parameters)
 
 

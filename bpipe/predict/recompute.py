@@ -161,10 +161,12 @@ def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) ->
 
 @lru_cache(maxsize=4096)
 def _scopes(recompute: Recompute, number: int) -> tuple[tuple[LayerScope, int], ...]:
-    found = [
-        one for part in _parts(recompute, number) for one in counted(recompute.scope, *part, recompute.period).items()
+    counts = [
+        entry
+        for part in _parts(recompute, number)
+        for entry in counted(recompute.scope, *part, recompute.period).items()
     ]
-    return tuple(found) or ((recompute.scope(0), 0),)
+    return tuple(counts) or ((recompute.scope(0), 0),)
 
 
 @lru_cache(maxsize=4096)

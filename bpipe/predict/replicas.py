@@ -22,21 +22,21 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     """
     device, d = setup.cluster.device, setup.replicas
     weight, gradient, _, _ = parameter_bytes(setup)
-    each = _updated_bytes(setup)
+    parameter_bytes_moved = _updated_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     bandwidth = _replicas_bytes_per_s(setup, replicas_share_nodes(setup), replica_ports(setup))
     rows, matrices = [], stage_matrices(setup)
     for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
         count = own - experts + (shard_parameters(setup) if stage < setup.pipeline else 0)
         sent = count * (d - 1) / d / bandwidth
-        mine = count / (d if setup.distributed_optimizer else 1)
+        own_count = count / (d if setup.distributed_optimizer else 1)
         if experts:
             copies = setup.expert_replicas
             sent += experts * (copies - 1) / copies / _replicas_bytes_per_s(setup, *replicas_of_experts(setup))
-            mine += experts / (copies if setup.distributed_optimizer else 1)
+            own_count += experts / (copies if setup.distributed_optimizer else 1)
         reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
         gathered = weight * sent if gathers else 0.0
-        updated = each * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        updated = parameter_bytes_moved * own_count / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
         if setup.fp8 is not None:
             gathered *= 1 - matrices[stage] / own * (1 - setup.fp8.gathered_bytes / weight)
             # Every iteration's first micro-batch writes the weights in 8 bit.

@@ -49,11 +49,11 @@ def stage_bytes(setup: Setup) -> tuple[int, ...]:
 def layers_bytes(setup: Setup) -> list[int]:
     """Return bytes that the layers of every stage save of one micro-batch, without embedding and output layer."""
     stages = setup.stage_layers
-    each = {
-        one: total(saved_within(setup, *one))
-        for one in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)
+    sizes = {
+        sort: total(saved_within(setup, *sort))
+        for sort in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)
     }
-    return [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in stages]
+    return [sum(number * sizes[kind, scope] for kind, scope, number in layers) for layers in stages]
 
 
 def after_input_bytes(setup: Setup) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def after_input_bytes(setup: Setup) -> tuple[int, ...]:
 
 def kept_share(setup: Setup) -> float:
     """Return what layers hold between dgrad and wgrad as a share of what their forwards saved."""
-    layers = [one for of_stage in setup.stage_layers for one in of_stage]
+    layers = [layer for of_stage in setup.stage_layers for layer in of_stage]
     kept = sum(number * total(layer_after_input(setup, kind)) for kind, _, number in layers)
     return kept / sum(number * total(saved_within(setup, kind, scope)) for kind, scope, number in layers)
 

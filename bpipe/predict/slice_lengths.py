@@ -46,7 +46,7 @@ def listed_bounds(lengths: Sequence[int], length: int, slices: int, unit: int = 
         raise ValueError(
             f"the lengths add up to {sum(lengths)} tokens, but a sequence has {length}: give lengths that add up to it"
         )
-    wrong = next((one for one in lengths if one % unit), None)
+    wrong = next((length_of_one for length_of_one in lengths if length_of_one % unit), None)
     if wrong is not None:
         raise ValueError(
             f"a slice of {wrong} tokens is not a multiple of {unit}, which tensor-parallel ranks need to share it"
@@ -58,14 +58,14 @@ def equal_bounds(length: int, slices: int, unit: int, growth: Growth) -> tuple[i
     """Return bounds between which as much of what grows so is done. Raises ValueError as `even_bounds` does."""
     even_bounds(length, slices, unit)
     line, square = growth
-    found = [0]
+    bounds = [0]
     for number in range(1, slices):
         part = (line + square) * number / slices
         # Of line x + square x**2 = part, written so that nothing is divided by a square of 0.
         place = 2 * part / (line + sqrt(line * line + 4 * square * part))
         left = (slices - number) * unit
-        found.append(min(max(round(place * length / unit) * unit, found[-1] + unit), length - left))
-    return (*found, length)
+        bounds.append(min(max(round(place * length / unit) * unit, bounds[-1] + unit), length - left))
+    return (*bounds, length)
 
 
 def lengths_of(bounds: Sequence[int]) -> tuple[int, ...]:

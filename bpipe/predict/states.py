@@ -55,8 +55,12 @@ def _by_stage(setup: Setup, of_kind: Mapping[LayerKind, int]) -> list[int]:
 
 
 def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
-    found = layer_parameters(setup.model, kind)
-    return shard_size(found.matrices + found.biases, setup.tensor) + found.replicated + _of_experts(setup, kind)
+    parameters = layer_parameters(setup.model, kind)
+    return (
+        shard_size(parameters.matrices + parameters.biases, setup.tensor)
+        + parameters.replicated
+        + _of_experts(setup, kind)
+    )
 
 
 def _of_experts(setup: Setup, kind: LayerKind) -> int:
@@ -102,9 +106,9 @@ def weight_bytes(setup: Setup) -> tuple[int, ...]:
     if setup.fp8 is None:
         return tuple(weight * count for count in counts)
     matrices = stage_matrices(setup)
-    each = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes - weight * setup.fp8.param_gather
+    extra = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes - weight * setup.fp8.param_gather
     low = (sum(matrices[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
-    return tuple(weight * count + int(each * part) for count, part in zip(counts, low, strict=True))
+    return tuple(weight * count + int(extra * part) for count, part in zip(counts, low, strict=True))
 
 
 def rank_parameters(setup: Setup) -> tuple[int, ...]:
@@ -119,9 +123,9 @@ def rank_experts(setup: Setup) -> tuple[int, ...]:
     return tuple(sum(experts[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
 
 
-def over_replicas(setup: Setup, each: int, count: int, experts: int) -> int:
+def over_replicas(setup: Setup, size: int, count: int, experts: int) -> int:
     """Return so many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of experts
     there are fewer."""
     if not setup.distributed_optimizer:
-        return each * count
-    return shard_size(each * (count - experts), setup.replicas) + shard_size(each * experts, setup.expert_replicas)
+        return size * count
+    return shard_size(size * (count - experts), setup.replicas) + shard_size(size * experts, setup.expert_replicas)

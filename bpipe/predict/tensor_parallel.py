@@ -64,36 +64,36 @@ def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | Non
         return Exposed(0.0, 0.0, 0.0)
     kind = setup.model.kind(0) if kind is None else kind
     scope = setup.recomputed.scope(0) if scope is None else scope
-    one, gather, layer = gather_s(setup), gather_s(setup, low=True), layer_products(setup, kind)
+    hop, gather, layer = gather_s(setup), gather_s(setup, low=True), layer_products(setup, kind)
     behind_norms, returning = list(layer.entering), list(layer.returning)
     if kind.experts and setup.model.experts and not setup.model.experts.shared_size:
         del behind_norms[-1], returning[-1]
     if setup.sequence_parallel:
-        found = _of_gathers(setup, behind_norms, returning, one, gather)
+        waits = _of_gathers(setup, behind_norms, returning, hop, gather)
     else:
         # Of each part a sum each way.
-        sums_s = 2 * kind.num_parts * one
-        found = Exposed(sums_s, sum(_beside(2 * one, product.weight_s) for product in behind_norms), sums_s)
-    again = _again_s(setup, kind, scope, one, gather, layer, found.forward_s)
-    return Exposed(found.forward_s, found.backward_s + again, found.input_half_s + again)
+        sums_s = 2 * kind.num_parts * hop
+        waits = Exposed(sums_s, sum(_beside(2 * hop, product.weight_s) for product in behind_norms), sums_s)
+    again = _again_s(setup, kind, scope, hop, gather, layer, waits.forward_s)
+    return Exposed(waits.forward_s, waits.backward_s + again, waits.input_half_s + again)
 
 
 def _of_gathers(
-    setup: Setup, behind_norms: Sequence[Products], returning: Sequence[Products], one: float, gather: float
+    setup: Setup, behind_norms: Sequence[Products], returning: Sequence[Products], hop: float, gather: float
 ) -> Exposed:
     """Exposed seconds with sequence parallelism, without recomputation."""
     # [2] of all products, and in a backward of those whose gradients are gathered first.
     entering = [(gather, product.forward_s) for product in behind_norms]
-    leaving = [(one, product.forward_s) for product in returning]
+    leaving = [(hop, product.forward_s) for product in returning]
     gathered = _passing(setup, [(gather, product.input_s) for product in returning])
     # [1] beside the product for the weights, and beside the one for the input.
-    beside = [pair for product in behind_norms for pair in ((one, product.weight_s), (gather, product.input_s))]
+    beside = [pair for product in behind_norms for pair in ((hop, product.weight_s), (gather, product.input_s))]
     backward = gathered + sum(_beside(seconds, product_s) for seconds, product_s in beside)
-    return Exposed(_passing(setup, [*entering, *leaving]), backward, gathered + len(behind_norms) * one)
+    return Exposed(_passing(setup, [*entering, *leaving]), backward, gathered + len(behind_norms) * hop)
 
 
 def _again_s(
-    setup: Setup, kind: LayerKind, scope: LayerScope, one: float, gather: float, layer: Layer, forward: float
+    setup: Setup, kind: LayerKind, scope: LayerScope, hop: float, gather: float, layer: Layer, forward: float
 ) -> float:
     """Exposed seconds of recomputed parts' forwards: gathers before products, scatters after them."""
     if scope.whole:
@@ -103,8 +103,8 @@ def _again_s(
     products = [layer.entering[-1], layer.returning[-1]] if mlp and (shares or not kind.experts) else []
     if not setup.sequence_parallel:
         # One sum behind the second product, which takes as long as a gather and a scatter.
-        return one * len(products)
-    pairs = list(zip((gather, one), (product.forward_s for product in products), strict=False))
+        return hop * len(products)
+    pairs = list(zip((gather, hop), (product.forward_s for product in products), strict=False))
     pairs += [(gather, layer.entering[0].forward_s)] if "mla_up_proj" in scope.modules else []
     return _passing(setup, pairs)
 

@@ -26,9 +26,9 @@ class Traced:
     def conflict(self, setup: Any) -> str | None:
         """Return why the trace says nothing of a Setup; None: it does."""
         for name, value in self.facts:
-            mine = getattr(setup.model if name in OF_MODEL else setup, name)
-            if mine != value:
-                return f"traced with {name} {_text(value)}, but the setup has {_text(mine)}: trace that, too"
+            own = getattr(setup.model if name in OF_MODEL else setup, name)
+            if own != value:
+                return f"traced with {name} {_text(value)}, but the setup has {_text(own)}: trace that, too"
         for name in beyond_traces(setup):
             return f"traced without {name}, but the setup has them: leave one of the two out"
         return None

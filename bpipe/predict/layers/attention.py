@@ -112,12 +112,12 @@ def latent_saved(setup: Setup) -> tuple[Saved, ...]:
         return ()
     ranks = (latent.q_lora_rank or 0) + latent.kv_lora_rank
     # Sequence parallelism divides them like all between matrices.
-    each = shard_size(element_bytes(setup) * num_tokens(setup) * ranks, setup.sequence_shards)
+    size = shard_size(element_bytes(setup) * num_tokens(setup) * ranks, setup.sequence_shards)
     if setup.fp8 is None:
-        return (Saved("inputs of the norms of what is projected down, and of the matrices behind", each, 2),)
+        return (Saved("inputs of the norms of what is projected down, and of the matrices behind", size, 2),)
     behind = kept_bytes(setup, num_tokens(setup) * ranks, setup.sequence_shards)
     return (
-        Saved("inputs of the norms of what is projected down", each),
+        Saved("inputs of the norms of what is projected down", size),
         Saved("inputs of the matrices behind them, in FP8", behind),
     )
 
@@ -142,8 +142,8 @@ def core_bytes(setup: Setup) -> int:
 
 def attention_saved(setup: Setup, modules: frozenset[str]) -> tuple[Saved, ...]:
     """Return what fused kernels save around the core, where these parts are recomputed."""
-    given = element_bytes(setup) * num_tokens(setup) * setup.model.value_size
-    projection = Saved("input of the output projection", shard_size(given, setup.tensor))
+    output = element_bytes(setup) * num_tokens(setup) * setup.model.value_size
+    projection = Saved("input of the output projection", shard_size(output, setup.tensor))
     return (*_query_key_value(setup, modules), projection)
 
 
@@ -184,19 +184,19 @@ def core_saved(setup: Setup) -> tuple[Saved, ...]:
         if setup.context == 1 or setup.cp_comm_type == "p2p":
             return rows
         # What is given to the projection is a copy of it.
-        given = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
-        return (*rows, Saved("what attention gave, in another order", given))
+        output = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
+        return (*rows, Saved("what attention gave, in another order", output))
     scores = num_tokens(setup) * heads * num_keys(setup)
     element = element_bytes(setup)
-    one = Saved("attention softmax", shard_size(element * scores, setup.tensor))
+    softmax = Saved("attention softmax", shard_size(element * scores, setup.tensor))
     exact = Saved("attention softmax in 32 bits", shard_size(EXACT_BYTES * scores, setup.tensor))
-    kept = (one, exact) if _converts_scores(setup) else (one,)
+    kept = (softmax, exact) if _converts_scores(setup) else (softmax,)
     if not setup.model.dropout:
         return kept
     mask = GPU_DROPOUT_BYTES if setup.kernels == "gpu" else element
     return (
         *kept,
-        Saved("attention after dropout", one.nbytes),
+        Saved("attention after dropout", softmax.nbytes),
         Saved("attention dropout mask", shard_size(mask * scores, setup.tensor)),
     )
 
@@ -263,14 +263,14 @@ def attention_working_bytes(setup: Setup) -> int:
 def core_working_bytes(setup: Setup) -> int:
     """Return what the core's backward makes beside them: gradients of scores, where there are scores, and of a slice
     the gradients of all keys and values so far, before they are added to what is kept."""
-    model, element, found = setup.model, element_bytes(setup), 0
+    model, element, num_bytes = setup.model, element_bytes(setup), 0
     if setup.attention == "unfused" and any(kind.attends for kind, _ in model.kinds()):
         scores = num_tokens(setup) * model.num_attention_heads * num_keys(setup)
         size = max(element, EXACT_BYTES) if _converts_scores(setup) else element
-        found += shard_size(2 * size * scores, setup.tensor)
+        num_bytes += shard_size(2 * size * scores, setup.tensor)
     if setup.span is not None:
-        found += shard_size(element * num_keys(setup) * setup.micro_batch * model.key_value_size, setup.tensor)
-    return found
+        num_bytes += shard_size(element * num_keys(setup) * setup.micro_batch * model.key_value_size, setup.tensor)
+    return num_bytes
 
 
 def up_projections_s(setup: Setup) -> float:

@@ -26,19 +26,21 @@ SCORE_BYTES, NUMBER_BYTES = 4, 8
 def experts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
     """Return seconds of the forwards of a layer's experts that are computed again in its backward: all that is between
     the norm and the sum, or parts of it."""
-    memory, inside, found = Rates.of(setup).memory, experts_touched_bytes(setup), 0.0
+    memory, inside, seconds = Rates.of(setup).memory, experts_touched_bytes(setup), 0.0
     if "moe" in modules:
         products = layer_products(setup, kind)
-        found += products.entering[-1].forward_s + products.returning[-1].forward_s + inside / memory
-        return found + 2 * exchange(setup).seconds + (MLP_KERNELS + ROUTING_KERNELS) * KERNEL_S
+        seconds += products.entering[-1].forward_s + products.returning[-1].forward_s + inside / memory
+        return seconds + 2 * exchange(setup).seconds + (MLP_KERNELS + ROUTING_KERNELS) * KERNEL_S
     beside = shared_inside_bytes(setup)
     if "moe_act" in modules:
         # Tokens stay in the order in which they are.
         ordered = ORDERINGS * element_bytes(setup) * routed_tokens(setup) * setup.model.hidden_size
-        found += (inside - beside - ordered) / memory + KERNEL_S
+        seconds += (inside - beside - ordered) / memory + KERNEL_S
     if "shared_experts" in modules:
-        found += sum(product.forward_s for product in shared_products(setup)) + beside / memory + MLP_KERNELS * KERNEL_S
-    return found
+        seconds += (
+            sum(product.forward_s for product in shared_products(setup)) + beside / memory + MLP_KERNELS * KERNEL_S
+        )
+    return seconds
 
 
 def shared_inside_bytes(setup: Setup) -> float:

@@ -110,26 +110,26 @@ def _touched_bytes(setup: Setup, kind: LayerKind) -> float:
 
 def _parts_again_s(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
     """Seconds of recomputed parts besides the attention core; what they wait for on links is in `exposed`."""
-    is_gpu, found = setup.kernels == "gpu", 0.0
+    is_gpu, seconds = setup.kernels == "gpu", 0.0
     if "layernorm" in modules:
-        found += norm_seconds(setup) * (norms_alone(setup, kind) if is_gpu else kind.num_parts)
+        seconds += norm_seconds(setup) * (norms_alone(setup, kind) if is_gpu else kind.num_parts)
     if kind.experts:
-        found += experts_again(setup, kind, modules)
+        seconds += experts_again(setup, kind, modules)
     elif "mlp" in modules and kind.has_mlp:
         # Transformer Engine's has the norm in it.
-        found += mlp_forward_s(setup, kind) + (norm_seconds(setup) if is_gpu else 0.0)
+        seconds += mlp_forward_s(setup, kind) + (norm_seconds(setup) if is_gpu else 0.0)
     if setup.model.latent is not None and "mla_up_proj" in modules:
-        found += up_projections_s(setup)
-    return found
+        seconds += up_projections_s(setup)
+    return seconds
 
 
 def _accumulated(setup: Setup, kind: LayerKind) -> float:
     """Bytes to read and write every weight's gradient once."""
-    found = layer_parameters(setup.model, kind)
+    parameters = layer_parameters(setup.model, kind)
     return (
         2
         * parameter_bytes(setup)[1]
-        * (found.matrices / setup.tensor + found.experts / (setup.routing.expert * setup.expert_tensor))
+        * (parameters.matrices / setup.tensor + parameters.experts / (setup.routing.expert * setup.expert_tensor))
     )
 
 
@@ -266,6 +266,6 @@ def cast_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
         entering, leaving = entering + routed, leaving + routed
         inner += routed_tokens(setup) * experts.ffn_hidden_size / setup.expert_tensor
     written = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes
-    each = float(setup.fp8.readings * element_bytes(setup) + written) / Rates.of(setup).memory
+    value_s = float(setup.fp8.readings * element_bytes(setup) + written) / Rates.of(setup).memory
     kernels = CASTS * kind.num_parts * setup.fp8.readings * KERNEL_S
-    return (entering + inner) * each + kernels, (leaving + gates * inner) * each + kernels
+    return (entering + inner) * value_s + kernels, (leaving + gates * inner) * value_s + kernels

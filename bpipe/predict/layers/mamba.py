@@ -69,16 +69,16 @@ def scan_seconds(setup: Setup) -> tuple[float, float]:
     Products within chunks and with states are taken to reach what flash attention's do; reads and writes are added.
     """
     hybrid, rates = _hybrid(setup), Rates.of(setup)
-    mine, element = num_tokens(setup) / setup.tensor, element_bytes(setup)
+    tokens, element = num_tokens(setup) / setup.tensor, element_bytes(setup)
     inner, keys, states = hybrid.inner_size, hybrid.key_size, hybrid.inner_size * hybrid.state_dim
     # Reads with writes of a chunk, these with what goes through the states, that into states and out of them.
-    flops = 2 * mine * (keys * CHUNK + inner * CHUNK + 2 * states)
+    flops = 2 * tokens * (keys * CHUNK + inner * CHUNK + 2 * states)
     pairs = 2 * WIDE_BYTES * hybrid.num_groups * CHUNK
     forward = element * (FORWARD_INNER * inner + FORWARD_KEYS * keys) + STATE_BYTES * states / CHUNK + pairs
     backward = element * (BACKWARD_INNER * inner + BACKWARD_KEYS * keys) + STATE_BYTES_BACK * states / CHUNK + 2 * pairs
     return (
-        flops / rates.flash + mine * forward / rates.memory,
-        BACKWARD_PRODUCTS * flops / rates.flash + mine * backward / rates.memory,
+        flops / rates.flash + tokens * forward / rates.memory,
+        BACKWARD_PRODUCTS * flops / rates.flash + tokens * backward / rates.memory,
     )
 
 

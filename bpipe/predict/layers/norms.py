@@ -22,11 +22,11 @@ def norms_saved(setup: Setup, kind: LayerKind, number: int) -> tuple[Saved, ...]
         return (Saved("inputs of norms and of the matrices behind them", sent_bytes(setup), number),)
     model, tokens = setup.model, num_tokens(setup)
     behind = kept_bytes(setup, tokens * model.hidden_size, setup.sequence_shards)
-    given = Saved("input of the output projection, in FP8", kept_bytes(setup, tokens * model.value_size, setup.tensor))
+    output = Saved("input of the output projection, in FP8", kept_bytes(setup, tokens * model.value_size, setup.tensor))
     return (
         Saved("inputs of norms", sent_bytes(setup), kind.num_parts),
         Saved("inputs of the matrices behind them, in FP8", behind, kind.num_parts),
-        *((given,) * kind.attends),
+        *((output,) * kind.attends),
     )
 
 
