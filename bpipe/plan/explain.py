@@ -212,7 +212,12 @@ def verdict(outcome: Outcome) -> Verdict:
             "Only configurations without balancing were searched: this does not show what balancing would gain.",
         )
     if balances == {"bpipe"}:
-        return _only_balanced_looked_at(outcome)
+        return Verdict(
+            "not-compared",
+            "Only balanced configurations were searched, and those listed do not fit without balancing; "
+            f"{outcome.cuts.get('unneeded', 0)} more fit without it and are neither listed nor timed: this does not show "
+            "a gain.",
+        )
     compared_s = COMPARED * outcome.rows[-1].iteration_s if outcome.cuts.keys() & {"slower", "skipped"} else None
     if outcome.balanced is None:
         only = (
@@ -243,15 +248,6 @@ def verdict(outcome: Outcome) -> Verdict:
         doubt = f"Balancing does not clearly help, as {gain:.3f}x is within the error of predictions"
         return Verdict("no-clear-gain", f"{doubt}: {count}, and the best of them takes {against}")
     return Verdict("no-gain", f"Balancing does not help here: {count}, but the best of them takes {against}")
-
-
-def _only_balanced_looked_at(outcome: Outcome) -> Verdict:
-    others = outcome.cuts.get("unneeded", 0)
-    text = (
-        f"Only balanced configurations were searched, and those listed do not fit without balancing; {others} more fit "
-        "without it and are neither listed nor timed: this does not show a gain."
-    )
-    return Verdict("not-compared", text)
 
 
 def _nothing(outcome: Outcome) -> Verdict:

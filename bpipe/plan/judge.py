@@ -230,13 +230,14 @@ class Judge:
         # If all ranks together have no room, or the fullest and the emptiest as a pair, no plan has.
         mean = max(sum(peaks) / len(peaks), (even + min(peaks)) / 2 if setup.hosts == PAIR else 0)
         is_planned = even > self._limit and mean <= _NEARLY * self._limit
-        planned = self._by_budget(setup) if is_planned else None
-        return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
-
-    def _by_budget(self, setup: Setup) -> Setup | None:
-        """Balance by bytes: even shares of micro-batches are not even shares of memory, because the last rank also has logits."""
         forwards = setup.num_stages * setup.num_microbatches * setup.slices
-        return within_budget_or_none(setup, (self._limit,), self._profile) if forwards <= _FORWARDS_PLANNED else None
+        # Even shares of micro-batches are not even shares of memory, because the last rank also has logits.
+        planned = (
+            within_budget_or_none(setup, (self._limit,), self._profile)
+            if is_planned and forwards <= _FORWARDS_PLANNED
+            else None
+        )
+        return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
 
     def _is_large(self, setup: Setup, peak: int, is_bound: bool) -> None:
         family = self.families[setup.schedule]

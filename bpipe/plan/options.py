@@ -99,9 +99,16 @@ def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -
     """
     values = vars(options)
     if reading is None:
-        _refuse_missing([_name(name) for name in needed if values[name] is None])
+        missing = [_name(name) for name in needed if values[name] is None]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} missing: give {'them' if missing[1:] else 'it'}, or a launch of Megatron after -- "
+                "or with --launch"
+            )
     else:
-        _refuse_unmodelled(values, reading)
+        for name, feature in reading.unmodelled.items():
+            if values.get(name) is None:
+                raise ValueError(f"{feature} is not modelled: choose what to predict instead with {_name(name)}")
     launch = _said(values, {} if reading is None else reading.options)
     every = {
         **DEFAULTS,
@@ -111,20 +118,6 @@ def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -
     if reading and options.model is None and "vocabulary" not in every:
         raise ValueError("only the tokenizer of the launch knows the size of the vocabulary: give --vocab-size N")
     return Options(**{**values, **every})
-
-
-def _refuse_missing(missing: Sequence[str]) -> None:
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} missing: give {'them' if missing[1:] else 'it'}, or a launch of Megatron after -- "
-            "or with --launch"
-        )
-
-
-def _refuse_unmodelled(values: Mapping[str, object], reading: Reading) -> None:
-    for name, feature in reading.unmodelled.items():
-        if values.get(name) is None:
-            raise ValueError(f"{feature} is not modelled: choose what to predict instead with {_name(name)}")
 
 
 def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:

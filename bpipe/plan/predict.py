@@ -18,7 +18,7 @@ from bpipe.predict.tensor_parallel import Exposed, exposed
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import num_transfers
-from bpipe.simulate.cost import Costs, StageCost, required_bytes_per_s, steady_bytes_per_s
+from bpipe.simulate.cost import Costs, required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
@@ -181,11 +181,16 @@ def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequen
     available = min((speed for speed in speeds if speed is not None), default=None)
     if available is None:
         return []
-    every = (cost for stage in stages for cost in costs.of_stage(stage))
-    return [_need_of(cost, float(available)) for cost in every if cost.whole_forward_s]
-
-
-def _need_of(cost: StageCost, available: float) -> Bandwidth:
-    forward_s = float(cost.whole_forward_s)
-    required, steady = (needed(cost.moved_bytes, forward_s) for needed in (required_bytes_per_s, steady_bytes_per_s))
-    return Bandwidth(cost.moved_bytes, required, steady, available)
+    return [
+        Bandwidth(
+            cost.moved_bytes,
+            *(
+                rate(cost.moved_bytes, float(cost.whole_forward_s))
+                for rate in (required_bytes_per_s, steady_bytes_per_s)
+            ),
+            float(available),
+        )
+        for stage in stages
+        for cost in costs.of_stage(stage)
+        if cost.whole_forward_s
+    ]

@@ -275,20 +275,17 @@ def _with_pipelines(space: Space) -> Iterator[tuple[int, int, list[int]]]:
         yield tensor, context, [0] if devices % (tensor * context) else divisors(devices // (tensor * context))
 
 
-def _is_divided(space: Space, tensor: int, context: int) -> bool:
-    shards, model = tensor * context, space.model
-    heads = (model.num_attention_heads, model.num_query_groups) if space.cp_comm_type == "a2a" else ()
-    whole = (space.cluster.num_devices, space.sequence, *heads)
-    return context == 1 or not (any(size % shards for size in whole) or space.sequence % (2 * context))
-
-
 def _cut_of_layers(space: Space, tensor: int, context: int) -> str | None:
     model, groups = space.model, space.model.num_query_groups
     if model.hybrid is not None and model.hybrid.refused(tensor, context, on_cpu=False) is not None:
         return "mamba"
     if model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
         return "tensor"
-    return None if _is_divided(space, tensor, context) else "context"
+    if context == 1:
+        return None
+    heads = (model.num_attention_heads, groups) if space.cp_comm_type == "a2a" else ()
+    whole = (space.cluster.num_devices, space.sequence, *heads)
+    return "context" if any(size % (tensor * context) for size in whole) or space.sequence % (2 * context) else None
 
 
 def _is_asked(sizes: tuple[int, ...] | None, size: int) -> bool:

@@ -9,7 +9,6 @@ from bpipe.plan.explain import describe_change
 from bpipe.plan.judge import FamilyResult
 from bpipe.plan.search import Outcome
 from bpipe.predict.layout import Setup
-from bpipe.schedule.families.families import FAMILIES
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
 HALVES = (
@@ -61,7 +60,11 @@ def needs_of_setup(setup: Setup) -> list[str]:
     model = setup.model
     unlike = model.post_norms or model.capped_attention or model.capped_logits
     every = (
-        *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
+        *(
+            (HALVES, halves),
+            (AS_A_V, setup.pipeline > 1 and len({setup.placements[0][0], setup.placements[0][-1]}) == 1),
+            (TWO_PIPES, setup.num_pipes > 1),
+        ),
         *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
         (FP8, setup.fp8 is not None and setup.balance is not None),
         (SLICES, setup.slices > 1 and setup.kernels == "gpu"),
@@ -127,8 +130,3 @@ def _beside(row: Candidate, best: Candidate) -> str:
         return f"{seconds:.3f} s, the fastest: {describe(row.setup)}"
     slower = 100 * (seconds / best.iteration_s - 1)
     return f"{seconds:.3f} s, {slower:.1f} % more: {describe_change(best.prediction, row.prediction)}"
-
-
-def _is_a_v(setup: Setup) -> bool:
-    layout = FAMILIES[setup.schedule].layout(setup.pipeline, setup.num_chunks)
-    return setup.pipeline > 1 and layout.placements[0][-1] == layout.placements[0][0]

@@ -103,30 +103,27 @@ def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | N
     return redistribute_layers(setup.model.num_layers, setup.num_stages, output / layer) if layer else None
 
 
-def burden_text(burden_found: Burden, row: int) -> str:
+def burden_text(result: Burden, row: int) -> str:
     """Return in a sentence how much the vocabulary hurts in that row."""
     return (
-        f"The vocabulary hurts in row {row}: with {burden_found.prediction.setup.padded_vocabulary} tokens the last stage's rank "
-        f"computes {burden_found.load:.2f} times as long as the others, which wait for it. Remedies:"
+        f"The vocabulary hurts in row {row}: with {result.prediction.setup.padded_vocabulary} tokens the last stage's rank "
+        f"computes {result.load:.2f} times as long as the others, which wait for it. Remedies:"
     )
 
 
-def remedy_rows(burden_found: Burden) -> list[Candidate]:
+def remedy_rows(result: Burden) -> list[Candidate]:
     """Return a row for each remedy, the best first."""
     rows = []
-    for name in sorted(
-        burden_found.remedies, key=lambda name_of: (name_of != burden_found.best, -burden_found.gain(name_of))
-    ):
-        remedy = burden_found.remedies[name]
+    for name in sorted(result.remedies, key=lambda name_of: (name_of != result.best, -result.gain(name_of))):
+        remedy = result.remedies[name]
         layers = f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
         rows.append(Candidate(remedy, layers if name == REDISTRIBUTE else f"vocabulary {name}"))
     return rows
 
 
-def burden_document(burden_found: Burden, row: int) -> dict[str, Any]:
+def burden_document(result: Burden, row: int) -> dict[str, Any]:
     """Return the burden as JSON values."""
     remedies = [
-        {"remedy": name, "gain": burden_found.gain(name), **document(remedy)}
-        for name, remedy in burden_found.remedies.items()
+        {"remedy": name, "gain": result.gain(name), **document(remedy)} for name, remedy in result.remedies.items()
     ]
-    return {"row": row, "last_load": burden_found.load, "best": burden_found.best, "remedies": remedies}
+    return {"row": row, "last_load": result.load, "best": result.best, "remedies": remedies}

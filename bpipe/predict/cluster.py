@@ -275,15 +275,12 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
         raise ValueError(
             f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is two racks"
         )
-    return Cluster(_with_port(DEVICES[rack.device], match[4], text), nodes, per_node, nodes_per_domain=rack.nodes)
-
-
-def _with_port(device: DeviceKind, port: str | None, text: str) -> DeviceKind:
-    if port is None:
-        return device
-    if not float(port):
-        raise ValueError(f"cluster {text!r}: a port of {port} GB/s must be above 0: give more, or leave @ out")
-    return replace(device, between_bytes_per_s=float(port) * 1e9)
+    device, port = DEVICES[rack.device], match[4]
+    if port is not None:
+        if not float(port):
+            raise ValueError(f"cluster {text!r}: a port of {port} GB/s must be above 0: give more, or leave @ out")
+        device = replace(device, between_bytes_per_s=float(port) * 1e9)
+    return Cluster(device, nodes, per_node, nodes_per_domain=rack.nodes)
 
 
 def _sizes(match: re.Match[str], rack: Rack) -> tuple[int, int]:

@@ -82,14 +82,11 @@ def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
     if kind.experts:
         products[-2:] = _experts(setup)
     if setup.model.latent is not None:
-        products[0] = _latent(setup, setup.model.latent)
+        # Down projections are whole on every tensor-parallel rank, for its share of the sequence.
+        latent, tokens = setup.model.latent, num_tokens(setup) / setup.sequence_shards
+        down = _of_layer(setup, setup.model.hidden_size, latent.down_size, tokens)
+        products[0] = _added(down, *latent_up_products(setup, latent))
     return Layer(tuple(products[::2]), tuple(products[1::2]))
-
-
-def _latent(setup: Setup, latent: Latent) -> Products:
-    """Down projections are whole on every tensor-parallel rank, for its share of the sequence."""
-    down = _of_layer(setup, setup.model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards)
-    return _added(down, *latent_up_products(setup, latent))
 
 
 def latent_up_products(setup: Setup, latent: Latent) -> tuple[Products, Products]:

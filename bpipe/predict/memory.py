@@ -293,12 +293,16 @@ def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int
     if told is None:
         return 0
     sizes, states = _sizes(setup), states or rank_states(setup)
-    if setup.balance is None:
-        return _of_one(setup, told, sizes, states)
-    if _shares_surely(setup, told):
+    if setup.balance is not None and _shares_surely(setup, told):
         return _of_pairs(setup, told, sizes, states)
-    # Of whole ones the first rank's part is asked for elsewhere (`least_shared_bytes`), from its order.
-    return _of_parts(setup, told, sizes, states) if setup.slices > 1 else 0
+    if setup.balance is not None and setup.slices == 1:
+        # The first rank's part comes from its order (`least_shared_bytes`).
+        return 0
+    working = working_bytes(setup)
+    held_bytes = [_held(sizes[rank], told.at_first_backward(rank)) for rank in range(setup.pipeline)]
+    if setup.balance is None:
+        return max(with_state(setup, states[rank], own + working[rank]) for rank, own in enumerate(held_bytes))
+    return with_state(setup, min(states), part_of_held(setup, max(held_bytes)) + min(working))
 
 
 def _told(setup: Setup) -> WarmUp | None:
@@ -343,18 +347,6 @@ def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
     are_whole = width % turn == 0 or warm_up.lengths[0] <= warm_up.num_chunks * (width - width % turn - turn)
     told = falls and are_whole and not (family.splits and family.max_chunks == 1)
     return setup.hosts == PAIR and setup.pipeline > 3 and told
-
-
-def _of_one(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
-    working = working_bytes(setup)
-    held_bytes = (_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
-    return max(with_state(setup, states[rank], own + working[rank]) for rank, own in enumerate(held_bytes))
-
-
-def _of_parts(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
-    least = min(states), min(working_bytes(setup))
-    held_bytes = max(_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
-    return with_state(setup, least[0], part_of_held(setup, held_bytes) + least[1])
 
 
 def _of_pairs(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:

@@ -86,12 +86,6 @@ class Profile:
             )
         return tuple(entries * setup.num_stages if len(entries) == 1 else entries)
 
-    @property
-    def is_of_one_rank(self) -> bool:
-        """Whether a tensor-parallel rank was measured alone, which `bpipe profile` says by naming how many there
-        are."""
-        return "tensor" in dict(self.measured)
-
     def apply(self, setup: Setup, costs: Costs, collectives: Exposed = NONE) -> Costs:
         """Return the costs with what was measured in place of what was predicted.
 
@@ -103,7 +97,8 @@ class Profile:
                 "out the profile or the slices"
             )
         entries = self.entries_for(setup)
-        missing = collectives if self.is_of_one_rank else NONE
+        # `bpipe profile` measures one tensor-parallel rank alone, and names the number of ranks.
+        missing = collectives if "tensor" in dict(self.measured) else NONE
         first = None if setup.input_shards else 0
         last = None if setup.is_sharded else setup.num_stages - 1
         return replace(
@@ -213,13 +208,10 @@ def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object])
     if missing or any(None in size for size in sizes) or len({size[-1] for size in sizes}) > 1:
         lacks = f"measured lacks {', '.join(missing)}" if missing else "saved_bytes, parameters and one micro_batch"
         raise ValueError(f"{path}: a trace must give the sizes of every stage: {lacks}")
-    facts = [(name, _frozen(measured[name])) for name in (*OF_MODEL, *OF_SETUP[:-1])]
+    values = ((name, measured[name]) for name in (*OF_MODEL, *OF_SETUP[:-1]))
+    facts = [(name, tuple(value) if isinstance(value, list) else value) for name, value in values]
     saved, parameters = (tuple(size[place] or 0 for size in sizes) for place in (0, 1))
     return Traced((*facts, ("micro_batch", sizes[0][-1])), saved, parameters)
-
-
-def _frozen(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 # What else decides how long a stage takes, of the model and of how it is trained: `measured` of a file may name them,

@@ -30,15 +30,13 @@ def slice_bounds(setup: Setup) -> tuple[int, ...]:
         return listed_bounds(lengths, *sizes)
     if lengths == EVEN:
         return even_bounds(*sizes)
-    return equal_bounds(*sizes, work_of(_attention_share(setup)))
-
-
-def _attention_share(setup: Setup) -> float:
     model = setup.model
     experts = 1 if model.experts is None else model.experts.top_k
     ffn = model.ffn_hidden_size if model.experts is None else model.experts.ffn_hidden_size
     queries, keys = (heads * model.kv_channels for heads in (model.num_attention_heads, model.num_query_groups))
-    return attention_share(setup.sequence, model.hidden_size, queries, keys, experts * ffn, 3 if model.gated else 2)
+    matrices = 3 if model.gated else 2
+    share = attention_share(setup.sequence, model.hidden_size, queries, keys, experts * ffn, matrices)
+    return equal_bounds(*sizes, work_of(share))
 
 
 @lru_cache(maxsize=1024)

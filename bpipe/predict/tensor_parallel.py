@@ -111,13 +111,10 @@ def _again_s(
 
 def _passing(setup: Setup, pairs: Sequence[tuple[float, float]]) -> float:
     """Exposed seconds of collectives before or after products: [2] for all of them, if switched on."""
-    cut = setup.switches.tp_comm_overlap
-    return sum(_beside_parts(seconds, product_s, setup.tensor) if cut else seconds for seconds, product_s in pairs)
-
-
-def _beside_parts(collective_s: float, product_s: float, parts: int) -> float:
-    """What a ring adds to a product in as many parts: all but one pass during a part's product."""
-    return _beside(collective_s, product_s * (parts - 1) / parts)
+    if not setup.switches.tp_comm_overlap:
+        return sum(seconds for seconds, _ in pairs)
+    # All parts but one pass during a part's product.
+    return sum(_beside(seconds, product_s * (setup.tensor - 1) / setup.tensor) for seconds, product_s in pairs)
 
 
 def _beside(collective_s: float, product_s: float) -> float:

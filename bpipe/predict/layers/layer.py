@@ -80,7 +80,9 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
     # out, and write.
     normed = query_norms_bytes(setup) if kind.attends else 0.0
     normed += 2 * between * model.post_norms + per_width * model.latent_ranks / setup.sequence_shards
-    kernels, kernels_back = _num_kernels(kind)
+    kernels, kernels_back = FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
+    if kind.is_mamba:
+        kernels, kernels_back = mamba.FORWARD_KERNELS, mamba.BACKWARD_KERNELS
     # In each part a norm reads and writes; a residual sum reads twice and writes, with dropout a mask too.
     moved = 5.25 * kind.num_parts * between + inside + 2 * normed
     moved_back = 7 * kind.num_parts * between + 1.5 * inside + 3 * normed + _accumulated(setup, kind)
@@ -88,12 +90,6 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
         products.forward_s + moved / rates.memory + kernels * KERNEL_S,
         products.input_s + products.weight_s + kernels_back * KERNEL_S + moved_back / rates.memory,
     )
-
-
-def _num_kernels(kind: LayerKind) -> tuple[float, float]:
-    if kind.is_mamba:
-        return mamba.FORWARD_KERNELS, mamba.BACKWARD_KERNELS
-    return FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
 
 
 def _core_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
