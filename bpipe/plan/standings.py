@@ -49,28 +49,24 @@ def family_rows(outcome: Outcome) -> list[tuple[str, str]]:
 def trainer_needs(outcome: Outcome) -> list[str]:
     """Return what the rows' schedules need of the trainer beyond the usual."""
     needs = {need for row in outcome.rows for need in needs_of_setup(row.setup)}
-    return [
-        need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, SLICES, HYBRID) if need in needs
-    ]
+    order = (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, SLICES, HYBRID)
+    return [need for need in order if need in needs]
 
 
 def needs_of_setup(setup: Setup) -> list[str]:
     """Return what one setup needs of the trainer beyond the usual."""
-    halves = setup.splits and setup.kernels == "gpu"
-    model = setup.model
-    unlike = model.post_norms or model.capped_attention or model.capped_logits
-    every = (
-        *(
-            (HALVES, halves),
-            (AS_A_V, setup.pipeline > 1 and len({setup.placements[0][0], setup.placements[0][-1]}) == 1),
-            (TWO_PIPES, setup.num_pipes > 1),
-        ),
-        *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
-        (FP8, setup.fp8 is not None and setup.balance is not None),
-        (SLICES, setup.slices > 1 and setup.kernels == "gpu"),
-        (HYBRID, model.hybrid is not None),
-    )
-    return [need for need, applies in every if applies]
+    model, placement = setup.model, setup.placements[0]
+    needs = {
+        HALVES: setup.splits and setup.kernels == "gpu",
+        AS_A_V: setup.pipeline > 1 and placement[0] == placement[-1],
+        TWO_PIPES: setup.num_pipes > 1,
+        GATED_GELU: model.gated_gelu,
+        BEHIND_ATTENTION: model.post_norms or model.capped_attention or model.capped_logits,
+        FP8: setup.fp8 is not None and setup.balance is not None,
+        SLICES: setup.slices > 1 and setup.kernels == "gpu",
+        HYBRID: model.hybrid is not None,
+    }
+    return [need for need, applies in needs.items() if applies]
 
 
 def family_values(outcome: Outcome) -> list[dict[str, Any]]:
