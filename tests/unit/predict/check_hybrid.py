@@ -68,20 +68,11 @@ class Norm(torch.nn.Module):
 
 def setup(model: Model, precision: str, recompute: str, tensor: int) -> Setup:
     """Kernels of a CPU are modelled of all layers but Mamba's, which are not run here either."""
+    assert model.hybrid is not None
+    model = replace(model, hybrid=replace(model.hybrid, pattern=model.hybrid.pattern.replace("M", "*")))
+    cluster, layers = parse_cluster(f"a100-80g:{tensor}"), (model.num_layers,)
     return Setup(
-        model=replace(
-            model,
-            hybrid=replace(model.hybrid, pattern=model.hybrid.pattern.replace("M", "*")) if model.hybrid else None,
-        ),
-        cluster=parse_cluster(f"a100-80g:{tensor}"),
-        tensor=tensor,
-        pipeline=1,
-        micro_batch=2,
-        global_batch=2,
-        sequence=model.sequence,
-        layers=(model.num_layers,),
-        recompute=recompute,
-        attention="unfused",
+        *(model, cluster, tensor, 1, 2, 2, model.sequence, layers, recompute, "unfused"),
         precision=precision,
         kernels="cpu",
     )
