@@ -25,10 +25,7 @@ _WHOSE = {LAUNCH: "the launch's", STOCK: "stock's", OURS: "bpipe's"}
 
 
 def plainest_of_ours(rows: Sequence[Candidate], others: Others) -> int | None:
-    """Return the place of the row of ours to recommend, or None if none is ours.
-
-    Of those level with the first of them that are not guarded, and of those as fast as that, it is the one with fewest
-    flags of ours.
+    """Return the place of our row to recommend, None without one: of equally fast and unguarded rows the plainest.
 
     Args:
         rows: Rows by rising time.

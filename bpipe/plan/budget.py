@@ -60,10 +60,8 @@ def windows_of(costs: Costs, num_ranks: int) -> Windows:
 
 
 def in_time(fit: Fit, plain: Schedule, costs: Costs) -> Fit:
-    """Return the plan with its transfers where they end in time, if it waits less for them; and how long it waits.
-
-    `plain`: before any plan.
-    """
+    """Return the plan with transfers that end in time, if that shortens waits, and its waits. `plain`: the unplanned
+    schedule."""
     if not fit.moved_bytes:
         return fit
     count = sum(len(slot.computations) for row in plain.ranks for slot in row)
@@ -80,10 +78,8 @@ def in_time(fit: Fit, plain: Schedule, costs: Costs) -> Fit:
 
 
 def waits_less(fit: Fit, now: Fit, costs: Costs) -> bool:
-    """Return whether transfers are waited for less by the one plan than by the other, and an iteration is no longer.
-
-    No where nobody looked.
-    """
+    """Whether one plan waits less for transfers than the other, in no longer an iteration; False if that was not
+    simulated."""
     if fit.exposed_s is None:
         return False
     before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, fit))
@@ -184,11 +180,10 @@ def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
 
 
 def within_or_none(devices: Devices, partners: Sequence[int] | None = None) -> Fit | None:
-    """Return the plan that sends only what must leave; None where there is none.
+    """Return the plan that sends only what must leave, or None.
 
-    By default between the schedule's usual partners, which lie beside each other, or else, where these have no room
-    enough, between the device that lacks most and the one that has most to spare, and so on; in a pool, from any to
-    any, or else in such pairs.
+    Hosts are the usual partners, or pairs of the device that lacks most with the one that has most to spare; in a pool
+    all.
     """
     activation_budget, choices = _possible(devices, partners)
     for chosen in choices:
@@ -228,9 +223,11 @@ def _more(devices: Devices, partners: Partners) -> tuple[int, Pair]:
 
 
 def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
-    """Return the plan with which the fuller device of each pair is as far below its budget as can be, or as little
-    above; all of a micro-batch leaves, so that it can be measured. Where it leaves for a node's memory, an eighth
-    below the budget is far enough."""
+    """Return the plan whose fuller devices are as far below their budgets as possible, with whole micro-batches, to be
+    measured.
+
+    If they leave for a node's memory, an eighth below the budget is enough.
+    """
     devices = replace(devices, parts=())
     chosen = (
         tuple(partners)
@@ -251,7 +248,8 @@ def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fi
 
 
 def _looser(devices: Devices, tight: Fit, more: int) -> Fit:
-    """Return the budgets less an eighth if the tightest plan, for budgets larger by `more`, is lower, to ask less of nodes.
+    """Return the budgets less an eighth if the tightest plan, for budgets larger by `more`, is lower, to ask less of
+    nodes.
 
     Every sender of that plan still sends something, so that the moved part of its micro-batches can be measured.
     """
@@ -345,10 +343,7 @@ def smallest_bytes(devices: Devices) -> int:
 
 
 def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> tuple[Fit | None, list[str]]:
-    """Return a plan to change to from what runs `now`, or None where none helps; and lines that say why.
-
-    `costs`: seconds and links, where they are known; bytes are those of `devices`.
-    """
+    """Return a plan to replace what runs `now`, or None, and lines that say why. `costs`: seconds, if known."""
     needs = devices.need_bytes(now)
     fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
     holds = f"as measured, devices need {budget_text(needs)} GiB now"
@@ -424,10 +419,7 @@ def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: 
 def within_budget(
     setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES, profile: Profile | None = None
 ) -> tuple[Setup, Fit]:
-    """Return the setup balanced within budgets, and its plan.
-
-    Raises ValueError where no plan keeps them.
-    """
+    """Return the setup balanced within budgets, and its plan. Raises ValueError if no plan keeps them."""
     devices = predicted_devices(setup, budget_bytes, minimum_bytes)
     return _in_time(setup, devices, within_prediction(devices), profile)
 

@@ -68,10 +68,7 @@ class Calibration:
 
 
 def read_calibration(path: str) -> Calibration:
-    """Read a calibration file.
-
-    Raises ValueError for another file, or a factor that does not follow from its seconds.
-    """
+    """Read a calibration file. Raises ValueError for another file, or a factor that contradicts its seconds."""
     try:
         document = an_object(load_json(Path(path).read_bytes()), "a calibration")
         if document.get("format") != FORMAT or document.get("version") != VERSION:

@@ -1,8 +1,8 @@
 """The Pareto front of a space: what is fastest for every amount of memory.
 
 A configuration is on it if none that takes no longer needs less memory. The device's own memory only says which point
-wins. Configurations come by the lower bounds of their times, and what bounds alone rule out is not predicted: the result is
-that of predicting everything.
+wins. Configurations come by the lower bounds of their times, and what bounds alone rule out is not predicted: the
+result is that of predicting everything.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ class Front:
 
 
 def find_front(space: Space, progress: Progress = lambda what, done, total: None) -> Front:
-    """Find the front of all configurations up to `MOST_TIMES` the device's memory.
-
-    Raises ValueError where layers to recompute are left open.
-    """
+    """Find the front up to `MOST_TIMES` the device's memory. Raises ValueError for an open number of recomputed
+    layers."""
     if BLOCK in space.recompute:
         raise ValueError(
             f"{BLOCK} chooses the number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4"

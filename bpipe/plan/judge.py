@@ -1,7 +1,7 @@
 """Which configurations of a space fit, and how many.
 
-Cheap bounds decide first: weights alone, what the first rank holds, what ranks hold when their backwards begin. What is too
-large by a bound is predicted exactly only at the end, if its need is reported.
+Cheap bounds decide first: weights alone, what the first rank holds, what ranks hold when their backwards begin. What is
+too large by a bound is predicted exactly only at the end, if its need is reported.
 """
 
 from __future__ import annotations
@@ -92,10 +92,7 @@ class Judge:
 
     @property
     def closest(self) -> Closest | None:
-        """The setup closest to fitting, once nothing fits.
-
-        Bounds may be below true needs, so the lowest are judged again.
-        """
+        """The setup closest to fitting, if nothing fits. The lowest bounds are predicted exactly."""
         if not self._large or any(candidate.num_fitting for candidate in self.families.values()):
             return None
         nearest: Closest | None = None

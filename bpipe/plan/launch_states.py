@@ -72,10 +72,7 @@ SUPPORTED: tuple[Feature, ...] = tuple(
 
 
 def states_of_launch(flags: Sequence[str]) -> list[Feature]:
-    """Return the features of a launch, the worst first.
-
-    Raises ValueError for a schedule of a file, whose stages are not looked at here.
-    """
+    """Return the features of a launch, the worst first. Raises ValueError for a schedule file."""
     settings = Settings(settings_of(flags))
     ours = any(flag.startswith("--bpipe") for flag in flags)
     balance = bool(settings.bpipe) or not ours

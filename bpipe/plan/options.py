@@ -93,10 +93,7 @@ def model_of(options: Options) -> Model:
 
 
 def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -> Options:
-    """Return the options with what the launch says where they say nothing, then with defaults.
-
-    Raises ValueError for what nobody says.
-    """
+    """Return the options, filled from the launch, then with defaults. Raises ValueError for what is missing."""
     values = vars(options)
     if reading is None:
         missing = [_name(name) for name in needed if values[name] is None]
@@ -139,7 +136,8 @@ def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any
 def _fewest_chunks(own: object, launched: object, chunks: int) -> int:
     """Return the fewest chunks of the schedule if it cannot have `chunks`.
 
-    What the trainer refuses in the launch itself stays: a wrong number of chunks, or Megatron's interleaved schedule without.
+    What the trainer refuses in the launch itself stays: a wrong number of chunks, or Megatron's interleaved schedule
+    without.
     """
     family = FAMILIES.get(str(own or launched))
     if family is None or chunks in family.chunks(chunks):
@@ -231,10 +229,8 @@ def _words(hosts: str | Sequence[str]) -> str:
 
 
 def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:
-    """Return the setup of a launch's own words on this cluster, as `bpipe simulate -- WORDS` predicts it.
-
-    Raises ValueError for what it does not.
-    """
+    """Return the setup of a launch's words, as `bpipe simulate -- WORDS` predicts it. Raises ValueError for unmodelled
+    ones."""
     values = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
     if kernels == "cpu":
         words = [word for word in words if word not in OF_A_CPU]

@@ -81,10 +81,7 @@ class SetupPrediction:
 
 
 def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
-    """Return costs of a setup.
-
-    A profile's values stand as measured; predicted ones are scaled by the cluster's factor.
-    """
+    """Return costs of a setup: a profile's values as measured, predicted ones scaled by the cluster's factor."""
     costs = predict_costs(setup)
     if profile is None:
         return costs
@@ -103,11 +100,8 @@ def predict(
     formula: str = "megatron",
     timing: Timing | None = None,
 ) -> SetupPrediction:
-    """Predict everything about one setup.
-
-    With a `simulation` of it the times are the simulation's, otherwise those of the steady phase; `timing`: times
-    already known.
-    """
+    """Predict everything about one setup, by a `simulation` of all micro-batches, a known `timing`, or the steady
+    phase."""
     costs = costs_of(setup, profile) if simulation is None else simulation.costs
     if timing is None:
         timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
@@ -143,7 +137,8 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
-    """Return each rank's evictions per iteration, extrapolated for many forwards: transfers and computations have different periods."""
+    """Return each rank's evictions per iteration, extrapolated for many forwards: transfers and computations have
+    different periods."""
     fills = FAMILIES[setup.schedule].fill is not None
     if setup.balance is None or not (fills or setup.activation_budget is not None or keeps_own(setup)):
         return (0,) * setup.pipeline

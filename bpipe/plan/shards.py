@@ -39,10 +39,8 @@ def with_shards(setup: Setup, algorithms: Sequence[str]) -> Iterator[Setup]:
 
 
 def has_one_queue(setup: Setup) -> bool:
-    """Return whether all streams of a device share one queue, as Megatron wants it with tensor or context parallelism.
-
-    Then algorithm 2 and shards of the embedding are refused.
-    """
+    """Whether a device's streams share one queue, as Megatron wants with tensor or context parallelism: no algorithm 2
+    then."""
     return (
         setup.kernels == "gpu"
         and max(setup.tensor, setup.context) > 1
@@ -51,11 +49,8 @@ def has_one_queue(setup: Setup) -> bool:
 
 
 def stands_still(setup: Setup) -> bool:
-    """Return whether ranks would wait for each other, as the trainer finds before it begins: by sends ahead of their
-    receivers, in one queue.
-
-    Two pipes do from 12 ranks on, with some numbers of micro-batches and not with more.
-    """
+    """Whether ranks would wait for each other in one queue, by sends ahead of their receivers, as the trainer finds at
+    its start."""
     if not (has_one_queue(setup) and (setup.is_sharded or setup.num_pipes > 1)):
         return False
     alone = replace(setup, balance=None)

@@ -1,7 +1,7 @@
 """In which slices a configuration can be trained.
 
-Slices of one length are tried, and of long sequences those of equal seconds, too, which are a list of lengths to the trainer.
-The latter only without balancing, which by counts would be uneven (`--memory` balances bytes).
+Slices of one length are tried, and of long sequences those of equal seconds, too, which are a list of lengths to the
+trainer. The latter only without balancing, which by counts would be uneven (`--memory` balances bytes).
 """
 
 from __future__ import annotations

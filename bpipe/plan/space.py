@@ -195,10 +195,7 @@ class Branch(NamedTuple):
 
 
 def enumerate_branches(space: Space, cuts: Counter[str]) -> Iterator[Branch]:
-    """Yield every branch under the papers' constraints. `cuts` counts what was not possible.
-
-    If a space has `BLOCK`, a branch with `OPEN` stands for all numbers of layers: the least of them.
-    """
+    """Yield every branch, counting what is impossible in `cuts`; one with `OPEN` stands for all numbers of layers."""
     for tensor, context, pipeline, data in _grids(space, cuts):
         per_replica = space.global_batch // data
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):

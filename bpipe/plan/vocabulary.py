@@ -1,7 +1,8 @@
 """Whether the vocabulary is a burden, and what would help.
 
-The output layer and its loss make the last rank compute longer than the others, which wait for it in every micro-batch; they
-may also make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's layers on all ranks.
+The output layer and its loss make the last rank compute longer than the others, which wait for it in every micro-batch;
+they may also make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's layers on all
+ranks.
 """
 
 from __future__ import annotations
@@ -53,10 +54,7 @@ class Burden:
 def burden(
     prediction: SetupPrediction, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
 ) -> Burden | None:
-    """Return the vocabulary's burden; None where it does not hurt or nothing clearly helps.
-
-    `algorithms`: shards that count as a remedy.
-    """
+    """Return the vocabulary's burden; None if it is small or nothing clearly helps. `algorithms`: shards that count."""
     setup = prediction.setup
     if setup.is_sharded or setup.pipeline < 2:
         return None
@@ -94,7 +92,8 @@ def _within(setup: Setup, profile: Profile | None) -> Setup | None:
 
 
 def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:
-    """Only with one stage per rank, as chunks of other ranks would lie between; the trainer does not choose it for patterns."""
+    """Only with one stage per rank, as chunks of other ranks would lie between; the trainer does not choose it for
+    patterns."""
     if setup.model.hybrid is not None or setup.num_chunks > 1 or not setup.layers[-1]:
         return None
     cost = costs_of(setup, profile).stages[-1]

@@ -25,8 +25,8 @@ _MOST_PARTS = 8
 def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     """Return, for every rank, the peak bytes of its own micro-batches and the bytes of its host buffers.
 
-    No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other
-    numbers of micro-batches, one host buffer fewer, or in slices one more on a rank that is not the fullest.
+    Only as many micro-batches are counted as fill the pipeline; with more, interleaved schedules may need a host buffer
+    fewer, or in slices one more on a rank that is not the fullest.
     """
     if setup.activation_budget is not None:
         return _allocated(setup, setup.num_microbatches, setup.activation_budget.memory)
@@ -42,7 +42,8 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
 
 
 def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
-    """Without transfers the orders alone tell, because bubbles change nothing that is held; if slices have one size, counts do."""
+    """Without transfers the orders alone tell, because bubbles change nothing that is held; if slices have one size,
+    counts do."""
     memory = memory_of_setup(setup)
     count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
     rows = _alike(memory, setup.num_stages)
@@ -54,7 +55,8 @@ def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
 
 
 def _alike(memory: Memory, num_stages: int) -> tuple[Sequence[int], ...] | None:
-    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None if slices differ."""
+    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None if slices
+    differ."""
     sizes = [set(memory.sizes(stage)) for stage in range(num_stages)]
     if memory.reserved or max(map(len, sizes)) > 1:
         return None
@@ -129,12 +131,8 @@ def _memory(setup: Setup, moved: Sequence[Sequence[int]]) -> Memory:
 
 
 def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return, by stage, the sizes that may leave in place of a whole micro-batch: some of its layers.
-
-    Ascending; the last is all.
-
-    There are as many steps as layers, at most `_MOST_PARTS`.
-    """
+    """Return, by stage, the bytes of some of a micro-batch's layers that may leave, ascending to all, in at most
+    `_MOST_PARTS` steps."""
     if len(set(slice_setups(setup))) > 1 and setup.differs:
         # Every transfer of a stage moves the same part, and of slices of other sizes there is none.
         return ()

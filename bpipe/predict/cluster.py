@@ -69,11 +69,10 @@ class DeviceKind:
     """Links of a device, one to each other device of a full mesh; None if a switch joins them."""
 
     def among(self, number: int) -> float:
-        """Return the bytes a second that a device sends inside its node while `number` devices, itself included,
-        exchange with each other.
+        """Return a device's bandwidth inside its node while `number` devices, itself included, exchange with each
+        other.
 
-        In a mesh it sends to each by their own link, and only by that: a pair has one link, and of a mesh of 8 all
-        devices use 7.
+        In a mesh it reaches each by their own link only: a pair has one link, and all devices of a mesh of 8 use 7.
         """
         if self.mesh_links is None:
             return self.inside_bytes_per_s

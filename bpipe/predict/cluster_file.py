@@ -46,10 +46,7 @@ LARGEST = 1e6
 
 
 def cluster_named(text: str, devices: tuple[int, int] | None = None) -> Cluster:
-    """Return the cluster of a file, by its name, or of `parse_cluster`.
-
-    `devices`: nodes and GPUs of each, where neither says them.
-    """
+    """Return the cluster of a file or of `parse_cluster`. `devices`: nodes and GPUs of each, if neither says them."""
     path = Path(text)
     return read_cluster(path, devices) if path.suffix in SUFFIXES else parse_cluster(text, devices)
 

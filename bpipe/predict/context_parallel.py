@@ -43,11 +43,8 @@ def with_exchange(setup: Setup, forward_s: float, backward_s: float) -> tuple[fl
 
 
 def exchange_bytes(setup: Setup) -> int:
-    """Return the bytes of buffers for context parallelism's exchange while attention is computed.
-
-    A ring counts what passed and every step's result; otherwise what is gathered and its gradients, or what is sent and
-    received.
-    """
+    """Return the bytes of buffers for the exchange during attention: parts and results of a ring, or what is gathered
+    or sent."""
     if setup.context == 1:
         return 0
     element, c = element_bytes(setup), setup.context

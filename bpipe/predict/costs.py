@@ -1,7 +1,7 @@
 """Seconds of every stage by a roofline, and links between ranks: the simulator's `Costs`.
 
-Products run at a share of the peak, all else at a share of the memory's bandwidth, collectives at a share of the links'.
-docs/validation.md compares the results with measurements.
+Products run at a share of the peak, all else at a share of the memory's bandwidth, collectives at a share of the
+links'. docs/validation.md compares the results with measurements.
 """
 
 from __future__ import annotations
@@ -76,10 +76,7 @@ def _host_bytes_per_s(setup: Setup) -> float:
 
 
 def one_sided(nodes: tuple[int, ...], hosts: Hosts) -> frozenset[int]:
-    """Return the ranks whose hosts are all on their node.
-
-    There `--bpipe-transport auto` reaches into their memory; between nodes both have to meet, whatever joins these.
-    """
+    """Return the ranks whose hosts are all on their node, whose memory `--bpipe-transport auto` reaches into."""
     return frozenset(
         rank for rank, of_rank in enumerate(hosts) if all(nodes[host] == nodes[rank] for host in device_ranks(of_rank))
     )
@@ -186,10 +183,9 @@ def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[S
 
 
 def lengths_of_equal_seconds(setup: Setup) -> tuple[int, ...]:
-    """Return lengths of slices that a stage's layers take as long for, by prediction.
+    """Return lengths of slices for which a stage's layers take equally long, by prediction.
 
-    Of slices of one length the last takes so much longer than the first as its tokens attend to more. Raises ValueError
-    for a sequence too short for so many.
+    Raises ValueError for a sequence too short for them.
     """
     unit, slices = setup.sequence_shards, setup.slices
     if setup.sequence % lcm(unit, _TILE) == 0 and setup.sequence >= 8 * _TILE * slices:

@@ -1,8 +1,8 @@
 """Seconds of the exchanges between tokens and their experts, for one layer.
 
 Every device sends tokens to the devices that have their experts, and gets the results back: two exchanges forward, two
-backward, waited for. Loads are taken to be even. What stays in the node takes NVLink, the rest the device's own port, both
-at the same time. Ranks that divide an expert gather its tokens and scatter the sum. Megatron's dispatchers:
+backward, waited for. Loads are taken to be even. What stays in the node takes NVLink, the rest the device's own port,
+both at the same time. Ranks that divide an expert gather its tokens and scatter the sum. Megatron's dispatchers:
   alltoall   A token is sent once for every expert it goes to.
   allgather  All tokens go to all devices that share the experts, and the sum is scattered.
   flex       A token goes once to each node that has experts for it, and on from there (DeepEP, HybridEP).
@@ -92,10 +92,8 @@ def _nodes_of_a_token(num_experts: int, top_k: int, nodes: int) -> float:
 
 
 def reach(setup: Setup, number: int, step: int = 1) -> Reach:
-    """Return the worst reach of groups of `number` devices of a stage, `step` apart.
-
-    In Megatron's order parts of an expert lie beside each other, then experts.
-    """
+    """Return the worst reach of groups of `number` devices of a stage, `step` apart; parts of an expert are
+    adjacent."""
     return _worst(tuple(node for node in copy_nodes(setup) for _ in range(setup.tensor)), number, step)
 
 

@@ -19,10 +19,8 @@ FORMULAS = ("megatron", "papers")
 def training_flops(
     model: Model, batch: int, sequence: int, formula: str = "megatron", vocabulary: int | None = None
 ) -> int:
-    """Return the FLOPs of one iteration over `batch` sequences; recomputation is not counted.
-
-    `vocabulary`: the padded one, default the model's.
-    """
+    """Return the FLOPs of an iteration over `batch` sequences, without recomputation. `vocabulary`: default the
+    model's."""
     vocabulary = model.vocabulary if vocabulary is None else vocabulary
     if formula == "megatron":
         matrices = (

@@ -1,7 +1,8 @@
 """Models from presets and from config.json files of Hugging Face's transformers.
 
 A kind that is not modelled is refused by name, and so is a key whose value would make it another model. Of models that
-also see, it is the part that reads and writes text. Keys that a file leaves out have the defaults of transformers' classes.
+also see, it is the part that reads and writes text. Keys that a file leaves out have the defaults of transformers'
+classes.
 """
 
 from __future__ import annotations
@@ -143,10 +144,7 @@ def find_model(name: str) -> Model:
 
 
 def read_hugging_face(path: Path) -> Model:
-    """Return the model of a config.json.
-
-    Raises ValueError for a kind that is not modelled, and names the key that is missing.
-    """
+    """Return the model of a config.json. Raises ValueError naming the kind that is not modelled or the missing key."""
     try:
         config: Any = load_json(path.read_bytes())
     except ValueError as error:
@@ -197,7 +195,8 @@ def _model(config: dict[str, Any], name: str) -> Model:
 
 
 def _kind_of(config: dict[str, Any], label: object) -> _Kind:
-    """Return the kind by its name or, for a publisher's own name, by the class that runs it: Kimi K2 is a DeepseekV3ForCausalLM."""
+    """Return the kind by its name or, for a publisher's own name, by the class that runs it: Kimi K2 is a
+    DeepseekV3ForCausalLM."""
     kind = _KINDS.get(label) if isinstance(label, str) else None
     if kind is None and str(label) not in _MISSING:
         named = {

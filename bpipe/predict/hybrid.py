@@ -80,10 +80,8 @@ class Hybrid:
         return self.convolved_size * (CONVOLUTION + 1) + 3 * self.num_heads + self.inner_size
 
     def refused(self, tensor: int, context: int, on_cpu: bool) -> str | None:
-        """Return why Megatron does not cut Mamba layers so, or why they are not predicted so, and the way out.
-
-        None: nothing against it.
-        """
+        """Return why Megatron does not cut Mamba layers so, or why it is not modelled, and the way out; None if it is
+        possible."""
         if MAMBA not in self.pattern:
             return None
         if on_cpu:

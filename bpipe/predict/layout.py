@@ -36,8 +36,8 @@ _CHOICES = {
 class Setup(ScheduleSpec, Training):
     """One configuration, with a request for its schedule.
 
-    A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies of
-    the weights.
+    A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies
+    of the weights.
     """
 
     model: Model

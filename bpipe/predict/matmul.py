@@ -1,8 +1,9 @@
 """Seconds of products of matrices.
 
 A device computes a product in tiles of its result, one per multiprocessor, in waves of as many tiles as there are
-multiprocessors; the last wave takes as long as a full one. A tile takes the time of its sum and of writing it. So products
-of some shapes reach a much smaller share of the peak [1], and wide models train at more FLOP/s than narrow ones.
+multiprocessors; the last wave takes as long as a full one. A tile takes the time of its sum and of writing it. So
+products of some shapes reach a much smaller share of the peak [1], and wide models train at more FLOP/s than narrow
+ones.
   [1] NVIDIA, Matrix Multiplication Background User's Guide, 2.3 and 3
 """
 
@@ -33,10 +34,9 @@ class Products(NamedTuple):
 def matrix_products(
     setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1, in_layer: bool = False
 ) -> Products:
-    """Return the products of a micro-batch's tokens, or of so many, with a matrix of this rank; `number` alike at once.
+    """Return the products of a micro-batch's (or of `tokens`) with a rank's matrix, `number` of them at the same time.
 
-    Reads and writes of the weights' gradients are not included. `in_layer`: the matrix is a layer's, which may be in
-    FP8.
+    Reads and writes of weight gradients are not included. `in_layer`: whether the matrix may be in FP8.
     """
     tokens, written = num_tokens(setup) if tokens is None else tokens, element_bytes(setup)
     rates = Rates.of(setup)
@@ -73,10 +73,7 @@ def _layer_matrices(setup: Setup, kind: LayerKind) -> tuple[tuple[float, float],
 
 
 def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
-    """Return a layer's products.
-
-    Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
-    """
+    """Return a layer's products; those of a device's experts and shared experts are in place of the MLP's."""
     kind = setup.model.kind(0) if kind is None else kind
     products = [_of_layer(setup, inputs, outputs) for inputs, outputs in _layer_matrices(setup, kind)]
     if kind.experts:

@@ -47,8 +47,8 @@ TIGHT = 0.95
 class RankMemory:
     """One device of one pipeline rank at its fullest.
 
-    `peak_bytes` is the most of the pipeline's and of the update's. `limit_bytes`: what it may hold, `device_bytes`: what
-    there is.
+    `peak_bytes` is the most of the pipeline's and of the update's. `limit_bytes`: what it may hold, `device_bytes`:
+    what there is.
     """
 
     rank: int
@@ -193,11 +193,8 @@ def least_saved_bytes(setup: Setup) -> list[int]:
 
 
 def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return a lower bound for the fullest rank, without making a schedule.
-
-    It is the state alone, or the first rank's with its activations at their most, or its pair's mean. `states`: those
-    of all ranks, if known.
-    """
+    """Return a lower bound for the fullest rank without a schedule: its state, or the first rank's or pair's
+    activations."""
     states, family = states or rank_states(setup), FAMILIES[setup.schedule]
     least = max(states)
     if family.ahead is None or (setup.slices > 1 and family.sliced_warm_up is not None):
@@ -213,10 +210,7 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
 
 
 def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return a lower bound for the fullest rank of a balanced setup, without balancing.
-
-    Wherever a rank's micro-batches are at its peak, it or its partner has half; of a pool one rank has as large a part.
-    """
+    """Return a lower bound for the fullest rank of a balanced setup: at a rank's peak, it or its partner has half."""
     states = states or rank_states(setup)
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup, states)
@@ -255,10 +249,7 @@ def _fragmentation(setup: Setup) -> Fraction:
 
 
 def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
-    """Return the memory of each rank.
-
-    A transfer is taken to move all that a micro-batch saves, unless another size is given.
-    """
+    """Return the memory of each rank."""
     held_by_rank, weights = activations(setup), weight_bytes(setup)
     _, gradient, state, update = parameter_bytes(setup)
     working, overhead = working_bytes(setup), overhead_bytes(setup)
@@ -285,10 +276,8 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
 
 
 def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return the least bytes held in warm-up, or 0 where the family does not say.
-
-    `states`: what ranks hold besides, if known.
-    """
+    """Return the least bytes held when backwards begin; 0 if the family does not say. No order has to be made for
+    it."""
     told = _told(setup)
     if told is None:
         return 0
@@ -339,8 +328,8 @@ def _held(sizes: Sequence[_Size], counts: Sequence[int]) -> int:
 def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
     """Whether pairs are mirror images, of which the first has something to share.
 
-    That needs steadily shorter warm-ups of whole groups, in which all ranks take the same turns. With one chunk and split
-    backwards ranks may hold alike, because what waits for its W is not in the warm-up.
+    That needs steadily shorter warm-ups of whole groups, in which all ranks take the same turns. With one chunk and
+    split backwards ranks may hold alike, because what waits for its W is not in the warm-up.
     """
     family, falls = FAMILIES[setup.schedule], all(map(gt, warm_up.lengths, warm_up.lengths[1:]))
     width, turn = setup.num_microbatches * setup.slices, warm_up.group_size

@@ -217,10 +217,7 @@ def _kinds(model: Model) -> tuple[tuple[LayerKind, int], ...]:
 
 
 def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: int, period: int) -> dict[Sort, int]:
-    """Return how many of each sort the first so many layers have, which repeat after a period.
-
-    A file may say thousands of them.
-    """
+    """Return how many of each sort the first `number` layers have, which repeat after a period."""
     periods, rest = divmod(number, period)
     counts = Counter(sort_of(first + place) for place in range(min(number, period)))
     beyond = Counter(sort_of(first + place) for place in range(rest if periods else 0))

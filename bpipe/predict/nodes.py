@@ -65,10 +65,10 @@ def nodes_of_copies(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None
 
 @lru_cache(maxsize=1024)
 def paired_places(grid: Grid) -> Places:
-    """Return the places with two pipes: to Megatron it is a pipeline of half as many ranks, whose replicas, twice as
-    many, are neighbours.
+    """Return the places with two pipes: to Megatron a pipeline of half as many ranks with twice as many adjacent
+    replicas.
 
-    So ranks r and p - 1 - r, which have the same weights, lie beside each other, and those with the first stage last.
+    Ranks r and p - 1 - r have the same weights and are adjacent; those with the first stage come last.
     """
     tensor, context, pipeline, data, _, domain = grid
     half = pipeline // 2
@@ -93,10 +93,8 @@ def _spread(groups: list[list[int]]) -> tuple[bool, int]:
 
 
 def rank_nodes(setup: Setup) -> tuple[int, ...]:
-    """Return the node of every rank of the first pipeline.
-
-    Where the last stage is not on the last rank, Megatron's ranks are these reversed: the loss stays on its last one.
-    """
+    """Return the node of every rank of the first pipeline, in reverse order of Megatron's if the last stage is not on
+    the last."""
     return _in_order(setup, _places(setup, setup.cluster.devices_per_node).first)
 
 

@@ -86,11 +86,9 @@ def num_parameters(model: Model) -> int:
 
 @lru_cache(maxsize=1024)
 def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # noqa: B008  (a frozen value)
-    """Return the parameters of a layer with which every token is multiplied, as Megatron counts them for FLOPs: a
-    router is none of them.
+    """Return the parameters by which every token is multiplied, as Megatron counts FLOPs: without routers.
 
-    Of a Mamba layer it takes what goes through the states to be twice as wide as the hidden size, even where heads say
-    otherwise.
+    It takes a Mamba layer's inside to be twice the hidden size, even if its heads say otherwise.
     """
     if kind.is_mamba and model.hybrid is not None:
         wide = 2 * model.hidden_size

@@ -40,10 +40,8 @@ class HeldCounts:
         return sum(count for count, _ in self.hosted)
 
     def num_bytes(self, saved: Sequence[int], after_input: Sequence[int], *kept: Sequence[int]) -> tuple[int, int]:
-        """Return bytes of own micro-batches at their most, and of host buffers, which stay allocated.
-
-        Sizes are those of every stage; `kept`: of keys and values, and of their gradients, where sequences are cut.
-        """
+        """Return bytes of own micro-batches at their peak, and of host buffers. Sizes are by stage; `kept`: keys and
+        gradients."""
         sizes = [of_all[stage] for of_all in (saved, after_input, *kept) for stage in self.stages]
         own = max(sum(map(mul, moment, sizes)) for moment in self.moments)
         return own, sum(count * max(saved[stage] for stage in stages) for count, stages in self.hosted)
@@ -82,8 +80,8 @@ def _buffers(
 
 
 def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], ...]:
-    """Return what is held in each slot by the memory rule (`schedule.memory`): actions take at its start and give at its end.
-    An I holds the larger of what was saved and of what it leaves, so both are tried."""
+    """Return what is held in each slot by the memory rule (`schedule.memory`): actions take at its start and give at
+    its end. An I holds the larger of what was saved and of what it leaves, so both are tried."""
     import numpy as np
 
     num = len(stages)

@@ -2,10 +2,11 @@
 
     {"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "output_s": 0, "micro_batch": 2, "layers": 10}]}
 
-There is one entry for all stages, or one for each; entries with `micro_batch` count for setups of that size only. Seconds
-of an entry with `layers` are scaled to the stage's own number. `bpipe profile` adds what it `measured`, and the file is
-refused for setups that differ in it. `bpipe trace` writes sizes alone: saved bytes and `parameters`. The cost model supplies
-the rest; missing halves of a split backward (`input_s`, `weight_s`) are the predicted shares of `backward_s`.
+There is one entry for all stages, or one for each; entries with `micro_batch` count for setups of that size only.
+Seconds of an entry with `layers` are scaled to the stage's own number. `bpipe profile` adds what it `measured`, and the
+file is refused for setups that differ in it. `bpipe trace` writes sizes alone: saved bytes and `parameters`. The cost
+model supplies the rest; missing halves of a split backward (`input_s`, `weight_s`) are the predicted shares of
+`backward_s`.
 """
 
 from __future__ import annotations
@@ -56,10 +57,7 @@ class Profile:
     traced: Traced | None = None
 
     def conflict(self, setup: Setup) -> str | None:
-        """Return why the file says nothing of this setup: other micro-batch sizes, or measured with other choices.
-
-        None: it does.
-        """
+        """Return why the file does not apply to this setup; None if it does."""
         if self.measured and setup.context > 1:
             return f"measured without context parallelism, but the setup has {setup.context}: leave one of the two out"
         if setup.model.hybrid is not None:
@@ -87,10 +85,7 @@ class Profile:
         return tuple(entries * setup.num_stages if len(entries) == 1 else entries)
 
     def apply(self, setup: Setup, costs: Costs, collectives: Exposed = NONE) -> Costs:
-        """Return the costs with what was measured in place of what was predicted.
-
-        `collectives` are seconds of a layer's tensor-parallel ones: what was measured of one rank alone lacks them.
-        """
+        """Return the costs with measured values. `collectives`: a layer's, which a measurement of one rank lacks."""
         if setup.slices > 1:
             raise ValueError(
                 f"{self.source}: whole sequences were measured, but slices {setup.slices} take other shares: leave "
@@ -124,7 +119,8 @@ class Profile:
 
 
 def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
-    """A measured output layer is divided among the ranks, S and T in the predicted ratio; the embedding is looked up."""
+    """A measured output layer is divided among the ranks, S and T in the predicted ratio; the embedding is looked
+    up."""
     if output_s is not None:
         scale = output_s / setup.pipeline / (shard.forward_s + shard.backward_s)
         shard = replace(shard, forward_s=shard.forward_s * scale, backward_s=shard.backward_s * scale)

@@ -128,10 +128,7 @@ NOTHING = Recompute()
 
 @lru_cache(maxsize=4096)
 def read_recompute(text: str) -> Recompute:
-    """Read the text described in the head of this module; `full:block:0` is `none`.
-
-    Raises ValueError for anything else.
-    """
+    """Read a text as in the head of this module; `full:block:0` is `none`. Raises ValueError for anything else."""
     if text in RECOMPUTE:
         return {"none": NOTHING, "selective": Recompute(MODULES[:1]), "full": Recompute(method="uniform")}[text]
     layers = re.fullmatch(r"full:([a-z]+):([0-9]{1,9})", text)

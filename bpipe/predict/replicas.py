@@ -13,12 +13,11 @@ LEAST_BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
-    """Return, for every stage, seconds to reduce its gradients over replicas and gather its weights, and seconds to
-    update them.
+    """Return, for every stage, seconds of reducing gradients and gathering weights, and of updating weights.
 
-    Where only reductions are overlapped, weights are still gathered behind the update. Where gathering is, too, it
-    hides: the first rank waits for the weights of its first layers, the others wait longer for their first input. A
-    rank's shards count with its first stage.
+    If only reductions are overlapped, weights are still gathered after the update. Overlapped gathers are hidden: the
+    first rank waits for its first layers' weights, and the others wait longer for inputs. A rank's shards count with
+    its first stage.
     """
     device, d = setup.cluster.device, setup.replicas
     weight, gradient, _, _ = parameter_bytes(setup)
@@ -54,10 +53,9 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
 
 
 def stage_buckets(setup: Setup) -> tuple[int, ...]:
-    """Return in how many buckets each stage's gradients are reduced beside the last backward.
+    """Return in how many buckets each stage's gradients are reduced during the last backward.
 
-    Megatron cuts those of the first rank's first chunk alone, and reduces those of all others at once
-    (`DistributedDataParallel`, `disable_bucketing`): a pipeline's other ranks have computed theirs before it.
+    Megatron cuts those of the first rank's first chunk alone (`DistributedDataParallel`, `disable_bucketing`).
     """
     is_first = setup.num_pipes == 1 and setup.placements[0][0] == 0 and setup.placements[0][-1] == setup.pipeline - 1
     size = max(LEAST_BUCKET, BUCKET_PER_REPLICA * setup.data * setup.context)
@@ -66,7 +64,8 @@ def stage_buckets(setup: Setup) -> tuple[int, ...]:
 
 
 def _updated_bytes(setup: Setup) -> int:
-    """Bytes of a parameter that Adam reads and writes: main weight, moments, gradient (32 bit, or as it is kept) and weight."""
+    """Bytes of a parameter that Adam reads and writes: main weight, moments, gradient (32 bit, or as it is kept) and
+    weight."""
     weight, gradient, state, _ = parameter_bytes(setup)
     read = weight if setup.precision == "fp32" else 0
     return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read

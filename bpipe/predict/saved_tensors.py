@@ -1,8 +1,9 @@
 """What a forward saves for its backward, storage by storage, and what a split backward's second half needs.
 
 With kernels `gpu` a layer is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
-Models", table 2), extended by GQA, SwiGLU, flash attention and missing sequence parallelism. With kernels `cpu` it is what
-Megatron's local layers keep without a GPU, where nothing is fused: exact to the byte on the first tensor-parallel rank.
+Models", table 2), extended by GQA, SwiGLU, flash attention and missing sequence parallelism. With kernels `cpu` it is
+what Megatron's local layers keep without a GPU, where nothing is fused: exact to the byte on the first tensor-parallel
+rank.
 """
 
 from __future__ import annotations
@@ -57,11 +58,8 @@ def layers_bytes(setup: Setup) -> list[int]:
 
 
 def after_input_bytes(setup: Setup) -> tuple[int, ...]:
-    """Return, for every stage, bytes of a micro-batch held between dgrad and wgrad; 0 where no wgrad is deferred.
-
-    The output layer's wgrad is never deferred, as the gradients of its logits would be held; the embedding holds
-    nothing there.
-    """
+    """Return, by stage, bytes held between dgrad and wgrad; 0 if no wgrad is deferred, as the output layer's never
+    is."""
     if not setup.keeps_halves:
         return (0,) * setup.num_stages
     of_kind = {kind: total(layer_after_input(setup, kind)) for kind, _ in setup.model.kinds()}
@@ -76,10 +74,8 @@ def kept_share(setup: Setup) -> float:
 
 
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
-    """Return bytes that a transfer of one micro-batch moves.
-
-    Storages below `minimum_bytes` stay, and so does what the pipeline's loop holds.
-    """
+    """Return bytes that a transfer moves: storages of at least `minimum_bytes`, without what the pipeline's loop
+    holds."""
     received = sent_bytes(setup) if stage and setup.layers[stage] and _shares_input(setup) else 0
     moved = total(tuple(row for row in stage_saved(setup, stage) if row.nbytes >= minimum_bytes))
     return moved - (received if received >= minimum_bytes else 0)
@@ -100,11 +96,7 @@ def saves_input(setup: Setup) -> bool:
 
 
 def again_bytes(setup: Setup) -> int:
-    """Return the peak bytes that recomputation makes at once.
-
-    Of layers recomputed together that is all but their input; of one layer, the parts around attention, then those
-    around the MLP.
-    """
+    """Return the peak of recomputation: all but the input of layers recomputed together, or the parts of one layer."""
     together = setup.recomputed.together
     if together:
         number = min(together, max(setup.layers))

@@ -22,11 +22,8 @@ class Growth(NamedTuple):
 
 
 def even_bounds(length: int, slices: int, unit: int = 1) -> tuple[int, ...]:
-    """Return where each slice begins, and the last ends, of slices that differ by one unit at most.
-
-    `unit`: each slice has to be a multiple of it. Raises ValueError for a sequence that is no whole units, or of too
-    few.
-    """
+    """Return the bounds of slices that are multiples of `unit` and differ by one unit at most. Raises ValueError if
+    there are none."""
     units, left = divmod(length, unit)
     if left:
         raise ValueError(f"a sequence of {length} tokens is not a multiple of {unit}, but each slice must be one")
@@ -79,11 +76,8 @@ def work_of(share: float) -> Growth:
 
 
 def attention_share(length: int, hidden: int, queries: int, keys: int, ffn: int, matrices: int) -> float:
-    """Return which part of a layer's forward FLOPs is attention to earlier tokens, of `length` in all.
-
-    `queries`, `keys`: sizes of a token's queries, and of its keys. A token goes through MLPs of `ffn` channels in all,
-    with so many `matrices`.
-    """
+    """Return attention's share of a layer's forward FLOPs. `ffn`: channels of all MLPs of a token, with `matrices`
+    each."""
     products = hidden * (2 * queries + 2 * keys) + hidden * ffn * matrices
     # Scores and sums of values, of half the tokens on average.
     attention = queries * length

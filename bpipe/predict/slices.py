@@ -1,7 +1,7 @@
 """One setup for every slice of a sequence, and what a stage keeps of a whole micro-batch for them.
 
-A slice's setup has its own tokens only, which attend to all up to its end. Keys, values and their gradients, which a layer
-keeps from the first slice's forward to the first slice's backward, are counted apart (`kept_memory`).
+A slice's setup has its own tokens only, which attend to all up to its end. Keys, values and their gradients, which a
+layer keeps from the first slice's forward to the first slice's backward, are counted apart (`kept_memory`).
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def rank_experts(setup: Setup) -> tuple[int, ...]:
 
 
 def over_replicas(setup: Setup, size: int, count: int, experts: int) -> int:
-    """Return so many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of experts
-    there are fewer."""
+    """Return so many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of
+    experts there are fewer."""
     if not setup.distributed_optimizer:
         return size * count
     return shard_size(size * (count - experts), setup.replicas) + shard_size(size * experts, setup.expert_replicas)

@@ -6,8 +6,8 @@ Megatron and Transformer Engine overlap without being asked [1], and with `--tp-
       before. Everything else is waited for.
   [2] What is gathered before a product or scattered after it is cut into one part per rank, and each part passes during the
       product of the part before: one part's product hides nothing.
-Hiding is not free: meanwhile a product loses `HIDDEN_SHARE` of its speed to the collective. Products are taken to be as fast
-in parts as whole.
+Hiding is not free: meanwhile a product loses `HIDDEN_SHARE` of its speed to the collective. Products are taken to be as
+fast in parts as whole.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ class Exposed(NamedTuple):
 
 
 def gather_s(setup: Setup, low: bool = False) -> float:
-    """Return seconds to gather over tensor-parallel ranks, or to scatter a sum; an all-reduce takes twice as long.
-
-    `low`: for the input of a layer's matrix, which may be in FP8.
-    """
+    """Return seconds of a gather over tensor-parallel ranks, or a scatter; an all-reduce takes twice that. `low`: maybe
+    in FP8."""
     if setup.tensor == 1:
         return 0.0
     gathered = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
@@ -56,10 +54,8 @@ def gather_s(setup: Setup, low: bool = False) -> float:
 
 
 def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> Exposed:
-    """Return exposed seconds of the first layer, or of another kind and scope.
-
-    Experts without shared ones gather nothing over tensor-parallel ranks but what `expert_parallel` counts.
-    """
+    """Return exposed seconds of a layer (default: the first); experts without shared ones count in `expert_parallel`
+    instead."""
     if setup.tensor == 1:
         return Exposed(0.0, 0.0, 0.0)
     kind = setup.model.kind(0) if kind is None else kind
@@ -118,5 +114,6 @@ def _passing(setup: Setup, pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _beside(collective_s: float, product_s: float) -> float:
-    """What a collective adds to a concurrent product: what the product loses to it, or by what it outlasts the product."""
+    """What a collective adds to a concurrent product: what the product loses to it, or by what it outlasts the
+    product."""
     return max(HIDDEN_SHARE * collective_s, collective_s - product_s)

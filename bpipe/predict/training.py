@@ -149,7 +149,8 @@ class Switches:
 class Fp8:
     """Products of the layers' matrices in 8 bit, as Transformer Engine computes them.
 
-    The embedding, output layer, norms, attention core, routers, weight gradients and the optimizer's state stay as they are.
+    The embedding, output layer, norms, attention core, routers, weight gradients and the optimizer's state stay as they
+    are.
     """
 
     format: str = FP8_FORMATS[0]

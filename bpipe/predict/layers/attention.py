@@ -1,8 +1,8 @@
 """Attention: what it saves, its temporaries, and seconds of its core. Its matrices are in `predict.matmul`.
 
-Latent attention is Megatron's `MLASelfAttention` with Transformer Engine's layers: down projections are normed and projected
-up by one module, which keeps the norm's input and output. Attention keeps the queries and keys whose ends were rotated; a
-token's one rotated key is joined to the keys of all heads.
+Latent attention is Megatron's `MLASelfAttention` with Transformer Engine's layers: down projections are normed and
+projected up by one module, which keeps the norm's input and output. Attention keeps the queries and keys whose ends
+were rotated; a token's one rotated key is joined to the keys of all heads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def is_softmax_fused(setup: Setup) -> bool:
 
 
 def _converts_scores(setup: Setup) -> bool:
-    """Whether separate kernels convert 16-bit scores to 32 bit, kept for the softmax's backward, and its probabilities back."""
+    """Whether separate kernels convert 16-bit scores to 32 bit, kept for the softmax's backward, and its probabilities
+    back."""
     return setup.switches.attention_softmax_in_fp32 and setup.precision != "fp32" and not is_softmax_fused(setup)
 
 
@@ -65,7 +66,8 @@ def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple
 
 
 def _with_kept(setup: Setup, rates: Rates, forward_s: float, backward_s: float) -> tuple[float, float]:
-    """Forward a slice's keys and values are copied; backward the gradients of all so far are added, and the slice's own copied back."""
+    """Forward a slice's keys and values are copied; backward the gradients of all so far are added, and the slice's own
+    copied back."""
     element, size = element_bytes(setup), setup.model.key_value_size / setup.tensor
     own, every = num_tokens(setup) * size, num_keys(setup) * setup.micro_batch * size
     copied = 2 * element * own
@@ -123,10 +125,8 @@ def latent_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def projected_down(setup: Setup) -> tuple[Saved, ...]:
-    """Return the inputs of the up projections, kept where those and their norms are recomputed.
-
-    The rotating part of the keys is read from the same storage, gathered whole where that is divided.
-    """
+    """Return the inputs of recomputed up projections; the rotating part of the keys is in them, gathered if they are
+    divided."""
     latent = setup.model.latent
     assert latent is not None
     tokens = element_bytes(setup) * num_tokens(setup)
@@ -163,8 +163,9 @@ def _query_key_value(setup: Setup, modules: frozenset[str]) -> tuple[Saved, ...]
 
 
 def _beside_query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
-    """Return what is saved besides one copy of queries, keys and values: rotated copies if the core is recomputed, as its values
-    are part of the projection; otherwise, without flash attention, keys and values repeated for every head of their group."""
+    """Return what is saved besides one copy of queries, keys and values: rotated copies if the core is recomputed, as
+    its values are part of the projection; otherwise, without flash attention, keys and values repeated for every head
+    of their group."""
     model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
     if model.latent is not None or setup.span is not None:
         return ()

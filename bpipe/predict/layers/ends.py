@@ -61,9 +61,9 @@ def shard_seconds(setup: Setup) -> ShardCost:
 def embedding_seconds(setup: Setup) -> tuple[float, float]:
     """Return seconds to look up a micro-batch's tokens, and to add up their gradients.
 
-    The latter makes a gradient of the whole table, mostly zeros, and adds it to what there is: of 256000 rows of 3072
-    that was 4.1 ms on an A100, as long as the backward of a layer (Yeung et al. 2024, whose first rank took so much
-    longer than the second).
+    The latter makes a gradient of the whole table and adds it to the present one: for 256000 rows of 3072 that was 4.1
+    ms on an A100, as long as the backward of a layer (Yeung et al. 2024, by which the first rank was slower than the
+    second).
     """
     rates, element = Rates.of(setup), element_bytes(setup)
     tokens = 3 * element * num_tokens(setup) * setup.model.hidden_size / rates.memory
@@ -72,11 +72,8 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def shard_saved(setup: Setup) -> tuple[Saved, ...]:
-    """Return what each rank's shard of the output layer holds of one micro-batch from S to T; nothing where the
-    vocabulary is whole.
-
-    Exact to the byte, as a run counts it; what is on its way between shards is not included.
-    """
+    """Return what a shard of the output layer holds of a micro-batch from S to T, without what is on its way between
+    shards."""
     if not setup.is_sharded:
         return ()
     tokens = num_tokens(setup)
@@ -145,8 +142,8 @@ def loss_working_bytes(setup: Setup) -> int:
 
 
 def shard_working_bytes(setup: Setup) -> int:
-    """Return what comes and goes in S and T beside the logits, whose gradient takes their place: a part of them in 32 bit,
-    twice, the part of the input's gradient, as it is computed and in 32 bit, and the statistics of all shards."""
+    """Return what comes and goes in S and T beside the logits, whose gradient takes their place: a part of them in 32
+    bit, twice, the part of the input's gradient, as it is computed and in 32 bit, and the statistics of all shards."""
     logits = shard_size(num_tokens(setup) * setup.padded_vocabulary, setup.vocabulary_shards)
     part = num_tokens(setup) * setup.model.hidden_size
     statistics = STATISTICS * STATISTICS_BYTES * num_tokens(setup) * setup.vocabulary_shards

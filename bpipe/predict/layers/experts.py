@@ -1,9 +1,9 @@
 """Experts in place of an MLP, as in Megatron's `MoELayer`: what they save, their temporaries and seconds.
 
-A router scores every token for every expert; tokens are copied into the order of their experts and sent there; each expert
-is an MLP whose output is weighted by the score before its second matrix. With kernels `gpu` experts are Transformer
-Engine's grouped matrices with a fused weighted SwiGLU; with `cpu` they are MLPs one after the other, and every step keeps its
-own. Loads are taken to be even.
+A router scores every token for every expert; tokens are copied into the order of their experts and sent there; each
+expert is an MLP whose output is weighted by the score before its second matrix. With kernels `gpu` experts are
+Transformer Engine's grouped matrices with a fused weighted SwiGLU; with `cpu` they are MLPs one after the other, and
+every step keeps its own. Loads are taken to be even.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ def shared_inside_bytes(setup: Setup) -> float:
 
 
 def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
-    """Return what a layer's router, experts and shared experts save, without the norm's output.
-
-    `recomputed`: those of Megatron's `moe`, `moe_act` and `shared_experts` that are recomputed.
-    """
+    """Return what router, experts and shared experts save, without the norm's output. `recomputed`: parts
+    recomputed."""
     experts = setup.model.experts
     assert experts is not None
     if "moe" in recomputed:

@@ -50,10 +50,7 @@ WEIGHT_KERNELS = 4
 
 
 def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """Return seconds of one layer and micro-batch, forward and backward with its recomputation.
-
-    Default: the first layer.
-    """
+    """Return seconds of a layer (default: the first) and micro-batch, forward and backward with its recomputation."""
     kind = setup.model.kind(0) if kind is None else kind
     scope = setup.recomputed.scope(0) if scope is None else scope
     forward, backward = _between_matrices(setup, kind)
@@ -130,11 +127,10 @@ def _accumulated(setup: Setup, kind: LayerKind) -> float:
 
 
 def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """Return seconds of the two parts of one layer's backward, dgrad and wgrad. Attention's core has no weights.
+    """Return seconds of dgrad and wgrad of one layer; attention's core has no weights.
 
-    Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is
-    scattered or summed, and with sequence parallelism the inputs of the matrices behind the norms are gathered again
-    before it.
+    Tensor parallelism makes them longer than the whole: no wgrad hides what is scattered or summed, and with sequence
+    parallelism inputs of matrices after norms are gathered again before it.
     """
     rates = Rates.of(setup)
     kind = setup.model.kind(0) if kind is None else kind
@@ -152,10 +148,7 @@ def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScop
 
 
 def layer_saved(setup: Setup, recompute: str | None = None, kind: LayerKind | None = None) -> tuple[Saved, ...]:
-    """Return what one layer saves for one micro-batch, under the setup's recomputation or another.
-
-    Default: the first layer's kind.
-    """
+    """Return what a layer (default: the first) saves, under the setup's recomputation or another."""
     recomputed = setup.recomputed if recompute is None else read_recompute(recompute)
     return saved_within(setup, setup.model.kind(0) if kind is None else kind, recomputed.scope(0))
 
@@ -199,10 +192,9 @@ def _mlp_saved(
 
 
 def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Saved, ...]:
-    """Return what one layer holds between dgrad and wgrad: the input of every matrix and the gradient of its output.
+    """Return what a layer holds between dgrad and wgrad: the input of every matrix and the gradient of its output.
 
-    Inputs are among what the forward saved, unless recomputed; gradients are new. Sequence parallelism divides what
-    lies between layers, yet the gradients that enter there are whole: they were gathered.
+    The gradients that enter matrices between layers were gathered, so they are whole under sequence parallelism, too.
     """
     kind = setup.model.kind(0) if kind is None else kind
     rows: tuple[Saved, ...] = (Saved("inputs of the matrices behind the norms", sent_bytes(setup), kind.num_parts),)
@@ -216,9 +208,8 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
 
 
 def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
-    """Return the most that a layer's backward makes inside a part: in a Mamba layer what its scan takes; in an MLP or
-    experts gradients of their inside; in attention those of queries, keys, values and scores, when what the MLP saved
-    is free again."""
+    """Return the most that the backward of a layer's part makes: of a scan, an MLP, experts, or attention after the
+    MLP's is freed."""
     if kind.is_mamba:
         return mamba.scan_working_bytes(setup)
     attention = attention_working_bytes(setup) + core_working_bytes(setup) if kind.attends else 0

@@ -1,8 +1,9 @@
 """The scan of a Mamba layer: what it saves, its temporaries and seconds. Its matrices are in `predict.matmul`.
 
-As Megatron's `MambaMixer` trains [1] with the kernels of mamba_ssm [2] (`MambaSplitConv1dScanCombinedFn` and what it calls). The
-forward keeps the outputs of the first matrix and of the scan before its gate; the backward recomputes the convolution, the
-states of all chunks and the products of reads and writes. From the source alone: nothing was compared with a run.
+As Megatron's `MambaMixer` trains [1] with the kernels of mamba_ssm [2] (`MambaSplitConv1dScanCombinedFn` and what it
+calls). The forward keeps the outputs of the first matrix and of the scan before its gate; the backward recomputes the
+convolution, the states of all chunks and the products of reads and writes. From the source alone: nothing was compared
+with a run.
   [1] megatron/core/ssm/mamba_mixer.py, `_ssm_training`
   [2] github.com/state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py, ssd_chunk_state.py, ssd_chunk_scan.py, ssd_bmm.py,
       ssd_state_passing.py, layernorm_gated.py
@@ -52,11 +53,8 @@ def scan_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def scan_working_bytes(setup: Setup) -> int:
-    """Return temporaries of a Mamba layer's backward.
-
-    These are gradients of what the first matrix and the convolution gave, the latter recomputed, gradients before and
-    behind the gate, and the states of all chunks with theirs.
-    """
+    """Return temporaries of a Mamba layer's backward: recomputed values, gradients, and the states of all chunks with
+    theirs."""
     hybrid, tokens = _hybrid(setup), num_tokens(setup)
     values = hybrid.projected_size + 2 * hybrid.convolved_size + 2 * hybrid.inner_size
     wide = STATE_BYTES * hybrid.inner_size * hybrid.state_dim // CHUNK + WIDE_BYTES * hybrid.num_groups * CHUNK
@@ -64,10 +62,8 @@ def scan_working_bytes(setup: Setup) -> int:
 
 
 def scan_seconds(setup: Setup) -> tuple[float, float]:
-    """Return seconds of a Mamba layer's scan, forward and backward, without its own kernels' times.
-
-    Products within chunks and with states are taken to reach what flash attention's do; reads and writes are added.
-    """
+    """Return seconds of a Mamba layer's scan, forward and backward; its products are taken to be as fast as flash
+    attention's."""
     hybrid, rates = _hybrid(setup), Rates.of(setup)
     tokens, element = num_tokens(setup) / setup.tensor, element_bytes(setup)
     inner, keys, states = hybrid.inner_size, hybrid.key_size, hybrid.inner_size * hybrid.state_dim

@@ -13,11 +13,7 @@ RMS_NORM_BYTES = 4
 
 
 def norms_saved(setup: Setup, kind: LayerKind, number: int) -> tuple[Saved, ...]:
-    """Return the inputs of a layer's norms and of the matrices behind them, `number` storages in all, as Transformer
-    Engine keeps them.
-
-    In FP8 a matrix keeps a copy of its own, and so does the output projection of what attention gave and keeps.
-    """
+    """Return the inputs of norms and of the matrices after them as Transformer Engine keeps them, in FP8 as copies."""
     if setup.fp8 is None:
         return (Saved("inputs of norms and of the matrices behind them", sent_bytes(setup), number),)
     model, tokens = setup.model, num_tokens(setup)
@@ -56,11 +52,8 @@ def dropout_saved(setup: Setup, num: int) -> tuple[Saved, ...]:
 
 
 def norms_alone(setup: Setup, kind: LayerKind) -> int:
-    """Return how many of a layer's norms are modules of their own in Transformer Engine: those before experts and
-    latent attention.
-
-    The others are one with the matrix behind them, where the norm alone cannot be recomputed.
-    """
+    """Return how many norms are modules of their own in Transformer Engine, which can be recomputed: those before
+    experts and latent attention."""
     return int(kind.experts) + (setup.model.latent is not None)
 
 
