@@ -106,25 +106,28 @@ _CUSHION = Fraction(1, 8)
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Inputs of a plan: an order of computations, memory of a micro-batch of every stage, other memory of devices, and
-    their budgets.
-
-    `moving`: other memory once anything moves, as groups for transfers take memory, too. `hosts`: who may host
-    (`schedule.hosts`). `nodes[rank]`: where there are several. Each rank of another node with which one transfers takes
-    `link_bytes`, but for the first. Measured memory includes that of all `linked` ranks; others take `link_bytes`.
-    `parts`: by stage, the bytes of a micro-batch that may leave, ascending, the last all; empty: all leave.
-    """
+    """Inputs of a plan."""
 
     schedule: Schedule
+    """Order of computations, before anything moves."""
     memory: Memory
+    """Memory of a micro-batch of every stage."""
     besides: DeviceBesides
+    """Other memory of devices."""
     budget_bytes: tuple[int, ...]
+    """Bytes that a device of each rank may hold."""
     moving: DeviceBesides | None = None
+    """Other memory once anything moves, as groups for transfers take some."""
     hosts: str = PAIR
+    """Who may host (`schedule.hosts`)."""
     nodes: tuple[int, ...] = ()
+    """Nodes of ranks, if there are several."""
     link_bytes: int = 0
+    """Memory per rank of another node with which one transfers, but for the first."""
     parts: tuple[tuple[int, ...], ...] = ()
+    """By stage, the bytes of a micro-batch that may leave, ascending to all; empty: all leave."""
     linked: frozenset[Pair] | None = None
+    """Links that measured memory includes already."""
 
     def activation_budget(self, more_bytes: int = 0, moving: bool = True) -> ActivationBudget:
         """Return the memory to balance within, for budgets larger by `more_bytes`."""

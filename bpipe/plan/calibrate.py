@@ -30,17 +30,17 @@ SLOWEST = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Ratio of a measured to a predicted iteration: `factor` is `measured_s` / `predicted_s`.
-
-    `source` names the run, `configuration` says how it was cut.
-    """
+    """Ratio of a measured to a predicted iteration."""
 
     device: str
     factor: float
+    """`measured_s` / `predicted_s`."""
     measured_s: float
     predicted_s: float
     source: str
+    """Name of the run."""
     configuration: dict[str, Any]
+    """How it was cut."""
 
     def __post_init__(self) -> None:
         if not 1 / SLOWEST <= self.factor <= SLOWEST:

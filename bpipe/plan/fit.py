@@ -25,22 +25,23 @@ from bpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A plan: `how` asks the one door for `schedule`.
-
-    `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs.
-
-    `exposed_s`: how long each rank waits for transfers in an iteration, by simulation, where costs are known;
-    `unjudged`: why nobody simulated it all the same.
-    """
+    """A plan within budgets."""
 
     how: BalanceConfig
+    """Balances the schedule so."""
     schedule: Schedule
+    """The balanced schedule."""
     memory: Memory
+    """Memory of a micro-batch of every stage, with the part that moves."""
     budget_bytes: tuple[int, ...]
     alone_bytes: tuple[int, ...]
+    """Need of each device if nothing left."""
     need_bytes: tuple[int, ...]
+    """Need of each device."""
     exposed_s: tuple[float, ...] | None = None
+    """Seconds per iteration that each rank waits for transfers, if costs are known."""
     unjudged: str | None = None
+    """Why that was not simulated nonetheless."""
 
     @property
     def moved_bytes(self) -> int:

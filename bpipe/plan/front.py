@@ -37,21 +37,21 @@ _SHARDS, _SLICES = "--vocabulary", "--slices"
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Pareto front: `points` by rising memory and falling time.
-
-    `limit_bytes`: a device's memory. `most_bytes`: limit of the search.
-
-    `num_configurations` were searched, `num_simulated` of them simulated. `not_searched`: what may beat a point.
-    """
+    """Pareto front of memory and time."""
 
     points: tuple[Candidate, ...]
+    """By rising memory and falling time."""
     limit_bytes: int
+    """Memory of a device."""
     most_bytes: int
+    """Limit of the search."""
     num_configurations: int
+    """Configurations that were searched."""
     num_simulated: int
     stock: Candidate | None = None
     """The fastest that Megatron runs alone and that fits."""
     not_searched: tuple[str, ...] = ()
+    """What may beat a point."""
 
     @property
     def winner(self) -> int | None:

@@ -34,14 +34,10 @@ _NEARLY = 1.03
 
 
 class Closest(NamedTuple):
-    """The setup that needs fewest bytes on its fullest rank.
-
-    `is_state`: they are its weights, gradients and optimizer state alone.
-
-    A setup of which only activations are too much is closer than any whose state is.
-    """
+    """The setup that needs the fewest bytes on its fullest rank; one whose activations alone are too much comes first."""
 
     is_state: bool
+    """Whether weights, gradients and optimizer state alone are too much."""
     needs_bytes: int
     setup: Setup
 

@@ -31,17 +31,15 @@ _STEPS_ASKED = (6, 18)
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Rates that the transfers of the busiest rank need: to end within one forward, within the steady phase's share,
-    and what there is.
-
-    In the steady phase an eviction and a load share a forward and a backward, about three forwards: two thirds are
-    enough (Kim et al.).
-    """
+    """Bytes per second that transfers of the busiest rank need."""
 
     transfer_bytes: int
     required_bytes_per_s: float
+    """To end within one forward."""
     steady_bytes_per_s: float
+    """In the steady phase, where an eviction and a load share about three forwards: two thirds (Kim et al.)."""
     available_bytes_per_s: float
+    """What the link has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,16 +29,13 @@ HURTS = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Burden:
-    """Burden of the vocabulary.
-
-    `load`: how many times as long as the mean of the others the last stage's rank computes on one micro-batch.
-
-    `remedies` by name, as `--bpipe-vocabulary` calls them, each a prediction of the same setup with it.
-    """
+    """Burden of the vocabulary."""
 
     prediction: SetupPrediction
     load: float
+    """Computing of the last stage's rank as a multiple of the others' mean."""
     remedies: dict[str, SetupPrediction]
+    """Predictions with each remedy, as `--bpipe-vocabulary` calls them."""
 
     @property
     def best(self) -> str:

@@ -212,19 +212,17 @@ MOST_OF_A_NODE = 16
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices of a training.
-
-    `factor`: measured seconds for one predicted second (`bpipe calibrate`). `nodes_per_domain`: so many nodes have the
-    links between them that the devices of one have. Memory of nodes stays apart. `budget_bytes`: what may be used of a
-    device's memory, if that is not all of it.
-    """
+    """Devices of a training."""
 
     device: DeviceKind
     num_nodes: int
     devices_per_node: int
     factor: float = 1.0
+    """Measured seconds per predicted second (`bpipe calibrate`)."""
     nodes_per_domain: int = 1
+    """Nodes that are joined by links as a node's devices are; their memory stays apart."""
     budget_bytes: int | None = None
+    """Bytes of a device's memory that may be used; by default all."""
 
     @property
     def limit_bytes(self) -> int:

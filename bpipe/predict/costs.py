@@ -96,15 +96,14 @@ def _exchange(setup: Setup) -> Exchange:
 
 
 class PartSeconds(NamedTuple):
-    """One micro-batch: of every kind and scope of a layer its forward, its backward and the halves of that; output
-    layer; embedding.
-
-    How layers are cut into stages, and in which order these are computed, changes none of it.
-    """
+    """Seconds of one micro-batch by parts, whatever the stages and their order."""
 
     layers: dict[tuple[LayerKind, LayerScope], tuple[float, float, float, float]]
+    """By kind and scope of a layer: forward, backward, and the halves of that."""
     output: tuple[float, float]
+    """Output layer, forward and backward."""
     embedding: tuple[float, float]
+    """Embedding, forward and backward."""
 
 
 def part_seconds(setup: Setup) -> PartSeconds:

@@ -21,21 +21,22 @@ from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, element_bytes, 
 
 
 class Reach(NamedTuple):
-    """The worst case over groups of devices: how many are on one node, how many there are, and on how many nodes."""
+    """The worst case over groups of devices."""
 
     here: int
+    """Fewest of a group on one node."""
     devices: int
+    """Devices of a group."""
     nodes: int
+    """Nodes of a group."""
 
 
 class Trip(NamedTuple):
-    """One way there or back, of one layer and micro-batch.
-
-    `between_s` of its seconds are those that the port between nodes is busy.
-    """
+    """One way of tokens there or back, for one layer and micro-batch."""
 
     seconds: float
     between_s: float
+    """Part of it that the port between nodes is busy."""
 
 
 def exchange(setup: Setup) -> Trip:

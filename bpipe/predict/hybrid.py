@@ -24,17 +24,17 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Hybrid:
-    """A hybrid model. `pattern`: a symbol a layer. Other fields describe Mamba-2 layers (Dao & Gu 2024).
-
-    There are `num_heads` of `head_dim` each, with a state of `state_dim` times `head_dim`; `num_groups` of heads share
-    what is written to and read from the state.
-    """
+    """A hybrid model; all but the pattern describes Mamba-2 layers (Dao & Gu 2024)."""
 
     pattern: str
+    """A symbol per layer."""
     num_heads: int
+    """Heads of Mamba layers."""
     state_dim: int = 128
+    """A head's state has `state_dim` times `head_dim` values."""
     head_dim: int = 64
     num_groups: int = 8
+    """Groups of heads that share what is written to and read from the state."""
 
     def __post_init__(self) -> None:
         for symbol in self.pattern:

@@ -17,14 +17,14 @@ EVERY_LAYER = (1,)
 
 
 class LayerKind(NamedTuple):
-    """Kind of a layer where layers differ: whether it has experts, and how many tokens it attends to at most.
-
-    `symbol`: that of a hybrid model's layer, which is one part only; others are attention with an MLP or experts.
-    """
+    """Kind of a layer, if layers differ."""
 
     experts: bool = False
+    """Whether it has experts."""
     window: int | None = None
+    """Tokens that a token attends to at most."""
     symbol: str | None = None
+    """Symbol of a hybrid model's layer, which is one part; None: attention with an MLP or experts."""
 
     @property
     def is_mamba(self) -> bool:
@@ -47,20 +47,21 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's MLP in `num_experts` experts of `ffn_hidden_size`, of which every token goes to `top_k`.
-
-    `shared_size`: of the experts that all tokens go to, together; 0 without. `shared_gate`: a sigmoid weighs what these
-    give. `pattern` says which layers have experts. `sigmoid`: scores are sigmoids, and a bias that no gradient trains
-    balances loads.
-    """
+    """Experts in place of a layer's MLP."""
 
     num_experts: int
     top_k: int
+    """Experts that a token goes to."""
     ffn_hidden_size: int
+    """Size of one expert."""
     shared_size: int = 0
+    """Size of all experts that every token goes to, together; 0 without."""
     shared_gate: bool = False
+    """Whether a sigmoid weights their output."""
     pattern: tuple[int, ...] = EVERY_LAYER
+    """Which layers have experts."""
     sigmoid: bool = False
+    """Whether scores are sigmoids, with a bias that no gradient trains to balance loads."""
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "ffn_hidden_size"):
@@ -79,15 +80,18 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): keys and values come from `kv_lora_rank` values
-    a token, queries from `q_lora_rank`, or from the hidden ones where that is None. A head's query and key are
-    `qk_head_dim` and `qk_pos_emb_head_dim` that rotate, of the latter one key for all heads."""
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2")."""
 
     q_lora_rank: int | None
+    """Values per token that queries come from; None: the hidden ones."""
     kv_lora_rank: int
+    """Values per token that keys and values come from."""
     qk_head_dim: int
+    """Part of a head's query and key that does not rotate."""
     qk_pos_emb_head_dim: int
+    """Part that rotates; its key is one for all heads."""
     v_head_dim: int
+    """Size of a head's value."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -201,19 +205,18 @@ DISPATCHERS = ("alltoall", "allgather", "flex")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Routing of tokens to experts.
-
-    `expert` devices share a layer's experts; `expert_tensor` divide each of these, as many as tensor parallelism by
-    default. `expert` devices share a layer's experts among them, `expert_tensor` divide each of these: None is as many
-    as tensor parallelism. `capacity`: no expert takes more than so many times its even share, and with `padded` each as
-    many.
-    """
+    """Routing of tokens to experts."""
 
     expert: int = 1
+    """Devices that share a layer's experts."""
     expert_tensor: int | None = None
+    """Devices that divide each of them; by default the tensor-parallel size."""
     dispatcher: str = DISPATCHERS[0]
+    """Megatron's dispatcher."""
     capacity: float | None = None
+    """Most tokens of an expert, as a multiple of its even share."""
     padded: bool = False
+    """Whether every expert takes exactly its capacity."""
 
     def __post_init__(self) -> None:
         if self.dispatcher not in DISPATCHERS:

@@ -45,24 +45,28 @@ TIGHT = 0.95
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One device of one pipeline rank at its fullest.
-
-    `peak_bytes` is the most of the pipeline's and of the update's. `limit_bytes`: what it may hold, `device_bytes`:
-    what there is.
-    """
+    """One device of a pipeline rank at its fullest."""
 
     rank: int
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     update_bytes: int
+    """Temporaries of the weights' update."""
     activations_bytes: int
+    """Of the rank's own micro-batches."""
     hosted_bytes: int
+    """Host buffers."""
     working_bytes: int
+    """Temporaries of a micro-batch."""
     fragmentation_bytes: int
+    """Reserved by the allocator and not usable."""
     overhead_bytes: int
+    """CUDA context and communicators."""
     limit_bytes: int
+    """Bytes that it may hold."""
     device_bytes: int
+    """Bytes that the device has."""
 
     @property
     def state_bytes(self) -> int:
@@ -139,16 +143,16 @@ def link_bytes(setup: Setup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBesides:
-    """Memory of one device of every rank besides activations of micro-batches, predicted or measured, in bytes.
-
-    `fixed_bytes` all the time; `working_bytes` beside micro-batches; `update_bytes` while weights are updated, when
-    there are none. Of what comes and goes the share `fragmentation` is lost on top.
-    """
+    """Memory of one device of every rank besides activations of micro-batches, predicted or measured."""
 
     fixed_bytes: tuple[int, ...]
+    """Held throughout."""
     working_bytes: tuple[int, ...]
+    """Held next to micro-batches."""
     update_bytes: tuple[int, ...]
+    """Held during the weights' update, without micro-batches."""
     fragmentation: Fraction = Fraction(0)
+    """Share of what comes and goes that is lost in addition."""
 
     def activation_bytes(self, rank: int, budget_bytes: int) -> int:
         """Return bytes for micro-batches and host buffers; 0 where nothing is left."""

@@ -14,50 +14,59 @@ from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, LayerKind
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder with `num_layers` layers. The names are Megatron's flags where it has one.
-
-    `num_query_groups` key and value heads serve `num_attention_heads` heads of `kv_channels` each. `gated` is a SwiGLU
-    MLP: the first projection is twice as wide; `gated_gelu`: its gate is a GELU. `squared_relu` is an MLP's without a
-    gate. `rms_norm` has a weight and no bias. `learned_positions` adds an embedding of the sequence's length; without,
-    positions rotate queries and keys, or with `no_positions` nothing knows them. `qkv_bias`: of linear layers only
-    those of Q, K and V have biases. `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no
-    token attends to more than so many, in the layers that `window_pattern` says. `chunk`: tokens attend within their
-    own so many alone, which is not modelled. `post_norms`: what attention and MLP give is normed, too.
-    `capped_attention` and `capped_logits` are squeezed by a tanh.
-
-    `experts`: some layers or all have them in place of the MLP, which `ffn_hidden_size` is of the others. `latent`:
-    attention is latent. `hybrid`: every layer is one part alone.
-    """
+    """A decoder. The names are Megatron's flags if it has one."""
 
     name: str
     num_layers: int
     hidden_size: int
     num_attention_heads: int
     num_query_groups: int
+    """Heads of keys and values."""
     kv_channels: int
+    """Channels of a head."""
     ffn_hidden_size: int
+    """Size of the MLP in layers without experts."""
     vocabulary: int
+    """Tokens of the vocabulary, not padded."""
     sequence: int
+    """Tokens of a sequence by default."""
     gated: bool = False
+    """SwiGLU: the MLP's first projection is twice as wide."""
     rms_norm: bool = False
+    """Norms have a weight and no bias."""
     linear_bias: bool = True
+    """All linear layers have biases."""
     learned_positions: bool = True
+    """An embedding of the sequence's length; without, positions rotate queries and keys."""
     tied_embedding: bool = True
     dropout: bool = True
     squared_relu: bool = False
+    """Activation of an MLP without a gate."""
     gated_gelu: bool = False
+    """The gate is a GELU."""
     qkv_bias: bool = False
+    """Only the projections of Q, K and V have biases."""
     qk_norm: bool = False
+    """Queries and keys of every head are normed, by one norm each."""
     window: int | None = None
+    """Tokens that a token attends to at most, in the layers of `window_pattern`."""
     window_pattern: tuple[int, ...] = EVERY_LAYER
     chunk: int | None = None
+    """Tokens within which alone tokens attend; not modelled."""
     post_norms: bool = False
+    """The outputs of attention and MLP are normed, too."""
     capped_attention: bool = False
+    """Scores are capped by a tanh."""
     capped_logits: bool = False
+    """Logits are capped by a tanh."""
     experts: Experts | None = None
+    """Experts in place of the MLP, in some layers or all."""
     latent: Latent | None = None
+    """Latent attention."""
     hybrid: Hybrid | None = None
+    """Every layer is one part alone."""
     no_positions: bool = False
+    """Nothing encodes positions."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -26,16 +26,14 @@ class Grid(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Nodes of ranks. `first`: nodes of the first copy of every rank.
-
-    `share_node`: whether all copies of every rank share a node.
-
-    `ports`: the fewest copies of a rank on any node that has some.
-    """
+    """Nodes of ranks."""
 
     first: tuple[int, ...]
+    """Nodes of the first copy of every rank."""
     share_node: bool
+    """Whether all copies of every rank share a node."""
     ports: int
+    """Fewest copies of a rank on any node that has some."""
 
 
 @lru_cache(maxsize=1024)

@@ -10,18 +10,16 @@ from bpipe.predict.model import Model
 
 
 class LayerParameters(NamedTuple):
-    """Parameters of one layer.
-
-    `matrices` and `biases`: tensor parallelism divides them. `experts`: those of all routed experts.
-
-    `replicated`: held by every tensor-parallel rank: norms, routers, down projections, and biases of what returns to
-    the hidden size.
-    """
+    """Parameters of one layer."""
 
     matrices: int
+    """Divided by tensor parallelism."""
     biases: int
+    """Divided by tensor parallelism."""
     replicated: int
+    """Held by every tensor-parallel rank: norms, routers, down projections, biases of outputs to the hidden size."""
     experts: int
+    """Of all routed experts."""
 
     @property
     def total(self) -> int:

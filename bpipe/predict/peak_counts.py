@@ -23,17 +23,15 @@ _WITH_KEPT = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT))
 
 @dataclass(frozen=True, slots=True)
 class HeldCounts:
-    """Counts of what one rank of a schedule holds at its fullest, for any sizes of its stages.
-
-    `moments` are all that no other exceeds, and of slices some more: for every one of `stages`, which are its own, how
-    many micro-batches are held as saved and how many between the halves of their backward. Besides there are host
-    buffers, of `hosted`: how many, and for any of which stages. Where micro-batches are cut, slices are counted, and
-    then for every stage how many micro-batches' keys and values are kept, and how many of their gradients.
-    """
+    """What one rank of a schedule holds at its fullest, for any sizes of its stages."""
 
     stages: tuple[int, ...]
+    """Its own stages."""
     moments: tuple[tuple[int, ...], ...]
+    """Moments that no other exceeds, and with slices some more: for every stage the micro-batches held as saved, then those
+    between the halves of their backward, and of slices those whose keys and gradients are kept."""
     hosted: tuple[tuple[int, tuple[int, ...]], ...]
+    """Host buffers: how many, and the stages that any of them is for."""
 
     @property
     def num_buffers(self) -> int:

@@ -29,16 +29,18 @@ KERNEL_S = 4e-6
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates of the device for this setup, per second. `products` fill all waves, `low` are those in FP8.
-
-    `link` is what it sends while its tensor-parallel ranks exchange.
-    """
+    """Rates of the device for this setup, per second."""
 
     products: float
+    """FLOPs of products that fill all waves."""
     flash: float
+    """FLOPs of flash attention."""
     memory: float
+    """Bytes of memory."""
     link: float
+    """Bytes sent while its tensor-parallel ranks exchange."""
     low: float = 0.0
+    """FLOPs of products in FP8."""
 
     @staticmethod
     def of(setup: Setup) -> Rates:

@@ -31,15 +31,13 @@ HIDDEN_SHARE = 0.60
 
 
 class Exposed(NamedTuple):
-    """Exposed tensor-parallel seconds of one layer and micro-batch: of a forward, a whole backward, and the dgrad of a
-    split one.
-
-    A backward that recomputes its layer has a forward's in it, too.
-    """
+    """Exposed tensor-parallel seconds of one layer and micro-batch."""
 
     forward_s: float
     backward_s: float
+    """With the forward of what is recomputed."""
     input_half_s: float
+    """Of the dgrad of a split backward."""
 
 
 def gather_s(setup: Setup, low: bool = False) -> float:
