@@ -134,7 +134,7 @@ def test_seconds_for_a_configuration(predicted: float, capsys: pytest.CaptureFix
         ([0.01] * 20, "what 16 h100-80g can compute"),
     ],
 )
-def test_what_says_nothing_is_refused(
+def test_unsteady_or_impossible_runs_are_refused(
     seconds: list[float], words: str, predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.log"
@@ -177,7 +177,7 @@ def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixtur
     assert "the run is not steady" in refused(capsys, *words, "--", *small, "8")
 
 
-def test_a_file_that_is_none_is_refused(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_damaged_calibrations_are_refused(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     given = [*CLUSTER, "--vocab-size", "50257"]
     assert main(["calibrate", "--measured", str(1.1 * predicted), *given, "--output", str(file), "--", *TRAINED]) == 0

@@ -46,7 +46,7 @@ def every() -> list[Setup]:
     return list(every_setup(SPACE, Bounds(), Counter()))
 
 
-def test_what_is_not_cut_is_not_tried() -> None:
+def test_slices_are_tried_where_sequences_can_be_cut() -> None:
     def slices(space: Space) -> set[int]:
         return {setup.slices for setup in every_setup(space, Bounds(space.profile), Counter())}
 

@@ -60,7 +60,7 @@ def test_a_profile_says_how_long_the_output_layer_takes() -> None:
     assert found.gain("1") > 2
 
 
-def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plan_reports_the_vocabulary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Devices of 24 GiB: pipelines fit, and cuts of two stages at most that are wider."""
     cluster = tmp_path / "cluster.json"
     device = {"like": "a100-80g", "memory_gib": 24}

@@ -120,12 +120,12 @@ def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_setups_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(LLAMA, **changes)
 
 
-def test_what_was_measured_without_says_nothing_of_parts() -> None:
+def test_profiles_without_context_parallelism_do_not_apply() -> None:
     two = replace(LLAMA, context=2)
     assert "measured without context parallelism" in str(Profile("file", (), (("tensor", 2),)).conflict(two))
     # What attention gives before it is exchanged is kept beside what the projection reads.

@@ -34,7 +34,7 @@ def test_flops_are_megatrons(
     )
 
 
-def test_tokens_on_their_way() -> None:
+def test_seconds_of_token_exchanges() -> None:
     """Within a node NVLink has seven eighths of what is sent; over two nodes a device's port has half of it, and
     takes longer."""
     assert exchange(setup_of(MIXTRAL_8X7B, routing=Routing(1))).seconds == 0
@@ -65,7 +65,7 @@ def test_tokens_on_their_way() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_setups_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         setup_of(**{"model": MIXTRAL_8X7B, **changes})
 
@@ -108,6 +108,6 @@ def test_no_pattern_is_evaluated(text: str) -> None:
         (lambda: replace(DEEPSEEK_V3, num_layers=30), "experts are given for 61 layers, but there are 30"),
     ],
 )
-def test_values_refuse_what_they_cannot_mean(wrong: Callable[[], object], message: str) -> None:
+def test_impossible_values_are_refused(wrong: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()

@@ -167,13 +167,13 @@ def test_windows_make_attention_shorter(tmp_path: Path) -> None:
         ({"attention_bias": True}, "biases in only one of the two"),
     ],
 )
-def test_what_is_not_modelled_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unmodelled_models_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = written(tmp_path, config_of("Llama-3.1-8B", **changes))
     with pytest.raises(ValueError, match=f"config.json: .*{message}"):
         find_model(path)
 
 
-def test_a_plan_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_and_flags_give_the_same_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its activations by flags, too."""
     path = written(tmp_path, config_of("Nemotron-4 15B"))
     rest = ["--cluster", "h100-80g:8", "--tp", "8", "--pp", "1", "--gbs", "8", "--format", "json"]

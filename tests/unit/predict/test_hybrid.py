@@ -157,7 +157,7 @@ def test_experts_alone() -> None:
         ("M", {"num_groups": 3}, "the 3 groups of Mamba layers do not divide their 16 heads"),
     ],
 )
-def test_what_is_no_hybrid(pattern: str, changes: dict[str, int], message: str) -> None:
+def test_unknown_patterns_are_refused(pattern: str, changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Hybrid(pattern, 16, **changes)
 
@@ -172,12 +172,12 @@ def test_what_is_no_hybrid(pattern: str, changes: dict[str, int], message: str) 
         ({"no_positions": True}, "learned positions and no positions exclude each other"),
     ],
 )
-def test_what_is_no_hybrid_model(changes: dict[str, Any], message: str) -> None:
+def test_contradicting_hybrid_models_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(APART, **changes)
 
 
-def test_how_mamba_layers_are_not_cut() -> None:
+def test_mamba_layers_are_not_divided_by_context_or_groups() -> None:
     model = replace(APART, hybrid=Hybrid("M*M-M*M-", 16))
     with pytest.raises(ValueError, match="choose kernels gpu"):
         setup_of(model, kernels="cpu", attention="unfused")

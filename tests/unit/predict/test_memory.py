@@ -201,7 +201,7 @@ def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_famil
                 assert family.ahead(p, m, v, family.usual_group(p)) <= max(map(sum, alone[0].moments)), config
 
 
-def test_what_is_predicted_is_what_is_checked() -> None:
+def test_predicted_schedules_equal_checked_ones() -> None:
     """Predictions do not ask the rules of a schedule again; it is the same, balanced too."""
     for name in FAMILIES:
         config = ScheduleConfig(name, 4, 8, num_chunks=FAMILIES[name].min_chunks, balance=BalanceConfig())
@@ -219,7 +219,7 @@ H200_FLAGS = (
 )
 
 
-def test_what_a_gpu_allocated_is_predicted_within_one_and_a_half_percent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpus_peak_is_predicted_within_one_and_a_half_percent(capsys: pytest.CaptureFixture[str]) -> None:
     """Gradients of scores were added to those of an MLP's inside, which are gone by then, as is what the MLP and the
     loss saved: up to 9 % too much."""
     arguments = ["simulate", "--cluster", "h200-141g:1x4", "--attention", "unfused", "--format", "json"]

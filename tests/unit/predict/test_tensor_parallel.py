@@ -81,7 +81,9 @@ def clocked(setup: Setup) -> tuple[float, float]:
         if not (case[0] and not case[1])
     ],
 )
-def test_as_a_clock_has_it(overlap: bool, sequence_parallel: bool, speed: float, tensor: int) -> None:
+def test_exposed_seconds_equal_a_clock_of_two_streams(
+    overlap: bool, sequence_parallel: bool, speed: float, tensor: int
+) -> None:
     setup = with_link(replace(OVERLAP if overlap else LLAMA, sequence_parallel=sequence_parallel, tensor=tensor), speed)
     assert exposed(setup)[:2] == pytest.approx(clocked(setup))
 

@@ -197,7 +197,7 @@ def test_experts_and_latent_attention_keep_less_too(model: Any) -> None:
     assert matrices == sum(number * (one.matrices + down + one.experts // 8) for one, number in kinds)
 
 
-def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_commands_take_fp8(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     common = ["--model", "llama3-8b", "--cluster", "h100-80g:8", "--gbs", "32"]
     assert main(["simulate", *common, "--tp", "2", "--pp", "2", "--fp8-format", "hybrid", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
