@@ -34,13 +34,13 @@ from bpipe.simulate.cost import Costs, durations
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
-# To plan and simulate so many takes about fifteen seconds of one core. Longer iterations are planned without, and that
+# Planning and simulating that many takes about fifteen seconds of one core. Longer iterations are planned without, and that
 # is said.
 MOST_COMPUTATIONS = 200_000
 
 
 def windows_of(costs: Costs, num_ranks: int) -> Windows:
-    """Return the durations that the simulator charges where nobody waits for a transfer or shares a port."""
+    """Return the durations that the simulator charges without waits for transfers or shared ports."""
     lasts = durations(costs, num_ranks)
     links, stages = costs.links, costs.stages
     inside, between, own = (

@@ -102,7 +102,7 @@ class Ran(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """Median of lines behind the warm-up, and the bounds of their middle half in seconds."""
+    """Median of lines after the warm-up, and the bounds of their middle half in seconds."""
 
     num: int
     left_out: int

@@ -16,7 +16,7 @@ from bpipe.schedule.layout import EVEN
 # (docs/validation.md).
 CLEARLY = 1.05
 
-# What a row or a heading says of hosts behind "balanced"; of pairs nothing.
+# What follows "balanced" in a row or a heading.
 HOSTS = {
     PAIR: "",
     POOL: " in a pool",
@@ -81,7 +81,7 @@ class Candidate:
 
     @property
     def state(self) -> str:
-        """What stands in its way or makes it doubtful, in words."""
+        """What prevents it or makes it doubtful, in words."""
         states = {
             "refused by the trainer": bool(self.refused),
             "guarded": self.is_guarded,

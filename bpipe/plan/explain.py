@@ -71,7 +71,7 @@ def transfer_rates(prediction: SetupPrediction) -> str | None:
 
 
 def remarks(row: Candidate, apart: str | None = None) -> list[str]:
-    """Return what is said of a row beside its numbers, a sentence each. `apart`: what `pairs_apart` says of it."""
+    """Return remarks on a row, a sentence each. `apart`: that of `pairs_apart`."""
     prediction = row.prediction
     every = (
         transfer_rates(prediction),

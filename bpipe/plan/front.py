@@ -30,7 +30,7 @@ from bpipe.predict.recompute import BLOCK
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.hosts import ARRANGEMENTS
 
-# Up to so many times the device's memory: beyond, nobody could give it.
+# Limit of the search as a multiple of the device's memory.
 MOST_TIMES = Fraction(2)
 _SHARDS, _SLICES = "--vocabulary", "--slices"
 

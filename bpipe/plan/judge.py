@@ -27,14 +27,15 @@ from bpipe.predict.memory import (
 from bpipe.predict.recompute import BLOCK
 from bpipe.schedule.hosts import PAIR
 
-# A plan by a budget takes a second for so many forwards.
+# A plan by a budget takes a second for that many forwards.
 _FORWARDS_PLANNED = 10_000
 # Host buffers of an even plan are larger by up to this than a budget needs.
 _NEARLY = 1.03
 
 
 class Closest(NamedTuple):
-    """The setup that needs the fewest bytes on its fullest rank; one whose activations alone are too much comes first."""
+    """The setup that needs the fewest bytes on its fullest rank; one whose activations alone are too much comes
+    first."""
 
     is_state: bool
     """Whether weights, gradients and optimizer state alone are too much."""

@@ -53,7 +53,7 @@ ROUTING = {
     "dispatcher": "dispatcher",
     "capacity_factor": "capacity",
 }
-# Of every field of a configuration what it is where nobody says it.
+# Every field of a configuration as it is when unset.
 _UNSAID = {
     flag.field: False if flag.is_switch else None
     for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)

@@ -22,9 +22,9 @@ from bpipe.simulate.cost import Costs, required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
-# From so many times as many activations on, waiting weights' halves are said to cost memory.
+# Ratio of activations from which on deferred weights' halves are reported.
 CLEARLY_MORE = 1.05
-# Evictions of so many forwards are counted in a second; of more those of so many steps are.
+# Evictions of that many forwards are counted in a second; beyond, those of these numbers of steps are.
 _FORWARDS_ASKED = 100_000
 _STEPS_ASKED = (6, 18)
 
@@ -44,7 +44,7 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """Iteration seconds and peak with every wgrad at once, right behind its dgrad."""
+    """Iteration seconds and peak with every wgrad right after its dgrad."""
 
     iteration_s: float
     peak_bytes: int

@@ -60,7 +60,7 @@ def guarded(setup: Setup, others: Others = ()) -> bool:
 
 
 def has_transformer_engine(flags: Sequence[str]) -> bool:
-    """Return whether a launch trains with Transformer Engine's layers, as Megatron does where nobody says otherwise."""
+    """Return whether a launch trains with Transformer Engine's layers, as Megatron does by default."""
     return bool(Settings(settings_of(flags)).transformer_impl != "local")
 
 

@@ -14,7 +14,7 @@ from bpipe.schedule.check.rules import check_waits
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 
-# With so many times as many micro-batches as are a step of the steady phase, ranks that ever wait for each other do.
+# Steps of the steady phase within which ranks that ever wait for each other do.
 _STEPS = 4
 # From this generation of devices on Megatron does not ask for CUDA_DEVICE_MAX_CONNECTIONS=1 beside either.
 _MANY_QUEUES = ("b200", "gb200")
@@ -32,7 +32,7 @@ def with_shards(setup: Setup, algorithms: Sequence[str]) -> Iterator[Setup]:
         if algorithm is Vocabulary.WHOLE or (algorithm is Vocabulary.INTERLACED and not family.interlaces):
             continue
         if algorithm is Vocabulary.TWO and one_queue:
-            # Every rank would wait behind its S for all others'.
+            # Every rank would wait after its S for all others'.
             continue
         for inputs in (False,) if one_queue else (False, True):
             yield replace(setup, vocabulary=algorithm, input_shards=inputs)

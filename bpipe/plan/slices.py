@@ -15,9 +15,9 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.slice_lengths import even_bounds
 from bpipe.schedule.families.families import FAMILIES
 
-# From so many tokens on slices are searched by default, and no shorter ones.
+# Tokens of a sequence from which on slices are searched by default, and tokens of the shortest slice.
 SLICED_SEQUENCE, SHORTEST = 8192, 1024
-# From so many on attention is enough of a layer's time that later slices take clearly longer.
+# Tokens from which on later slices take clearly longer.
 UNEVEN_SEQUENCE = 32768
 NUMBERS = (1, 2, 4, 8)
 

@@ -24,7 +24,7 @@ from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Vocabulary, microbatches_of
 from bpipe.schedule.program import Exchange
 
-# A setup of which nobody has asked yet how many.
+# An open number of recomputed layers.
 OPEN = f"{BLOCK}:1"
 
 
@@ -143,8 +143,8 @@ def with_free_switches(space: Space) -> Space:
     return replace(space, switches=switches)
 
 
-# From so many tokens on a sequence is long enough that its activations may be what does not fit, and attention what
-# hides an exchange of keys and values; a device is left with no less than so many.
+# Tokens from which on activations of a sequence may not fit and attention may hide an exchange of keys and values; and the
+# fewest tokens of a device.
 LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
 # What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.

@@ -18,7 +18,7 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import ALL, HOST
 from bpipe.schedule.memory import RESERVE, Memory, StageMemory, peak_of_order
 
-# In so many steps what leaves of a micro-batch grows, where a stage has more layers: each is tried.
+# Most sizes of the part of a micro-batch that leaves which are tried.
 _MOST_PARTS = 8
 
 
@@ -145,6 +145,6 @@ def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
         )
         whole, steps = moved_bytes(setup, stage, minimum_bytes), min(layers, _MOST_PARTS)
         some = (min(whole, layer * (layers * step // steps)) for step in range(1, steps) if layer)
-        # Where layers differ so many of the largest may be more than all.
+        # If layers differ, this number of the largest may be more than all.
         parts.append(tuple(dict.fromkeys((*some, whole))))
     return tuple(parts)

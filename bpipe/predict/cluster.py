@@ -19,7 +19,7 @@ def gib_text(num_bytes: float) -> str:
     return f"{round(num_bytes / GIB, 1) + 0:.1f}"
 
 
-# What a message between stages takes beside its bytes, on an A100 and wherever nothing else is known: two processes
+# Time of a message between stages beyond that of its bytes, on an A100 and wherever nothing else is known: two processes
 # come to it, launch a kernel and wait for each other. The times that Qi et al. 2024 (zero bubble) measured and put into
 # their schedulers are 0.60 and 0.53 ms per message inside a node (28 and 25 MB), 0.38 and 0.41 on two and four nodes (10
 # and 13 MB): 0.33 to 0.48 without their bytes. The runs of Yeung et al. 2024 (13 MB, one node) lack 0.2 ms an exchange.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from bpipe.predict.cluster import Cluster
 
-# Of so many runs and more the range leaves out 5 % of them at each end; of fewer it holds all.
+# From this number of runs on the range leaves out 5 % at each end; below it holds all.
 MANY_RUNS = 20
 
 

@@ -99,7 +99,7 @@ class Hybrid:
         return None
 
     def with_stages(self, layers: tuple[int, ...]) -> str:
-        """Return Megatron's text of so many layers per stage."""
+        """Return Megatron's text for these layers per stage."""
         left, stages = self.pattern, []
         for number in layers:
             stages.append(left[:number])

@@ -41,7 +41,7 @@ class LayerKind(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Each has a norm, a matrix behind it and one that returns, and is added to what entered."""
+        """Each has a norm, a matrix after it and one that returns, and is added to its input."""
         return 2 if self.symbol is None else 1
 
 
@@ -126,7 +126,7 @@ def read_pattern(text: str) -> tuple[int, ...]:
     plain = text.replace(" ", "")
     if re.fullmatch("[0-9]{1,5}", plain) and 1 <= int(plain) <= MOST_LAYERS:
         return shortest((1, *(0,) * (int(plain) - 1)))
-    # Deeper, or longer than with every layer by itself, nobody means.
+    # Nobody means deeper or longer ones.
     pattern = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
     if pattern is None or not 1 <= len(pattern) <= MOST_LAYERS:
         raise ValueError(f"{text[:60]!r} is not a pattern of layers, such as 2 or [0]*3+[1]*58")

@@ -52,7 +52,7 @@ def matrix_products(
 
 
 class Layer(NamedTuple):
-    """The products of a layer's matrices: of each part one behind a norm, and one that returns."""
+    """The products of a layer's matrices: for each part one after a norm, and one that returns."""
 
     entering: tuple[Products, ...]
     returning: tuple[Products, ...]

@@ -38,7 +38,7 @@ COMMUNICATOR_BYTES = 688 * MIB
 # issue 11 on GitHub: 14.15 of 70.85 GiB).
 FRAGMENTATION = Fraction(3, 20)
 # Above this share of a device's memory torch's allocator may give back and ask again in every iteration, and the
-# prediction's own error may be what does not fit. What that costs nobody measured: three configurations of GPT-3 96B took
+# prediction's own error may be what does not fit. The cost was never measured: three configurations of GPT-3 96B took
 # 1.3 to 1.6 times as long as with half the micro-batch (Kim et al. 2023, table 7), perhaps for that reason.
 TIGHT = 0.95
 

@@ -28,8 +28,8 @@ class HeldCounts:
     stages: tuple[int, ...]
     """Its own stages."""
     moments: tuple[tuple[int, ...], ...]
-    """Moments that no other exceeds, and with slices some more: for every stage the micro-batches held as saved, then those
-    between the halves of their backward, and of slices those whose keys and gradients are kept."""
+    """Moments that no other exceeds, and with slices some more: for every stage the micro-batches held as saved, then
+    those between the halves of their backward, and of slices those whose keys and gradients are kept."""
     hosted: tuple[tuple[int, tuple[int, ...]], ...]
     """Host buffers: how many, and the stages that any of them is for."""
 
@@ -119,7 +119,7 @@ def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices:
 
 
 def _highest(rows: Any, max_kept: int | None) -> tuple[tuple[int, ...], ...]:
-    """Return all moments that no other exceeds; with `most`, after so many comparisons, some that others do."""
+    """Return all moments that no other exceeds; with `max_kept`, after that number some that others do."""
     kept: list[Any] = []
     while len(rows) and len(kept) != max_kept:
         highest = rows[rows.sum(axis=1).argmax()]

@@ -26,7 +26,7 @@ RECOMPUTE = ("none", "selective", "full")
 # Megatron's --recompute-modules, in the order in which they are written here.
 MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 METHODS = ("uniform", "block")
-# Among what a search may recompute: of every stage the first layers, as many as it takes to fit.
+# In a search: the first layers of every stage, as few as are enough to fit.
 BLOCK = "full:block"
 FORMS = "none, selective, full, full:uniform:N, full:block:N, selective:PART+PART"
 
@@ -85,7 +85,7 @@ class Recompute:
 
     @property
     def period(self) -> int:
-        """Number of layers of a stage after which scopes repeat; with `block`, behind the first `num_layers` and
+        """Number of layers of a stage after which scopes repeat; with `block`, after the first `num_layers` and
         among these."""
         return self.num_layers if self.method == "uniform" else 1
 
@@ -148,7 +148,7 @@ StageLayers = tuple[tuple[LayerKind, LayerScope, int], ...]
 
 @lru_cache(maxsize=1024)
 def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
-    """Return layer kinds and scopes of stages with so many layers each, in the model's order."""
+    """Return layer kinds and scopes of stages with these numbers of layers, in the model's order."""
     if model.is_uniform:
         kind = model.kind(0)
         return tuple(tuple((kind, scope, count) for scope, count in _scopes(recompute, number)) for number in layers)

@@ -23,7 +23,7 @@ MEMORY_EFFICIENCY = 0.80
 # NCCL's bus bandwidth on large messages: about 230 of 300 GB/s on NVLink of an A100, the same share between nodes.
 LINK_EFFICIENCY = 0.77
 LINK_LATENCY_S = 20e-6
-# What a kernel takes beside its work.
+# Launch of a kernel.
 KERNEL_S = 4e-6
 
 
@@ -77,7 +77,7 @@ def element_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup, num_values: int, shards: int) -> int:
-    """Return bytes kept of inputs of a layer's matrix for the gradient of its weights, on one of so many devices."""
+    """Return bytes kept of inputs of a layer's matrix for the gradient of its weights, on one of `shards` devices."""
     if setup.fp8 is None:
         return shard_size(element_bytes(setup) * num_values, shards)
     return ceil(shard_size(num_values, shards) * setup.fp8.value_bytes)

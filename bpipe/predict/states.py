@@ -78,7 +78,7 @@ def shard_parameters(setup: Setup) -> int:
     """Return the parameters of the shards of the vocabulary's layers on one device of any rank."""
     if not setup.is_sharded:
         return 0
-    # A tied shard is one for both layers, and beside a whole embedding a copy of some of its rows.
+    # A tied shard serves both layers; next to a whole embedding it is a copy of some of its rows.
     num_shards = 1 if setup.model.tied_embedding or not setup.input_shards else 2
     return num_shards * shard_size(
         shard_size(setup.padded_vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline

@@ -22,7 +22,7 @@ from bpipe.predict.matmul import Layer, Products, layer_products
 from bpipe.predict.recompute import LayerScope
 from bpipe.predict.sizes import LINK_LATENCY_S, Rates, element_bytes, num_tokens
 
-# Collectives take multiprocessors and bandwidth of memory from the products beside them. Lee et al. 2025 (Characterizing
+# Collectives take multiprocessors and bandwidth of memory from concurrent products. Lee et al. 2025 (Characterizing
 # Compute-Communication Overlap, arXiv 2507.03114) trained models of five sizes on A100s, H100s, MI210s and MI250s: on
 # average computations were 18.9 % slower while they were overlapped, and a run without overlap 10.2 % longer. So what
 # was hidden took 1.189 * 1.102 - 1 = 31 % of the computations' own time, and cost 0.189 / 0.310 of that. The published
@@ -80,7 +80,7 @@ def _of_gathers(
     entering = [(gather, product.forward_s) for product in behind_norms]
     leaving = [(hop, product.forward_s) for product in returning]
     gathered = _passing(setup, [(gather, product.input_s) for product in returning])
-    # [1] beside the product for the weights, and beside the one for the input.
+    # [1] during the product for the weights, and during the one for the input.
     beside = [pair for product in behind_norms for pair in ((hop, product.weight_s), (gather, product.input_s))]
     backward = gathered + sum(_beside(seconds, product_s) for seconds, product_s in beside)
     return Exposed(_passing(setup, [*entering, *leaving]), backward, gathered + len(behind_norms) * hop)
@@ -96,7 +96,7 @@ def _again_s(
     mlp = kind.has_mlp and scope.modules & ({"moe", "shared_experts"} if kind.experts else {"mlp"})
     products = [layer.entering[-1], layer.returning[-1]] if mlp and (shares or not kind.experts) else []
     if not setup.sequence_parallel:
-        # One sum behind the second product, which takes as long as a gather and a scatter.
+        # One sum after the second product, which takes as long as a gather and a scatter.
         return hop * len(products)
     pairs = list(zip((gather, hop), (product.forward_s for product in products), strict=False))
     pairs += [(gather, layer.entering[0].forward_s)] if "mla_up_proj" in scope.modules else []

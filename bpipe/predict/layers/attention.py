@@ -25,7 +25,7 @@ from bpipe.predict.sizes import (
 from bpipe.predict.slices import SUM_BYTES
 
 FLASH_BACKWARD = 2.5
-# Two products up, two norms before and both rotations behind them.
+# Two products up, two norms before them and both rotations after them.
 LATENT_KERNELS = 6
 # Bytes read and written for every attention score: by the fused kernel, and by separate ones in 32 bit (convert, scale,
 # mask, softmax, convert back). Megatron fuses only where micro-batch * heads / t is a multiple of 4 and the sequence is
@@ -210,7 +210,7 @@ def local_attention_saved(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     query = Saved("queries", shard_size(per_width * model.query_size, t))
     joint = Saved("joint Q, K, V", shard_size(per_width * (model.query_size + model.key_value_size), t))
     grouped, rotary = model.num_query_groups != model.num_attention_heads, _is_rotary(setup)
-    # With several groups on a rank a group's keys and values stand between the queries.
+    # With several groups on a rank their keys and values lie between the queries.
     own_query = rotary or (grouped and model.num_query_groups > t)
     # Sine and cosine, anew for Q and for K of every layer, over the whole sequence, or slice, on every rank.
     table = element_bytes(setup) * (num_tokens(setup) // setup.micro_batch) * model.kv_channels
@@ -262,7 +262,7 @@ def attention_working_bytes(setup: Setup) -> int:
 
 
 def core_working_bytes(setup: Setup) -> int:
-    """Return what the core's backward makes beside them: gradients of scores, where there are scores, and of a slice
+    """Return what the core's backward makes in addition: gradients of scores, where there are scores, and of a slice
     the gradients of all keys and values so far, before they are added to what is kept."""
     model, element, num_bytes = setup.model, element_bytes(setup), 0
     if setup.attention == "unfused" and any(kind.attends for kind, _ in model.kinds()):

@@ -31,7 +31,7 @@ STATISTICS, STATISTICS_BYTES, EARLY_BYTES = 3, 4, 4
 TOKEN_COUNT_BYTES, MICROBATCH_COUNT_BYTES = 4, 8
 # Beside what the loss saves, logits in 16 bit and their gradient in 32 bit come and go.
 LOSS_WORKING_BYTES = 6
-# Of a shard's logits so many are in 32 bit at once, as bpipe.runtime.vocabulary.output takes them.
+# Logits of a shard that are in 32 bit at a time (bpipe.runtime.vocabulary.output).
 WIDE_AT_ONCE = 2**23
 
 
@@ -109,7 +109,7 @@ def embedding_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def last_saved(setup: Setup) -> tuple[Saved, ...]:
-    """Return what the last stage saves behind its layers: where the vocabulary is in shards, the loss is theirs."""
+    """Return what the last stage saves after its layers; the loss belongs to shards, if there are some."""
     return _output(setup) if setup.is_sharded else (*_output(setup), *_loss(setup))
 
 
@@ -137,12 +137,12 @@ def _loss(setup: Setup) -> tuple[Saved, ...]:
 
 
 def loss_working_bytes(setup: Setup) -> int:
-    """Return temporaries of the loss beside what it saves."""
+    """Return temporaries of the loss besides what it saves."""
     return shard_size(LOSS_WORKING_BYTES * num_tokens(setup) * setup.padded_vocabulary, setup.tensor)
 
 
 def shard_working_bytes(setup: Setup) -> int:
-    """Return what comes and goes in S and T beside the logits, whose gradient takes their place: a part of them in 32
+    """Return temporaries of S and T besides the logits, whose gradient takes their place: a part of them in 32
     bit, twice, the part of the input's gradient, as it is computed and in 32 bit, and the statistics of all shards."""
     logits = shard_size(num_tokens(setup) * setup.padded_vocabulary, setup.vocabulary_shards)
     part = num_tokens(setup) * setup.model.hidden_size

@@ -27,7 +27,7 @@ def norms_saved(setup: Setup, kind: LayerKind, number: int) -> tuple[Saved, ...]
 
 
 def local_norms_saved(setup: Setup, num: int) -> tuple[Saved, ...]:
-    """Return what `num` norms save as torch computes them, and the inputs of the matrices behind them."""
+    """Return what `num` norms save as torch computes them, and the inputs of the matrices after them."""
     shards, tokens, hidden = setup.sequence_shards, num_tokens(setup), setup.model.hidden_size
     behind = Saved("norm output", sent_bytes(setup), num)
     if setup.model.rms_norm:
