@@ -96,26 +96,19 @@ class Profile:
         missing = collectives if "tensor" in dict(self.measured) else NONE
         first = None if setup.input_shards else 0
         last = None if setup.is_sharded else setup.num_stages - 1
-        return replace(
-            costs,
-            stages=tuple(
-                _with_collectives(
-                    _with_entry(
-                        _with_halves(cost, entry, num_layers, setup.keeps_halves),
-                        entry,
-                        num_layers,
-                        stage == first,
-                        stage == last,
-                    ),
-                    entry,
-                    Exposed(*(num_layers * seconds for seconds in missing)),
-                )
-                for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
-            ),
-            shards=tuple(
-                _shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards
-            ),
+        stages = tuple(
+            _measured(
+                cost,
+                entry,
+                num_layers,
+                Exposed(*(num_layers * seconds for seconds in missing)),
+                keep_halves=setup.keeps_halves,
+                ends=(stage == first, stage == last),
+            )
+            for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
         )
+        shards = (_shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards)
+        return replace(costs, stages=stages, shards=tuple(shards))
 
 
 def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
@@ -129,48 +122,44 @@ def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | N
     return shard
 
 
-def _scale(entry: Entry, num_layers: int) -> float:
-    return 1 if entry.layers is None else num_layers / entry.layers
+def _measured(
+    cost: StageCost, entry: Entry, num_layers: int, missing: Exposed, *, keep_halves: bool, ends: tuple[bool, bool]
+) -> StageCost:
+    """Return the cost with an entry's values, scaled to the stage's layers.
 
-
-def _with_halves(cost: StageCost, entry: Entry, num_layers: int, keep_halves: bool) -> StageCost:
-    """Use measured halves of a backward, or the predicted shares of a measured whole."""
-    if entry.input_s is not None and entry.weight_s is not None and keep_halves:
-        scale = _scale(entry, num_layers)
-        return replace(cost, input_s=entry.input_s * scale, weight_s=entry.weight_s * scale)
-    if entry.backward_s is None or cost.input_s is None or cost.weight_s is None or not cost.backward_s:
-        return cost
-    share = entry.backward_s * _scale(entry, num_layers) / cost.backward_s
-    return replace(cost, input_s=cost.input_s * share, weight_s=cost.weight_s * share)
-
-
-def _with_collectives(cost: StageCost, entry: Entry, missing: Exposed) -> StageCost:
-    """Add the collectives that a measurement of one rank lacks; predicted seconds contain them."""
-    changes: dict[str, Any] = {}
-    if entry.forward_s is not None:
-        changes["forward_s"] = cost.forward_s + missing.forward_s
-    if entry.backward_s is not None:
-        changes["backward_s"] = cost.backward_s + missing.backward_s
-    if cost.input_s is not None and (entry.input_s is not None or entry.backward_s is not None):
-        # Gradients of inputs are what goes round.
-        changes["input_s"] = cost.input_s + missing.input_half_s
-    return replace(cost, **changes)
-
-
-def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, last: bool) -> StageCost:
-    changes: dict[str, Any] = {}
-    scale = _scale(entry, num_layers)
-    # What was measured moved all that was saved.
+    Args:
+        cost: Predicted cost.
+        entry: Measured values.
+        num_layers: Layers of the stage.
+        missing: Collectives to add to measured values; predicted ones contain them.
+        keep_halves: Whether weights' halves are deferred.
+        ends: Whether the stage has the embedding, and the output layer.
+    """
+    scale = 1 if entry.layers is None else num_layers / entry.layers
+    # All saved bytes were moved in the measurement.
     part = cost.moved_bytes / cost.saved_bytes if cost.saved_bytes else 1
-    for name in ("forward_s", "backward_s", "transfer_s"):
-        value = getattr(entry, name)
-        if value is not None:
-            changes[name] = value * scale * (part if name == "transfer_s" else 1)
+    changes: dict[str, Any] = {}
+    if entry.input_s is not None and entry.weight_s is not None and keep_halves:
+        changes |= {"input_s": entry.input_s * scale, "weight_s": entry.weight_s * scale}
+    elif entry.backward_s is not None and cost.input_s is not None and cost.weight_s is not None and cost.backward_s:
+        # The predicted shares of a measured whole.
+        share = entry.backward_s * scale / cost.backward_s
+        changes |= {"input_s": cost.input_s * share, "weight_s": cost.weight_s * share}
+    input_s = changes.get("input_s", cost.input_s)
+    if input_s is not None and (entry.input_s is not None or entry.backward_s is not None):
+        # The gradients of inputs are what is exchanged.
+        changes["input_s"] = input_s + missing.input_half_s
+    if entry.forward_s is not None:
+        changes["forward_s"] = entry.forward_s * scale + missing.forward_s
+    if entry.backward_s is not None:
+        changes["backward_s"] = entry.backward_s * scale + missing.backward_s
+    if entry.transfer_s is not None:
+        changes["transfer_s"] = entry.transfer_s * scale * part
     for name in ("reduction_s", "optimizer_s"):
         if getattr(entry, name) is not None:
             changes[name] = getattr(entry, name)
     # Two of three products are backward ones.
-    for name, here in (("output", last), ("embedding", first)):
+    for name, here in zip(("embedding", "output"), ends, strict=True):
         value = getattr(entry, f"{name}_s")
         if value is not None and here:
             changes |= {f"{name}_forward_s": value / 3, f"{name}_backward_s": value * 2 / 3}
