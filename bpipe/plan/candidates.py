@@ -127,7 +127,7 @@ def _of_bandwidth(row: Candidate, name: str, decimals: int) -> str:
 
 
 def is_level(seconds: float, other: float) -> bool:
-    """Return whether predictions cannot tell that it takes longer than the other."""
+    """Whether predictions cannot tell that it takes longer than the other."""
     return seconds < CLEARLY * other
 
 

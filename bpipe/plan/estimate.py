@@ -60,7 +60,7 @@ ERROR = 0.04
 
 
 def verdict(result: Estimate, x: int, y: int, stage_mfu_x: float, stage_mfu_y: float) -> str:
-    """Return whether size x is worth what it takes to make it fit, and why."""
+    """Whether size x is worth what it takes to make it fit, and why."""
     stage = f"a stage is {stage_mfu_x / stage_mfu_y:.3f} times as fast"
     reason = f"{stage}, the bubble goes from {100 * result.bubble_y:.1f} to {100 * result.bubble_x:.1f} %"
     if result.ratio > 1 + ERROR:

@@ -47,7 +47,7 @@ def only_balanced(row: Candidate) -> str | None:
 
 
 def uneven_by_counts(setup: Setup) -> str | None:
-    """Return that slices of differing lengths are balanced by their number, and the way out; None where they are
+    """Say that slices of differing lengths are balanced by their number, and the way out; None where they are
     not."""
     counted = setup.balance is not None and setup.activation_budget is None
     if setup.slices == 1 or setup.slice_lengths == EVEN or not counted:

@@ -151,7 +151,7 @@ class _Unbeaten:
         self.num_added = 0
 
     def beats(self, needs: int, seconds: float) -> bool:
-        """Return whether something known needs no more and takes no longer."""
+        """Whether something known needs no more and takes no longer."""
         return any(peak <= needs and timing.iteration_s <= seconds for peak, timing, _ in self.rows)
 
     def add(self, needs: int, timing: Timing, setup: Setup) -> None:

@@ -104,7 +104,7 @@ def worst(features: Sequence[Feature]) -> State:
 
 
 def _loop_of(settings: Settings) -> tuple[bool, bool]:
-    """Return whether stages lie otherwise than in Megatron, and whether the schedule needs our own loop."""
+    """Whether stages lie otherwise than in Megatron, and whether the schedule needs our own loop."""
     ranks = _whole(settings.pipeline_model_parallel_size)
     chunks = _whole(settings.num_virtual_stages_per_pipeline_rank)
     if settings.num_layers_per_virtual_pipeline_stage:

@@ -22,7 +22,7 @@ _STRICT = ("--bpipe-strict", "")
 
 
 def runs_ours(setup: Setup) -> bool:
-    """Return whether anything but Megatron's own loops and nothing else would run."""
+    """Whether anything but Megatron's own loops and nothing else would run."""
     return setup.balance is not None or _has_own_loop(setup)
 
 
@@ -55,12 +55,12 @@ def refused_launch(setup: Setup, reading: Reading | None) -> tuple[str, ...]:
 
 
 def guarded(setup: Setup, others: Others = ()) -> bool:
-    """Return whether the trainer takes it and checks it as it runs, because it never ran on a GPU."""
+    """Whether the trainer takes it and checks it as it runs, because it never ran on a GPU."""
     return not refused(setup, others) and bool(refused(setup, (*others, _STRICT)))
 
 
 def has_transformer_engine(flags: Sequence[str]) -> bool:
-    """Return whether a launch trains with Transformer Engine's layers, as Megatron does by default."""
+    """Whether a launch trains with Transformer Engine's layers, as Megatron does by default."""
     return bool(Settings(settings_of(flags)).transformer_impl != "local")
 
 

@@ -349,15 +349,10 @@ def _cut_of(family: Family, space: Space, pipeline: int, num_microbatches: int) 
         return "micro_batches" if num_microbatches % pipeline else None
     if family.max_chunks == 1:
         return None
-    # Where exchanges block, Megatron wants 3 ranks.
-    alone = pipeline < (
-        3 if space.switches.no_overlap_p2p_communication and family.exchange is Exchange.MEGATRON_INTERLEAVED else 2
-    )
-    return (
-        "micro_batches"
-        if alone or (family.exchange is Exchange.MEGATRON_INTERLEAVED and num_microbatches % pipeline)
-        else None
-    )
+    # Megatron needs 3 ranks for exchanges that block.
+    looped = family.exchange is Exchange.MEGATRON_INTERLEAVED
+    is_short = pipeline < (3 if looped and space.switches.no_overlap_p2p_communication else 2)
+    return "micro_batches" if is_short or (looped and num_microbatches % pipeline) else None
 
 
 def _in_chunks(
@@ -382,7 +377,7 @@ def _in_chunks(
 
 
 def is_in_order(schedule: str, pipeline: int, chunks: int) -> bool:
-    """Return whether stages go over ranks as in Megatron: down all of them, and again for the next chunks."""
+    """Whether stages go over ranks as in Megatron: down all of them, and again for the next chunks."""
     family = FAMILIES[schedule]
     in_order = (tuple(stage % pipeline for stage in range(pipeline * chunks)),)
     return family.num_pipes == 1 and family.layout(pipeline, chunks).placements == in_order

@@ -86,13 +86,13 @@ def _num_filling(setup: Setup) -> int:
 
 
 def keeps_own(setup: Setup) -> bool:
-    """Return whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all
+    """Whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all
     ranks hold alike, too."""
     return setup.hosts in (HOST, ALL)
 
 
 def moves_anything(setup: Setup) -> bool:
-    """Return whether balancing would move any of this setup's activations: not where all ranks hold alike, or no
+    """Whether balancing would move any of this setup's activations: not where all ranks hold alike, or no
     pair can keep less together."""
     plain, balanced = replace(setup, balance=None), replace(setup, balance=setup.balance or EVENLY)
     if keeps_own(balanced):

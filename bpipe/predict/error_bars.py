@@ -68,7 +68,7 @@ def error_bars(cluster: Cluster, has_experts: bool) -> ErrorBars | None:
 
 
 def is_never_calibrated(cluster: Cluster) -> bool:
-    """Return whether no run on such a device had a say in the constants of predictions, and none of the user's has."""
+    """Whether no run on such a device had a say in the constants of predictions, and none of the user's has."""
     return cluster.factor == 1 and cluster.device.name not in _DENSE
 
 

@@ -111,7 +111,7 @@ def _worst(nodes: tuple[int, ...], number: int, step: int) -> Reach:
 
 
 def replicas_of_experts(setup: Setup) -> tuple[bool, int]:
-    """Return whether those that have the same experts share a node, and how few of them any node has of one."""
+    """Whether those that have the same experts share a node, and how few of them any node has of one."""
     block = setup.routing.expert * setup.expert_tensor
     group = reach(setup, setup.expert_replicas, block)
     return group.nodes == 1, group.here

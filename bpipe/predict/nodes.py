@@ -85,7 +85,7 @@ def paired_places(grid: Grid) -> Places:
 
 
 def _spread(groups: list[list[int]]) -> tuple[bool, int]:
-    """Return whether every group lies on one node, and the fewest copies of a group on any node."""
+    """Whether every group lies on one node, and the fewest copies of a group on any node."""
     counts = [Counter(group) for group in groups]
     return all(len(of_group) == 1 for of_group in counts), min(min(of_group.values()) for of_group in counts)
 
@@ -102,7 +102,7 @@ def rank_domains(setup: Setup) -> tuple[int, ...]:
 
 
 def replicas_share_nodes(setup: Setup) -> bool:
-    """Return whether gradients are reduced within a node, or within nodes that are joined as one."""
+    """Whether gradients are reduced within a node, or within nodes that are joined as one."""
     return _places(setup, setup.cluster.devices_per_domain).share_node
 
 

@@ -88,7 +88,7 @@ def _shares_input(setup: Setup) -> bool:
 
 
 def saves_input(setup: Setup) -> bool:
-    """Return whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
+    """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
     instead, a norm that is recomputed another tensor of the same storage."""
     copied = setup.kernels == "cpu" and setup.model.rms_norm and setup.precision != "fp32"
     scope = setup.recomputed.scope(0)
