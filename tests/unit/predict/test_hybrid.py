@@ -84,31 +84,31 @@ WHOLE = replace(gpt("whole", 4, 512, 8, 1000, 256), linear_bias=False)
 APART = replace(WHOLE, name="apart", num_layers=8, hybrid=Hybrid("*-" * 4, 16))
 
 
-@pytest.mark.parametrize("kernels", ["gpu", "cpu"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "selective:core_attn+mlp+layernorm"])
-def test_attention_and_mlp_apart_are_a_layer(kernels: str, recompute: str) -> None:
-    """In parameters, FLOPs, saved bytes, between the halves of a backward, and in seconds."""
-    more = {"kernels": kernels, "recompute": recompute, "attention": "unfused"}
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"fp8": Fp8()},
+        *(
+            {"kernels": kernels, "recompute": recompute, "attention": "unfused"}
+            for kernels in ("gpu", "cpu")
+            for recompute in ("none", "selective", "selective:core_attn+mlp+layernorm")
+        ),
+    ],
+    ids=str,
+)
+def test_attention_and_mlp_apart_are_a_layer(more: dict[str, Any]) -> None:
+    """In parameters, FLOPs, bytes of weights and saved ones, between the halves of a backward, and in seconds."""
     whole, apart = setup_of(WHOLE, 2, 2, **more), setup_of(APART, 2, 2, **more)
     assert num_parameters(WHOLE) == num_parameters(APART)
     assert training_flops(WHOLE, 4, 256) == training_flops(APART, 4, 256)
     assert stage_parameters(whole) == stage_parameters(apart)
     assert stage_bytes(whole) == stage_bytes(apart)
     assert after_input_bytes(whole) == after_input_bytes(apart)
+    assert [row.weights_bytes for row in predict_memory(whole)] == [row.weights_bytes for row in predict_memory(apart)]
     for mine, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
         assert (mine.forward_s, mine.backward_s, mine.weight_s) == pytest.approx(
             (other.forward_s, other.backward_s, other.weight_s)
         )
-
-
-def test_apart_in_fp8_too() -> None:
-    """Whose sizes have to be whole in every way."""
-    more = {"fp8": Fp8("hybrid", "delayed", False), "recompute": "none"}
-    whole, apart = setup_of(WHOLE, 2, 2, **more), setup_of(APART, 2, 2, **more)
-    assert stage_bytes(whole) == stage_bytes(apart)
-    assert [row.weights_bytes for row in predict_memory(whole)] == [row.weights_bytes for row in predict_memory(apart)]
-    for mine, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
-        assert (mine.forward_s, mine.backward_s) == pytest.approx((other.forward_s, other.backward_s))
 
 
 def test_stages_have_their_own_layers() -> None:
