@@ -174,16 +174,13 @@ def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequen
     available = min((speed for speed in speeds if speed is not None), default=None)
     if available is None:
         return []
-    return [
-        Bandwidth(
-            cost.moved_bytes,
-            *(
-                rate(cost.moved_bytes, float(cost.whole_forward_s))
-                for rate in (required_bytes_per_s, steady_bytes_per_s)
-            ),
-            float(available),
-        )
+    rows = (
+        (cost.moved_bytes, float(cost.whole_forward_s))
         for stage in stages
         for cost in costs.of_stage(stage)
         if cost.whole_forward_s
+    )
+    return [
+        Bandwidth(size, required_bytes_per_s(size, forward_s), steady_bytes_per_s(size, forward_s), float(available))
+        for size, forward_s in rows
     ]
