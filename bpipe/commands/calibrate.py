@@ -18,10 +18,9 @@ from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.training_log import read_log
-from bpipe.plan.calibrate import Ran, Steady, calibrate, steady
+from bpipe.plan.calibrate import Calibration, Ran, Steady, calibrate, steady
 from bpipe.plan.candidates import describe
 from bpipe.plan.options import filled, setup_of
-from bpipe.predict.calibration import Calibration
 from bpipe.predict.layout import Setup
 from bpipe.record.compare.read import read_training
 

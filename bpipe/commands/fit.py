@@ -19,8 +19,7 @@ from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import difference
-from bpipe.plan.budget import one_budget_a_rank
-from bpipe.plan.budget_fit import ELSEWHERE, within_budget
+from bpipe.plan.budget import ELSEWHERE, one_budget_a_rank, within_budget
 from bpipe.plan.candidates import Candidate, cells, describe
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import predict

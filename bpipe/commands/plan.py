@@ -25,20 +25,20 @@ from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.answer import LAUNCH
-from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.explain import verdict
 from bpipe.plan.front import find_front
-from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, state_types_of, switches_of
+from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import has_transformer_engine, refused_launch
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts, with_free_switches
 from bpipe.predict.cluster import Cluster
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import roomy_bytes
+from bpipe.predict.training import Fp8
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.hosts import IN_NODES
 
@@ -175,19 +175,15 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         max_chunks=options.max_chunks,
         uneven=not options.even_layers,
         precision=options.precision,
-        distributed_optimizer=not options.no_distributed_optimizer,
         kernels=options.kernels,
-        profile=profile,
+        cp_comm_type=options.cp_comm_type,
         traced=traced,
+        **training_of(options),
+        profile=profile,
         formula=options.flops_formula,
-        switches=switches_of(options),
         hosts=tuple(asked.hosts or (options.hosts,)),
-        routing=routing_of(options),
         expert=options.expert,
         contexts=contexts,
-        cp_comm_type=options.cp_comm_type,
-        fp8=fp8_of(options),
-        state_types=state_types_of(options),
         vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
         tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tp", f"the devices of {cluster.domain}"),
         pipelines=_one_of(asked.pipeline, divisors(cluster.num_devices), "--pp", "the devices of the cluster"),

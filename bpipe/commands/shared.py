@@ -15,12 +15,12 @@ from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MODEL, TR
 from bpipe.config.flags.experts import EXPERTS
 from bpipe.config.flags.flag import Group, Options
 from bpipe.config.launch.megatron_command import Reading
-from bpipe.predict.calibration import read_calibration
+from bpipe.plan.calibrate import read_calibration
 from bpipe.predict.cluster import Cluster
 from bpipe.predict.cluster_file import cluster_named
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile, read_profile
-from bpipe.predict.trace import Traced
+from bpipe.predict.training import Traced
 
 # What a launch may say: its defaults are filled in once it was read.
 TRAINED = tuple(

@@ -21,7 +21,7 @@ from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.parser import Parser
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
-from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import CLEARLY, HOSTS, Candidate, cells, describe, is_level
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks

@@ -30,7 +30,7 @@ from bpipe.predict.cluster import DEVICES, Cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.saved_tensors import stage_bytes
 from bpipe.predict.states import stage_parameters
-from bpipe.predict.trace import beyond_traces
+from bpipe.predict.training import beyond_traces
 
 PROGRAM = "megatron.scheduling.trace.stages"
 OF_TORCH = "bpipe.torch.trace"

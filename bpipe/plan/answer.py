@@ -1,7 +1,4 @@
-"""Decide what to run: the launch as it stands, the best of stock Megatron, or the best with this project.
-
-In: rows of a search. Out: an `Answer`, in a few lines or as JSON values. Knows no command line.
-"""
+"""What to run: the launch as it is, the best of stock Megatron, or the best with this project."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ _WHOSE = {LAUNCH: "the launch's", STOCK: "stock's", OURS: "bpipe's"}
 
 
 def plainest_of_ours(rows: Sequence[Candidate], others: Others) -> int | None:
-    """Return the place of the row of ours to recommend, or None if none is ours.
-
-    Of those level with the first of them that are not guarded, and of those as fast as that, it is the one with fewest
-    flags of ours.
+    """Return the place of our row to recommend, None without one: of equally fast and unguarded rows the plainest.
 
     Args:
         rows: Rows by rising time.
@@ -43,11 +37,10 @@ def plainest_of_ours(rows: Sequence[Candidate], others: Others) -> int | None:
     level = [(place, row) for place, row in ours if is_level(row.iteration_s, ours[0][1].iteration_s)]
     near = [(place, row) for place, row in level if not guarded(row.setup, others)] or level
     fastest_s = near[0][1].iteration_s
-    return min((one for one in near if one[1].iteration_s <= _AS_FAST * fastest_s), key=_num_flags)[0]
-
-
-def _num_flags(placed: tuple[int, Candidate]) -> int:
-    return sum(flag.startswith("--bpipe") for flag in megatron_flags(placed[1].setup))
+    as_fast = (placed for placed in near if placed[1].iteration_s <= _AS_FAST * fastest_s)
+    return min(as_fast, key=lambda placed: sum(flag.startswith("--bpipe") for flag in megatron_flags(placed[1].setup)))[
+        0
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +93,12 @@ def flags_of(setup: Setup, launch: Reading | None) -> str:
     return shlex.join(chosen_flags(setup)) if launch is None else difference(setup, launch).text
 
 
-def advice(found: Answer) -> str:
+def advice(result: Answer) -> str:
     """Return in a sentence what to take, and why."""
-    taken = found.taken
+    taken = result.taken
     if taken is None:
         return "None of these can run."
-    others = [row for row in found.choices if row is not taken and row.can_run]
+    others = [row for row in result.choices if row is not taken and row.can_run]
     beside = ", ".join(f"{_apart(taken, row)} than {_WHOSE[row.name]}" for row in others)
     reason = f": its iteration takes {beside}" if beside else ""
     level = [row for row in others if row.iteration_s < taken.iteration_s]
@@ -130,11 +123,11 @@ def accuracy(row: Candidate) -> str:
     return f"Ranges: {bars.num_runs} measured runs of {bars.kind} {differed}: docs/validation.md."
 
 
-def answer_document(found: Answer) -> dict[str, Any]:
+def answer_document(result: Answer) -> dict[str, Any]:
     """Return the answer as JSON values."""
     names = ("iteration_s", "range_s", "peak_bytes", "can_run", "flags")
     return {
-        "take": found.taken and found.taken.name,
-        "row": found.row,
-        "choices": {row.name: {name: getattr(row, name) for name in names} for row in found.choices},
+        "take": result.taken and result.taken.name,
+        "row": result.row,
+        "choices": {row.name: {name: getattr(row, name) for name in names} for row in result.choices},
     }

@@ -1,10 +1,6 @@
-"""Plan what leaves each device so that every one keeps its budget.
+"""Plans of what leaves each device so that every one keeps its budget, with predicted or measured bytes.
 
-In: a schedule, what devices hold, budgets in bytes. Out: a `Fit`.
-
-Commands and the training ask here, with predicted bytes or with measured ones, and print the same lines. A budget is
-all that a device may hold: weights, gradients, optimizer state, activations, what comes and goes, overhead. Knows no
-tensors and no command line.
+A budget is all that a device may hold: weights, gradients, optimizer state, activations, temporaries, overhead.
 """
 
 from __future__ import annotations
@@ -17,20 +13,90 @@ from functools import partial
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, chosen_partners, fewest_moved, smallest_level_of_pair
 from bpipe.balance.config import BalanceConfig, balanced
+from bpipe.balance.deadlines import Windows
 from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
 from bpipe.balance.pool import balance_over_hosts, fewest_sent, smallest_level
-from bpipe.config.flags.budgets import budget_text
+from bpipe.build import build
+from bpipe.config.flags.budgets import MINIMUM_BYTES, budget_text
 from bpipe.plan.fit import Fit, plan_lines
 from bpipe.plan.predict import costs_of
-from bpipe.plan.transfer_windows import in_time, waits_less
-from bpipe.predict.layout import Setup
-from bpipe.predict.memory import DeviceBesides
+from bpipe.predict.activations import parts_of, sizes_of
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.memory import DeviceBesides, besides_of, link_bytes
+from bpipe.predict.nodes import rank_nodes
 from bpipe.predict.profile import Profile
+from bpipe.schedule.action import COMPUTE
 from bpipe.schedule.host_buffers import guests_of, hosts_of
-from bpipe.schedule.hosts import IN_NODES, PAIR, POOL, Pair, device_ranks
+from bpipe.schedule.hosts import ALL, IN_NODES, PAIR, POOL, Pair, device_ranks
 from bpipe.schedule.memory import Memory, num_transfers
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import Costs
+from bpipe.simulate.cost import Costs, durations
+from bpipe.simulate.engine import simulate
+from bpipe.simulate.report import Simulation
+
+# Planning and simulating that many takes about fifteen seconds of one core. Longer iterations are planned without, and that
+# is said.
+MOST_COMPUTATIONS = 200_000
+
+
+def windows_of(costs: Costs, num_ranks: int) -> Windows:
+    """Return the durations that the simulator charges without waits for transfers or shared ports."""
+    lasts = durations(costs, num_ranks)
+    links, stages = costs.links, costs.stages
+    inside, between, own = (
+        tuple(link.seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s for cost in stages)
+        for link in (links.inside, links.between, links.host)
+    )
+    hop = max(links.inside.message_s(cost.sent_bytes) for cost in stages)
+    return Windows(
+        tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE),
+        hop,
+        inside,
+        between,
+        links.nodes,
+        own,
+        costs.slices,
+    )
+
+
+def in_time(fit: Fit, plain: Schedule, costs: Costs) -> Fit:
+    """Return the plan with transfers that end in time, if that shortens waits, and its waits. `plain`: the unplanned
+    schedule."""
+    if not fit.moved_bytes:
+        return fit
+    count = sum(len(slot.computations) for row in plain.ranks for slot in row)
+    if count > MOST_COMPUTATIONS:
+        return replace(fit, unjudged=f"{count} computations of an iteration are more than {MOST_COMPUTATIONS}")
+    now = simulate(fit.schedule, costs)
+    if any(now.exposed_s):
+        how = replace(fit.how, windows=windows_of(costs, plain.num_ranks))
+        schedule = balanced(plain, how)
+        tried = simulate(schedule, costs)
+        if _helps(now, tried):
+            return replace(fit, how=how, schedule=schedule, exposed_s=_exposed(tried))
+    return replace(fit, exposed_s=_exposed(now))
+
+
+def waits_less(fit: Fit, now: Fit, costs: Costs) -> bool:
+    """Whether one plan waits less for transfers than the other, in no longer an iteration; False if that was not
+    simulated."""
+    if fit.exposed_s is None:
+        return False
+    before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, fit))
+    return _helps(before, after)
+
+
+def _helps(before: Simulation, after: Simulation) -> bool:
+    waits = [
+        (sum(simulation.exposed_s), simulation.exposed_transfer_s, simulation.makespan_s)
+        for simulation in (before, after)
+    ]
+    return all(later <= earlier for earlier, later in zip(*waits, strict=True)) and waits[0] != waits[1]
+
+
+def _exposed(simulation: Simulation) -> tuple[float, ...]:
+    return tuple(float(seconds) for seconds in simulation.exposed_s)
+
 
 # Where a node's memory takes what leaves, a first plan keeps such a part of the budget free for what prediction does
 # not know: what was measured is within 3 % of it (docs/validation.md). With as much as can leaving, a node would
@@ -40,25 +106,28 @@ _CUSHION = Fraction(1, 8)
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Inputs of a plan: an order of computations, memory of a micro-batch of every stage, other memory of devices, and
-    their budgets.
-
-    `moving`: other memory once anything moves, as groups for transfers take memory, too. `hosts`: who may host
-    (`schedule.hosts`). `nodes[rank]`: where there are several. Each rank of another node with which one transfers takes
-    `link_bytes`, but for the first. Measured memory includes that of all `linked` ranks; others take `link_bytes`.
-    `parts`: by stage, the bytes of a micro-batch that may leave, ascending, the last all; empty: all leave.
-    """
+    """Inputs of a plan."""
 
     schedule: Schedule
+    """Order of computations, before anything moves."""
     memory: Memory
+    """Memory of a micro-batch of every stage."""
     besides: DeviceBesides
+    """Other memory of devices."""
     budget_bytes: tuple[int, ...]
+    """Bytes that a device of each rank may hold."""
     moving: DeviceBesides | None = None
+    """Other memory once anything moves, as groups for transfers take some."""
     hosts: str = PAIR
+    """Who may host (`schedule.hosts`)."""
     nodes: tuple[int, ...] = ()
+    """Nodes of ranks, if there are several."""
     link_bytes: int = 0
+    """Memory per rank of another node with which one transfers, but for the first."""
     parts: tuple[tuple[int, ...], ...] = ()
+    """By stage, the bytes of a micro-batch that may leave, ascending to all; empty: all leave."""
     linked: frozenset[Pair] | None = None
+    """Links that measured memory includes already."""
 
     def activation_budget(self, more_bytes: int = 0, moving: bool = True) -> ActivationBudget:
         """Return the memory to balance within, for budgets larger by `more_bytes`."""
@@ -71,11 +140,11 @@ class Devices:
     def need_bytes(self, schedule: Schedule, moving: bool = True) -> tuple[int, ...]:
         """Return all that a device of each rank then holds."""
         besides = self.moving or self.besides if moving else self.besides
-        held = (
+        held_bytes = (
             sum(allocated_bytes(schedule, rank, self.memory)) + self.links_bytes(schedule, rank)
             for rank in range(schedule.num_ranks)
         )
-        return tuple(besides.need_bytes(rank, num_bytes) for rank, num_bytes in enumerate(held))
+        return tuple(besides.need_bytes(rank, num_bytes) for rank, num_bytes in enumerate(held_bytes))
 
     def links_bytes(self, schedule: Schedule, rank: int) -> int:
         """Return bytes of a rank's further links to other nodes."""
@@ -98,29 +167,26 @@ class OverBudget(ValueError):
         who = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
         super().__init__(
             f"no plan keeps {who} within {budget_text(budget_bytes)} GiB per device. The smallest budget that one "
-            "keeps "
-            f"is "
-            f"{budget_text(smallest_bytes)} GiB"
+            f"keeps is {budget_text(smallest_bytes)} GiB"
         )
         self.smallest_bytes, self.pair = smallest_bytes, pair
 
 
 def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
     """Return the plan of `within_or_none`. Raises OverBudget, which says what budget would be enough."""
-    found = within_or_none(devices, partners)
-    if found is not None:
-        return found
+    fit = within_or_none(devices, partners)
+    if fit is not None:
+        return fit
     _, choices = _possible(devices, partners)
     more, worst = min(_more(devices, chosen) for chosen in choices)
     raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
 
 
 def within_or_none(devices: Devices, partners: Sequence[int] | None = None) -> Fit | None:
-    """Return the plan that sends only what must leave; None where there is none.
+    """Return the plan that sends only what must leave, or None.
 
-    By default between the schedule's usual partners, which lie beside each other, or else, where these have no room
-    enough, between the device that lacks most and the one that has most to spare, and so on; in a pool, from any to
-    any, or else in such pairs.
+    Hosts are the usual partners, or pairs of the device that lacks most with the one that has most to spare; in a pool
+    all.
     """
     activation_budget, choices = _possible(devices, partners)
     for chosen in choices:
@@ -130,7 +196,7 @@ def within_or_none(devices: Devices, partners: Sequence[int] | None = None) -> F
 
 
 def _possible(devices: Devices, partners: Sequence[int] | None) -> tuple[ActivationBudget, list[Partners]]:
-    """What activations may take, and who may be partners, to try one after the other."""
+    """Room for activations, and the choices of partners to try in order."""
     alone = devices.need_bytes(devices.schedule, moving=False)
     activation_budget = devices.activation_budget(
         moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True))
@@ -143,7 +209,6 @@ Partners = tuple[int, ...] | None
 
 
 def _choices(devices: Devices, activation_budget: ActivationBudget) -> list[Partners]:
-    """Who may be partners, to try one after the other."""
     pairs: list[Partners] = list(
         dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, activation_budget)))
     )
@@ -154,26 +219,30 @@ def _choices(devices: Devices, activation_budget: ActivationBudget) -> list[Part
 
 
 def _more(devices: Devices, partners: Partners) -> tuple[int, Pair]:
-    """By how much larger budgets would have to be for all pairs, and for which most."""
+    """By how much all budgets would have to grow for all pairs, and the pair that needs most."""
     levels = _levels(devices, partners)
     worst = max(levels, key=lambda pair: levels[pair])
     return levels[worst], worst
 
 
 def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
-    """Return the plan with which the fuller device of each pair is as far below its budget as can be, or as little
-    above; all of a micro-batch leaves, so that it can be measured. Where it leaves for a node's memory, an eighth
-    below the budget is far enough."""
+    """Return the plan whose fuller devices are as far below their budgets as possible, with whole micro-batches, to be
+    measured.
+
+    If they leave for a node's memory, an eighth below the budget is enough.
+    """
     devices = replace(devices, parts=())
     chosen = (
         tuple(partners)
         if partners
-        else min(_choices(devices, devices.activation_budget()), key=lambda one: _more(devices, one))
+        else min(
+            _choices(devices, devices.activation_budget()), key=lambda partners_tried: _more(devices, partners_tried)
+        )
     )
     if chosen is None:
         more = _more(devices, None)[0]
-        found = _fit(devices, devices.activation_budget(more), None)
-        return _looser(devices, found, more) if devices.hosts in IN_NODES else found
+        fit = _fit(devices, devices.activation_budget(more), None)
+        return _looser(devices, fit, more) if devices.hosts in IN_NODES else fit
     activation_budget = list(devices.activation_budget().room_bytes)
     for pair, more in _levels(devices, chosen).items():
         for rank in pair:
@@ -182,18 +251,18 @@ def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fi
 
 
 def _looser(devices: Devices, tight: Fit, more: int) -> Fit:
-    """Return the budgets less an eighth where the tightest plan, for budgets larger by `more`, is lower: then nodes are
-    asked for less.
+    """Return the budgets less an eighth if the tightest plan, for budgets larger by `more`, is lower, to ask less of
+    nodes.
 
-    Every sender of that plan still sends something, so that it is measured what of its micro-batches moves.
+    Every sender of that plan still sends something, so that the moved part of its micro-batches can be measured.
     """
     activation_budget = devices.activation_budget(max(more, -int(_CUSHION * min(devices.budget_bytes))))
     ranks = range(devices.schedule.num_ranks)
     alone = (sum(allocated_bytes(devices.schedule, rank, devices.memory)) for rank in ranks)
     sends = (num_transfers(tight.schedule, rank).evictions > 0 for rank in ranks)
     less = (
-        min(room, held - 1) if send else room
-        for room, held, send in zip(activation_budget.room_bytes, alone, sends, strict=True)
+        min(room, held_bytes - 1) if send else room
+        for room, held_bytes, send in zip(activation_budget.room_bytes, alone, sends, strict=True)
     )
     return _fit(devices, ActivationBudget(tuple(less), activation_budget.memory), None)
 
@@ -219,10 +288,7 @@ def _fit(devices: Devices, activation_budget: ActivationBudget, partners: Partne
 
 
 def _pooled(devices: Devices, activation_budget: ActivationBudget) -> ActivationBudget:
-    """For other hosts than pairs, with the parts that make the fewest bytes if there is room for them.
-
-    Raises NoRoom.
-    """
+    """For hosts other than pairs: the parts that move the fewest bytes, if there is room. Raises BudgetTooSmall."""
     if devices.parts:
         with suppress(BudgetTooSmall):
             return _with_links(
@@ -236,7 +302,7 @@ def _arranged(devices: Devices, activation_budget: ActivationBudget) -> Schedule
 
 
 def _with_links(devices: Devices, activation_budget: ActivationBudget) -> ActivationBudget:
-    """Less room where a pool's further links take it. Raises NoRoom."""
+    """Reduce the room by a pool's further links. Raises BudgetTooSmall."""
     taken = [0] * len(activation_budget.room_bytes)
     while True:
         less = ActivationBudget(
@@ -251,28 +317,25 @@ def _with_links(devices: Devices, activation_budget: ActivationBudget) -> Activa
 
 
 def _levels(devices: Devices, partners: Partners) -> dict[Pair, int]:
-    """By pair, by how much more its budgets have to be than they are, at least; below 0, by how much less they may be.
-
-    Of a pool it is one number, by whoever lacks most with less.
-    """
+    """By pair, by how much its budgets have to grow at least; negative if they may shrink. A pool has one number."""
     highest = max(devices.budget_bytes)
     alone = devices.need_bytes(devices.schedule)
-    most = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
+    upper = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
     if partners is None:
-        level, worst = smallest_level(lambda level: _pooled(devices, devices.activation_budget(level - highest)), most)
+        level, worst = smallest_level(lambda level: _pooled(devices, devices.activation_budget(level - highest)), upper)
         return {worst: level - highest}
-    found = {}
+    levels = {}
     for pair in pairs_of(partners):
         level = smallest_level_of_pair(
             devices.schedule,
             partners,
             pair,
             lambda level: devices.activation_budget(level - highest),
-            most,
+            upper,
             devices.parts,
         )
-        found[pair] = level - highest
-    return found
+        levels[pair] = level - highest
+    return levels
 
 
 def smallest_bytes(devices: Devices) -> int:
@@ -283,35 +346,32 @@ def smallest_bytes(devices: Devices) -> int:
 
 
 def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> tuple[Fit | None, list[str]]:
-    """Return a plan to change to from what runs `now`, or None where none helps; and lines that say why.
-
-    `costs`: seconds and links, where they are known; bytes are those of `devices`.
-    """
+    """Return a plan to replace what runs `now`, or None, and lines that say why. `costs`: seconds, if known."""
     needs = devices.need_bytes(now)
     fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
     holds = f"as measured, devices need {budget_text(needs)} GiB now"
     try:
-        found = within(devices, now.partners if devices.hosts == PAIR else None)
+        fit = within(devices, now.partners if devices.hosts == PAIR else None)
     except OverBudget as error:
         return None, [f"{holds}; {error}: the plan stays; recompute more, or put fewer layers on the fullest rank"]
-    unknown = sorted(_sent_stages(found.schedule) - _sent_stages(now))
+    unknown = sorted(_sent_stages(fit.schedule) - _sent_stages(now))
     if unknown:
         stages = " and ".join(map(str, unknown))
         return None, [
             f"{holds}; a plan that keeps the budget would send from stage {stages}, whose sizes are not measured "
             "yet: the plan stays"
         ]
-    running = replace(found, schedule=now, memory=devices.memory)
+    running = replace(fit, schedule=now, memory=devices.memory)
     sent = running.moved_bytes
     if costs is not None:
-        found = in_time(found, devices.schedule, costs.holding(found.memory))
+        fit = in_time(fit, devices.schedule, costs.holding(fit.memory))
     holds = f"{holds}, and {budget_text([sent])} GiB are evicted per iteration"
-    if not fits or found.moved_bytes < sent:
-        return found, [f"{holds}; changing the plan:", *plan_lines(found, "as measured")]
-    if costs is not None and found.moved_bytes == sent and waits_less(found, running, costs):
-        return found, [
+    if not fits or fit.moved_bytes < sent:
+        return fit, [f"{holds}; changing the plan:", *plan_lines(fit, "as measured")]
+    if costs is not None and fit.moved_bytes == sent and waits_less(fit, running, costs):
+        return fit, [
             f"{holds}, and a plan that sends as much waits less for it; changing the plan:",
-            *plan_lines(found, "as measured"),
+            *plan_lines(fit, "as measured"),
         ]
     return None, [f"{holds}: no plan needs less, so this one stays"]
 
@@ -327,14 +387,64 @@ def one_budget_a_rank(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int,
     return tuple(budget_bytes) * (num_ranks if len(budget_bytes) == 1 else 1)
 
 
-def plan_in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Fit:
+def plan_in_time(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None = None) -> Fit:
     """Return the plan with its transfers where they end in time on the setup's cluster, if it waits less for them,
     and how long it waits."""
-    return (
-        in_time(found, devices.schedule, balanced_costs(setup, devices, found, profile)) if found.moved_bytes else found
+    return in_time(fit, devices.schedule, balanced_costs(setup, devices, fit, profile)) if fit.moved_bytes else fit
+
+
+def balanced_costs(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None = None) -> Costs:
+    """Return the costs of a setup that is balanced by this plan."""
+    return costs_of(replace(setup, balance=fit.how, budget_bytes=devices.budget_bytes), profile)
+
+
+ELSEWHERE = "`bpipe fit` with the same launch lists other ways to make it fit, and what they cost"
+
+
+def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:
+    """Return the predicted inputs of a plan for a setup."""
+    budgets = one_budget_a_rank(budget_bytes, setup.pipeline)
+    plain, moving = (replace(setup, balance=balance) for balance in (None, EVENLY))
+    nodes = setup.hosts in (POOL, ALL) and len(set(rank_nodes(moving))) > 1
+    return Devices(
+        build(plain.program()),
+        sizes_of(setup, minimum_bytes),
+        besides_of(plain),
+        budgets,
+        besides_of(moving),
+        setup.hosts,
+        rank_nodes(moving) if nodes else (),
+        link_bytes(setup),
+        parts_of(setup, minimum_bytes),
     )
 
 
-def balanced_costs(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Costs:
-    """Return the costs of a setup that is balanced by this plan."""
-    return costs_of(replace(setup, balance=found.how, budget_bytes=devices.budget_bytes), profile)
+def within_budget(
+    setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES, profile: Profile | None = None
+) -> tuple[Setup, Fit]:
+    """Return the setup balanced within budgets, and its plan. Raises ValueError if no plan keeps them."""
+    devices = predicted_devices(setup, budget_bytes, minimum_bytes)
+    return _in_time(setup, devices, within_prediction(devices), profile)
+
+
+def within_budget_or_none(setup: Setup, budget_bytes: Sequence[int], profile: Profile | None = None) -> Setup | None:
+    """Return the setup balanced within budgets, None where no plan keeps them: which budget would be enough takes ten
+    times as long to say."""
+    devices = predicted_devices(setup, budget_bytes)
+    fit = within_or_none(devices)
+    return None if fit is None else _in_time(setup, devices, fit, profile)[0]
+
+
+def _in_time(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None) -> tuple[Setup, Fit]:
+    if not fit.moved_bytes:
+        return replace(setup, balance=None, budget_bytes=devices.budget_bytes), fit
+    fit = plan_in_time(setup, devices, fit, profile)
+    return replace(setup, balance=fit.how, budget_bytes=devices.budget_bytes), fit
+
+
+def within_prediction(devices: Devices) -> Fit:
+    """Return the plan within budgets. Raises ValueError where there is none, with where to look for other ways."""
+    try:
+        return within(devices)
+    except OverBudget as error:
+        raise ValueError(f"by prediction {error}. {ELSEWHERE}") from None

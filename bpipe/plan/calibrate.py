@@ -1,22 +1,92 @@
-"""Lay what a run took beside its prediction. In: seconds of its iterations, a Setup. Out: a `Steady`, a `Calibration`.
+"""Calibrations: by how much a cluster is slower than its prediction.
 
-Refuses what says nothing of the cluster: too few iterations, unsteady ones, more FLOPs than the devices can do. Reads
-no file.
+One factor covers computations and messages alike, because one run does not tell them apart. Refused are runs that say
+nothing of the cluster: too few iterations, unsteady ones, more FLOPs than the devices can do.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from bpipe.config.flags.outputs import WARM_UP_ITERATIONS
 from bpipe.plan.document import configuration
 from bpipe.plan.predict import costs_of
 from bpipe.plan.timing import steady_timing
-from bpipe.predict.calibration import Calibration
+from bpipe.predict.cluster import Cluster
 from bpipe.predict.flops import mfu, training_flops
 from bpipe.predict.layout import Setup
+from bpipe.values import a_number, a_text, an_object, load_json
+
+FORMAT, VERSION = "bpipe-calibration", 1
+# Predictions of published runs are 23 % wrong at most. Twice or half of one is another configuration, or another
+# device.
+SLOWEST = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Ratio of a measured to a predicted iteration."""
+
+    device: str
+    factor: float
+    """`measured_s` / `predicted_s`."""
+    measured_s: float
+    predicted_s: float
+    source: str
+    """Name of the run."""
+    configuration: dict[str, Any]
+    """How it was cut."""
+
+    def __post_init__(self) -> None:
+        if not 1 / SLOWEST <= self.factor <= SLOWEST:
+            raise ValueError(
+                f"{self.source}: {self.measured_s:.4g} s measured are {self.factor:.3g} times the "
+                f"{self.predicted_s:.4g} s predicted, more than a cluster can differ (at most {SLOWEST:g} times "
+                "either way); is this the configuration and the device of the run?"
+            )
+
+    def of(self, cluster: Cluster) -> Cluster:
+        """Return the cluster, calibrated. Raises ValueError for another device than the one that was measured."""
+        if cluster.device.name != self.device:
+            raise ValueError(
+                f"it is for {self.device}, but the cluster has {cluster.device.name}: calibrate with a run on that "
+                "device"
+            )
+        return replace(cluster, factor=self.factor)
+
+    def document(self) -> dict[str, Any]:
+        """Return the contents of the file."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def write(self) -> str:
+        return json.dumps(self.document(), indent=1, allow_nan=False) + "\n"
+
+
+def read_calibration(path: str) -> Calibration:
+    """Read a calibration file. Raises ValueError for another file, or a factor that contradicts its seconds."""
+    try:
+        document = an_object(load_json(Path(path).read_bytes()), "a calibration")
+        if document.get("format") != FORMAT or document.get("version") != VERSION:
+            raise ValueError(f"it is not marked as {FORMAT}, version {VERSION}: use a file that bpipe calibrate wrote")
+        measured, predicted = (a_number(document.get(key), key) for key in ("measured_s", "predicted_s"))
+        factor = a_number(document.get("factor"), "factor")
+        if abs(factor * predicted - measured) > 1e-3 * measured:
+            raise ValueError(
+                f"factor is {factor:g}, but {measured:g} s measured and {predicted:g} s predicted give another one"
+            )
+        names = (a_text(document.get(key), key) for key in ("device", "source"))
+        device, source = names
+        return Calibration(
+            device, factor, measured, predicted, source, dict(an_object(document.get("configuration"), "configuration"))
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
 
 FEWEST = 3
 # Where the middle half of the iterations is wider apart, something else took the time.
@@ -32,7 +102,7 @@ class Ran(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """Median of lines behind the warm-up, and the bounds of their middle half in seconds."""
+    """Median of lines after the warm-up, and the bounds of their middle half in seconds."""
 
     num: int
     left_out: int
@@ -43,7 +113,7 @@ class Steady(NamedTuple):
 
 def steady(ran: Sequence[Ran], warm_up: int = WARM_UP_ITERATIONS) -> Steady:
     """Return the steady state: all but what began in the first `warm_up` iterations."""
-    kept = [one.seconds for one in ran if one.first >= ran[0].first + warm_up]
+    kept = [line.seconds for line in ran if line.first >= ran[0].first + warm_up]
     if len(kept) < FEWEST:
         raise ValueError(
             f"{len(kept)} of {len(ran)} measured times are left after {warm_up} iterations of warm-up: a median "

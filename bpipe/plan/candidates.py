@@ -1,7 +1,4 @@
-"""Configurations as every command lists them: one row each, and the columns that tables are made of.
-
-In: predictions. Out: rows, and their cells as text. Predicts nothing and knows no command line.
-"""
+"""Configurations with their predictions, and the columns of tables of them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from bpipe.schedule.layout import EVEN
 # (docs/validation.md).
 CLEARLY = 1.05
 
-# What a row or a heading says of hosts behind "balanced"; of pairs nothing.
+# What follows "balanced" in a row or a heading.
 HOSTS = {
     PAIR: "",
     POOL: " in a pool",
@@ -84,7 +81,7 @@ class Candidate:
 
     @property
     def state(self) -> str:
-        """What stands in its way or makes it doubtful, in words."""
+        """What prevents it or makes it doubtful, in words."""
         states = {
             "refused by the trainer": bool(self.refused),
             "guarded": self.is_guarded,
@@ -125,13 +122,12 @@ def cells(titles: Iterable[str], rows: Sequence[Candidate], base: Candidate | No
 
 
 def _of_bandwidth(row: Candidate, name: str, decimals: int) -> str:
-    """Write a rate of its transfers in GB; nothing if nothing moves."""
     bandwidth = row.prediction.bandwidth
     return "" if bandwidth is None else f"{getattr(bandwidth, name) / 1e9:.{decimals}f}"
 
 
 def is_level(seconds: float, other: float) -> bool:
-    """Return whether predictions cannot tell that it takes longer than the other."""
+    """Whether predictions cannot tell that it takes longer than the other."""
     return seconds < CLEARLY * other
 
 

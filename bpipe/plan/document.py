@@ -1,7 +1,4 @@
-"""Write predictions as the JSON that `bpipe simulate` and `bpipe plan` promise (docs/planning.md).
-
-In: a prediction. Out: plain values.
-"""
+"""Predictions as the JSON of `bpipe simulate` and `bpipe plan` (docs/planning.md)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Estimate what another micro-batch size gains, from stage MFUs alone.
-
-In: B, p, two sizes, two stage MFUs. Out: times, MFUs, a sentence.
+"""The gain of another micro-batch size, from stage MFUs alone.
 
 Source: Huang et al. 2024, "Re-evaluating the Memory-balanced Pipeline Parallelism: BPipe":
     iteration time = (B/b + p - 1) T(b)
     MFU(x) / MFU(y) = (B + y(p-1)) / (B + x(p-1)) * MFU_stage(x) / MFU_stage(y)
-B is the global batch of one replica. Knows no model, no memory and no transfers: those are taken to hide.
+B is the global batch of one replica. Transfers are taken to be hidden.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ ERROR = 0.04
 
 
 def verdict(result: Estimate, x: int, y: int, stage_mfu_x: float, stage_mfu_y: float) -> str:
-    """Return whether size x is worth what it takes to make it fit, and why."""
+    """Whether size x is worth what it takes to make it fit, and why."""
     stage = f"a stage is {stage_mfu_x / stage_mfu_y:.3f} times as fast"
     reason = f"{stage}, the bubble goes from {100 * result.bubble_y:.1f} to {100 * result.bubble_x:.1f} %"
     if result.ratio > 1 + ERROR:

@@ -15,9 +15,9 @@ from bpipe.plan.search import COMPARED, Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import Cluster, gib_text
+from bpipe.predict.costs import hosts_of, links
 from bpipe.predict.error_bars import is_never_calibrated
 from bpipe.predict.layout import Setup
-from bpipe.predict.links import hosts_of, links
 from bpipe.predict.memory import TIGHT
 from bpipe.predict.nodes import replicas_share_nodes
 from bpipe.predict.profile import Profile
@@ -47,7 +47,7 @@ def only_balanced(row: Candidate) -> str | None:
 
 
 def uneven_by_counts(setup: Setup) -> str | None:
-    """Return that slices of differing lengths are balanced by their number, and the way out; None where they are
+    """Say that slices of differing lengths are balanced by their number, and the way out; None where they are
     not."""
     counted = setup.balance is not None and setup.activation_budget is None
     if setup.slices == 1 or setup.slice_lengths == EVEN or not counted:
@@ -71,7 +71,7 @@ def transfer_rates(prediction: SetupPrediction) -> str | None:
 
 
 def remarks(row: Candidate, apart: str | None = None) -> list[str]:
-    """Return what is said of a row beside its numbers, a sentence each. `apart`: what `pairs_apart` says of it."""
+    """Return remarks on a row, a sentence each. `apart`: that of `pairs_apart`."""
     prediction = row.prediction
     every = (
         transfer_rates(prediction),
@@ -98,10 +98,9 @@ def costly_halves(prediction: SetupPrediction) -> str | None:
     peak = prediction.peak_bytes
     return (
         f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with "
-        f"--bpipe-keep-weights-halves none the "
-        f"fullest rank needs {gib_text(other.peak_bytes)} instead of {gib_text(peak)} GiB, and an iteration takes "
-        f"{other.iteration_s:.3f} "
-        f"instead of {prediction.timing.iteration_s:.3f} s"
+        f"--bpipe-keep-weights-halves none the fullest rank needs {gib_text(other.peak_bytes)} instead of "
+        f"{gib_text(peak)} GiB, and an iteration takes {other.iteration_s:.3f} instead of "
+        f"{prediction.timing.iteration_s:.3f} s"
     )
 
 
@@ -138,14 +137,17 @@ def replicas_apart(setup: Setup) -> str | None:
     plain = replace(setup, balance=None, budget_bytes=None)
     if not replicas_share_nodes(plain):
         return None
-    mine, without = (
+    own_s, plain_s = (
         setup.time_factor
-        * max(sum(sum(update_seconds(one)[stage]) for stage in one.stages_of(rank)) for rank in range(one.pipeline))
-        for one in (setup, plain)
+        * max(
+            sum(sum(update_seconds(variant)[stage]) for stage in variant.stages_of(rank))
+            for rank in range(variant.pipeline)
+        )
+        for variant in (setup, plain)
     )
     return (
         f"balanced pairs share nodes, so the replicas of a rank do not: reducing gradients and updating weights takes "
-        f"{mine:.3f} instead of {without:.3f} s"
+        f"{own_s:.3f} instead of {plain_s:.3f} s"
     )
 
 
@@ -159,10 +161,10 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
     moving = (rank for rank, count in enumerate(prediction.transfers) if count)
     if not any(joined.crosses(rank, host.rank) for rank in moving for host in hosts[rank]):
         return None
-    cluster, each = setup.cluster, setup.tensor * setup.context
-    fills = 2 * each > cluster.devices_per_domain
+    cluster, per_rank = setup.cluster, setup.tensor * setup.context
+    fills = 2 * per_rank > cluster.devices_per_domain
     why = (
-        f"a rank has {each} of {cluster.domain}'s {cluster.devices_per_domain} devices"
+        f"a rank has {per_rank} of {cluster.domain}'s {cluster.devices_per_domain} devices"
         if fills
         else "ranks do not fill nodes in pairs"
     )
@@ -183,12 +185,9 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
 
 
 def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
-    """What to take where pairs lie on two nodes, which ranks may fill.
-
-    `host`: GB/s to a node's memory, where that is faster.
-    """
+    """Alternatives to pairs on two nodes, which ranks may fill. `host`: GB/s to a node's memory, if that is faster."""
     devices = setup.cluster.devices_per_domain
-    fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= devices), default=None)
+    fewer = max((size for size in divisors(setup.tensor) if 2 * size * setup.context <= devices), default=None)
     ways = [f"--tp {fewer}, so that pairs share a node"] if fills and fewer else []
     if host is not None:
         ways.append(f"--hosts host, which has {host:.0f} GB/s to CPU memory")
@@ -213,7 +212,12 @@ def verdict(outcome: Outcome) -> Verdict:
             "Only configurations without balancing were searched: this does not show what balancing would gain.",
         )
     if balances == {"bpipe"}:
-        return _only_balanced_looked_at(outcome)
+        return Verdict(
+            "not-compared",
+            "Only balanced configurations were searched, and those listed do not fit without balancing; "
+            f"{outcome.cuts.get('unneeded', 0)} more fit without it and are neither listed nor timed: this does not show "
+            "a gain.",
+        )
     compared_s = COMPARED * outcome.rows[-1].iteration_s if outcome.cuts.keys() & {"slower", "skipped"} else None
     if outcome.balanced is None:
         only = (
@@ -246,17 +250,7 @@ def verdict(outcome: Outcome) -> Verdict:
     return Verdict("no-gain", f"Balancing does not help here: {count}, but the best of them takes {against}")
 
 
-def _only_balanced_looked_at(outcome: Outcome) -> Verdict:
-    others = outcome.cuts.get("unneeded", 0)
-    text = (
-        f"Only balanced configurations were searched, and those listed do not fit without balancing; {others} more fit "
-        "without it and are neither listed nor timed: this does not show a gain."
-    )
-    return Verdict("not-compared", text)
-
-
 def _nothing(outcome: Outcome) -> Verdict:
-    """Return the verdict where there is no row, though there were configurations."""
     if outcome.closest is None:
         # Only where balanced ones alone were asked for.
         text = "Nothing fits only because of balancing: what was searched fits without it. Give --balance none bpipe."
@@ -272,7 +266,6 @@ def _nothing(outcome: Outcome) -> Verdict:
 
 
 def _what_cut(outcome: Outcome) -> str:
-    """Return every constraint that cut something, in the order in which they are asked."""
     cluster = outcome.space.cluster
     parts = [f"{outcome.cuts[name]} {text}" for name, text in CUTS.items() if name in outcome.cuts]
     sizes = "t*p*d" if outcome.space.contexts == (1,) else "t*c*p*d"
@@ -293,17 +286,16 @@ def _closest(closest: Closest, space: Space) -> str:
 
 
 def _more_ranks(setup: Setup, space: Space) -> str:
-    """What keeps the layers from being cut over more devices."""
     layers = setup.model.num_layers
     if setup.pipeline == layers:
         return f"p is at its limit of {layers} layers, so use devices with more memory"
     if setup.data == 1:
         return "use more devices"
     devices = setup.cluster.num_devices // (setup.tensor * setup.context)
-    larger = [one for one in divisors(devices) if setup.pipeline < one <= layers]
+    larger = [size for size in divisors(devices) if setup.pipeline < size <= layers]
     if not larger:
         return f"no larger p divides the {devices} devices and is within the {layers} layers"
-    if not space.uneven and all(layers % one for one in larger):
+    if not space.uneven and all(layers % size for size in larger):
         return f"a larger p does not divide the {layers} layers, so leave out --even-layers"
     return f"a larger p is possible ({', '.join(map(str, larger))}), and another constraint cut it"
 
@@ -319,15 +311,15 @@ def _fewer_activations(setup: Setup, space: Space) -> str:
     return " or ".join(ways) or "use more devices, or a shorter sequence"
 
 
-def describe_change(one: SetupPrediction, other: SetupPrediction) -> str:
+def describe_change(before: SetupPrediction, after: SetupPrediction) -> str:
     """Describe what the second setup changes: speed of a stage, bubble, and waiting."""
-    bubbles = [100 * each.timing.bubble_of_makespan for each in (one, other)]
+    bubbles = [100 * prediction.timing.bubble_of_makespan for prediction in (before, after)]
     parts = [
-        f"useful work per second of computing {_while_busy(other) / _while_busy(one):.2f}x",
+        f"useful work per second of computing {_while_busy(after) / _while_busy(before):.2f}x",
         f"bubble {bubbles[1]:.1f} instead of {bubbles[0]:.1f} % of the iteration",
     ]
-    exposed = max(other.timing.exposed_s)
-    if exposed > 0.01 * other.timing.iteration_s:
+    exposed = max(after.timing.exposed_s)
+    if exposed > 0.01 * after.timing.iteration_s:
         parts.append(f"exposed transfers {exposed:.2f} s")
     return ", ".join(parts)
 

@@ -1,9 +1,4 @@
-"""Hold a plan within budgets, and say who hosts for whom by it, how much, and why.
-
-In: a schedule, sizes, budgets. Out: lines, or JSON.
-
-Plans nothing (`budget` does) and knows no command line.
-"""
+"""A plan within budgets, and lines or JSON that say who hosts for whom, how much, and why."""
 
 from __future__ import annotations
 
@@ -30,22 +25,23 @@ from bpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A plan: `how` asks the one door for `schedule`.
-
-    `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs.
-
-    `exposed_s`: how long each rank waits for transfers in an iteration, by simulation, where costs are known;
-    `unjudged`: why nobody simulated it all the same.
-    """
+    """A plan within budgets."""
 
     how: BalanceConfig
+    """Balances the schedule so."""
     schedule: Schedule
+    """The balanced schedule."""
     memory: Memory
+    """Memory of a micro-batch of every stage, with the part that moves."""
     budget_bytes: tuple[int, ...]
     alone_bytes: tuple[int, ...]
+    """Need of each device if nothing left."""
     need_bytes: tuple[int, ...]
+    """Need of each device."""
     exposed_s: tuple[float, ...] | None = None
+    """Seconds per iteration that each rank waits for transfers, if costs are known."""
     unjudged: str | None = None
+    """Why that was not simulated nonetheless."""
 
     @property
     def moved_bytes(self) -> int:
@@ -69,84 +65,82 @@ class Fit:
         return moved_bytes(residencies, self.memory)
 
 
-def plan_values(found: Fit) -> dict[str, Any]:
+def plan_values(fit: Fit) -> dict[str, Any]:
     """Return the plan as JSON values."""
-    schedule = found.schedule
+    schedule = fit.schedule
     return {
-        "budget_bytes": list(found.budget_bytes),
-        "alone_bytes": list(found.alone_bytes),
-        "need_bytes": list(found.need_bytes),
-        "moved_bytes": found.moved_bytes,
-        **({} if found.exposed_s is None else {"exposed_s": list(found.exposed_s)}),
-        **({} if found.unjudged is None else {"unjudged": found.unjudged}),
-        **({"own_bytes": list(found.own_bytes)} if uses_host_memory(schedule.hosts) else {}),
+        "budget_bytes": list(fit.budget_bytes),
+        "alone_bytes": list(fit.alone_bytes),
+        "need_bytes": list(fit.need_bytes),
+        "moved_bytes": fit.moved_bytes,
+        **({} if fit.exposed_s is None else {"exposed_s": list(fit.exposed_s)}),
+        **({} if fit.unjudged is None else {"unjudged": fit.unjudged}),
+        **({"own_bytes": list(fit.own_bytes)} if uses_host_memory(schedule.hosts) else {}),
         "hosts": [
             {
                 "rank": rank,
                 "host": host.rank,
                 "evictions": len(residencies),
-                "moved_bytes": found.residency_bytes(residencies),
+                "moved_bytes": fit.residency_bytes(residencies),
             }
             for rank in range(schedule.num_ranks)
             for host, residencies in residencies_by_host(schedule, rank).items()
-            if found.residency_bytes(residencies)
+            if fit.residency_bytes(residencies)
         ],
     }
 
 
-def plan_lines(found: Fit, known: str = "by prediction") -> list[str]:
+def plan_lines(fit: Fit, basis: str = "by prediction") -> list[str]:
     """Return lines that say who hosts for whom, how much, and why."""
-    schedule, budgets = found.schedule, found.budget_bytes
-    head = f"{known} within {budget_text(budgets)} GiB per device"
+    schedule, budgets = fit.schedule, fit.budget_bytes
+    head = f"{basis} within {budget_text(budgets)} GiB per device"
     senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
     if not senders:
-        fullest = max(range(schedule.num_ranks), key=lambda rank: found.alone_bytes[rank] - budgets[rank])
+        fullest = max(range(schedule.num_ranks), key=lambda rank: fit.alone_bytes[rank] - budgets[rank])
         return [
             f"{head}: nothing has to leave, rank {fullest} is the fullest with "
-            f"{budget_text([found.alone_bytes[fullest]])} GiB"
+            f"{budget_text([fit.alone_bytes[fullest]])} GiB"
         ]
-    told = [f"{head}: {budget_text([found.moved_bytes])} GiB are evicted per iteration"]
-    return [*told, *(_hosting(found, rank) for rank in senders), *_waiting(found)]
+    told = [f"{head}: {budget_text([fit.moved_bytes])} GiB are evicted per iteration"]
+    return [*told, *(_hosting(fit, rank) for rank in senders), *_waiting(fit)]
 
 
-def _part(found: Fit, residencies: Sequence[Residency]) -> str:
-    """Return the bytes of each part, where that is not all."""
-    sizes = {found.memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies}
-    if not {residency.stage for residency in residencies} & set(found.how.parts):
+def _part(fit: Fit, residencies: Sequence[Residency]) -> str:
+    """Bytes of each part; nothing if all of a micro-batch moves."""
+    sizes = {fit.memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies}
+    if not {residency.stage for residency in residencies} & set(fit.how.parts):
         return ""
     return f"{'up to ' if len(sizes) > 1 else ''}{budget_text([max(sizes)])} GiB of each of "
 
 
-def _waiting(found: Fit) -> list[str]:
-    """Where transfers do not end in time."""
-    if found.unjudged is not None:
+def _waiting(fit: Fit) -> list[str]:
+    if fit.unjudged is not None:
         return [
             f"whether transfers end before they are needed was not looked at, and none is issued earlier: "
-            f"{found.unjudged}"
+            f"{fit.unjudged}"
         ]
     waits = ", ".join(
-        f"rank {rank} {seconds:.3f} s" for rank, seconds in enumerate(found.exposed_s or ()) if seconds >= 0.0005
+        f"rank {rank} {seconds:.3f} s" for rank, seconds in enumerate(fit.exposed_s or ()) if seconds >= 0.0005
     )
-    earlier = ", issued earlier where there is room" if found.how.windows is not None else ""
+    earlier = ", issued earlier where there is room" if fit.how.windows is not None else ""
     return [f"not every transfer ends before it is needed{earlier}: waits in an iteration {waits}"] if waits else []
 
 
-def _hosting(found: Fit, rank: int) -> str:
-    """Of one rank that sends."""
-    schedule, by_host = found.schedule, residencies_by_host(found.schedule, rank)
+def _hosting(fit: Fit, rank: int) -> str:
+    schedule, by_host = fit.schedule, residencies_by_host(fit.schedule, rank)
     every = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
     counted = "micro-batches" if schedule.layout.slices == 1 else "slices of micro-batches"
     parts = []
     for host, residencies in by_host.items():
         if host.on_device:
             where, count = f"rank {host.rank}", num_buffers_for(schedule, host.rank)[rank]
-            taken = buffer_bytes(schedule, host_buffers(schedule, host.rank), found.memory, rank)
+            taken = buffer_bytes(schedule, host_buffers(schedule, host.rank), fit.memory, rank)
         else:
-            where, count, taken = "its own node", num_host_memory_buffers(schedule, rank), found.own_bytes[rank]
+            where, count, taken = "its own node", num_host_memory_buffers(schedule, rank), fit.own_bytes[rank]
         parts.append(
-            f"{where} hosts {_part(found, residencies)}{len(residencies)} of its {every} {counted}, in "
+            f"{where} hosts {_part(fit, residencies)}{len(residencies)} of its {every} {counted}, in "
             f"{count} host buffer{'s' * (count > 1)} of {budget_text([taken])} GiB in all"
         )
-    needs = [budget_text([found.need_bytes[one]]) for one in (rank, *device_ranks(by_host))]
+    needs = [budget_text([fit.need_bytes[holder]]) for holder in (rank, *device_ranks(by_host))]
     then = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"
-    return f"rank {rank} would need {budget_text([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: {then}"
+    return f"rank {rank} would need {budget_text([fit.alone_bytes[rank]])} GiB; {', '.join(parts)}: {then}"

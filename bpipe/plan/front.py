@@ -1,11 +1,8 @@
-"""Find what is fastest for every amount of memory: the Pareto front of a space.
+"""The Pareto front of a space: what is fastest for every amount of memory.
 
-In: the Space. Out: a `Front`, by rising memory.
-
-A configuration is on it where none that takes no longer needs less memory, balanced ones, other schedules and
-recomputation among them. The device's own memory says only which point wins. Configurations come by the lower bounds of
-their times, and what is beaten by bounds alone is asked neither for memory nor for time: what is found is what
-predicting all would find. Knows no command line.
+A configuration is on it if none that takes no longer needs less memory. The device's own memory only says which point
+wins. Configurations come by the lower bounds of their times, and what bounds alone rule out is not predicted: the
+result is that of predicting everything.
 """
 
 from __future__ import annotations
@@ -33,28 +30,28 @@ from bpipe.predict.recompute import BLOCK
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.hosts import ARRANGEMENTS
 
-# Up to so many times the device's memory: beyond, nobody could give it.
+# Limit of the search as a multiple of the device's memory.
 MOST_TIMES = Fraction(2)
 _SHARDS, _SLICES = "--vocabulary", "--slices"
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Pareto front: `points` by rising memory and falling time.
-
-    `limit_bytes`: a device's memory. `most_bytes`: limit of the search.
-
-    `num_configurations` were searched, `num_simulated` of them simulated. `not_searched`: what may beat a point.
-    """
+    """Pareto front of memory and time."""
 
     points: tuple[Candidate, ...]
+    """By rising memory and falling time."""
     limit_bytes: int
+    """Memory of a device."""
     most_bytes: int
+    """Limit of the search."""
     num_configurations: int
+    """Configurations that were searched."""
     num_simulated: int
     stock: Candidate | None = None
     """The fastest that Megatron runs alone and that fits."""
     not_searched: tuple[str, ...] = ()
+    """What may beat a point."""
 
     @property
     def winner(self) -> int | None:
@@ -64,30 +61,28 @@ class Front:
 
 
 def find_front(space: Space, progress: Progress = lambda what, done, total: None) -> Front:
-    """Find the front of all configurations up to `MOST_TIMES` the device's memory.
-
-    Raises ValueError where layers to recompute are left open.
-    """
+    """Find the front up to `MOST_TIMES` the device's memory. Raises ValueError for an open number of recomputed
+    layers."""
     if BLOCK in space.recompute:
         raise ValueError(
             f"{BLOCK} chooses the number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4"
         )
     limit = space.cluster.limit_bytes
-    most = int(MOST_TIMES * limit)
+    largest = int(MOST_TIMES * limit)
     candidates = by_bound(space)
-    known = _Unbeaten()
+    unbeaten = _Unbeaten()
     for done, (bound_s, setup) in enumerate(candidates):
         progress("front", done, len(candidates))
-        needs = _needs_unless_beaten(known, setup, bound_s, most)
+        needs = _needs_unless_beaten(unbeaten, setup, bound_s, largest)
         if needs is not None and not stands_still(setup):
-            known.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
+            unbeaten.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
     progress("front", len(candidates), len(candidates))
     points = (
         Candidate(predict(setup, space.profile, formula=space.formula, timing=timing))
-        for _, timing, setup in known.rows
+        for _, timing, setup in unbeaten.rows
     )
     stock = search(stock_space(space), 1).stock
-    return Front(tuple(points), limit, most, len(candidates), known.num_added, stock, not_searched(space))
+    return Front(tuple(points), limit, largest, len(candidates), unbeaten.num_added, stock, not_searched(space))
 
 
 def not_searched(space: Space) -> tuple[str, ...]:
@@ -109,7 +104,7 @@ def not_searched(space: Space) -> tuple[str, ...]:
         ),
         (scopes, f"recomputation {', '.join(scopes)} (--recompute)"),
         (
-            space.slices == (1,) and any(one.takes_slices for one in families),
+            space.slices == (1,) and any(family.takes_slices for family in families),
             f"sequences in slices ({_SLICES} {' '.join(map(str, NUMBERS))})",
         ),
         (max(space.slices) > 1 and moves, "balanced slices of differing lengths (--memory, without --front)"),
@@ -119,7 +114,7 @@ def not_searched(space: Space) -> tuple[str, ...]:
         (BALANCES[0] not in space.balances, "rows without balancing (--balance)"),
         (others, f"other schedules (--schedule {' '.join(others)})"),
         (
-            any(one.takes_delay or one.splits for one in families),
+            any(family.takes_delay or family.splits for family in families),
             "other groups than p / 2 and p, delays, and W at once (bpipe simulate)",
         ),
         (space.max_chunks < space.model.num_layers, f"more than {space.max_chunks} chunks per rank (--max-chunks)"),
@@ -128,21 +123,20 @@ def not_searched(space: Space) -> tuple[str, ...]:
     return tuple(text for is_left_out, text in every if is_left_out)
 
 
-def _but(every: Iterable[str], given: Collection[str]) -> list[str]:
-    return [one for one in every if one not in given]
+def _but(every: Iterable[str], excluded: Collection[str]) -> list[str]:
+    return [choice for choice in every if choice not in excluded]
 
 
-def _needs_unless_beaten(known: _Unbeaten, setup: Setup, bound_s: float, most: int) -> int | None:
-    """What it needs, None where that is too much or something known beats it. Asked in steps: cheap bounds first."""
+def _needs_unless_beaten(unbeaten: _Unbeaten, setup: Setup, bound_s: float, largest: int) -> int | None:
+    """Return its need, None if that is too much or a known point beats it. Cheap bounds come first."""
     needs = 0
     for needs in _rising(setup):
-        if needs > most or known.beats(needs, bound_s):
+        if needs > largest or unbeaten.beats(needs, bound_s):
             return None
     return needs
 
 
 def _rising(setup: Setup) -> Iterable[int]:
-    """Less than it needs, nearer to it each time; then what it does."""
     yield least_bytes(setup)
     if setup.balance is not None:
         yield least_shared_bytes(setup)
@@ -157,7 +151,7 @@ class _Unbeaten:
         self.num_added = 0
 
     def beats(self, needs: int, seconds: float) -> bool:
-        """Return whether something known needs no more and takes no longer."""
+        """Whether something known needs no more and takes no longer."""
         return any(peak <= needs and timing.iteration_s <= seconds for peak, timing, _ in self.rows)
 
     def add(self, needs: int, timing: Timing, setup: Setup) -> None:
@@ -177,11 +171,11 @@ def standing(front: Front) -> str:
             f"Nothing fits into {has}: the smallest configuration needs {gib_text(first.peak_bytes)} GiB, "
             f"{_apart(first, front.limit_bytes)} more."
         )
-    mine = front.points[winner]
-    parts = [f"With {has} row {winner + 1} wins (*): {mine.iteration_s:.3f} s in {gib_text(mine.peak_bytes)} GiB."]
+    best = front.points[winner]
+    parts = [f"With {has} row {winner + 1} wins (*): {best.iteration_s:.3f} s in {gib_text(best.peak_bytes)} GiB."]
     if winner + 1 < len(front.points):
         above = front.points[winner + 1]
-        gain = 100 * (1 - above.iteration_s / mine.iteration_s)
+        gain = 100 * (1 - above.iteration_s / best.iteration_s)
         parts.append(
             f"The next needs {_apart(above, front.limit_bytes)} more than that and takes {gain:.1f} % less time."
         )
@@ -189,9 +183,9 @@ def standing(front: Front) -> str:
         parts.append("Nothing that was searched with more memory is faster.")
     if winner:
         below = front.points[winner - 1]
-        more = 100 * (below.iteration_s / mine.iteration_s - 1)
+        more = 100 * (below.iteration_s / best.iteration_s - 1)
         parts.append(
-            f"The one before needs {gib_text(mine.peak_bytes - below.peak_bytes)} GiB less and takes {more:.1f} % "
+            f"The one before needs {gib_text(best.peak_bytes - below.peak_bytes)} GiB less and takes {more:.1f} % "
             "more time."
         )
     return " ".join(parts)

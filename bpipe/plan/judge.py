@@ -1,10 +1,7 @@
-"""Say which configurations of a space fit, and count them.
+"""Which configurations of a space fit, and how many.
 
-In: Setups, one by one. Out: a yes or no each, and how every family stands.
-
-What cheap bounds decide is asked no further: weights alone, what the first rank holds, what ranks hold when their
-backwards begin. Of what is too much by a bound it is said only at the end what it needs, where somebody wants to know.
-Knows no time but what it is told.
+Cheap bounds decide first: weights alone, what the first rank holds, what ranks hold when their backwards begin. What is
+too large by a bound is predicted exactly only at the end, if its need is reported.
 """
 
 from __future__ import annotations
@@ -13,40 +10,36 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bpipe.plan.budget_fit import within_budget_or_none
+from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import Candidate
-from bpipe.plan.fewest_layers import OPEN, fewest_layers, with_block
 from bpipe.plan.shards import stands_still
-from bpipe.plan.space import Space
+from bpipe.plan.space import OPEN, Space, fewest_layers, with_block
 from bpipe.predict.activations import moves_anything
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import (
     least_bytes,
     least_sharded_bytes,
     least_shared_bytes,
+    least_warm_bytes,
     peak_bytes,
     predict_memory,
     rank_states,
 )
 from bpipe.predict.recompute import BLOCK
-from bpipe.predict.warm_up import least_warm_bytes
 from bpipe.schedule.hosts import PAIR
 
-# A plan by a budget takes a second for so many forwards.
+# A plan by a budget takes a second for that many forwards.
 _FORWARDS_PLANNED = 10_000
 # Host buffers of an even plan are larger by up to this than a budget needs.
 _NEARLY = 1.03
 
 
 class Closest(NamedTuple):
-    """The setup that needs fewest bytes on its fullest rank.
-
-    `is_state`: they are its weights, gradients and optimizer state alone.
-
-    A setup of which only activations are too much is closer than any whose state is.
-    """
+    """The setup that needs the fewest bytes on its fullest rank; one whose activations alone are too much comes
+    first."""
 
     is_state: bool
+    """Whether weights, gradients and optimizer state alone are too much."""
     needs_bytes: int
     setup: Setup
 
@@ -97,26 +90,23 @@ class Judge:
 
     @property
     def closest(self) -> Closest | None:
-        """The setup closest to fitting, once nothing fits.
-
-        Bounds may be below true needs, so the lowest are judged again.
-        """
-        if not self._large or any(one.num_fitting for one in self.families.values()):
+        """The setup closest to fitting, if nothing fits. The lowest bounds are predicted exactly."""
+        if not self._large or any(candidate.num_fitting for candidate in self.families.values()):
             return None
-        found: Closest | None = None
-        for _, one in sorted(enumerate(self._large), key=lambda pair: (*pair[1][:2], pair[0])):
-            if one.is_state or (found is not None and one.needs_bytes >= found.needs_bytes):
-                return found or one
-            needs = peak_bytes(one.setup)
-            if found is None or needs < found.needs_bytes:
-                found = one._replace(needs_bytes=needs)
-        return found
+        nearest: Closest | None = None
+        for _, candidate in sorted(enumerate(self._large), key=lambda pair: (*pair[1][:2], pair[0])):
+            if candidate.is_state or (nearest is not None and candidate.needs_bytes >= nearest.needs_bytes):
+                return nearest or candidate
+            needs = peak_bytes(candidate.setup)
+            if nearest is None or needs < nearest.needs_bytes:
+                nearest = candidate._replace(needs_bytes=needs)
+        return nearest
 
     def standings(self) -> tuple[FamilyResult, ...]:
         """Return every family's, in the space's order. Of one without a row it is said what the least of it needs."""
         for name, family in self.families.items():
             for bound, setup in (
-                sorted(self._by_bound.get(name, ()), key=lambda one: one[0]) if family.fastest is None else ()
+                sorted(self._by_bound.get(name, ()), key=lambda entry: entry[0]) if family.fastest is None else ()
             ):
                 if family.least_bytes is not None and bound >= family.least_bytes:
                     break
@@ -147,21 +137,21 @@ class Judge:
         takes. None: it does not."""
         if BLOCK not in self._recompute or setup.recompute != OPEN:
             return self._fitted(setup)
-        most, self.needs_bytes = max(setup.layers), None
+        num_layers, self.needs_bytes = max(setup.layers), None
         if "none" in self._recompute and self._is_enough(replace(setup, recompute="none")):
             self.cuts["layers"] += 1
             return None
-        number = fewest_layers(most, lambda count: self._is_enough(with_block(setup, count)))
-        if number == most and "full" in self._recompute:
+        number = fewest_layers(num_layers, lambda count: self._is_enough(with_block(setup, count)))
+        if number == num_layers and "full" in self._recompute:
             self.cuts["layers"] += 1
             return None
-        return self._fitted(with_block(setup, number or most))
+        return self._fitted(with_block(setup, number or num_layers))
 
     def _is_enough(self, setup: Setup) -> bool:
         return self._known(setup)[0] <= self._limit
 
     def _fitted(self, setup: Setup) -> Setup | None:
-        """The setup if it fits, balanced by a budget where sharing evenly is not enough."""
+        """Return the setup if it fits, balanced by a budget if even shares are not enough."""
         self.needs_bytes = None
         peak, is_bound = self._known(setup if setup.balance is None else replace(setup, balance=None))
         if setup.balance is not None:
@@ -169,11 +159,11 @@ class Judge:
             if peak <= self._limit:
                 self.cuts["unneeded"] += 1
                 return None
-            needs, known = peak, self._balanced(setup)
-            if known is None:
+            needs, judged = peak, self._balanced(setup)
+            if judged is None:
                 self.cuts["pairs"] += 1
                 return None
-            peak, is_bound, setup = known
+            peak, is_bound, setup = judged
             self.needs_bytes = needs
         if peak <= self._limit and stands_still(setup):
             self.cuts["queues"] += 1
@@ -186,13 +176,13 @@ class Judge:
         return None
 
     def _known(self, setup: Setup) -> tuple[int, bool]:
-        """What it needs; where less than that is too much, that, and whether it is a bound to be asked for more."""
+        """Return its need, or a lower bound that is too much already, and whether that bound may be asked for more."""
         if setup not in self._asked:
             self._asked[setup] = self._needs(setup)
         return self._asked[setup]
 
     def _states_of(self, setup: Setup) -> tuple[int, ...]:
-        """Of every rank, what is there all the time: the same whatever the micro-batch, recomputation and groups."""
+        """Bytes that every rank holds throughout, whatever the micro-batch, recomputation and groups."""
         grid = setup.tensor, setup.context, setup.pipeline, setup.routing
         key = (
             grid,
@@ -221,8 +211,7 @@ class Judge:
         return warm if warm > self._limit or not setup.is_sharded else least_sharded_bytes(setup, states)
 
     def _balanced(self, setup: Setup) -> tuple[int, bool, Setup] | None:
-        """The same of a balanced one, and how it is balanced. None where nothing of it would move: then it gains nothing
-        either."""
+        """Return the same of a balanced setup, and the setup as it is balanced; None if nothing would move."""
         states = self._states_of(setup)
         least = least_bytes(setup, states)
         if least > self._limit:
@@ -241,14 +230,14 @@ class Judge:
         # If all ranks together have no room, or the fullest and the emptiest as a pair, no plan has.
         mean = max(sum(peaks) / len(peaks), (even + min(peaks)) / 2 if setup.hosts == PAIR else 0)
         is_planned = even > self._limit and mean <= _NEARLY * self._limit
-        planned = self._by_budget(setup) if is_planned else None
-        return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
-
-    def _by_budget(self, setup: Setup) -> Setup | None:
-        """The same balanced by bytes: even shares of micro-batches are no even shares of memory, as the last rank has
-        logits beside them."""
         forwards = setup.num_stages * setup.num_microbatches * setup.slices
-        return within_budget_or_none(setup, (self._limit,), self._profile) if forwards <= _FORWARDS_PLANNED else None
+        # Even shares of micro-batches are not even shares of memory, because the last rank also has logits.
+        planned = (
+            within_budget_or_none(setup, (self._limit,), self._profile)
+            if is_planned and forwards <= _FORWARDS_PLANNED
+            else None
+        )
+        return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
 
     def _is_large(self, setup: Setup, peak: int, is_bound: bool) -> None:
         family = self.families[setup.schedule]

@@ -1,8 +1,6 @@
-"""Say in which state every feature of a launch is: supported, guarded or refused.
+"""The state of every feature of a launch: supported, guarded or refused, by the trainer's table.
 
-In: a launch's flags. Out: the rows of the trainer's own table (`bpipe.config.features`) that apply, the worst first, and of
-what was trained the commonest. A launch
-without any flag of this project's is judged as with `--bpipe`. Predicts nothing, and imports no Megatron.
+A launch without any flag of this project is judged as with `--bpipe`.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from bpipe.schedule.layout import REDISTRIBUTE
 from bpipe.schedule.program import Exchange
 
 # What was trained by stock Megatron and with this project, bit by bit: tests/gloo has the proof.
+_PARTS, _FOUND = "every rank moves its own part", "its storages are found as any others"
+_KEPT, _SIZES = "what is kept moves, what is computed again does not", "the size of each micro-batch travels with it"
 SUPPORTED: tuple[Feature, ...] = tuple(
     Feature(name, applies, reason, "", State.SUPPORTED, proof)
     for name, applies, reason, proof in (
@@ -29,19 +29,9 @@ SUPPORTED: tuple[Feature, ...] = tuple(
             "every chunk's activations move to the same partner",
             "interleaved_m8",
         ),
-        (
-            "tensor parallelism",
-            lambda s: (s.tensor_model_parallel_size or 1) > 1,
-            "every rank moves its own part",
-            "tensor",
-        ),
-        ("sequence parallelism", lambda s: s.sequence_parallel, "every rank moves its own part", "sequence"),
-        (
-            "context parallelism",
-            lambda s: (s.context_parallel_size or 1) > 1,
-            "every rank moves its own part",
-            "context",
-        ),
+        ("tensor parallelism", lambda s: (s.tensor_model_parallel_size or 1) > 1, _PARTS, "tensor"),
+        ("sequence parallelism", lambda s: s.sequence_parallel, _PARTS, "sequence"),
+        ("context parallelism", lambda s: (s.context_parallel_size or 1) > 1, _PARTS, "context"),
         (
             "expert parallelism",
             lambda s: has_experts(s) and (s.expert_model_parallel_size or 1) > 1,
@@ -51,33 +41,13 @@ SUPPORTED: tuple[Feature, ...] = tuple(
         (
             "experts without a capacity",
             lambda s: has_experts(s) and not s.moe_pad_expert_input_to_capacity,
-            "the size of each micro-batch travels with it",
+            _SIZES,
             "dropless",
         ),
-        (
-            "selective recomputation",
-            lambda s: s.recompute_granularity == "selective",
-            "what is kept moves, what is computed again does not",
-            "selective",
-        ),
-        (
-            "full recomputation",
-            lambda s: s.recompute_granularity == "full",
-            "what is kept moves, what is computed again does not",
-            "full_uniform",
-        ),
-        (
-            "latent attention",
-            lambda s: s.multi_latent_attention,
-            "its storages are found as any others",
-            "latent_attention",
-        ),
-        (
-            "multi-token prediction",
-            lambda s: s.mtp_num_layers,
-            "its storages are found as any others",
-            "multi_token_prediction",
-        ),
+        ("selective recomputation", lambda s: s.recompute_granularity == "selective", _KEPT, "selective"),
+        ("full recomputation", lambda s: s.recompute_granularity == "full", _KEPT, "full_uniform"),
+        ("latent attention", lambda s: s.multi_latent_attention, _FOUND, "latent_attention"),
+        ("multi-token prediction", lambda s: s.mtp_num_layers, _FOUND, "multi_token_prediction"),
         (
             "hybrid models",
             lambda s: s.hybrid_layer_pattern,
@@ -90,7 +60,7 @@ SUPPORTED: tuple[Feature, ...] = tuple(
             "gradients, weights and the optimizer's state never move",
             "distributed_optimizer",
         ),
-        ("packed sequences", lambda s: s.sft, "the size of each micro-batch travels with it", "packed"),
+        ("packed sequences", lambda s: s.sft, _SIZES, "packed"),
         (
             "variable sequence lengths",
             lambda s: s.variable_seq_lengths,
@@ -102,43 +72,39 @@ SUPPORTED: tuple[Feature, ...] = tuple(
 
 
 def states_of_launch(flags: Sequence[str]) -> list[Feature]:
-    """Return the features of a launch, the worst first.
-
-    Raises ValueError for a schedule of a file, whose stages are not looked at here.
-    """
+    """Return the features of a launch, the worst first. Raises ValueError for a schedule file."""
     settings = Settings(settings_of(flags))
     ours = any(flag.startswith("--bpipe") for flag in flags)
     balance = bool(settings.bpipe) or not ours
     slices = _whole(settings.bpipe_slices)
     sharded = settings.bpipe_vocabulary not in (None, REDISTRIBUTE)
     placed, own = _loop_of(settings)
-    found = [
+    features = [
         *features_of(settings, balance, own or sharded or slices > 1 or bool(settings.bpipe_executor)),
-        *(one for table in _tables(placed, sharded, slices > 1) for one in table if one.applies(settings)),
-        *(one for one in SUPPORTED if one.applies(settings)),
+        *(
+            feature
+            for table, wanted in ((PLACED, placed), (SHARDED, sharded), (SLICED, slices > 1), (SUPPORTED, True))
+            if wanted
+            for feature in table
+            if feature.applies(settings)
+        ),
     ]
     if settings.bpipe_strict:
-        found = [replace(one, state=State.REFUSED) if one.state is State.GUARDED else one for one in found]
-    return by_state(found)
+        features = [replace(row, state=State.REFUSED) if row.state is State.GUARDED else row for row in features]
+    return by_state(features)
 
 
 def _whole(value: object) -> int:
-    """A number of a launch; 1 where it says none."""
     return value if isinstance(value, int) and value > 0 else 1
 
 
 def worst(features: Sequence[Feature]) -> State:
     """Return the state of a launch: that of its worst feature."""
-    return max((one.state for one in features), key=[*State].index, default=State.SUPPORTED)
-
-
-def _tables(placed: bool, sharded: bool, sliced: bool) -> list[tuple[Feature, ...]]:
-    return [table for table, wanted in ((PLACED, placed), (SHARDED, sharded), (SLICED, sliced)) if wanted]
+    return max((feature.state for feature in features), key=[*State].index, default=State.SUPPORTED)
 
 
 def _loop_of(settings: Settings) -> tuple[bool, bool]:
-    """Return whether stages stand otherwise than Megatron has them, and whether our own loop runs for the schedule's
-    sake."""
+    """Whether stages lie otherwise than in Megatron, and whether the schedule needs our own loop."""
     ranks = _whole(settings.pipeline_model_parallel_size)
     chunks = _whole(settings.num_virtual_stages_per_pipeline_rank)
     if settings.num_layers_per_virtual_pipeline_stage:

@@ -1,7 +1,6 @@
-"""Make a `Setup` of options, by the names that `bpipe simulate` has for them, some of which a launch of Megatron says.
+"""A `Setup` from options, named as in `bpipe simulate`, and from a launch of Megatron.
 
-In: options, and what the launch says. Out: options, filled in, and the setup they describe. An option that was given
-itself stands. Knows no flag of Megatron's, and no file.
+An option that is given replaces what the launch says.
 """
 
 from __future__ import annotations
@@ -19,16 +18,13 @@ from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.other_flags import OF_A_CPU
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds
-from bpipe.predict.fp8 import RECIPES, Fp8
 from bpipe.predict.hugging_face import find_model
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Routing
-from bpipe.predict.layout import Setup, setup_from_values
+from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.slices import slice_bounds
-from bpipe.predict.state_types import FIELDS as STATE_FIELDS
-from bpipe.predict.state_types import StateTypes
-from bpipe.predict.switches import SWITCHES, Switches
+from bpipe.predict.training import FP8_RECIPES, STATE_FIELDS, SWITCHES, Fp8, StateTypes, Switches
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN, Vocabulary
@@ -47,6 +43,7 @@ MODEL_SWITCHES = {
     "no_dropout": ("dropout", False),
 }
 _SIZES = tuple(flag.field for flag in SIZES)
+_SETUP_FIELDS = {field.name for field in fields(Setup)}
 # What a launch alone can say of a model, by the names of its fields.
 PARTS = ("window", "window_pattern", "experts", "latent", "hybrid", "no_positions")
 # How tokens come to experts: options, and fields of `Routing`.
@@ -56,7 +53,7 @@ ROUTING = {
     "dispatcher": "dispatcher",
     "capacity_factor": "capacity",
 }
-# Of every field of a configuration what it is where nobody says it.
+# Every field of a configuration as it is when unset.
 _UNSAID = {
     flag.field: False if flag.is_switch else None
     for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
@@ -96,84 +93,68 @@ def model_of(options: Options) -> Model:
 
 
 def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -> Options:
-    """Return the options with what the launch says where they say nothing, then with defaults.
-
-    Raises ValueError for what nobody says.
-    """
-    given = vars(options)
+    """Return the options, filled from the launch, then with defaults. Raises ValueError for what is missing."""
+    values = vars(options)
     if reading is None:
-        _refuse_missing([_name(name) for name in needed if given[name] is None])
+        missing = [_name(name) for name in needed if values[name] is None]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} missing: give {'them' if missing[1:] else 'it'}, or a launch of Megatron after -- "
+                "or with --launch"
+            )
     else:
-        _refuse_unmodelled(given, reading)
-    said = _said(given, {} if reading is None else reading.options)
+        for name, feature in reading.unmodelled.items():
+            if values.get(name) is None:
+                raise ValueError(f"{feature} is not modelled: choose what to predict instead with {_name(name)}")
+    launch = _said(values, {} if reading is None else reading.options)
     every = {
         **DEFAULTS,
-        **said,
-        **{name: value for name, value in given.items() if value is not None and value is not False},
+        **launch,
+        **{name: value for name, value in values.items() if value is not None and value is not False},
     }
     if reading and options.model is None and "vocabulary" not in every:
         raise ValueError("only the tokenizer of the launch knows the size of the vocabulary: give --vocab-size N")
-    return Options(**{**given, **every})
+    return Options(**{**values, **every})
 
 
-def _refuse_missing(missing: Sequence[str]) -> None:
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} missing: give {'them' if missing[1:] else 'it'}, or a launch of Megatron after -- "
-            "or with --launch"
-        )
-
-
-def _refuse_unmodelled(given: Mapping[str, object], reading: Reading) -> None:
-    for name, what in reading.unmodelled.items():
-        if given.get(name) is None:
-            raise ValueError(f"{what} is not modelled: choose what to predict instead with {_name(name)}")
-
-
-def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the launch says beside these options: nothing of layers and chunks where the options have other
-    stages."""
-    said = dict(launch)
+def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the launch says; if the options have other stages, nothing about layers and chunks."""
+    rest = dict(launch)
     for name in ("pipeline", "chunks"):
-        if given.get(name) is not None and given[name] != said.get(name):
-            said.pop("layers", None)
-            said.pop("chunks", None)
-    if given.get("chunks") is None:
-        chunks = said.get("chunks", DEFAULTS["chunks"])
-        fewest = _fewest_chunks(given.get("schedule"), said.get("schedule"), chunks)
+        if values.get(name) is not None and values[name] != rest.get(name):
+            rest.pop("layers", None)
+            rest.pop("chunks", None)
+    if values.get("chunks") is None:
+        chunks = rest.get("chunks", DEFAULTS["chunks"])
+        fewest = _fewest_chunks(values.get("schedule"), rest.get("schedule"), chunks)
         if fewest != chunks:
-            said.pop("layers", None)
-            said["chunks"] = fewest
-    return said
+            rest.pop("layers", None)
+            rest["chunks"] = fewest
+    return rest
 
 
-def _fewest_chunks(given: object, said: object, chunks: int) -> int:
-    """Return the fewest chunks that the schedule has, where it cannot have `chunks`.
+def _fewest_chunks(own: object, launched: object, chunks: int) -> int:
+    """Return the fewest chunks of the schedule if it cannot have `chunks`.
 
-    What the trainer refuses in a launch as it stands stays: another number than the schedule has, and Megatron's own
-    schedule of chunks without any.
+    What the trainer refuses in the launch itself stays: a wrong number of chunks, or Megatron's interleaved schedule
+    without.
     """
-    family = FAMILIES.get(str(given or said))
+    family = FAMILIES.get(str(own or launched))
     if family is None or chunks in family.chunks(chunks):
         return chunks
-    if given is None and (chunks > 1 or family.exchange is not Exchange.POSTED):
+    if own is None and (chunks > 1 or family.exchange is not Exchange.POSTED):
         return chunks
     return family.min_chunks
 
 
 def _name(field: str) -> str:
-    """What a message calls the flag of a field."""
     return next(flag.name for group in (MODEL, TRAINING, CONFIGURATION) for flag in group.flags if flag.field == field)
-
-
-def switches_of(options: Options) -> Switches:
-    return Switches(**{name: getattr(options, name) for name in SWITCHES})
 
 
 def routing_of(options: Options) -> Routing:
     """Return the routing of the launch, changed by options."""
-    said = {field: getattr(options, name, None) for name, field in ROUTING.items()}
-    changes: dict[str, Any] = {field: value for field, value in said.items() if value is not None}
+    values = {field: getattr(options, name, None) for name, field in ROUTING.items()}
+    changes: dict[str, Any] = {field: value for field, value in values.items() if value is not None}
     changes |= {"padded": True} if getattr(options, "pad_to_capacity", False) else {}
     return replace(getattr(options, "routing", None) or Routing(), **changes)
 
@@ -185,17 +166,23 @@ def fp8_of(options: Options) -> Fp8 | None:
         if gathers:
             raise ValueError("--fp8-param-gather needs FP8: give --fp8-format, too, or leave it out")
         return None
-    return Fp8(options.fp8_format, recipe or RECIPES[0], bool(gathers))
+    return Fp8(options.fp8_format, recipe or FP8_RECIPES[0], bool(gathers))
 
 
-def state_types_of(options: Options) -> StateTypes:
-    """Return the types of the optimizer's state."""
-    said = {name: getattr(options, name, None) for name in STATE_FIELDS}
-    return StateTypes(**{name: value for name, value in said.items() if value is not None})
+def training_of(options: Options) -> dict[str, Any]:
+    """Return what options say of a `Training` in other words than its fields."""
+    types = {name: getattr(options, name, None) for name in STATE_FIELDS}
+    return {
+        "distributed_optimizer": not options.no_distributed_optimizer,
+        "switches": Switches(**{name: getattr(options, name) for name in SWITCHES}),
+        "routing": routing_of(options),
+        "fp8": fp8_of(options),
+        "state_types": StateTypes(**{name: value for name, value in types.items() if value is not None}),
+    }
 
 
 def setup_of(options: Options, cluster: Cluster) -> Setup:
-    """Return the setup of filled options. Without a global batch it is one micro-batch a replica, as in Megatron."""
+    """Return the setup of filled options. Without a global batch each replica has one micro-batch, as in Megatron."""
     model = model_of(options)
     schedule = options.schedule or default_family(options.chunks)
     stages = options.pipeline * options.chunks
@@ -204,8 +191,7 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         of = f"--pp {options.pipeline} with {options.chunks} chunks"
         raise ValueError(f"{of} makes {stages} stages for {model.num_layers} layers: every stage needs one")
     replicas = max(1, cluster.num_devices // (options.tensor * options.context * options.pipeline))
-    # By the names of a setup's fields; what the options call otherwise comes behind. A launch as it stands splits
-    # nothing.
+    # What the options call otherwise than a setup. A launch by itself splits nothing.
     others = {
         "model": model,
         "cluster": cluster,
@@ -215,46 +201,38 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         "schedule": schedule,
         "num_chunks": options.chunks,
         "group_size": None if options.group == AUTO else options.group,
-        "distributed_optimizer": not options.no_distributed_optimizer,
         "sequence_parallel": not options.no_sequence_parallel,
         "vocabulary": Vocabulary(getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE),
-        "switches": switches_of(options),
-        "routing": routing_of(options),
-        "fp8": fp8_of(options),
-        "state_types": state_types_of(options),
         "balance": _balance_of(options),
+        **training_of(options),
     }
-    timed = getattr(options, "slice_lengths", EVEN) == TIME
-    if timed:
+    is_timed = getattr(options, "slice_lengths", EVEN) == TIME
+    if is_timed:
         others["slice_lengths"] = EVEN
-    setup = setup_from_values({**vars(options), **others})
-    if timed:
+    setup = Setup(**{**{name: value for name, value in vars(options).items() if name in _SETUP_FIELDS}, **others})
+    if is_timed:
         setup = replace(setup, slice_lengths=lengths_of_equal_seconds(setup))
     slice_bounds(setup)
     return setup
 
 
 def _balance_of(options: Options) -> BalanceConfig | None:
-    """Raises ValueError for what says how to balance where nothing is balanced."""
     bounds, hosts = getattr(options, "bound", None), getattr(options, "hosts", PAIR)
-    said = [*(["--bound"] if bounds is not None else []), *([f"--hosts {_words(hosts)}"] if hosts != PAIR else [])]
-    if said and options.balance == BALANCES[0]:
-        raise ValueError(f"{said[0]} says how to balance: give --balance bpipe, too, or leave it out")
+    flags = [*(["--bound"] if bounds is not None else []), *([f"--hosts {_words(hosts)}"] if hosts != PAIR else [])]
+    if flags and options.balance == BALANCES[0]:
+        raise ValueError(f"{flags[0]} says how to balance: give --balance bpipe, too, or leave it out")
     return None if options.balance == BALANCES[0] else BalanceConfig(bounds, hosts=hosts)
 
 
 def _words(hosts: str | Sequence[str]) -> str:
-    """Return the hosts as they are typed: `plan` takes several."""
     return hosts if isinstance(hosts, str) else " ".join(hosts)
 
 
 def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:
-    """Return the setup of a launch's own words on this cluster, as `bpipe simulate -- WORDS` predicts it.
-
-    Raises ValueError for what it does not.
-    """
-    given = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
+    """Return the setup of a launch's words, as `bpipe simulate -- WORDS` predicts it. Raises ValueError for unmodelled
+    ones."""
+    values = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
     if kernels == "cpu":
         words = [word for word in words if word not in OF_A_CPU]
-    options = filled(Options(**given), read_command(words), ())
+    options = filled(Options(**values), read_command(words), ())
     return setup_of(options, parse_cluster(cluster) if isinstance(cluster, str) else cluster)

@@ -1,9 +1,4 @@
-"""Predict one configuration: time, MFU, bubble, memory, transfers.
-
-In: a Setup and, if there is one, a Profile. Out: a `SetupPrediction`.
-
-The schedule is the very one that would run. Knows no command line and compares nothing.
-"""
+"""The prediction of one configuration: time, MFU, bubble, memory, transfers, of the schedule that would run."""
 
 from __future__ import annotations
 
@@ -23,35 +18,33 @@ from bpipe.predict.tensor_parallel import Exposed, exposed
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import num_transfers
-from bpipe.simulate.cost import Costs, StageCost, required_bytes_per_s, steady_bytes_per_s
+from bpipe.simulate.cost import Costs, required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
-# From so many times as many activations on, waiting weights' halves are said to cost memory.
+# Ratio of activations from which on deferred weights' halves are reported.
 CLEARLY_MORE = 1.05
-# Evictions of so many forwards are counted in a second; of more those of so many steps are.
+# Evictions of that many forwards are counted in a second; beyond, those of these numbers of steps are.
 _FORWARDS_ASKED = 100_000
 _STEPS_ASKED = (6, 18)
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Rates that the transfers of the busiest rank need: to end within one forward, within the steady phase's share,
-    and what there is.
-
-    In the steady phase an eviction and a load share a forward and a backward, about three forwards: two thirds are
-    enough (Kim et al.).
-    """
+    """Bytes per second that transfers of the busiest rank need."""
 
     transfer_bytes: int
     required_bytes_per_s: float
+    """To end within one forward."""
     steady_bytes_per_s: float
+    """In the steady phase, where an eviction and a load share about three forwards: two thirds (Kim et al.)."""
     available_bytes_per_s: float
+    """What the link has."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """Iteration seconds and peak with every wgrad at once, right behind its dgrad."""
+    """Iteration seconds and peak with every wgrad right after its dgrad."""
 
     iteration_s: float
     peak_bytes: int
@@ -86,10 +79,7 @@ class SetupPrediction:
 
 
 def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
-    """Return costs of a setup.
-
-    A profile's values stand as measured; predicted ones are scaled by the cluster's factor.
-    """
+    """Return costs of a setup: a profile's values as measured, predicted ones scaled by the cluster's factor."""
     costs = predict_costs(setup)
     if profile is None:
         return costs
@@ -108,11 +98,8 @@ def predict(
     formula: str = "megatron",
     timing: Timing | None = None,
 ) -> SetupPrediction:
-    """Predict everything about one setup.
-
-    With a `simulation` of it the times are the simulation's, otherwise those of the steady phase; `timing`: times
-    already known.
-    """
+    """Predict everything about one setup, by a `simulation` of all micro-batches, a known `timing`, or the steady
+    phase."""
     costs = costs_of(setup, profile) if simulation is None else simulation.costs
     if timing is None:
         timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
@@ -148,11 +135,8 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
-    """Return the evictions a rank makes per iteration.
-
-    What leaves repeats itself after other numbers of micro-batches than what is computed, so all are asked where they
-    are not too many; of more so many steps tell.
-    """
+    """Return each rank's evictions per iteration, extrapolated for many forwards: transfers and computations have
+    different periods."""
     fills = FAMILIES[setup.schedule].fill is not None
     if setup.balance is None or not (fills or setup.activation_budget is not None or keeps_own(setup)):
         return (0,) * setup.pipeline
@@ -171,7 +155,6 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
 
 
 def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:
-    """None where nothing moves."""
     if not any(moves):
         return None
     # As many micro-batches as fill the pipeline tell who hosts for whom.
@@ -187,17 +170,17 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
 
 
 def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequence[Host]) -> list[Bandwidth]:
-    """Return what transfers of each of a rank's stages need of its slowest link; nothing where no link has a speed."""
     speeds = [costs.links.link(rank, host.rank).bytes_per_s for host in hosts]
     available = min((speed for speed in speeds if speed is not None), default=None)
     if available is None:
         return []
-    every = (cost for stage in stages for cost in costs.of_stage(stage))
-    return [_need_of(cost, float(available)) for cost in every if cost.whole_forward_s]
-
-
-def _need_of(cost: StageCost, available: float) -> Bandwidth:
-    """What transfers of one stage need, of micro-batches or slices."""
-    forward_s = float(cost.whole_forward_s)
-    required, steady = (needed(cost.moved_bytes, forward_s) for needed in (required_bytes_per_s, steady_bytes_per_s))
-    return Bandwidth(cost.moved_bytes, required, steady, available)
+    rows = (
+        (cost.moved_bytes, float(cost.whole_forward_s))
+        for stage in stages
+        for cost in costs.of_stage(stage)
+        if cost.whole_forward_s
+    )
+    return [
+        Bandwidth(size, required_bytes_per_s(size, forward_s), steady_bytes_per_s(size, forward_s), float(available))
+        for size, forward_s in rows
+    ]

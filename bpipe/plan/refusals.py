@@ -1,10 +1,4 @@
-"""Say what of configurations the trainer refuses, before they are predicted.
-
-In: a Setup, what else its launch says. Out: reasons.
-
-Asks the trainer's own table (`bpipe.config.features`) with the flags that would launch the setup. What it refuses beside a
-product's overlapped gathers trains without them, and is predicted so. Predicts nothing, and imports no Megatron.
-"""
+"""What of configurations the trainer refuses, asked of its table (`bpipe.config.features`) with their flags."""
 
 from __future__ import annotations
 
@@ -28,7 +22,7 @@ _STRICT = ("--bpipe-strict", "")
 
 
 def runs_ours(setup: Setup) -> bool:
-    """Return whether anything but Megatron's own loops and nothing else would run."""
+    """Whether anything but Megatron's own loops and nothing else would run."""
     return setup.balance is not None or _has_own_loop(setup)
 
 
@@ -44,14 +38,14 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
     flags = [word for pair in others for word in pair if word]
     settings = Settings(settings_of([*flags, *megatron_flags(setup)]))
     own = _has_own_loop(setup)
-    found = reasons(settings, setup.balance is not None, own, bool(settings.bpipe_strict))
+    against = reasons(settings, setup.balance is not None, own, bool(settings.bpipe_strict))
     if own and not is_in_order(setup.schedule, setup.pipeline, setup.num_chunks):
-        found += reasons_of(PLACED, settings, asked_by(settings))
+        against += reasons_of(PLACED, settings, asked_by(settings))
     if setup.is_sharded:
-        found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary.value}")
+        against += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary.value}")
     if setup.slices > 1:
-        found += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
-    return tuple(found)
+        against += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
+    return tuple(against)
 
 
 def refused_launch(setup: Setup, reading: Reading | None) -> tuple[str, ...]:
@@ -61,12 +55,12 @@ def refused_launch(setup: Setup, reading: Reading | None) -> tuple[str, ...]:
 
 
 def guarded(setup: Setup, others: Others = ()) -> bool:
-    """Return whether the trainer takes it and checks it as it runs, because it never ran on a GPU."""
+    """Whether the trainer takes it and checks it as it runs, because it never ran on a GPU."""
     return not refused(setup, others) and bool(refused(setup, (*others, _STRICT)))
 
 
 def has_transformer_engine(flags: Sequence[str]) -> bool:
-    """Return whether a launch trains with Transformer Engine's layers, as Megatron does where nobody says otherwise."""
+    """Whether a launch trains with Transformer Engine's layers, as Megatron does by default."""
     return bool(Settings(settings_of(flags)).transformer_impl != "local")
 
 

@@ -1,10 +1,4 @@
-"""Say with which shards of the vocabulary a configuration can be trained.
-
-In: a Setup with the vocabulary whole. Out: Setups with shards.
-
-What the trainer refuses is none of them (docs/vocabulary.md, "The output layer in shards"), but for ranks that would wait
-for each other: to say so takes the schedule (`stands_still`), which is asked of few. Predicts nothing.
-"""
+"""With which shards of the vocabulary a configuration can be trained (docs/vocabulary.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ from bpipe.schedule.check.rules import check_waits
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 
-# With so many times as many micro-batches as are a step of the steady phase, ranks that ever wait for each other do.
+# Steps of the steady phase within which ranks that ever wait for each other do.
 _STEPS = 4
 # From this generation of devices on Megatron does not ask for CUDA_DEVICE_MAX_CONNECTIONS=1 beside either.
 _MANY_QUEUES = ("b200", "gb200")
@@ -38,17 +32,15 @@ def with_shards(setup: Setup, algorithms: Sequence[str]) -> Iterator[Setup]:
         if algorithm is Vocabulary.WHOLE or (algorithm is Vocabulary.INTERLACED and not family.interlaces):
             continue
         if algorithm is Vocabulary.TWO and one_queue:
-            # Every rank would wait behind its S for all others'.
+            # Every rank would wait after its S for all others'.
             continue
         for inputs in (False,) if one_queue else (False, True):
             yield replace(setup, vocabulary=algorithm, input_shards=inputs)
 
 
 def has_one_queue(setup: Setup) -> bool:
-    """Return whether all streams of a device share one queue, as Megatron wants it with tensor or context parallelism.
-
-    Then algorithm 2 and shards of the embedding are refused.
-    """
+    """Whether a device's streams share one queue, as Megatron wants with tensor or context parallelism: no algorithm 2
+    then."""
     return (
         setup.kernels == "gpu"
         and max(setup.tensor, setup.context) > 1
@@ -57,11 +49,8 @@ def has_one_queue(setup: Setup) -> bool:
 
 
 def stands_still(setup: Setup) -> bool:
-    """Return whether ranks would wait for each other, as the trainer finds before it begins: by sends ahead of their
-    receivers, in one queue.
-
-    Two pipes do from 12 ranks on, with some numbers of micro-batches and not with more.
-    """
+    """Whether ranks would wait for each other in one queue, by sends ahead of their receivers, as the trainer finds at
+    its start."""
     if not (has_one_queue(setup) and (setup.is_sharded or setup.num_pipes > 1)):
         return False
     alone = replace(setup, balance=None)

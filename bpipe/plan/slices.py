@@ -1,11 +1,7 @@
-"""Say in which slices a configuration can be trained.
+"""In which slices a configuration can be trained.
 
-In: a Setup of whole sequences, numbers of slices. Out: Setups in slices.
-
-Slices of one length are tried, and from long sequences on those that take as long as each other, which are a list to
-the trainer. Of differing lengths what leaves a rank is not counted well by their number, so those are tried without
-balancing (`--memory` balances bytes). What the trainer refuses is asked elsewhere (`plan.refusals`). Predicts no
-iteration.
+Slices of one length are tried, and of long sequences those of equal seconds, too, which are a list of lengths to the
+trainer. The latter only without balancing, which by counts would be uneven (`--memory` balances bytes).
 """
 
 from __future__ import annotations
@@ -19,9 +15,9 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.slice_lengths import even_bounds
 from bpipe.schedule.families.families import FAMILIES
 
-# From so many tokens on slices are searched by default, and no shorter ones.
+# Tokens of a sequence from which on slices are searched by default, and tokens of the shortest slice.
 SLICED_SEQUENCE, SHORTEST = 8192, 1024
-# From so many on attention is enough of a layer's time that later slices take clearly longer.
+# Tokens from which on later slices take clearly longer.
 UNEVEN_SEQUENCE = 32768
 NUMBERS = (1, 2, 4, 8)
 

@@ -1,91 +1,106 @@
-"""Say which configurations there are.
-
-In: a `Space`: a model, a cluster and what to choose from. Out: every Setup, and what cut the others.
-
-Predicts nothing: what needs too much memory is still among them.
-"""
+"""The configurations of a search, and what cut the others. What needs too much memory is still among them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.plan.fewest_layers import OPEN
-from bpipe.predict.choices import ATTENTION, CP_COMM_TYPES
 from bpipe.predict.cluster import Cluster
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Routing
-from bpipe.predict.layout import Setup, setup_from_values
+from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.profile import Profile
-from bpipe.predict.recompute import BLOCK, RECOMPUTE, read_scope
-from bpipe.predict.state_types import StateTypes
-from bpipe.predict.switches import Switches
-from bpipe.predict.trace import Traced
+from bpipe.predict.recompute import BLOCK, RECOMPUTE, Recompute, read_scope
+from bpipe.predict.training import ATTENTION, Training
 from bpipe.schedule.families.families import DEFAULTS, FAMILIES, default_family
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Vocabulary, microbatches_of
 from bpipe.schedule.program import Exchange
 
+# An open number of recomputed layers.
+OPEN = f"{BLOCK}:1"
+
+
+def with_block(setup: Setup, num_layers: int) -> Setup:
+    """Return the setup with the first layers of every stage recomputed."""
+    return replace(setup, recompute=Recompute(method="block", num_layers=num_layers).text)
+
+
+def fewest_layers(upper: int, is_enough: Callable[[int], bool]) -> int | None:
+    """Return the smallest number from 1 to `most` that is enough, where more are, too; None where not even `most`
+    is."""
+    if upper < 1 or not is_enough(upper):
+        return None
+    low, high = 1, upper
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return high
+
+
 SEARCHED_SCOPES = RECOMPUTE
-VOCABULARIES = tuple(one.value for one in Vocabulary)
+VOCABULARIES = tuple(mode.value for mode in Vocabulary)
+# What a space and its setups have in common.
+_SHARED = ("model", "cluster", "global_batch", "sequence", "attention", *(field.name for field in fields(Training)))
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """Space to search. Lists hold the choices; `max_micro_batch` ends micro-batch sizes; `uneven` admits unequal stages
-    where layers do not divide.
-
-    `recompute`: texts of `bpipe.predict.recompute`, and `BLOCK`. `hosts`: where balanced setups send what leaves
-    (`schedule.hosts`). `routing`: how tokens come to experts; without `expert` every number of devices is tried that can
-    share them. `contexts`: over how many devices a sequence may be spread. `vocabulary_parallel`: algorithms of the
-    output layer's shards; None: whole, and each that lowers the time's bound where the last rank computes longer than
-    others. `tensors`, `pipelines`,
-    `micro_batches`, `chunk_counts`: the sizes to try; None: all that are possible. `others`: flags and
-    values of the launch that the trainer may refuse; `has_transformer_engine`: with its layers. `slices`: into how many a
-    sequence may be cut.
-    """
+class Space(Training):
+    """Space to search. Tuples hold the choices; None means all that are possible."""
 
     model: Model
     cluster: Cluster
     global_batch: int
+    """Sequences of an iteration, over all replicas."""
     sequence: int
+    """Tokens of a sequence."""
     attention: str = "flash"
     recompute: tuple[str, ...] = SEARCHED_SCOPES
+    """Texts of `bpipe.predict.recompute`, and `BLOCK`."""
     schedules: tuple[str, ...] = DEFAULTS
+    """Names of families."""
     balances: tuple[str, ...] = BALANCES
+    """Balanced or not, by the names of `BALANCES`."""
     max_micro_batch: int = 64
+    """Largest micro-batch size."""
     max_chunks: int = 8
+    """Most chunks per rank."""
     uneven: bool = True
-    precision: str = "bf16"
-    distributed_optimizer: bool = True
-    kernels: str = "gpu"
+    """Whether stages may have unequal numbers of layers if the stages do not divide the layers."""
     profile: Profile | None = None
+    """Measured seconds, in place of predicted ones."""
     formula: str = "megatron"
-    switches: Switches = field(default_factory=Switches)
+    """Formula for MFU (`bpipe.predict.flops`)."""
     hosts: tuple[str, ...] = (PAIR,)
-    routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
+    """Hosts of what balanced configurations evict (`schedule.hosts`)."""
     expert: int | None = None
+    """Expert-parallel size; by default all that can share the experts."""
     contexts: tuple[int, ...] = (1,)
-    cp_comm_type: str = CP_COMM_TYPES[0]
-    fp8: Fp8 | None = None
-    state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
-    traced: Traced | None = None
+    """Context-parallel sizes."""
     vocabulary_parallel: tuple[str, ...] | None = (Vocabulary.WHOLE.value,)
+    """Algorithms of the output layer's shards; None: whole, and each that lowers the bound of the time if the last rank
+    computes longer than others."""
     tensors: tuple[int, ...] | None = None
+    """Tensor-parallel sizes."""
     pipelines: tuple[int, ...] | None = None
+    """Pipeline-parallel sizes."""
     micro_batches: tuple[int, ...] | None = None
+    """Micro-batch sizes."""
     chunk_counts: tuple[int, ...] | None = None
+    """Chunks per rank."""
     others: tuple[tuple[str, str], ...] = ()
+    """Flags and values of the launch that the trainer may refuse."""
     has_transformer_engine: bool = True
+    """Whether the launch trains with Transformer Engine's layers."""
     slices: tuple[int, ...] = (1,)
+    """Numbers of slices per sequence."""
 
     def __post_init__(self) -> None:
         for name, values, choices in (
@@ -128,8 +143,8 @@ def with_free_switches(space: Space) -> Space:
     return replace(space, switches=switches)
 
 
-# From so many tokens on a sequence is long enough that its activations may be what does not fit, and attention what
-# hides an exchange of keys and values; a device is left with no less than so many.
+# Tokens from which on activations of a sequence may not fit and attention may hide an exchange of keys and values; and the
+# fewest tokens of a device.
 LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
 # What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.
@@ -162,8 +177,8 @@ CUTS = {
 
 def divisors(number: int) -> list[int]:
     """Return all divisors, ascending, in as many steps as the square root."""
-    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return low + [number // one for one in reversed(low) if one * one != number]
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return low + [number // divisor for divisor in reversed(low) if divisor * divisor != number]
 
 
 class Branch(NamedTuple):
@@ -180,10 +195,7 @@ class Branch(NamedTuple):
 
 
 def enumerate_branches(space: Space, cuts: Counter[str]) -> Iterator[Branch]:
-    """Yield every branch under the papers' constraints. `cuts` counts what was not possible.
-
-    If a space has `BLOCK`, a branch with `OPEN` stands for all numbers of layers: the least of them.
-    """
+    """Yield every branch, counting what is impossible in `cuts`; one with `OPEN` stands for all numbers of layers."""
     for tensor, context, pipeline, data in _grids(space, cuts):
         per_replica = space.global_batch // data
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
@@ -214,9 +226,10 @@ def plainest(space: Space, branch: Branch) -> Setup:
     return _setup(space, branch, schedule=default_family(1), layers=layers)
 
 
-def _setup(space: Space, branch: Branch, **choice: object) -> Setup:
-    common = {one.name: getattr(space, one.name) for one in fields(space) if one.name != "slices"}
-    return setup_from_values({**common, **branch._asdict(), **choice})
+def _setup(space: Space, branch: Branch, **choice: Any) -> Setup:
+    shared = {name: getattr(space, name) for name in _SHARED}
+    sizes = {name: getattr(branch, name) for name in branch._fields if name != "data"}
+    return Setup(**{**shared, **sizes, **choice})
 
 
 def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
@@ -227,16 +240,15 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
 
 
 def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
-    """Over how many of a stage's devices experts are spread, each whole where nobody says otherwise: one way for a
-    model without."""
-    experts, given = space.model.experts, space.routing
+    """Expert-parallel sizes, with whole experts by default; one way for a model without experts."""
+    experts, routing = space.model.experts, space.routing
     if experts is None:
-        return (given,)
-    each = given.expert_tensor or 1
+        return (routing,)
+    divided = routing.expert_tensor or 1
     return tuple(
-        replace(given, expert=number, expert_tensor=each)
+        replace(routing, expert=number, expert_tensor=divided)
         for number in divisors(experts.num_experts)
-        if space.expert in (None, number) and devices % (number * each) == 0
+        if space.expert in (None, number) and devices % (number * divided) == 0
     )
 
 
@@ -250,33 +262,27 @@ def usual_contexts(sequence: int, devices: int) -> tuple[int, ...]:
     keeps a good part."""
     if sequence < LONG_SEQUENCE:
         return (1,)
-    return tuple(one for one in divisors(devices) if one * LEAST_PART <= sequence)
+    return tuple(size for size in divisors(devices) if size * LEAST_PART <= sequence)
 
 
 def _with_pipelines(space: Space) -> Iterator[tuple[int, int, list[int]]]:
-    """Return how many devices divide a layer and a sequence, with all numbers of ranks there can be besides; 0 where
-    there is none."""
+    """Yield sizes t and c with all possible p, which is 0 if they do not divide the devices."""
     devices = space.cluster.num_devices
     for tensor, context in product(divisors(space.cluster.devices_per_domain), space.contexts):
         yield tensor, context, [0] if devices % (tensor * context) else divisors(devices // (tensor * context))
 
 
-def _is_divided(space: Space, tensor: int, context: int) -> bool:
-    """Return whether so many devices can each have a part of a sequence."""
-    shards, model = tensor * context, space.model
-    heads = (model.num_attention_heads, model.num_query_groups) if space.cp_comm_type == "a2a" else ()
-    whole = (space.cluster.num_devices, space.sequence, *heads)
-    return context == 1 or not (any(one % shards for one in whole) or space.sequence % (2 * context))
-
-
 def _cut_of_layers(space: Space, tensor: int, context: int) -> str | None:
-    """What keeps layers from being divided so, if anything does."""
     model, groups = space.model, space.model.num_query_groups
     if model.hybrid is not None and model.hybrid.refused(tensor, context, on_cpu=False) is not None:
         return "mamba"
     if model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
         return "tensor"
-    return None if _is_divided(space, tensor, context) else "context"
+    if context == 1:
+        return None
+    heads = (model.num_attention_heads, groups) if space.cp_comm_type == "a2a" else ()
+    whole = (space.cluster.num_devices, space.sequence, *heads)
+    return "context" if any(size % (tensor * context) for size in whole) or space.sequence % (2 * context) else None
 
 
 def _is_asked(sizes: tuple[int, ...] | None, size: int) -> bool:
@@ -334,7 +340,6 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
 
 
 def _cut_of(family: Family, space: Space, pipeline: int, num_microbatches: int) -> str | None:
-    """What keeps a family from such a pipeline."""
     if family.num_pipes > 1:
         if space.model.experts is not None:
             return "experts"
@@ -344,15 +349,10 @@ def _cut_of(family: Family, space: Space, pipeline: int, num_microbatches: int) 
         return "micro_batches" if num_microbatches % pipeline else None
     if family.max_chunks == 1:
         return None
-    # Where exchanges block, Megatron wants 3 ranks.
-    alone = pipeline < (
-        3 if space.switches.no_overlap_p2p_communication and family.exchange is Exchange.MEGATRON_INTERLEAVED else 2
-    )
-    return (
-        "micro_batches"
-        if alone or (family.exchange is Exchange.MEGATRON_INTERLEAVED and num_microbatches % pipeline)
-        else None
-    )
+    # Megatron needs 3 ranks for exchanges that block.
+    looped = family.exchange is Exchange.MEGATRON_INTERLEAVED
+    is_short = pipeline < (3 if looped and space.switches.no_overlap_p2p_communication else 2)
+    return "micro_batches" if is_short or (looped and num_microbatches % pipeline) else None
 
 
 def _in_chunks(
@@ -377,14 +377,14 @@ def _in_chunks(
 
 
 def is_in_order(schedule: str, pipeline: int, chunks: int) -> bool:
-    """Return whether stages go over ranks as in Megatron: down all of them, and again for the next chunks."""
+    """Whether stages go over ranks as in Megatron: down all of them, and again for the next chunks."""
     family = FAMILIES[schedule]
     in_order = (tuple(stage % pipeline for stage in range(pipeline * chunks)),)
     return family.num_pipes == 1 and family.layout(pipeline, chunks).placements == in_order
 
 
 def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneven: bool) -> tuple[int, ...] | None:
-    """None where they do not go over so many stages. Ends without layers were never trained where one rank has both."""
+    """None if the layers cannot be split so. A rank with both ends needs layers in them: others were never trained."""
     layers = split_layers(num_layers, pipeline * chunks, uneven)
     placements = FAMILIES[schedule].layout(pipeline, chunks).placements
     ends_meet = len(placements) > 1 or placements[0][0] == placements[0][-1]
@@ -402,7 +402,6 @@ def groups(schedule: str, pipeline: int, num_microbatches: int, slices: int = 1)
 
 
 def _scopes(space: Space) -> tuple[str, ...]:
-    """Flash attention saves nothing that selective recomputation could leave out, so it is tried only where nothing
-    else was asked for."""
+    """With flash attention, selective recomputation frees nothing, so it is tried only if it is the only choice."""
     asked = tuple(dict.fromkeys(OPEN if scope == BLOCK else scope for scope in space.recompute))
     return tuple(scope for scope in asked if not (scope == "selective" and space.attention == "flash")) or asked

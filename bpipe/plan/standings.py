@@ -1,9 +1,4 @@
-"""Say of every family of schedules that a search looked at how it did, and why.
-
-In: the Outcome of a search. Out: lines, or plain values.
-
-The fastest of each is laid beside the fastest of all. Predicts nothing itself.
-"""
+"""How every family of schedules did in a search, compared with the fastest of all."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from bpipe.plan.explain import describe_change
 from bpipe.plan.judge import FamilyResult
 from bpipe.plan.search import Outcome
 from bpipe.predict.layout import Setup
-from bpipe.schedule.families.families import FAMILIES
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
 HALVES = (
@@ -54,86 +48,81 @@ def family_rows(outcome: Outcome) -> list[tuple[str, str]]:
 
 def trainer_needs(outcome: Outcome) -> list[str]:
     """Return what the rows' schedules need of the trainer beyond the usual."""
-    found = {need for row in outcome.rows for need in needs_of_setup(row.setup)}
-    return [
-        need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, SLICES, HYBRID) if need in found
-    ]
+    needs = {need for row in outcome.rows for need in needs_of_setup(row.setup)}
+    order = (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, SLICES, HYBRID)
+    return [need for need in order if need in needs]
 
 
 def needs_of_setup(setup: Setup) -> list[str]:
     """Return what one setup needs of the trainer beyond the usual."""
-    halves = setup.splits and setup.kernels == "gpu"
-    model = setup.model
-    unlike = model.post_norms or model.capped_attention or model.capped_logits
-    every = (
-        *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
-        *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
-        (FP8, setup.fp8 is not None and setup.balance is not None),
-        (SLICES, setup.slices > 1 and setup.kernels == "gpu"),
-        (HYBRID, model.hybrid is not None),
-    )
-    return [need for need, there in every if there]
+    model, placement = setup.model, setup.placements[0]
+    needs = {
+        HALVES: setup.splits and setup.kernels == "gpu",
+        AS_A_V: setup.pipeline > 1 and placement[0] == placement[-1],
+        TWO_PIPES: setup.num_pipes > 1,
+        GATED_GELU: model.gated_gelu,
+        BEHIND_ATTENTION: model.post_norms or model.capped_attention or model.capped_logits,
+        FP8: setup.fp8 is not None and setup.balance is not None,
+        SLICES: setup.slices > 1 and setup.kernels == "gpu",
+        HYBRID: model.hybrid is not None,
+    }
+    return [need for need, applies in needs.items() if applies]
 
 
 def family_values(outcome: Outcome) -> list[dict[str, Any]]:
     """Return the families' results as JSON values."""
     return [
         {
-            "schedule": one.schedule,
-            "iteration_time_s": None if one.fastest is None else one.fastest.iteration_s,
-            "others_at_least_s": one.bound_s,
-            "fitting": one.num_fitting,
-            "too_large": one.num_large,
-            "why": _words(one, outcome) if outcome.rows else None,
+            "schedule": family.schedule,
+            "iteration_time_s": None if family.fastest is None else family.fastest.iteration_s,
+            "others_at_least_s": family.bound_s,
+            "fitting": family.num_fitting,
+            "too_large": family.num_large,
+            "why": _words(family, outcome) if outcome.rows else None,
         }
-        for one in _ordered(outcome)
+        for family in _ordered(outcome)
     ]
 
 
 def _ordered(outcome: Outcome) -> list[FamilyResult]:
-    """By the time of the fastest; then what was not simulated, by its bound; then what there is nothing of."""
+    """Sort by the fastest's time, then by the bounds of families that were not simulated, then the rest."""
 
-    def key(one: FamilyResult) -> tuple[int, float]:
-        if one.fastest is not None:
-            return 0, one.fastest.iteration_s
-        return (1, one.bound_s) if one.bound_s is not None else (2, 0.0)
+    def key(family: FamilyResult) -> tuple[int, float]:
+        if family.fastest is not None:
+            return 0, family.fastest.iteration_s
+        return (1, family.bound_s) if family.bound_s is not None else (2, 0.0)
 
     return sorted(outcome.families, key=key)
 
 
-def _words(one: FamilyResult, outcome: Outcome) -> str:
+def _words(family: FamilyResult, outcome: Outcome) -> str:
     best = outcome.rows[0]
-    if one.fastest is not None:
-        seconds, bound = one.fastest.iteration_s, one.bound_s
+    if family.fastest is not None:
+        seconds, bound = family.fastest.iteration_s, family.bound_s
         # Only rows are certainly the fastest there are.
         others = (
             ""
             if bound is None or bound > _CLEARLY * seconds
             else f"; the others were not simulated and take at least {bound:.3f} s"
         )
-        return _beside(one.fastest, best) + others
+        return _beside(family.fastest, best) + others
     parts = []
-    if one.num_large:
-        least, limit = one.least_bytes, best.limit_bytes
-        asked = " that could be among the rows" if one.bound_s is not None else ""
+    if family.num_large:
+        least, limit = family.least_bytes, best.limit_bytes
+        asked = " that could be among the rows" if family.bound_s is not None else ""
         parts.append(
-            f"{one.num_large} configurations{asked} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+            f"{family.num_large} configurations{asked} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
             if least is not None
             else ""
         )
-    if one.bound_s is not None:
-        parts.append(f"{'the others take' if parts else 'takes'} at least {one.bound_s:.3f} s, by a lower bound")
+    if family.bound_s is not None:
+        parts.append(f"{'the others take' if parts else 'takes'} at least {family.bound_s:.3f} s, by a lower bound")
     return "; ".join(parts) or "no configuration"
 
 
-def _beside(mine: Candidate, best: Candidate) -> str:
-    seconds = mine.iteration_s
-    if mine is best:
-        return f"{seconds:.3f} s, the fastest: {describe(mine.setup)}"
+def _beside(row: Candidate, best: Candidate) -> str:
+    seconds = row.iteration_s
+    if row is best:
+        return f"{seconds:.3f} s, the fastest: {describe(row.setup)}"
     slower = 100 * (seconds / best.iteration_s - 1)
-    return f"{seconds:.3f} s, {slower:.1f} % more: {describe_change(best.prediction, mine.prediction)}"
-
-
-def _is_a_v(setup: Setup) -> bool:
-    layout = FAMILIES[setup.schedule].layout(setup.pipeline, setup.num_chunks)
-    return setup.pipeline > 1 and layout.placements[0][-1] == layout.placements[0][0]
+    return f"{seconds:.3f} s, {slower:.1f} % more: {describe_change(best.prediction, row.prediction)}"

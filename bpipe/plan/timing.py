@@ -120,7 +120,7 @@ def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
 
 
 def _adds_evenly(simulated: Sequence[Simulation]) -> bool:
-    """Return whether of three simulations the last adds as much to the second as that to the first, by micro-batch."""
+    """Whether each micro-batch adds as much from the second to the third simulation as from the first to the second."""
     if len(simulated) < 3:
         return False
     before, now = ((added.iteration_s, *added.exposed_s) for added in map(_added, simulated, simulated[1:]))
@@ -128,7 +128,7 @@ def _adds_evenly(simulated: Sequence[Simulation]) -> bool:
 
 
 def _added(less: Simulation, more: Simulation) -> _Totals:
-    """Return what each micro-batch adds that one simulation has more."""
+    """Return what each further micro-batch adds."""
     zero = _Totals(0.0, 0.0, 0.0, 0.0, (0.0,) * more.schedule.num_ranks)
     return zero.plus(_totals(more).plus(_totals(less), -1), 1 / (_num(more) - _num(less)))
 
@@ -142,9 +142,9 @@ def _whole(setup: Setup, costs: Costs) -> Timing:
 
 
 def _counts(setup: Setup) -> Iterator[int]:
-    """Yield numbers of micro-batches to simulate, each as many fewer than all as are whole steps.
+    """Yield numbers of micro-batches to simulate, each fewer than all by whole steps.
 
-    All slices of a micro-batch run forward before the first runs backward: two micro-batches more.
+    All slices of a micro-batch run forward before the first runs backward, which takes two micro-batches more.
     """
     step, fill = setup.stride, FAMILIES[setup.schedule].fill
     further = 0 if setup.slices == 1 else -(-2 // step)
@@ -153,8 +153,7 @@ def _counts(setup: Setup) -> Iterator[int]:
 
 
 def _repeated(simulation: Simulation, step: int) -> _Totals | None:
-    """Return what a step of so many micro-batches adds, or None where not all ranks repeat one in their middle, its
-    transfers too."""
+    """Return what a step adds; None unless every rank repeats one in its middle, with its transfers."""
     number = step * simulation.schedule.layout.slices
     added = None
     busy, exposed = 0.0, []
@@ -180,12 +179,11 @@ def _repeated(simulation: Simulation, step: int) -> _Totals | None:
 
 
 def _within(row: Sequence[Timed], begins: Number, seconds: Number) -> list[Timed]:
-    """Return what starts in an interval."""
     return [one for one in row if begins <= one.start_s < begins + seconds]
 
 
 def _is_later(once: Sequence[Timed], again: Sequence[Timed], step: int, seconds: Number) -> bool:
-    """Return whether the same is done of as many micro-batches later, all of it as many seconds later."""
+    """Whether the same actions of later micro-batches follow, all by the same seconds later."""
     rounded = _ROUNDED * float(seconds)
     return len(once) == len(again) and all(
         abs(float(other.start_s - one.start_s - seconds)) <= rounded

@@ -1,10 +1,8 @@
-"""Say whether the vocabulary is what hurts, and what would help.
+"""Whether the vocabulary is a burden, and what would help.
 
-In: one prediction. Out: a `Burden` with a prediction for each remedy.
-
-The output layer and its loss make the last rank compute longer than the others, and every micro-batch waits for it;
-what they hold besides may make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's
-layers on all ranks. Knows no command line.
+The output layer and its loss make the last rank compute longer than the others, which wait for it in every micro-batch;
+they may also make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's layers on all
+ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.plan.bounds import last_load
-from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
@@ -31,16 +29,13 @@ HURTS = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Burden:
-    """Burden of the vocabulary.
-
-    `load`: how many times as long as the mean of the others the last stage's rank computes on one micro-batch.
-
-    `remedies` by name, as `--bpipe-vocabulary` calls them, each a prediction of the same setup with it.
-    """
+    """Burden of the vocabulary."""
 
     prediction: SetupPrediction
     load: float
+    """Computing of the last stage's rank as a multiple of the others' mean."""
     remedies: dict[str, SetupPrediction]
+    """Predictions with each remedy, as `--bpipe-vocabulary` calls them."""
 
     @property
     def best(self) -> str:
@@ -56,10 +51,7 @@ class Burden:
 def burden(
     prediction: SetupPrediction, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
 ) -> Burden | None:
-    """Return the vocabulary's burden; None where it does not hurt or nothing clearly helps.
-
-    `algorithms`: shards that count as a remedy.
-    """
+    """Return the vocabulary's burden; None if it is small or nothing clearly helps. `algorithms`: shards that count."""
     setup = prediction.setup
     if setup.is_sharded or setup.pipeline < 2:
         return None
@@ -68,24 +60,25 @@ def burden(
         return None
     every = ((name, _within(other, profile)) for name, other in alternatives(setup, profile, algorithms).items())
     remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in every if other is not None}
-    found = Burden(prediction, load, remedies)
-    return found if remedies and found.gain(found.best) >= HURTS else None
+    result = Burden(prediction, load, remedies)
+    return result if remedies and result.gain(result.best) >= HURTS else None
 
 
 def alternatives(
     setup: Setup, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
 ) -> dict[str, Setup]:
     """Return the setup with every remedy that it can take; shards of both layers where the trainer has them."""
-    found: dict[str, Setup] = {}
+    setups: dict[str, Setup] = {}
     layers = _redistributed(setup, profile)
     if layers is not None and layers != setup.layers:
-        found[REDISTRIBUTE] = replace(setup, layers=layers)
-    return found | {one.vocabulary.value: one for one in with_shards(setup, algorithms) if not stands_still(one)}
+        setups[REDISTRIBUTE] = replace(setup, layers=layers)
+    return setups | {
+        variant.vocabulary.value: variant for variant in with_shards(setup, algorithms) if not stands_still(variant)
+    }
 
 
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:
-    """What was planned within a budget is another plan where ranks hold something else; None where none keeps the
-    budget."""
+    """Plan anew within the budget, if there is one, because ranks hold something else; None if no plan keeps it."""
     if setup.activation_budget is None or setup.budget_bytes is None:
         return setup
     plain = replace(setup, balance=BalanceConfig(hosts=setup.hosts))
@@ -96,10 +89,8 @@ def _within(setup: Setup, profile: Profile | None) -> Setup | None:
 
 
 def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:
-    """Only with one stage per rank: chunks of the other ranks would lie between.
-
-    The trainer does not choose it for a pattern of layers.
-    """
+    """Only with one stage per rank, as chunks of other ranks would lie between; the trainer does not choose it for
+    patterns."""
     if setup.model.hybrid is not None or setup.num_chunks > 1 or not setup.layers[-1]:
         return None
     cost = costs_of(setup, profile).stages[-1]
@@ -108,27 +99,27 @@ def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | N
     return redistribute_layers(setup.model.num_layers, setup.num_stages, output / layer) if layer else None
 
 
-def burden_text(found: Burden, row: int) -> str:
+def burden_text(result: Burden, row: int) -> str:
     """Return in a sentence how much the vocabulary hurts in that row."""
     return (
-        f"The vocabulary hurts in row {row}: with {found.prediction.setup.padded_vocabulary} tokens the last stage's rank "
-        f"computes {found.load:.2f} times as long as the others, which wait for it. Remedies:"
+        f"The vocabulary hurts in row {row}: with {result.prediction.setup.padded_vocabulary} tokens the last stage's rank "
+        f"computes {result.load:.2f} times as long as the others, which wait for it. Remedies:"
     )
 
 
-def remedy_rows(found: Burden) -> list[Candidate]:
+def remedy_rows(result: Burden) -> list[Candidate]:
     """Return a row for each remedy, the best first."""
     rows = []
-    for name in sorted(found.remedies, key=lambda one: (one != found.best, -found.gain(one))):
-        remedy = found.remedies[name]
+    for name in sorted(result.remedies, key=lambda name_of: (name_of != result.best, -result.gain(name_of))):
+        remedy = result.remedies[name]
         layers = f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
         rows.append(Candidate(remedy, layers if name == REDISTRIBUTE else f"vocabulary {name}"))
     return rows
 
 
-def burden_document(found: Burden, row: int) -> dict[str, Any]:
+def burden_document(result: Burden, row: int) -> dict[str, Any]:
     """Return the burden as JSON values."""
     remedies = [
-        {"remedy": name, "gain": found.gain(name), **document(remedy)} for name, remedy in found.remedies.items()
+        {"remedy": name, "gain": result.gain(name), **document(remedy)} for name, remedy in result.remedies.items()
     ]
-    return {"row": row, "last_load": found.load, "best": found.best, "remedies": remedies}
+    return {"row": row, "last_load": result.load, "best": result.best, "remedies": remedies}

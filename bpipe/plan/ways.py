@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.plan.bounds import lower_bound_s
-from bpipe.plan.budget_fit import within_budget_or_none
+from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import Candidate
-from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import Others, guarded, refused
 from bpipe.plan.shards import stands_still, with_shards
+from bpipe.plan.space import fewest_layers, with_block
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes
@@ -125,7 +125,6 @@ class _Tried:
         return is_less or (row.can_run and row.iteration_s < self._now.timing.iteration_s)
 
     def _fastest_s(self) -> float:
-        """Return the seconds of the fastest that can run and is not tight."""
         now_s = self._now.timing.iteration_s if self._now.fits and not self._now.is_tight else inf
         rows = (trial.row for trial in self.trials)
         return min((row.iteration_s for row in rows if row.can_run and not row.is_tight), default=now_s)
@@ -157,17 +156,17 @@ class _Tried:
 
 
 def _place(row: Candidate) -> tuple[int, float]:
-    """Where it stands in the list. What a tight one loses is not predicted, so its time is not compared."""
+    """Sort key. A tight one takes longer than is predicted, so its time is not compared."""
     return (int(row.is_tight), row.iteration_s) if row.can_run else (2, row.peak_bytes)
 
 
 def _stands_for(row: Candidate, other: Candidate) -> bool:
-    """Return whether one has the other's figures, or none worse where they differ in how devices share alone."""
-    mine, its = ((one.iteration_s, one.peak_bytes, one.can_run) for one in (row, other))
-    plain = {replace(one.setup, balance=None, budget_bytes=None) for one in (row, other)}
-    are_balanced = all(one.setup.balance is not None and one.setup.hosts in _DEVICES for one in (row, other))
+    """Whether one has the other's figures, or none worse if they differ only in how devices share."""
+    own, its = ((row_of.iteration_s, row_of.peak_bytes, row_of.can_run) for row_of in (row, other))
+    plain = {replace(row_of.setup, balance=None, budget_bytes=None) for row_of in (row, other)}
+    are_balanced = all(row_of.setup.balance is not None and row_of.setup.hosts in _DEVICES for row_of in (row, other))
     alike = len(plain) == 1 and are_balanced
-    return mine == its or (alike and row.can_run and mine[0] <= its[0] and mine[1] <= its[1])
+    return own == its or (alike and row.can_run and own[0] <= its[0] and own[1] <= its[1])
 
 
 def _changes(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
@@ -191,7 +190,7 @@ def _with(setup: Setup, kind: str, name: str, **changes: object) -> _Change:
 
 
 def _types(setup: Setup) -> Iterator[_Change]:
-    """Types of gradients and of what the optimizer keeps, and flags that cost nothing."""
+    """Types of gradients and optimizer state, and flags that cost nothing."""
     if not setup.distributed_optimizer:
         yield _with(setup, "optimizer", "distributed optimizer", distributed_optimizer=True)
     switches, types = setup.switches, setup.state_types
@@ -213,7 +212,6 @@ def _types(setup: Setup) -> Iterator[_Change]:
 
 
 def _recomputed(setup: Setup) -> Iterator[_Change]:
-    """None, each part of a layer more, as few layers as are enough, all."""
     recomputed = setup.recomputed
     if setup.recompute != "none":
         yield _with(setup, "recompute", "recompute nothing", recompute="none")
@@ -232,7 +230,6 @@ def _recomputed(setup: Setup) -> Iterator[_Change]:
 
 
 def _enough_layers(setup: Setup, limit: int) -> int | None:
-    """The fewest layers of each stage, but not all, whose recomputation is enough."""
     try:
         return fewest_layers(max(setup.layers) - 1, lambda number: peak_bytes(with_block(setup, number)) <= limit)
     except ValueError:
@@ -240,8 +237,7 @@ def _enough_layers(setup: Setup, limit: int) -> int | None:
 
 
 def _cut(setup: Setup) -> Iterator[_Change]:
-    """The same devices with twice the tensor, context or pipeline parallelism, for fewer replicas, or in place of one of
-    the others."""
+    """Twice the tensor, context or pipeline parallelism, for fewer replicas or in place of another."""
     t, p, c = setup.tensor, setup.pipeline, setup.context
     yield _with(setup, "cut", f"tensor parallel {2 * t}", tensor=2 * t, sequence_parallel=True)
     yield _with(setup, "cut", f"context parallel {2 * c}", context=2 * c)
@@ -255,7 +251,6 @@ def _cut(setup: Setup) -> Iterator[_Change]:
 
 
 def _as_long(setup: Setup, name: str, tensor: int, pipeline: int) -> _Change:
-    """Another pipeline, its layers shared out as evenly as can be."""
 
     def change() -> Setup:
         budgets = setup.budget_bytes and (min(setup.budget_bytes),) * pipeline
@@ -272,7 +267,6 @@ def _as_long(setup: Setup, name: str, tensor: int, pipeline: int) -> _Change:
 
 
 def _layers_over(setup: Setup, pipeline: int, chunks: int) -> tuple[int, ...]:
-    """Return the layers of every stage. Raises ValueError if they are too few."""
     layers = split_layers(setup.model.num_layers, pipeline * chunks, allow_uneven=True)
     if layers is None:
         raise ValueError(f"{setup.model.num_layers} layers are too few for {pipeline} ranks with {chunks} chunks")
@@ -280,18 +274,18 @@ def _layers_over(setup: Setup, pipeline: int, chunks: int) -> tuple[int, ...]:
 
 
 def _layer_moved(setup: Setup) -> Iterator[_Change]:
-    """One from the rank that needs most to the one that needs least, if each rank has one stage."""
+    """Move a layer from the rank that needs most to the one that needs least."""
     if setup.num_stages != setup.pipeline:
         return
     needs = [rank.peak_bytes for rank in predict_memory(setup)]
-    most, least = needs.index(max(needs)), needs.index(min(needs))
-    if setup.layers[most] > 1 and most != least:
-        layers = tuple(count - (rank == most) + (rank == least) for rank, count in enumerate(setup.layers))
+    fullest, emptiest = needs.index(max(needs)), needs.index(min(needs))
+    if setup.layers[fullest] > 1 and fullest != emptiest:
+        layers = tuple(count - (rank == fullest) + (rank == emptiest) for rank, count in enumerate(setup.layers))
         yield _with(setup, "layers", f"layers {','.join(map(str, layers))}", layers=layers)
 
 
 def _schedules(setup: Setup) -> Iterator[_Change]:
-    """Other numbers of chunks, and of each family whose schedules are made for a bound, the number that needs least."""
+    """Other numbers of chunks, and of each family made for a bound the number that needs least."""
     own = FAMILIES[setup.schedule]
     if own.num_pipes > 1:
         return
@@ -307,13 +301,13 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
     if setup.is_sharded:
         return
     for name in (name for name, family in FAMILIES.items() if family.within is not None and name != setup.schedule):
-        made: list[tuple[int, int, Setup]] = []
+        variants: list[tuple[int, int, Setup]] = []
         for chunks in even or _CHUNKS:
             with suppress(ValueError):
                 changed = _in_chunks(setup, name, chunks)()
-                made.append((peak_bytes(changed), chunks, changed))
-        if made:
-            _, chunks, least = min(made, key=lambda entry: entry[:2])
+                variants.append((peak_bytes(changed), chunks, changed))
+        if variants:
+            _, chunks, least = min(variants, key=lambda entry: entry[:2])
             yield _Change("schedule", f"{name} with {chunks} chunks", partial(_same, least))
 
 
@@ -329,11 +323,10 @@ def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
-    """Balancing: evenly, and with only what must leave. Of what is balanced, over further hosts."""
-    known = () if setup.balance is None else (PAIR, setup.hosts)
+    excluded = () if setup.balance is None else (PAIR, setup.hosts)
     names = {PAIR: "balance within pairs", POOL: "balance over a pool", HOST: "evict to CPU memory"}
     for hosts, name in {**names, ALL: "balance over a pool and CPU memory"}.items():
-        if hosts in known:
+        if hosts in excluded:
             continue
 
         def even(hosts: str = hosts) -> Setup:
@@ -351,14 +344,13 @@ def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
 
 
 def _limits(setup: Setup) -> Iterator[tuple[int, ...]]:
-    """What its ranks may hold: its budgets; without them as much as leaves room, and then all there is."""
+    """Yield the budgets; without them what leaves room, and then all memory."""
     if setup.budget_bytes is None:
         yield (roomy_bytes(setup.cluster, setup.kernels),) * setup.pipeline
     yield setup.limit_bytes
 
 
 def _planned(setup: Setup, profile: Profile | None) -> Setup:
-    """Balanced with what must leave. Raises ValueError if no plan keeps the limits."""
     plans = (within_budget_or_none(setup, limits, profile) for limits in _limits(setup))
     plan = next(filter(None, plans), None)
     if plan is None:
@@ -367,8 +359,6 @@ def _planned(setup: Setup, profile: Profile | None) -> Setup:
 
 
 def _sharded(setup: Setup) -> Iterator[_Change]:
-    """The vocabulary in shards over all ranks, in a schedule that has a place for them: the output layer, and the
-    embedding, too."""
     family = setup.schedule if FAMILIES[setup.schedule].sharded is not None else default_family(setup.num_chunks)
     with suppress(ValueError):
         for changed in with_shards(replace(setup, schedule=family), (Vocabulary.ONE.value, Vocabulary.TWO.value)):

@@ -1,7 +1,4 @@
-"""Predict what ranks hold of micro-batches, own and hosted.
-
-In: a Setup. Out: bytes of one device, and the `Memory` that schedules are balanced by.
-"""
+"""What ranks hold of micro-batches, their own and hosted ones, in bytes of one device."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import ALL, HOST
 from bpipe.schedule.memory import RESERVE, Memory, StageMemory, peak_of_order
 
-# In so many steps what leaves of a micro-batch grows, where a stage has more layers: each is tried.
+# Most sizes of the part of a micro-batch that leaves which are tried.
 _MOST_PARTS = 8
 
 
 def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     """Return, for every rank, the peak bytes of its own micro-batches and the bytes of its host buffers.
 
-    No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other
-    numbers of micro-batches, one host buffer fewer, or in slices one more on a rank that is not the fullest.
+    Only as many micro-batches are counted as fill the pipeline; with more, interleaved schedules may need a host buffer
+    fewer, or in slices one more on a rank that is not the fullest.
     """
     if setup.activation_budget is not None:
         return _allocated(setup, setup.num_microbatches, setup.activation_budget.memory)
@@ -39,30 +36,27 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     if FAMILIES[setup.schedule].fill is None and not keeps_own(setup):
         m = setup.num_microbatches
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
-    held = [one.num_bytes(saved, after_input) for one in held_of(setup)]
+    rows = [counts.num_bytes(saved, after_input) for counts in held_of(setup)]
     reserve = RESERVE if setup.differs and FAMILIES[setup.schedule].fill is not None else 0
-    return tuple((own, hosted + int(hosted * reserve)) for own, hosted in held)
+    return tuple((own, hosted + int(hosted * reserve)) for own, hosted in rows)
 
 
 def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
-    """The same of slices, whose sizes may differ, and of what is kept beside them.
-
-    Bubbles change nothing that is held, so without transfers the orders tell. Of slices of one size counts tell, which
-    are the same whatever a micro-batch and its layers are.
-    """
+    """Without transfers the orders alone tell, because bubbles change nothing that is held; if slices have one size,
+    counts do."""
     memory = memory_of_setup(setup)
     count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
     rows = _alike(memory, setup.num_stages)
     if rows is not None:
-        return tuple(one.num_bytes(*rows) for one in held_within(setup.program(count)))
+        return tuple(counts.num_bytes(*rows) for counts in held_within(setup.program(count)))
     if setup.balance is not None:
         return _allocated(setup, count, memory)
     return tuple((peak_of_order(order, memory), 0) for order in orders_of(setup.program(count)))
 
 
 def _alike(memory: Memory, num_stages: int) -> tuple[Sequence[int], ...] | None:
-    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None where slices of a
-    stage differ."""
+    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None if slices
+    differ."""
     sizes = [set(memory.sizes(stage)) for stage in range(num_stages)]
     if memory.reserved or max(map(len, sizes)) > 1:
         return None
@@ -82,7 +76,6 @@ def held_of(setup: Setup) -> tuple[HeldCounts, ...]:
 
 
 def _num_filling(setup: Setup) -> int:
-    """Return how many micro-batches fill the pipeline, or all where ranks never stop holding more."""
     fill = FAMILIES[setup.schedule].fill
     if fill is None:
         return setup.num_microbatches
@@ -93,13 +86,13 @@ def _num_filling(setup: Setup) -> int:
 
 
 def keeps_own(setup: Setup) -> bool:
-    """Return whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all
+    """Whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all
     ranks hold alike, too."""
     return setup.hosts in (HOST, ALL)
 
 
 def moves_anything(setup: Setup) -> bool:
-    """Return whether balancing would move any of this setup's activations: not where all ranks hold alike, or no
+    """Whether balancing would move any of this setup's activations: not where all ranks hold alike, or no
     pair can keep less together."""
     plain, balanced = replace(setup, balance=None), replace(setup, balance=setup.balance or EVENLY)
     if keeps_own(balanced):
@@ -109,45 +102,41 @@ def moves_anything(setup: Setup) -> bool:
     if (
         setup.pipeline == 1
         or FAMILIES[setup.schedule].fill is None
-        or len({max(map(sum, one.moments)) for one in held_of(plain)}) == 1
+        or len({max(map(sum, counts.moments)) for counts in held_of(plain)}) == 1
     ):
         return False
-    return any(one.num_buffers for one in held_of(balanced))
+    return any(counts.num_buffers for counts in held_of(balanced))
 
 
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
     """Return what one micro-batch, or slice, of each stage holds; storages below `minimum_bytes` stay where they
     are."""
     stages = range(setup.num_stages)
-    moved = [[moved_bytes(one, stage, minimum_bytes) for stage in stages] for one in slice_setups(setup)]
+    moved = [[moved_bytes(part, stage, minimum_bytes) for stage in stages] for part in slice_setups(setup)]
     return _memory(setup, moved)
 
 
 def memory_of_setup(setup: Setup) -> Memory:
     """Return what one micro-batch, or slice, of each stage holds, where a transfer moves all that is saved."""
-    return _memory(setup, [stage_bytes(one) for one in slice_setups(setup)])
+    return _memory(setup, [stage_bytes(part) for part in slice_setups(setup)])
 
 
 def _memory(setup: Setup, moved: Sequence[Sequence[int]]) -> Memory:
     """`moved[slice][stage]`."""
     slices = slice_setups(setup)
-    saved, after = ([of(one) for one in slices] for of in (stage_bytes, after_input_bytes))
+    saved, after = ([of(part_setup) for part_setup in slices] for of in (stage_bytes, after_input_bytes))
     places = [(part, stage) for stage in range(setup.num_stages) for part in range(setup.slices)]
     sizes = tuple(StageMemory(saved[part][stage], moved[part][stage], after[part][stage]) for part, stage in places)
     return Memory(sizes, reserved=setup.differs, slices=setup.slices, kept=kept_memory(setup))
 
 
 def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return, by stage, the sizes that may leave in place of a whole micro-batch: some of its layers.
-
-    Ascending; the last is all.
-
-    There are as many steps as layers, at most `_MOST_PARTS`.
-    """
+    """Return, by stage, the bytes of some of a micro-batch's layers that may leave, ascending to all, in at most
+    `_MOST_PARTS` steps."""
     if len(set(slice_setups(setup))) > 1 and setup.differs:
         # Every transfer of a stage moves the same part, and of slices of other sizes there is none.
         return ()
-    found = []
+    parts = []
     setup = slice_setups(setup)[0]
     for stage, layers in enumerate(setup.layers):
         rows = (saved_within(setup, kind, scope) for kind, scope, _ in setup.stage_layers[stage])
@@ -156,6 +145,6 @@ def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
         )
         whole, steps = moved_bytes(setup, stage, minimum_bytes), min(layers, _MOST_PARTS)
         some = (min(whole, layer * (layers * step // steps)) for step in range(1, steps) if layer)
-        # Where layers differ so many of the largest may be more than all.
-        found.append(tuple(dict.fromkeys((*some, whole))))
-    return tuple(found)
+        # If layers differ, this number of the largest may be more than all.
+        parts.append(tuple(dict.fromkeys((*some, whole))))
+    return tuple(parts)

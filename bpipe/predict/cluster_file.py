@@ -1,15 +1,12 @@
-"""Read a cluster of one's own. In: a JSON or TOML file. Out: a `Cluster`. Errors name the key and the file.
+"""Cluster files, in JSON or TOML.
 
 nodes = 16
 gpus_per_node = 8
-gpus_per_domain = 32      # joined by such links as a node's are; by default the node's own
+gpus_per_domain = 32          # joined by a node's links; by default those of one node
 
-[device] like = "h100-80g"        # what is not said is taken from there name = "our-h100" between_gb_per_s = 25    #
-half the ports between_gap_us = 400     # what a message between stages takes besides host_gb_per_s = 32       # a
-device's link to its node's memory, one direction host_node_gb_per_s = 128 # what those of all devices of a node carry
-together mesh_links = 7           # of a full mesh: to so many others it has a link each, and inside_gb_per_s is all of
-them; no switch multiprocessors = 132    # which compute a product's tiles at a time fp8_tflops = 1979        # dense
-products of 8-bit values
+[device]                      # or a name
+like = "h100-80g"             # supplies every other value
+between_gb_per_s = 25
 """
 
 from __future__ import annotations
@@ -49,10 +46,7 @@ LARGEST = 1e6
 
 
 def cluster_named(text: str, devices: tuple[int, int] | None = None) -> Cluster:
-    """Return the cluster of a file, by its name, or of `parse_cluster`.
-
-    `devices`: nodes and GPUs of each, where neither says them.
-    """
+    """Return the cluster of a file or of `parse_cluster`. `devices`: nodes and GPUs of each, if neither says them."""
     path = Path(text)
     return read_cluster(path, devices) if path.suffix in SUFFIXES else parse_cluster(text, devices)
 
@@ -69,8 +63,8 @@ def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
     if not isinstance(document, dict):
         raise ValueError(f"{path}: a cluster must be an object with nodes, gpus_per_node and device")
     _refuse_unknown(path, "", document, ("nodes", "gpus_per_node", "gpus_per_domain", "device"))
-    nodes, each = devices or (None, None)
-    sizes = [_size(path, document, key, default) for key, default in (("nodes", nodes), ("gpus_per_node", each))]
+    nodes, per_node = devices or (None, None)
+    sizes = [_size(path, document, key, default) for key, default in (("nodes", nodes), ("gpus_per_node", per_node))]
     if "device" not in document:
         raise ValueError(f"{path}: device is missing: give one of {', '.join(DEVICES)}, or an object with its numbers")
     num_nodes, devices_per_node = sizes
@@ -90,25 +84,25 @@ def _size(path: Path, document: dict[str, Any], key: str, default: int | None) -
     return size
 
 
-def _device(path: Path, said: object) -> DeviceKind:
-    if isinstance(said, str):
-        return _known(path, "device", said)
-    if not isinstance(said, dict):
-        raise ValueError(f"{path}: device is {_said(said)}, but must be a name or an object")
-    known = {**NUMBERS, **OPTIONAL}
-    _refuse_unknown(path, "device.", said, ("like", "name", *known))
+def _device(path: Path, value: object) -> DeviceKind:
+    if isinstance(value, str):
+        return _known(path, "device", value)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: device is {_said(value)}, but must be a name or an object")
+    keys = {**NUMBERS, **OPTIONAL}
+    _refuse_unknown(path, "device.", value, ("like", "name", *keys))
     numbers: dict[str, Any] = {
-        field: _number(path, key, said[key]) * unit for key, (field, unit) in known.items() if key in said
+        field: _number(path, key, value[key]) * unit for key, (field, unit) in keys.items() if key in value
     }
     if "memory_bytes" in numbers:
         numbers["memory_bytes"] = int(numbers["memory_bytes"])
-    name = said.get("name", path.stem)
+    name = value.get("name", path.stem)
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path}: device.name is {_said(name)}, but must be text")
     name = printable(name)
-    if "like" in said:
-        return replace(_known(path, "device.like", said["like"]), name=name, source=str(path), **numbers)
-    missing = [f"device.{key}" for key in NUMBERS if key not in said]
+    if "like" in value:
+        return replace(_known(path, "device.like", value["like"]), name=name, source=str(path), **numbers)
+    missing = [f"device.{key}" for key in NUMBERS if key not in value]
     if missing:
         raise ValueError(f"{path}: {', '.join(missing)} missing: give all of them, or device.like")
     return DeviceKind(name=name, source=str(path), **numbers)
@@ -129,10 +123,10 @@ def _number(path: Path, key: str, value: Any) -> Any:
     return value if key in WHOLE else float(value)
 
 
-def _refuse_unknown(path: Path, before: str, said: dict[str, Any], known: tuple[str, ...]) -> None:
-    for key in said:
-        if key not in known:
-            raise ValueError(f"{path}: {unknown('key', before + key, [before + one for one in known])}")
+def _refuse_unknown(path: Path, before: str, entries: dict[str, Any], keys: tuple[str, ...]) -> None:
+    for key in entries:
+        if key not in keys:
+            raise ValueError(f"{path}: {unknown('key', before + key, [before + name for name in keys])}")
 
 
 def _said(value: object) -> str:

@@ -1,10 +1,7 @@
-"""Predict seconds of every stage from sizes.
+"""Seconds of every stage by a roofline, and links between ranks: the simulator's `Costs`.
 
-In: a Setup. Out: `Costs` for the simulator. A roofline: products at a share of the peak, all else at a share of the
-memory's bandwidth, tensor-parallel collectives at a share of the links'. Knows no schedule.
-
-How far the result is from measurements is in docs/validation.md. Where a measured profile is given, it replaces what it
-measured.
+Products run at a share of the peak, all else at a share of the memory's bandwidth, collectives at a share of the
+links'. docs/validation.md compares the results with measurements.
 """
 
 from __future__ import annotations
@@ -12,24 +9,78 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
+from operator import mul
 from typing import NamedTuple
 
+from bpipe.build import unchecked
 from bpipe.predict.layer_variants import LayerKind
-from bpipe.predict.layers.ends import embedding_seconds, output_seconds, shard_seconds
+from bpipe.predict.layers.ends import STATISTICS, STATISTICS_BYTES, embedding_seconds, output_seconds, shard_seconds
 from bpipe.predict.layers.layer import halves_seconds, layer_seconds
 from bpipe.predict.layout import Setup
-from bpipe.predict.links import collective_seconds, hosts_of, links, one_sided
-from bpipe.predict.nodes import rank_nodes, replicas_share_nodes
+from bpipe.predict.nodes import rank_domains, rank_nodes, replicas_share_nodes
 from bpipe.predict.recompute import LayerScope, StageLayers
 from bpipe.predict.replicas import stage_buckets, update_seconds
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
-from bpipe.predict.sizes import sent_bytes
+from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, num_tokens, sent_bytes
 from bpipe.predict.slice_lengths import Growth, equal_bounds, lengths_of
 from bpipe.predict.slices import kept_memory, slice_setups
 from bpipe.schedule.families.families import exchange_of
+from bpipe.schedule.hosts import PAIR, Hosts, device_ranks, halved_pairs, in_pairs, mirrored_pairs
 from bpipe.schedule.layout import EVEN
 from bpipe.schedule.program import Exchange
-from bpipe.simulate.cost import Costs, StageCost
+from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, StageCost
+
+
+def collective_seconds(setup: Setup) -> CollectiveCost:
+    """Return the cost of the collective over all shards of a pipeline at its slowest link: a ring brings everybody
+    everything once."""
+    device = setup.cluster.device
+    slowest = (
+        device.between_bytes_per_s if len(set(rank_domains(setup))) > 1 else device.among(setup.pipeline)
+    ) * LINK_EFFICIENCY
+    tokens, sent = num_tokens(setup), sent_bytes(setup)
+    statistics = STATISTICS * STATISTICS_BYTES * tokens * setup.vocabulary_shards
+    hidden = 4 * tokens * setup.model.hidden_size / setup.sequence_shards
+    inputs = sent if setup.input_shards else 0
+    return CollectiveCost(*(num_bytes / slowest for num_bytes in (sent, statistics, hidden, inputs, inputs)))
+
+
+def hosts_of(setup: Setup) -> Hosts:
+    """Return the planned hosts, None for pairs."""
+    if setup.hosts != PAIR:
+        # As many micro-batches as fill the pipeline tell it, but where rooms are planned for all there are.
+        count = setup.num_microbatches if setup.activation_budget else min(setup.num_microbatches, setup.pipeline)
+        return unchecked(setup.program(count)).hosts or ()
+    # With two pipes mirror images have nothing for each other.
+    return in_pairs((halved_pairs if setup.num_pipes > 1 else mirrored_pairs)(setup.pipeline))
+
+
+def links(setup: Setup) -> Links:
+    device = setup.cluster.device
+    inside = Link(device.among(2) * LINK_EFFICIENCY, LINK_LATENCY_S, device.inside_gap_s)
+    between = Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.between_gap_s)
+    return Links(inside, between, rank_domains(setup), Link(_host_bytes_per_s(setup) * LINK_EFFICIENCY, LINK_LATENCY_S))
+
+
+def _host_bytes_per_s(setup: Setup) -> float:
+    """One direction of a device's link to its node's memory, if all senders of the node use theirs at the same time."""
+    device, cluster = setup.cluster.device, setup.cluster
+    if device.host_node_bytes_per_s is None:
+        return device.host_bytes_per_s
+    sends = [any(not host.on_device for host in of_rank) for of_rank in hosts_of(setup)]
+    nodes = rank_nodes(setup)
+    # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it
+    # does.
+    part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)
+    return min(device.host_bytes_per_s, device.host_node_bytes_per_s / max(1.0, part * cluster.devices_per_node))
+
+
+def one_sided(nodes: tuple[int, ...], hosts: Hosts) -> frozenset[int]:
+    """Return the ranks whose hosts are all on their node, whose memory `--bpipe-transport auto` reaches into."""
+    return frozenset(
+        rank for rank, of_rank in enumerate(hosts) if all(nodes[host] == nodes[rank] for host in device_ranks(of_rank))
+    )
+
 
 # Slices that a device computes well are multiples of the tiles of its products (`predict.matmul`).
 _TILE = 256
@@ -45,21 +96,20 @@ def _exchange(setup: Setup) -> Exchange:
 
 
 class PartSeconds(NamedTuple):
-    """One micro-batch: of every kind and scope of a layer its forward, its backward and the halves of that; output
-    layer; embedding.
-
-    How layers are cut into stages, and in which order these are computed, changes none of it.
-    """
+    """Seconds of one micro-batch by parts, whatever the stages and their order."""
 
     layers: dict[tuple[LayerKind, LayerScope], tuple[float, float, float, float]]
+    """By kind and scope of a layer: forward, backward, and the halves of that."""
     output: tuple[float, float]
+    """Output layer, forward and backward."""
     embedding: tuple[float, float]
+    """Embedding, forward and backward."""
 
 
 def part_seconds(setup: Setup) -> PartSeconds:
     """Return seconds of the parts of every stage."""
-    each = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
-    layers = {one: (*layer_seconds(setup, *one), *halves_seconds(setup, *one)) for one in each}
+    sorts = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
+    layers = {sort: (*layer_seconds(setup, *sort), *halves_seconds(setup, *sort)) for sort in sorts}
     return PartSeconds(layers, output_seconds(setup), embedding_seconds(setup))
 
 
@@ -67,7 +117,7 @@ def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool)
     """Return the seconds of a stage of these layers, with the embedding if it is the first, and the output layer if
     it is the last."""
     forward, backward, input_half, weight_half = (
-        sum(number * parts.layers[kind, scope][one] for kind, scope, number in layers) for one in range(4)
+        sum(number * parts.layers[kind, scope][place] for kind, scope, number in layers) for place in range(4)
     )
     return StageCost(
         forward_s=forward,
@@ -84,7 +134,7 @@ def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool)
 def predict_costs(setup: Setup) -> Costs:
     """Return the costs of all stages."""
     updates = update_seconds(setup)
-    of_slices = [_stage_costs(one, updates) for one in slice_setups(setup)]
+    of_slices = [_stage_costs(part, updates) for part in slice_setups(setup)]
     costs = Costs(
         tuple(cost for of_stage in zip(*of_slices, strict=True) for cost in of_stage),
         links(setup),
@@ -104,21 +154,20 @@ def predict_costs(setup: Setup) -> Costs:
 
 
 def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[StageCost]:
-    """Costs of every stage for a micro-batch, or for one slice."""
     every, parts = setup.stage_layers, part_seconds(setup)
     saved, sent = stage_bytes(setup), sent_bytes(setup)
     after_input, buckets = after_input_bytes(setup), stage_buckets(setup)
     stages = []
     # Of hundreds of stages nearly all are alike.
-    made: dict[tuple[object, ...], StageCost] = {}
+    costs: dict[tuple[object, ...], StageCost] = {}
     for stage, layers in enumerate(every):
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
         moved = saved[stage] if setup.balance is None else setup.balance.part_bytes.get(stage, saved[stage])
-        known = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage], buckets[stage])
-        if known not in made:
-            made[known] = replace(
+        key = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage], buckets[stage])
+        if key not in costs:
+            costs[key] = replace(
                 stage_cost(parts, layers, first, last),
                 reduction_s=reduction,
                 optimizer_s=update,
@@ -128,21 +177,20 @@ def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[S
                 saved_bytes=saved[stage],
                 after_input_bytes=after_input[stage],
             )
-        stages.append(made[known])
+        stages.append(costs[key])
     return stages
 
 
 def lengths_of_equal_seconds(setup: Setup) -> tuple[int, ...]:
-    """Return lengths of slices that a stage's layers take as long for, by prediction.
+    """Return lengths of slices for which a stage's layers take equally long, by prediction.
 
-    Of slices of one length the last takes so much longer than the first as its tokens attend to more. Raises ValueError
-    for a sequence too short for so many.
+    Raises ValueError for a sequence too short for them.
     """
     unit, slices = setup.sequence_shards, setup.slices
     if setup.sequence % lcm(unit, _TILE) == 0 and setup.sequence >= 8 * _TILE * slices:
         unit = lcm(unit, _TILE)
     even = slice_setups(replace(setup, slice_lengths=EVEN))
-    layers = [one for of_stage in setup.stage_layers for one in of_stage]
+    layers = [layer for of_stage in setup.stage_layers for layer in of_stage]
     first, last = (
         sum(number * sum(layer_seconds(part, kind, scope)) for kind, scope, number in layers)
         for part in (even[0], even[-1])

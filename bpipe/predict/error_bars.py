@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from bpipe.predict.cluster import Cluster
 
-# Of so many runs and more the range leaves out 5 % of them at each end; of fewer it holds all.
+# From this number of runs on the range leaves out 5 % at each end; below it holds all.
 MANY_RUNS = 20
 
 
@@ -68,7 +68,7 @@ def error_bars(cluster: Cluster, has_experts: bool) -> ErrorBars | None:
 
 
 def is_never_calibrated(cluster: Cluster) -> bool:
-    """Return whether no run on such a device had a say in the constants of predictions, and none of the user's has."""
+    """Whether no run on such a device had a say in the constants of predictions, and none of the user's has."""
     return cluster.factor == 1 and cluster.device.name not in _DENSE
 
 

@@ -1,15 +1,11 @@
-"""Predict how long tokens are on their way to experts and back.
+"""Seconds of the exchanges between tokens and their experts, for one layer.
 
-In: a Setup. Out: seconds of one layer, and what is between nodes.
-
-A device sends every expert's tokens to the devices that have it, and gets back what it made of them: two exchanges a forward, two a
-backward, waited for. Loads are taken to be even, so of a device's tokens each of `ep` devices gets as many. What goes to the own node takes
-NVLink, the rest the device's own port, both at once. Where experts are divided, those who share one gather its tokens and scatter the sum.
-Megatron's dispatchers differ:
-  alltoall   a token is sent once for every expert it goes to
-  allgather  all tokens go to all devices that share the experts, and the sum is scattered
-  flex       a token goes once to each node that has experts for it, and on from there (DeepEP, HybridEP)
-Knows no schedule and no products.
+Every device sends tokens to the devices that have their experts, and gets the results back: two exchanges forward, two
+backward, waited for. Loads are taken to be even. What stays in the node takes NVLink, the rest the device's own port,
+both at the same time. Ranks that divide an expert gather its tokens and scatter the sum. Megatron's dispatchers:
+  alltoall   A token is sent once for every expert it goes to.
+  allgather  All tokens go to all devices that share the experts, and the sum is scattered.
+  flex       A token goes once to each node that has experts for it, and on from there (DeepEP, HybridEP).
 """
 
 from __future__ import annotations
@@ -21,26 +17,26 @@ from typing import NamedTuple
 
 from bpipe.predict.layout import Setup
 from bpipe.predict.nodes import copy_nodes
-from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S
-from bpipe.predict.sizes import element_bytes, num_tokens, shard_size
+from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, element_bytes, num_tokens, shard_size
 
 
 class Reach(NamedTuple):
-    """The worst case over groups of devices: how many are on one node, how many there are, and on how many nodes."""
+    """The worst case over groups of devices."""
 
     here: int
+    """Fewest of a group on one node."""
     devices: int
+    """Devices of a group."""
     nodes: int
+    """Nodes of a group."""
 
 
 class Trip(NamedTuple):
-    """One way there or back, of one layer and micro-batch.
-
-    `between_s` of its seconds are those that the port between nodes is busy.
-    """
+    """One way of tokens there or back, for one layer and micro-batch."""
 
     seconds: float
     between_s: float
+    """Part of it that the port between nodes is busy."""
 
 
 def exchange(setup: Setup) -> Trip:
@@ -54,27 +50,27 @@ def exchange(setup: Setup) -> Trip:
     token = element_bytes(setup) * setup.model.hidden_size
     between = device.between_bytes_per_s * LINK_EFFICIENCY
     if setup.routing.dispatcher == "allgather":
-        found = reach(setup, ep * divided)
-        others, beyond = found.devices - 1, found.devices - found.here
+        group = reach(setup, ep * divided)
+        others, beyond = group.devices - 1, group.devices - group.here
         # A ring: what comes from beyond passes as many ports as there are devices of the node in it.
-        gathered, crossed = local_tokens(setup) * token * others, local_tokens(setup) * token * beyond / found.here
+        gathered, crossed = local_tokens(setup) * token * others, local_tokens(setup) * token * beyond / group.here
         between_s = crossed / between
-        return Trip(max(gathered / (device.among(found.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S, between_s)
-    found = reach(setup, ep, divided)
+        return Trip(max(gathered / (device.among(group.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S, between_s)
+    group = reach(setup, ep, divided)
     copies = _copies(setup)
     sent = local_tokens(setup) * token * copies / ep
-    stays, leaves = sent * (found.here - 1), sent * (ep - found.here)
-    if setup.routing.dispatcher == "flex" and found.nodes > 1:
+    stays, leaves = sent * (group.here - 1), sent * (ep - group.here)
+    if setup.routing.dispatcher == "flex" and group.nodes > 1:
         # Once to each other node, and there on to the devices.
         leaves = (
             local_tokens(setup)
             * token
-            * _nodes_of_a_token(experts.num_experts, experts.top_k, found.nodes)
-            * (1 - 1 / found.nodes)
+            * _nodes_of_a_token(experts.num_experts, experts.top_k, group.nodes)
+            * (1 - 1 / group.nodes)
         )
-        stays += sent * (ep - found.here)
+        stays += sent * (ep - group.here)
     between_s = leaves / between
-    seconds = max(stays / (device.among(found.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S * (ep > 1)
+    seconds = max(stays / (device.among(group.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S * (ep > 1)
     if divided > 1:
         seconds += (
             local_tokens(setup) * token * copies * (divided - 1) / (device.among(divided) * LINK_EFFICIENCY)
@@ -84,7 +80,6 @@ def exchange(setup: Setup) -> Trip:
 
 
 def _copies(setup: Setup) -> float:
-    """Return how often a token is sent."""
     experts, capacity = setup.model.experts, setup.routing.capacity
     assert experts is not None
     share = 1.0 if capacity is None else capacity if setup.routing.padded else min(1.0, capacity)
@@ -92,16 +87,14 @@ def _copies(setup: Setup) -> float:
 
 
 def _nodes_of_a_token(num_experts: int, top_k: int, nodes: int) -> float:
-    """On how many nodes the experts of a token are, when all choices are as likely."""
-    each = num_experts // nodes
-    return nodes * (1 - comb(num_experts - each, top_k) / comb(num_experts, top_k))
+    """Expected number of nodes with a token's experts, if all choices are equally likely."""
+    per_node = num_experts // nodes
+    return nodes * (1 - comb(num_experts - per_node, top_k) / comb(num_experts, top_k))
 
 
 def reach(setup: Setup, number: int, step: int = 1) -> Reach:
-    """Return the worst reach of groups of `number` devices of a stage, `step` apart.
-
-    In Megatron's order parts of an expert lie beside each other, then experts.
-    """
+    """Return the worst reach of groups of `number` devices of a stage, `step` apart; parts of an expert are
+    adjacent."""
     return _worst(tuple(node for node in copy_nodes(setup) for _ in range(setup.tensor)), number, step)
 
 
@@ -112,16 +105,16 @@ def _worst(nodes: tuple[int, ...], number: int, step: int) -> Reach:
         for base in range(0, len(nodes), number * step)
         for offset in range(step)
     }
-    found = [(min(Counter(group).values()), len(set(group))) for group in groups]
-    here, spread = min(found)
+    spreads = [(min(Counter(group).values()), len(set(group))) for group in groups]
+    here, spread = min(spreads)
     return Reach(here, number, spread)
 
 
 def replicas_of_experts(setup: Setup) -> tuple[bool, int]:
-    """Return whether those that have the same experts share a node, and how few of them any node has of one."""
+    """Whether those that have the same experts share a node, and how few of them any node has of one."""
     block = setup.routing.expert * setup.expert_tensor
-    found = reach(setup, setup.expert_replicas, block)
-    return found.nodes == 1, found.here
+    group = reach(setup, setup.expert_replicas, block)
+    return group.nodes == 1, group.here
 
 
 def local_tokens(setup: Setup) -> int:

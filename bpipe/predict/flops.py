@@ -1,13 +1,11 @@
-"""Count the FLOPs of training.
+"""FLOPs of an iteration, and MFU.
 
-In: a Model, a batch, a sequence. Out: FLOPs of one iteration, and MFU. Knows no device but its peak.
-
-Two formulas are in use and differ, so every figure says which it is:
-  megatron  `num_floating_point_operations` of Megatron 0.19: every matrix product three times, attention's two products over the causal
-            half, the output layer over the whole vocabulary. Of experts those that a token is routed to; windows are not looked at.
-            Of a Mamba layer both matrices and 7 FLOPs a value of its states, with as many values as twice the hidden size gives.
-  papers    Narayanan et al. 2021 as Kim et al. 2023 and Huang et al. 2024 use it, without recomputation: attention over the full square,
-            and the output layer's term as printed, V / (16 L h). For models with GQA or SwiGLU it is no longer right and is refused.
+Two formulas are in use and differ, so every figure names its formula:
+  megatron  `num_floating_point_operations` of Megatron 0.19: every matrix product three times, attention's two products over
+            the causal half, the output layer over the whole vocabulary; experts that a token is routed to; no windows. For a
+            Mamba layer both matrices and 7 FLOPs per value of its states, at twice the hidden size.
+  papers    Narayanan et al. 2021 as Kim et al. 2023 and Huang et al. 2024 use it, without recomputation: attention over the
+            full square, and the output layer's term as printed, V / (16 L h). Refused for GQA and SwiGLU, where it is wrong.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ FORMULAS = ("megatron", "papers")
 def training_flops(
     model: Model, batch: int, sequence: int, formula: str = "megatron", vocabulary: int | None = None
 ) -> int:
-    """Return the FLOPs of one iteration over `batch` sequences; recomputation is not counted.
-
-    `vocabulary`: the padded one, default the model's.
-    """
+    """Return the FLOPs of an iteration over `batch` sequences, without recomputation. `vocabulary`: default the
+    model's."""
     vocabulary = model.vocabulary if vocabulary is None else vocabulary
     if formula == "megatron":
         matrices = (
@@ -48,7 +44,7 @@ def training_flops(
 
 
 def _scans(model: Model) -> int:
-    """Of a token, what goes through the states of all Mamba layers, forward and twice as much backward."""
+    """States of all Mamba layers for one token, forward and twice as much backward."""
     if model.hybrid is None:
         return 0
     mambas = sum(number for kind, number in model.kinds() if kind.is_mamba)

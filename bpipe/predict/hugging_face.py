@@ -1,8 +1,8 @@
-"""Read a model that Hugging Face's transformers describe. In: a preset's name, or a config.json. Out: a `Model`.
+"""Models from presets and from config.json files of Hugging Face's transformers.
 
-What a kind has that is not modelled is refused with its name, and so is a key whose value would make it another model.
-Of models that see, too, it is the part that reads and writes text. Defaults of keys that a file leaves out are those of
-transformers' own classes. Knows no weights.
+A kind that is not modelled is refused by name, and so is a key whose value would make it another model. Of models that
+also see, it is the part that reads and writes text. Keys that a file leaves out have the defaults of transformers'
+classes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.names import unknown
-from bpipe.predict.hybrid import EXPERTS, MOST_LAYERS, Hybrid
+from bpipe.predict.hybrid import MOST_LAYERS
 from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent
 from bpipe.predict.model import PRESETS, Model
-from bpipe.values import a_flag, a_list, a_number, a_text, a_whole, an_object, load_json
+from bpipe.values import a_flag, a_list, a_number, a_whole, an_object, load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,6 @@ class _Kind:
     defaults: Mapping[str, int] = field(default_factory=dict)
     qkv_biases: bool = False
     """Whether `attention_bias` is of queries, keys and values alone."""
-    hybrid: bool = False
-    """Whether a pattern says what each layer is."""
 
 
 _DEEPSEEK = _ExpertKeys(
@@ -108,12 +106,6 @@ _KINDS = {
     "llama4_text": _Kind(differs={"qk_norm": True}, experts=_LLAMA4),
     "glm4_moe": _Kind(experts=replace(_DEEPSEEK, step=None, sigmoid=True), qkv_biases=True),
     "minimax_m2": _Kind(experts=replace(_MIXTRAL, sigmoid=True)),
-    "nemotron_h": _Kind(
-        ("relu2",),
-        differs={"gated": False, "squared_relu": True, "no_positions": True},
-        experts=replace(_DEEPSEEK, shared="moe_shared_expert_intermediate_size", first=None, step=None, sigmoid=True),
-        hybrid=True,
-    ),
     "phi3": _Kind(),
     "nemotron": _Kind(("relu2",), differs={"gated": False, "rms_norm": False, "squared_relu": True}),
 }
@@ -124,6 +116,7 @@ _MISSING = {
     "gpt_oss": "attention sinks and biases of experts are not modelled",
     "dbrx": "its own names for sizes are not read",
     "qwen3_next": "linear attention is not modelled",
+    "nemotron_h": "hybrid models are read from launches only",
 }
 _GPT2 = {
     "num_hidden_layers": "n_layer",
@@ -151,10 +144,7 @@ def find_model(name: str) -> Model:
 
 
 def read_hugging_face(path: Path) -> Model:
-    """Return the model of a config.json.
-
-    Raises ValueError for a kind that is not modelled, and names the key that is missing.
-    """
+    """Return the model of a config.json. Raises ValueError naming the kind that is not modelled or the missing key."""
     try:
         config: Any = load_json(path.read_bytes())
     except ValueError as error:
@@ -168,27 +158,33 @@ def read_hugging_face(path: Path) -> Model:
 
 
 def _model(config: dict[str, Any], name: str) -> Model:
-    said = config.get("model_type")
-    if isinstance(said, str) and said in _WITH_TEXT:
-        return _model({"model_type": f"{said}_text", **an_object(config.get(_WITH_TEXT[said]), _WITH_TEXT[said])}, name)
-    kind = _kind_of(config, said)
-    names = _GPT2 if said == "gpt2" else {}
+    label = config.get("model_type")
+    if isinstance(label, str) and label in _WITH_TEXT:
+        return _model(
+            {
+                "model_type": f"{label}_text",
+                **an_object(config.get(_WITH_TEXT[label]), _WITH_TEXT[label]),
+            },
+            name,
+        )
+    kind = _kind_of(config, label)
+    names = _GPT2 if label == "gpt2" else {}
 
-    def number(key: str, default: int | None = None, most: int = _LARGEST_SIZE) -> int:
+    def number(key: str, default: int | None = None, largest: int = _LARGEST_SIZE) -> int:
         key = names.get(key, key)
         value = config.get(key)
-        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, most)
+        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, largest)
 
-    acts = ("hidden_activation", names.get("hidden_act", "hidden_act"), "mlp_hidden_act")
+    acts = ("hidden_activation", names.get("hidden_act", "hidden_act"))
     activation = next((config[key] for key in acts if config.get(key)), None)
     if activation is not None and activation not in kind.activations:
         raise ValueError(
-            f"the activation {str(activation)[:40]!r} is not modelled in a {said}, only {', '.join(kind.activations)}"
+            f"the activation {str(activation)[:40]!r} is not modelled in a {label}, only {', '.join(kind.activations)}"
         )
-    shape = _like_gpt2(number) if said == "gpt2" else _like_llama(config, kind, number)
+    shape = _like_gpt2(number) if label == "gpt2" else _like_llama(config, kind, number)
     return Model(
         name=name,
-        num_layers=number("num_hidden_layers", most=MOST_LAYERS),
+        num_layers=number("num_hidden_layers", largest=MOST_LAYERS),
         hidden_size=number("hidden_size"),
         num_attention_heads=number("num_attention_heads"),
         vocabulary=number("vocab_size"),
@@ -198,22 +194,21 @@ def _model(config: dict[str, Any], name: str) -> Model:
     )
 
 
-def _kind_of(config: dict[str, Any], said: object) -> _Kind:
-    """Return the kind by its name or, where a publisher has a name of its own, by the class that runs it: Kimi K2 is a
-    DeepseekV3ForCausalLM.
-
-    Raises ValueError for a kind that is not modelled, or not with experts.
-    """
-    kind = _KINDS.get(said) if isinstance(said, str) else None
-    if kind is None and str(said) not in _MISSING:
-        named = {str(one).removesuffix("ForCausalLM").lower() for one in config.get("architectures") or ()}
+def _kind_of(config: dict[str, Any], label: object) -> _Kind:
+    """Return the kind by its name or, for a publisher's own name, by the class that runs it: Kimi K2 is a
+    DeepseekV3ForCausalLM."""
+    kind = _KINDS.get(label) if isinstance(label, str) else None
+    if kind is None and str(label) not in _MISSING:
+        named = {
+            str(architecture).removesuffix("ForCausalLM").lower() for architecture in config.get("architectures") or ()
+        }
         kind = next((kind for name, kind in _KINDS.items() if name.replace("_", "") in named), None)
     key = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if key is not None and (kind is None or kind.experts is None):
-        raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(said)[:40]}")
+        raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(label)[:40]}")
     if kind is None:
-        why = _MISSING.get(str(said), "give the sizes as flags")
-        raise ValueError(f"model_type {str(said)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
+        why = _MISSING.get(str(label), "give the sizes as flags")
+        raise ValueError(f"model_type {str(label)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
     return kind
 
 
@@ -224,7 +219,6 @@ def _like_gpt2(number: Callable[..., int]) -> dict[str, Any]:
 
 
 def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
-    """Return what a model of this kind has besides its name and main sizes, by the fields of `Model`."""
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     shape = {
         "num_query_groups": number("num_key_value_heads", heads),
@@ -234,7 +228,7 @@ def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int])
         "chunk": number("attention_chunk_size") if config.get("attention_chunk_size") else None,
         "capped_attention": _is_capped(config, "attn_logit_softcapping"),
         "capped_logits": _is_capped(config, "final_logit_softcapping"),
-        "experts": _experts(config, kind.experts, number) if kind.experts and not kind.hybrid else None,
+        "experts": _experts(config, kind.experts, number) if kind.experts else None,
         "gated": True,
         "rms_norm": True,
         "linear_bias": not kind.qkv_biases and _has_biases(config),
@@ -248,36 +242,26 @@ def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int])
         rank = number("q_lora_rank") if config.get("q_lora_rank") else None
         sizes = map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         shape |= {"latent": Latent(rank, *sizes), "num_query_groups": heads}
-    return shape | (_hybrid(config, kind, number) if kind.hybrid else {})
-
-
-def _hybrid(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
-    """Return the pattern of layers, the sizes of Mamba layers and, where the pattern has some, of experts."""
-    pattern = a_text(config.get("hybrid_override_pattern"), "hybrid_override_pattern")
-    sizes = (number(key) for key in ("mamba_num_heads", "ssm_state_size", "mamba_head_dim", "n_groups"))
-    experts = _experts(config, kind.experts, number) if kind.experts and EXPERTS in pattern else None
-    return {"hybrid": Hybrid(pattern, *sizes), "experts": experts}
+    return shape
 
 
 def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
-    """Whose layers alternate say it by layer or by a number, of which the last has none; of others all or none have
-    one."""
+    """Alternating layers are listed, or given as a period whose last layer has no window."""
     if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not _flag(
         config, "use_sliding_window", True
     ):
         return {}
     types = config.get("layer_types")
     if types is not None:
-        pattern = tuple(_is_windowed(one, place) for place, one in enumerate(a_list(types, "layer_types")))
+        pattern = tuple(_is_windowed(layer, place) for place, layer in enumerate(a_list(types, "layer_types")))
     elif config.get("sliding_window_pattern"):
-        pattern = (*(1,) * (number("sliding_window_pattern", most=MOST_LAYERS) - 1), 0)
+        pattern = (*(1,) * (number("sliding_window_pattern", largest=MOST_LAYERS) - 1), 0)
     else:
         pattern = kind.windows
     return {"window": number("sliding_window"), "window_pattern": pattern} if any(pattern) else {}
 
 
 def _is_windowed(kind: object, layer: int) -> int:
-    """Raises ValueError for a layer that is neither."""
     if kind not in ("sliding_attention", "full_attention"):
         shown = f"layer_types[{layer}] is {str(kind)[:40]!r}"
         raise ValueError(f"{shown}: only full_attention and sliding_attention are modelled")
@@ -285,7 +269,7 @@ def _is_windowed(kind: object, layer: int) -> int:
 
 
 def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
-    """Read a flag: a text such as "false" would be true."""
+    """Read a flag strictly: the text "false" would be true."""
     value = config.get(key)
     return default if value is None else a_flag(value, key)
 
@@ -296,7 +280,6 @@ def _is_capped(config: dict[str, Any], key: str) -> bool:
 
 
 def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., int]) -> Experts:
-    """Raises ValueError where single layers are named that have none."""
     if config.get("mlp_only_layers"):
         raise ValueError(
             f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts cannot be "
@@ -306,7 +289,7 @@ def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., in
     pattern = (1, *(0,) * (step - 1)) if keys.step_begins else (*(0,) * (step - 1), 1)
     first = a_whole(config.get(keys.first) or 0, keys.first, 0, MOST_LAYERS) if keys.first else 0
     if first:
-        layers = number("num_hidden_layers", most=MOST_LAYERS)
+        layers = number("num_hidden_layers", largest=MOST_LAYERS)
         pattern = tuple(int(layer >= first and pattern[layer % step]) for layer in range(layers))
     shared = number(keys.shared) if keys.shared else 0
     if keys.num_shared:
@@ -316,10 +299,7 @@ def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., in
 
 
 def _has_biases(config: dict[str, Any]) -> bool:
-    """Return whether all linear layers of a layer have one.
-
-    Raises ValueError where some do, other than a kind always has.
-    """
+    """Whether the linear layers have biases. Raises ValueError if only some do."""
     attention, mlp = (_flag(config, key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
         raise ValueError(

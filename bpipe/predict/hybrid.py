@@ -1,9 +1,6 @@
-"""Describe a hybrid model's layers, each of which is one part alone: Mamba, attention, an MLP or experts.
+"""Hybrid models, each of whose layers is one part alone: Mamba, attention, an MLP or experts.
 
-In: Megatron's pattern, numbers.
-
-Out: a frozen `Hybrid`, and the number of layers of every stage where the pattern says it. A symbol of the pattern is a
-layer, `|` begins another stage. Knows no other sizes of a model.
+A symbol of Megatron's pattern is a layer; `|` begins another stage.
 """
 
 from __future__ import annotations
@@ -27,17 +24,17 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Hybrid:
-    """A hybrid model. `pattern`: a symbol a layer. Other fields describe Mamba-2 layers (Dao & Gu 2024).
-
-    There are `num_heads` of `head_dim` each, with a state of `state_dim` times `head_dim`; `num_groups` of heads share
-    what is written to and read from the state.
-    """
+    """A hybrid model; all but the pattern describes Mamba-2 layers (Dao & Gu 2024)."""
 
     pattern: str
+    """A symbol per layer."""
     num_heads: int
+    """Heads of Mamba layers."""
     state_dim: int = 128
+    """A head's state has `state_dim` times `head_dim` values."""
     head_dim: int = 64
     num_groups: int = 8
+    """Groups of heads that share what is written to and read from the state."""
 
     def __post_init__(self) -> None:
         for symbol in self.pattern:
@@ -83,10 +80,8 @@ class Hybrid:
         return self.convolved_size * (CONVOLUTION + 1) + 3 * self.num_heads + self.inner_size
 
     def refused(self, tensor: int, context: int, on_cpu: bool) -> str | None:
-        """Return why Megatron does not cut Mamba layers so, or why they are not predicted so, and the way out.
-
-        None: nothing against it.
-        """
+        """Return why Megatron does not cut Mamba layers so, or why it is not modelled, and the way out; None if it is
+        possible."""
         if MAMBA not in self.pattern:
             return None
         if on_cpu:
@@ -104,7 +99,7 @@ class Hybrid:
         return None
 
     def with_stages(self, layers: tuple[int, ...]) -> str:
-        """Return Megatron's text of so many layers per stage."""
+        """Return Megatron's text for these layers per stage."""
         left, stages = self.pattern, []
         for number in layers:
             stages.append(left[:number])

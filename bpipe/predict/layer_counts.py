@@ -1,4 +1,4 @@
-"""Say how many layers each stage has. In: numbers. Out: layers by stage. Knows no setup."""
+"""How many layers each stage has."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ def without_layers(layers: Sequence[int]) -> int | None:
 
 
 def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -> tuple[int, ...] | None:
-    """Return the layers of each stage, or None where there is no such split.
+    """Return the layers of each stage, or None if there is no such split.
 
-    Uneven: what does not divide goes, one each, to the stages before the last.
-
-    The last has the output layer besides, and early stages hold most micro-batches: so the first is the next to be
-    spared. Where there is a stage or two more than layers, the last has the output layer alone, then the first the
+    Uneven: the remainder goes, one each, to the stages before the last, which has the output layer; early stages hold
+    most micro-batches. With one or two stages more than layers the last has the output layer alone, then the first the
     embedding.
     """
-    each, rest = divmod(num_layers, num_stages)
+    share, rest = divmod(num_layers, num_stages)
     spared = num_stages - num_layers
     if allow_uneven and num_layers and spared in (1, 2):
         return (*(0,) * (spared - 1), *(1,) * num_layers, 0)
-    if not each or (rest and not allow_uneven):
+    if not share or (rest and not allow_uneven):
         return None
-    return (*(each,) * (num_stages - 1 - rest), *(each + 1,) * rest, each)
+    return (*(share,) * (num_stages - 1 - rest), *(share + 1,) * rest, share)
 
 
 def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: float) -> tuple[int, ...] | None:
-    """Give the last stage fewer layers, as its output layer takes as long as so many, and the others equal shares.
+    """Give the last stage fewer layers, as its output layer takes as long as some, and the others equal shares.
 
-    Of all numbers that are as fast, take the most for the last. None where the others would not have one layer each.
+    Takes the largest of equally fast numbers for the last; None if the others would not have one layer each.
     """
     others = num_stages - 1
     if others < 1 or num_layers < others:
@@ -42,8 +40,8 @@ def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: floa
         range(num_layers - others, -1, -1),
         key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers),
     )
-    each, rest = divmod(num_layers - last, others)
-    return (*(each,) * (others - rest), *(each + 1,) * rest, last)
+    share, rest = divmod(num_layers - last, others)
+    return (*(share,) * (others - rest), *(share + 1,) * rest, last)
 
 
 def padded_vocabulary(vocabulary: int, divisible_by: int, tensor: int) -> int:
@@ -53,10 +51,9 @@ def padded_vocabulary(vocabulary: int, divisible_by: int, tensor: int) -> int:
 
 
 def output_in_layers(vocabulary: int, hidden_size: int, sequence: int) -> float:
-    """Return how many layers take as long as the output layer: per token a layer has 24 h^2 + 4 s h FLOPs forward, the
-    output layer 2 V h.
+    """Return how many layers take as long as the output layer: 24 h^2 + 4 s h and 2 V h FLOPs per token.
 
-    Source: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024; a layer of GPT's, whose
-    MLP is 4 h wide.
+    For a layer of GPT, whose MLP is 4 h wide (Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary
+    Parallelism").
     """
     return 2 * vocabulary / (24 * hidden_size + 4 * sequence)

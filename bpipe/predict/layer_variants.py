@@ -1,8 +1,6 @@
-"""Describe what a transformer's layers may have in place of GPT's: experts, latent attention, windows; or be alone, in
-hybrid models. In: numbers. Out: frozen values.
+"""What layers may have in place of GPT's: experts, latent attention, windows, or one part alone in hybrid models.
 
-Which layers have it says a pattern of ones and zeros, which repeats: Megatron's --moe-layer-freq and
---window-attn-skip-freq. Knows no model.
+A pattern of ones and zeros that repeats says which layers: Megatron's --moe-layer-freq and --window-attn-skip-freq.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ EVERY_LAYER = (1,)
 
 
 class LayerKind(NamedTuple):
-    """Kind of a layer where layers differ: whether it has experts, and how many tokens it attends to at most.
-
-    `symbol`: that of a hybrid model's layer, which is one part only; others are attention with an MLP or experts.
-    """
+    """Kind of a layer, if layers differ."""
 
     experts: bool = False
+    """Whether it has experts."""
     window: int | None = None
+    """Tokens that a token attends to at most."""
     symbol: str | None = None
+    """Symbol of a hybrid model's layer, which is one part; None: attention with an MLP or experts."""
 
     @property
     def is_mamba(self) -> bool:
@@ -43,26 +41,27 @@ class LayerKind(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Each has a norm, a matrix behind it and one that returns, and is added to what entered."""
+        """Each has a norm, a matrix after it and one that returns, and is added to its input."""
         return 2 if self.symbol is None else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's MLP in `num_experts` experts of `ffn_hidden_size`, of which every token goes to `top_k`.
-
-    `shared_size`: of the experts that all tokens go to, together; 0 without. `shared_gate`: a sigmoid weighs what these
-    give. `pattern` says which layers have experts. `sigmoid`: scores are sigmoids, and a bias that no gradient trains
-    balances loads.
-    """
+    """Experts in place of a layer's MLP."""
 
     num_experts: int
     top_k: int
+    """Experts that a token goes to."""
     ffn_hidden_size: int
+    """Size of one expert."""
     shared_size: int = 0
+    """Size of all experts that every token goes to, together; 0 without."""
     shared_gate: bool = False
+    """Whether a sigmoid weights their output."""
     pattern: tuple[int, ...] = EVERY_LAYER
+    """Which layers have experts."""
     sigmoid: bool = False
+    """Whether scores are sigmoids, with a bias that no gradient trains to balance loads."""
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "ffn_hidden_size"):
@@ -81,15 +80,18 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): keys and values come from `kv_lora_rank` values
-    a token, queries from `q_lora_rank`, or from the hidden ones where that is None. A head's query and key are
-    `qk_head_dim` and `qk_pos_emb_head_dim` that rotate, of the latter one key for all heads."""
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2")."""
 
     q_lora_rank: int | None
+    """Values per token that queries come from; None: the hidden ones."""
     kv_lora_rank: int
+    """Values per token that keys and values come from."""
     qk_head_dim: int
+    """Part of a head's query and key that does not rotate."""
     qk_pos_emb_head_dim: int
+    """Part that rotates; its key is one for all heads."""
     v_head_dim: int
+    """Size of a head's value."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -110,7 +112,7 @@ class Latent:
 
 def shortest(pattern: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shortest pattern that repeats to this one."""
-    if not pattern or any(one not in (0, 1) for one in pattern):
+    if not pattern or any(value not in (0, 1) for value in pattern):
         raise ValueError(f"a pattern of layers must be one or more ones and zeros, not {str(pattern)[:40]}")
     for length in range(1, len(pattern)):
         if len(pattern) % length == 0 and pattern[:length] * (len(pattern) // length) == pattern:
@@ -124,16 +126,16 @@ def read_pattern(text: str) -> tuple[int, ...]:
     plain = text.replace(" ", "")
     if re.fullmatch("[0-9]{1,5}", plain) and 1 <= int(plain) <= MOST_LAYERS:
         return shortest((1, *(0,) * (int(plain) - 1)))
-    # Deeper, or longer than with every layer by itself, nobody means.
-    found = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
-    if found is None or not 1 <= len(found) <= MOST_LAYERS:
+    # Nobody means deeper or longer ones.
+    pattern = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
+    if pattern is None or not 1 <= len(pattern) <= MOST_LAYERS:
         raise ValueError(f"{text[:60]!r} is not a pattern of layers, such as 2 or [0]*3+[1]*58")
-    return shortest(found)
+    return shortest(pattern)
 
 
 def _sum(text: str) -> tuple[int, ...] | None:
-    """Parts with `+` between them, each a list or a bracket, and how often. Nothing is evaluated."""
-    found: tuple[int, ...] = ()
+    """Parse parts joined by +, each a list or a bracket with its number of repetitions. Nothing is evaluated."""
+    values: tuple[int, ...] = ()
     while text:
         part, text = _part(text)
         times = re.match(r"\*([0-9]{1,5})", text)
@@ -142,21 +144,18 @@ def _sum(text: str) -> tuple[int, ...] | None:
             number, text = int(times[1]), text[times.end() :]
         if not part or len(part) * number > MOST_LAYERS:
             return None
-        found += part * number
+        values += part * number
         if text and (text[0] != "+" or len(text) == 1):
             return None
         text = text[1:]
-    return found
+    return values
 
 
 def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
-    """Return the list or the bracket that the text begins with, and what stands behind it.
-
-    None: it begins with neither.
-    """
+    """Return the list or bracket at the start of the text, None without either, and the rest."""
     listed = re.match(r"\[([01](?:,[01])*)\]", text)
     if listed is not None:
-        return tuple(int(one) for one in listed[1].split(",")), text[listed.end() :]
+        return tuple(int(digit) for digit in listed[1].split(",")), text[listed.end() :]
     end = _closing(text) if text[0] == "(" else len(text)
     if end == len(text):
         return None, ""
@@ -164,7 +163,7 @@ def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
 
 
 def _closing(text: str) -> int:
-    """Where the bracket closes with which the text begins, or its end."""
+    """Index of the bracket that closes the first one, or the length."""
     depth = 0
     for place, char in enumerate(text):
         depth += (char == "(") - (char == ")")
@@ -206,19 +205,18 @@ DISPATCHERS = ("alltoall", "allgather", "flex")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Routing of tokens to experts.
-
-    `expert` devices share a layer's experts; `expert_tensor` divide each of these, as many as tensor parallelism by
-    default. `expert` devices share a layer's experts among them, `expert_tensor` divide each of these: None is as many
-    as tensor parallelism. `capacity`: no expert takes more than so many times its even share, and with `padded` each as
-    many.
-    """
+    """Routing of tokens to experts."""
 
     expert: int = 1
+    """Devices that share a layer's experts."""
     expert_tensor: int | None = None
+    """Devices that divide each of them; by default the tensor-parallel size."""
     dispatcher: str = DISPATCHERS[0]
+    """Megatron's dispatcher."""
     capacity: float | None = None
+    """Most tokens of an expert, as a multiple of its even share."""
     padded: bool = False
+    """Whether every expert takes exactly its capacity."""
 
     def __post_init__(self) -> None:
         if self.dispatcher not in DISPATCHERS:

@@ -1,31 +1,21 @@
-"""Say how a model is trained: how it is cut over devices, and what is recomputed and balanced.
-
-In: numbers. Out: a checked `Setup`. Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d
-data parallel, p pipeline, G devices, B global batch.
-"""
+"""One configuration of a training: how a model is cut over devices, what is recomputed, and how it is balanced."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, ScheduleSpec, sized
-from bpipe.predict.choices import CHOICES, CP_COMM_TYPES, KEPT_HALVES
 from bpipe.predict.cluster import Cluster
 from bpipe.predict.error_bars import ErrorBars, error_bars, time_factor
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_counts import without_layers
-from bpipe.predict.layer_variants import LayerKind, Routing
+from bpipe.predict.layer_variants import Routing
 from bpipe.predict.model import Model
 from bpipe.predict.recompute import Recompute, StageLayers, read_recompute, stage_layers
-from bpipe.predict.state_types import StateTypes
-from bpipe.predict.switches import Switches
-from bpipe.predict.trace import Traced
+from bpipe.predict.training import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS, Training
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN, Layout, SliceLengths, Vocabulary, microbatches_of
@@ -33,70 +23,73 @@ from bpipe.schedule.program import Exchange
 
 # To the fewest micro-batches that all pairs can keep.
 EVENLY = BalanceConfig()
+_CHOICES = {
+    "attention": ATTENTION,
+    "precision": PRECISIONS,
+    "kernels": KERNELS,
+    "keep_weights_halves": KEPT_HALVES,
+    "cp_comm_type": CP_COMM_TYPES,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Setup(ScheduleSpec):
-    """One configuration, with what is asked of its schedule. `layers[stage]` for every stage, chunks included;
-    `placement` says which rank computes it.
-
-    `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1.
-    `kernels` decides what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU.
-    `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do. Of several
-    stages the first may have the embedding and no layer, the last the output layer and none. `recompute` is a text of
-    `bpipe.predict.recompute`. `routing`: how tokens come to experts, whose loads are taken to be even. `fp8`: products of
-    the layers' matrices are of 8-bit values. `context` devices have a part of every sequence each; `cp_comm_type` says
-    how attention reaches the others' parts. `budget_bytes[rank]`: what a device may hold, by default all that it has.
+class Setup(ScheduleSpec, Training):
+    """One configuration, with a request for its schedule.
 
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies
     of the weights.
-
-    `traced`: sizes of stages as Megatron's own model has them, of the setup that was traced.
-
-    Slices are as long as `slice_lengths` says. Of one of them `span` has the first token and the one behind its last:
-    sizes and seconds are then those of its tokens (`predict.slices`).
     """
 
     model: Model
     cluster: Cluster
     tensor: int
+    """Tensor-parallel size."""
     pipeline: int
+    """Ranks of a pipeline."""
     micro_batch: int
+    """Sequences of a micro-batch."""
     global_batch: int
+    """Sequences of an iteration, over all replicas."""
     sequence: int
+    """Tokens of a sequence."""
     layers: tuple[int, ...]
+    """Layers of every stage. The first of several may have the embedding alone, the last the output layer alone."""
     recompute: str = "selective"
+    """A text of `bpipe.predict.recompute`."""
     attention: str = "flash"
     schedule: str = default_family(1)
-    precision: str = "bf16"
-    distributed_optimizer: bool = True
+    """Name of the schedule's family."""
     sequence_parallel: bool = True
-    kernels: str = "gpu"
+    """Whether tensor-parallel ranks share what is between matrices; without tensor parallelism it changes nothing."""
     keep_weights_halves: str = KEPT_HALVES[0]
-    switches: Switches = field(default_factory=Switches)
-    routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
+    """With split backwards: which weights' halves are deferred."""
     budget_bytes: tuple[int, ...] | None = None
+    """Bytes that a device of each rank may hold; by default all that it has."""
     context: int = 1
-    cp_comm_type: str = CP_COMM_TYPES[0]
-    fp8: Fp8 | None = None
+    """Context-parallel size."""
     slice_lengths: SliceLengths = EVEN
+    """Lengths of slices, if sequences are cut."""
     span: tuple[int, int] | None = None
-    state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
-    traced: Traced | None = None
+    """First and end token of a slice: sizes and seconds are then those of its tokens (`predict.slices`)."""
 
     def __post_init__(self) -> None:
-        rules = (self._check_choices, self._check_layers, self._check_model, self._check_division, self._check_schedule)
-        for check in (*rules, self._check_context, self._check_fp8, self._check_routing, self._check_slices):
-            check()
+        self._check_choices()
+        self._check_layers()
+        self._check_model()
+        self._check_division()
+        self._check_schedule()
+        self._check_context()
+        self._check_fp8()
+        self._check_routing()
+        self._check_slices()
 
     def _check_choices(self) -> None:
-        for name, choices in CHOICES.items():
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
-        # Of one recomputation there is one text, so that setups that are alike are equal.
-        object.__setattr__(
-            self, "recompute", self.recomputed.checked(self.model, self.kernels, self.fp8 is not None).text
-        )
+        # One recomputation has one text, so that equal setups compare equal.
+        text = self.recomputed.checked(self.model, self.kernels, self.fp8 is not None).text
+        object.__setattr__(self, "recompute", text)
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("CPU kernels compute attention unfused: choose attention unfused")
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "num_chunks", "context"):
@@ -104,25 +97,13 @@ class Setup(ScheduleSpec):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
 
     def _check_layers(self) -> None:
-        whole = len(self.layers) == self.pipeline * self.num_chunks and sum(self.layers) == self.model.num_layers
-        if not whole or without_layers(self.layers) is not None:
-            raise ValueError(
-                f"layers {self.layers} must give {self.pipeline * self.num_chunks} stages {self.model.num_layers} "
-                "layers "
-                f"in all"
-            )
-        gathered = self.tensor == 1 or self.sequence_parallel
-        self.switches.check(
-            self.precision, distributed_optimizer=self.distributed_optimizer, sequence_parallel=gathered
-        )
-        self.state_types.check(
-            self.precision,
-            distributed_optimizer=self.distributed_optimizer,
-            accumulates_in_fp32=self.switches.accumulate_allreduce_grads_in_fp32,
-        )
+        stages, num_layers = self.pipeline * self.num_chunks, self.model.num_layers
+        if (len(self.layers), sum(self.layers)) != (stages, num_layers) or without_layers(self.layers) is not None:
+            raise ValueError(f"layers {self.layers} must give {stages} stages {num_layers} layers in all")
+        self.switches.check(self, sequence_parallel=self.tensor == 1 or self.sequence_parallel)
+        self.state_types.check(self)
 
     def _check_model(self) -> None:
-        """What is not modelled of it."""
         model, cpu = self.model, self.kernels == "cpu"
         others = "qk_norm squared_relu gated_gelu post_norms capped_logits capped_attention latent"
         if cpu and any(getattr(model, name) for name in others.split()):
@@ -136,18 +117,17 @@ class Setup(ScheduleSpec):
         model.check_attention(self.attention == "flash", self.sequence)
 
     def _check_routing(self) -> None:
-        """Megatron's rules for experts."""
         experts, routing = self.model.experts, self.routing
         if experts is None:
             if routing != Routing():
                 raise ValueError(f"{self.model.name} has no experts: leave out the settings of their dispatcher")
             return
-        ep, each, block = routing.expert, self.expert_tensor, self.tensor * self.context * self.data
+        ep, divided, block = routing.expert, self.expert_tensor, self.tensor * self.context * self.data
         if experts.num_experts % ep:
             raise ValueError(f"expert parallel {ep} does not divide the {experts.num_experts} experts")
-        if block % (ep * each):
+        if block % (ep * divided):
             raise ValueError(
-                f"expert parallel {ep} * expert tensor parallel {each} does not divide t*{'c*' * (self.context > 1)}d "
+                f"expert parallel {ep} * expert tensor parallel {divided} does not divide t*{'c*' * (self.context > 1)}d "
                 f"= {block}"
             )
         if self.tensor > 1 and not self.sequence_parallel:
@@ -173,16 +153,15 @@ class Setup(ScheduleSpec):
                 f"{self.cluster.domain}"
             )
         if self.global_batch % (self.micro_batch * self.data):
-            each = self.micro_batch * self.data
+            step = self.micro_batch * self.data
             raise ValueError(
                 f"global batch {self.global_batch} is not a multiple of micro-batch {self.micro_batch} * data "
-                f"parallel {self.data}: the nearest is {max(1, round(self.global_batch / each)) * each}"
+                f"parallel {self.data}: the nearest is {max(1, round(self.global_batch / step)) * step}"
             )
 
     def _check_schedule(self) -> None:
         p = self.pipeline
-        # Raises for a schedule that does not exist, or not with so many chunks, or ranks, or takes no group, or no
-        # shards.
+        # Raises for a schedule that does not exist, or not with these chunks, ranks, groups or shards.
         program = self.program(1)
         pipes = program.layout.num_pipes
         if program.limit is not None:
@@ -194,8 +173,7 @@ class Setup(ScheduleSpec):
             raise ValueError(
                 f"{self.schedule} has {pipes} pipes, which need equal shares of the {self.num_microbatches} "
                 f"micro-batches: use a global batch that is a multiple of micro-batch {self.micro_batch} * data "
-                f"parallel {self.data} "
-                f"* {pipes}"
+                f"parallel {self.data} * {pipes}"
             )
         looped = FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED
         if looped and self.switches.no_overlap_p2p_communication and p < 3:
@@ -214,7 +192,6 @@ class Setup(ScheduleSpec):
         return f"{'*'.join('tpc'[: len(sizes)])} = {'*'.join(map(str, sizes))} = {math.prod(sizes)}"
 
     def _check_context(self) -> None:
-        """Megatron's and Transformer Engine's rules for a sequence in parts, and what is not modelled of it."""
         c, model, how = self.context, self.model, self.cp_comm_type
         if c == 1:
             return
@@ -238,7 +215,7 @@ class Setup(ScheduleSpec):
             )
 
     def _check_slices(self) -> None:
-        """What is not modelled of them; their lengths `predict.slices` judges."""
+        """Their lengths are checked by `predict.slices`."""
         if self.slices == 1:
             if self.slice_lengths != EVEN:
                 raise ValueError("slice lengths need slices: give slices, too, or leave the lengths out")
@@ -258,8 +235,7 @@ class Setup(ScheduleSpec):
     def _check_fp8(self) -> None:
         if self.fp8 is None:
             return
-        on_gpu = self.precision != "fp32" and self.kernels != "cpu"
-        self.fp8.check(self.cluster.device, on_gpu=on_gpu, distributed_optimizer=self.distributed_optimizer)
+        self.fp8.check(self.cluster.device, self)
         if self.splits:
             raise ValueError(
                 f"{self.schedule} splits backwards, whose memory in FP8 is not modelled: choose another schedule"
@@ -335,11 +311,6 @@ class Setup(ScheduleSpec):
         return _layout(self.schedule, self.pipeline, self.num_chunks).stages_of(rank)
 
     @property
-    def stage_kinds(self) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
-        """Number of layers of each kind in every stage."""
-        return self.model.stage_kinds(self.layers)
-
-    @property
     def recomputed(self) -> Recompute:
         """The parsed value of `recompute`."""
         return read_recompute(self.recompute)
@@ -387,7 +358,7 @@ class Setup(ScheduleSpec):
 
     @property
     def _one_a_rank(self) -> int:
-        """Micro-batches of which there is one for each rank, or one slice."""
+        """Micro-batches that make one micro-batch, or slice, per rank."""
         return microbatches_of(self.pipeline, self.slices)
 
     @property
@@ -424,14 +395,6 @@ class Setup(ScheduleSpec):
     def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
         """Return the schedule configuration of this setup."""
         return sized(self, self.schedule, self.pipeline, num_microbatches or self.num_microbatches)
-
-
-_FIELDS = tuple(one.name for one in fields(Setup))
-
-
-def setup_from_values(values: Mapping[str, Any]) -> Setup:
-    """Return a setup from values by the names of its fields; ignore others."""
-    return Setup(**{name: values[name] for name in _FIELDS if name in values})
 
 
 @lru_cache(maxsize=1024)

@@ -1,8 +1,9 @@
-"""Predict how long a product of matrices takes. In: a Setup and sizes. Out: seconds. Knows no layer.
+"""Seconds of products of matrices.
 
-A device computes a product in tiles of its result, one a multiprocessor, in waves of as many as there are multiprocessors; the last wave
-takes as long as a full one. A tile's time is that of its sum, and of writing it down, while nothing else is computed there. This is why
-products of one shape reach much less of the peak than those of another [1], and why wide models train at more FLOP/s than narrow ones.
+A device computes a product in tiles of its result, one per multiprocessor, in waves of as many tiles as there are
+multiprocessors; the last wave takes as long as a full one. A tile takes the time of its sum and of writing it. So
+products of some shapes reach a much smaller share of the peak [1], and wide models train at more FLOP/s than narrow
+ones.
   [1] NVIDIA, Matrix Multiplication Background User's Guide, 2.3 and 3
 """
 
@@ -15,8 +16,7 @@ from typing import NamedTuple
 from bpipe.predict.expert_parallel import routed_tokens
 from bpipe.predict.layer_variants import Latent, LayerKind
 from bpipe.predict.layout import Setup
-from bpipe.predict.rates import Rates
-from bpipe.predict.sizes import element_bytes, num_tokens
+from bpipe.predict.sizes import Rates, element_bytes, num_tokens
 
 # Rows and columns, and what it reaches of the largest's rate: the smaller reads more for every result it computes.
 # cuBLAS has smaller ones still, for products that do not fill a device.
@@ -34,10 +34,9 @@ class Products(NamedTuple):
 def matrix_products(
     setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1, in_layer: bool = False
 ) -> Products:
-    """Return the products of a micro-batch's tokens, or of so many, with a matrix of this rank; `number` alike at once.
+    """Return the products of a micro-batch's (or of `tokens`) with a rank's matrix, `number` of them at the same time.
 
-    Reads and writes of the weights' gradients are not included. `in_layer`: the matrix is a layer's, which may be in
-    FP8.
+    Reads and writes of weight gradients are not included. `in_layer`: whether the matrix may be in FP8.
     """
     tokens, written = num_tokens(setup) if tokens is None else tokens, element_bytes(setup)
     rates = Rates.of(setup)
@@ -53,22 +52,17 @@ def matrix_products(
 
 
 class Layer(NamedTuple):
-    """The products of a layer's matrices: of each part one behind a norm, and one that returns."""
+    """The products of a layer's matrices: for each part one after a norm, and one that returns."""
 
     entering: tuple[Products, ...]
     returning: tuple[Products, ...]
 
     def total(self) -> Products:
-        return _added(*(one for part in zip(self.entering, self.returning, strict=True) for one in part))
+        return _added(*(products for part in zip(self.entering, self.returning, strict=True) for products in part))
 
 
 def _layer_matrices(setup: Setup, kind: LayerKind) -> tuple[tuple[float, float], ...]:
-    """Return features in and out of this rank's part of a layer's matrices: for each part the one behind the norm, and
-    the one that returns.
-
-    Of the former outputs are split over tensor-parallel ranks, of the latter inputs are. Those of an MLP stand for
-    experts.
-    """
+    """Return features in and out of this rank's share of each part's two matrices; an MLP's stand for experts."""
     model, t = setup.model, setup.tensor
     hidden = model.hidden_size
     if kind.is_mamba and model.hybrid is not None:
@@ -79,23 +73,17 @@ def _layer_matrices(setup: Setup, kind: LayerKind) -> tuple[tuple[float, float],
 
 
 def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
-    """Return a layer's products.
-
-    Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
-    """
+    """Return a layer's products; those of a device's experts and shared experts are in place of the MLP's."""
     kind = setup.model.kind(0) if kind is None else kind
-    made = [_of_layer(setup, inputs, outputs) for inputs, outputs in _layer_matrices(setup, kind)]
+    products = [_of_layer(setup, inputs, outputs) for inputs, outputs in _layer_matrices(setup, kind)]
     if kind.experts:
-        made[-2:] = _experts(setup)
+        products[-2:] = _experts(setup)
     if setup.model.latent is not None:
-        made[0] = _latent(setup, setup.model.latent)
-    return Layer(tuple(made[::2]), tuple(made[1::2]))
-
-
-def _latent(setup: Setup, latent: Latent) -> Products:
-    """Down, whole on every tensor-parallel rank for its part of the sequence, and up."""
-    down = _of_layer(setup, setup.model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards)
-    return _added(down, *latent_up_products(setup, latent))
+        # Down projections are whole on every tensor-parallel rank, for its share of the sequence.
+        latent, tokens = setup.model.latent, num_tokens(setup) / setup.sequence_shards
+        down = _of_layer(setup, setup.model.hidden_size, latent.down_size, tokens)
+        products[0] = _added(down, *latent_up_products(setup, latent))
+    return Layer(tuple(products[::2]), tuple(products[1::2]))
 
 
 def latent_up_products(setup: Setup, latent: Latent) -> tuple[Products, Products]:
@@ -109,7 +97,7 @@ def latent_up_products(setup: Setup, latent: Latent) -> tuple[Products, Products
 
 
 def _experts(setup: Setup) -> tuple[Products, Products]:
-    """Of even loads: the tiles of all experts of a device share its waves."""
+    """The tiles of all experts of a device share its waves."""
     model, experts = setup.model, setup.model.experts
     assert experts is not None
     number = experts.num_experts // setup.routing.expert
@@ -145,7 +133,7 @@ def _added(*several: Products) -> Products:
 def _seconds(
     rates: Rates, processors: int | None, rows: float, columns: float, inner: float, written_bytes: int, number: int
 ) -> float:
-    """Products with results of rows and columns, each a sum of `inner` products; `written_bytes` for each."""
+    """Seconds of `number` products, each result a sum of `inner` products and of `written_bytes`."""
     written = written_bytes / rates.memory
     if processors is None:
         return number * rows * columns * (2 * inner / rates.products + written)

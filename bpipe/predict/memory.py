@@ -1,25 +1,29 @@
-"""Predict what every pipeline rank holds in memory.
+"""What every pipeline rank holds in memory, by parts, in bytes of one device; and lower bounds of it.
 
-In: a Setup. Out: one `RankMemory` a rank, by parts, in bytes of one device.
-
-Weights, gradients and optimizer state by Megatron's byte counts; what a forward saves from `saved`; how many
-micro-batches are held, own and hosted, from the very schedule that runs. Knows no tensors and no clock.
+Weights, gradients and optimizer state follow Megatron's byte counts; numbers of micro-batches come from the schedule
+that runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from operator import add
+from operator import add, gt
+from typing import NamedTuple
 
 from bpipe.predict.activations import activations, held_of
 from bpipe.predict.cluster import GIB, Cluster
+from bpipe.predict.context_parallel import exchange_bytes
+from bpipe.predict.layers.ends import last_saved, loss_working_bytes, shard_bytes, shard_working_bytes
+from bpipe.predict.layers.layer import layer_working_bytes
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
-from bpipe.predict.slices import slice_setups
+from bpipe.predict.saved_tensors import after_input_bytes, again_bytes, stage_bytes
+from bpipe.predict.sizes import element_bytes, num_tokens, sent_bytes, total
+from bpipe.predict.slices import kept_memory, slice_setups
 from bpipe.predict.states import over_replicas, parameter_bytes, rank_experts, rank_parameters, weight_bytes
-from bpipe.predict.temporaries import working_bytes
 from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.turns import WarmUp
 from bpipe.schedule.hosts import PAIR, POOL
 from bpipe.schedule.layout import Vocabulary
 
@@ -35,31 +39,35 @@ COMMUNICATOR_BYTES = 688 * MIB
 # issue 11 on GitHub: 14.15 of 70.85 GiB).
 FRAGMENTATION = Fraction(3, 20)
 # Above this share of a device's memory torch's allocator may give back and ask again in every iteration, and the
-# prediction's own error may be what does not fit. What that costs nobody measured: three configurations of GPT-3 96B took
+# prediction's own error may be what does not fit. The cost was never measured: three configurations of GPT-3 96B took
 # 1.3 to 1.6 times as long as with half the micro-batch (Kim et al. 2023, table 7), perhaps for that reason.
 TIGHT = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One device of one pipeline rank at its fullest.
-
-    `peak_bytes` is the most of the pipeline's and of the update's. `limit_bytes`: what it may hold, `device_bytes`: what
-    there is.
-    """
+    """One device of a pipeline rank at its fullest."""
 
     rank: int
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     update_bytes: int
+    """Temporaries of the weights' update."""
     activations_bytes: int
+    """Of the rank's own micro-batches."""
     hosted_bytes: int
+    """Host buffers."""
     working_bytes: int
+    """Temporaries of a micro-batch."""
     fragmentation_bytes: int
+    """Reserved by the allocator and not usable."""
     overhead_bytes: int
+    """CUDA context and communicators."""
     limit_bytes: int
+    """Bytes that it may hold."""
     device_bytes: int
+    """Bytes that the device has."""
 
     @property
     def state_bytes(self) -> int:
@@ -79,6 +87,28 @@ class RankMemory:
     def is_tight(self) -> bool:
         """Whether it fits with so little to spare that the allocator may have to give memory back and ask again."""
         return self.fits and self.peak_bytes > TIGHT * self.device_bytes
+
+
+def working_bytes(setup: Setup) -> tuple[int, ...]:
+    """Return the peak of temporaries while one micro-batch, or slice, is computed, for every rank."""
+    of_slices = (_working_bytes(part) for part in slice_setups(setup))
+    return tuple(map(max, zip(*of_slices, strict=True)))
+
+
+def _working_bytes(setup: Setup) -> tuple[int, ...]:
+    # A layer's backward: gradients of a matrix's input and output over the whole sequence, and what a part makes.
+    around = 2 * element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
+    inside = max(layer_working_bytes(setup, kind) for kind, _ in setup.model.kinds())
+    layer = max(around + inside + again_bytes(setup), exchange_bytes(setup))
+    loss = loss_working_bytes(setup)
+    buffers = 2 * sent_bytes(setup) if setup.pipeline > 1 else 0
+    if setup.is_sharded:
+        # A layer's backward may run between S and T.
+        return (shard_bytes(setup) + max(layer, shard_working_bytes(setup)) + buffers,) * setup.pipeline
+    # By then the loss has freed what it saved.
+    behind_loss = max(loss, layer - total(last_saved(setup)))
+    last = {placement[-1] for placement in setup.placements}
+    return tuple((behind_loss if rank in last else layer) + buffers for rank in range(setup.pipeline))
 
 
 def roomy_bytes(cluster: Cluster, kernels: str) -> int:
@@ -114,16 +144,16 @@ def link_bytes(setup: Setup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBesides:
-    """Memory of one device of every rank besides activations of micro-batches, predicted or measured, in bytes.
-
-    `fixed_bytes` all the time; `working_bytes` beside micro-batches; `update_bytes` while weights are updated, when
-    there are none. Of what comes and goes the share `fragmentation` is lost on top.
-    """
+    """Memory of one device of every rank besides activations of micro-batches, predicted or measured."""
 
     fixed_bytes: tuple[int, ...]
+    """Held throughout."""
     working_bytes: tuple[int, ...]
+    """Held next to micro-batches."""
     update_bytes: tuple[int, ...]
+    """Held during the weights' update, without micro-batches."""
     fragmentation: Fraction = Fraction(0)
+    """Share of what comes and goes that is lost in addition."""
 
     def activation_bytes(self, rank: int, budget_bytes: int) -> int:
         """Return bytes for micro-batches and host buffers; 0 where nothing is left."""
@@ -168,36 +198,32 @@ def least_saved_bytes(setup: Setup) -> list[int]:
 
 
 def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return a lower bound for the fullest rank, without making a schedule.
-
-    It is the state alone, or the first rank's with its activations at their most, or its pair's mean. `states`: those
-    of all ranks, if known.
-    """
+    """Return a lower bound for the fullest rank without a schedule: its state, or the first rank's or pair's
+    activations."""
     states, family = states or rank_states(setup), FAMILIES[setup.schedule]
     least = max(states)
     if family.ahead is None or (setup.slices > 1 and family.sliced_warm_up is not None):
-        # Of slices in turns the warm-up says more (`predict.warm_up`).
+        # For slices in turns the warm-up says more (`least_warm_bytes`).
         return least
     saved = least_saved_bytes(setup)
     working, width = working_bytes(setup), setup.num_microbatches * setup.slices
-    held = family.ahead(setup.pipeline, width, setup.num_chunks, setup.turn_size)
-    held *= min(saved[stage] for stage in setup.stages_of(0))
+    held_bytes = family.ahead(setup.pipeline, width, setup.num_chunks, setup.turn_size)
+    held_bytes *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance is None:
-        return max(least, with_state(setup, states[0], held + working[0]))
-    return max(least, with_state(setup, min(states), part_of_held(setup, held) + min(working)))
+        return max(least, with_state(setup, states[0], held_bytes + working[0]))
+    return max(least, with_state(setup, min(states), part_of_held(setup, held_bytes) + min(working)))
 
 
 def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return a lower bound for the fullest rank of a balanced setup, without balancing.
-
-    Wherever a rank's micro-batches are at its peak, it or its partner has half; of a pool one rank has as large a part.
-    """
+    """Return a lower bound for the fullest rank of a balanced setup: at a rank's peak, it or its partner has half."""
     states = states or rank_states(setup)
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup, states)
     working = working_bytes(setup)
-    held = max(own for own, _ in activations(replace(setup, balance=None)))
-    return max(least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held) + min(working)))
+    held_bytes = max(own for own, _ in activations(replace(setup, balance=None)))
+    return max(
+        least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held_bytes) + min(working))
+    )
 
 
 def least_sharded_bytes(setup: Setup, states: tuple[int, ...]) -> int:
@@ -215,10 +241,10 @@ def least_sharded_bytes(setup: Setup, states: tuple[int, ...]) -> int:
     return with_state(setup, min(states), part_of_held(setup, max(own)) + min(working))
 
 
-def part_of_held(setup: Setup, held: int) -> int:
+def part_of_held(setup: Setup, held_bytes: int) -> int:
     """Return the part of what a rank holds that it, or one of those who host for it, holds at least; a node's memory
     may have all of it."""
-    return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.hosts, 0)
+    return {PAIR: held_bytes // 2, POOL: held_bytes // setup.pipeline}.get(setup.hosts, 0)
 
 
 def with_state(setup: Setup, state: int, going: int) -> int:
@@ -238,15 +264,12 @@ def besides_of(setup: Setup) -> DeviceBesides:
 
 
 def _fragmentation(setup: Setup) -> Fraction:
-    """Of a CPU's memory nobody says what is lost."""
+    """None is known for a CPU's memory."""
     return FRAGMENTATION if setup.kernels == "gpu" else Fraction(0)
 
 
 def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
-    """Return the memory of each rank.
-
-    A transfer is taken to move all that a micro-batch saves, unless another size is given.
-    """
+    """Return the memory of each rank."""
     held_by_rank, weights = activations(setup), weight_bytes(setup)
     _, gradient, state, update = parameter_bytes(setup)
     working, overhead = working_bytes(setup), overhead_bytes(setup)
@@ -270,3 +293,79 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
             )
         )
     return tuple(rows)
+
+
+def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
+    """Return the least bytes held when backwards begin; 0 if the family does not say. No order has to be made for
+    it."""
+    told = _told(setup)
+    if told is None:
+        return 0
+    sizes, states = _sizes(setup), states or rank_states(setup)
+    if setup.balance is not None and _shares_surely(setup, told):
+        return _of_pairs(setup, told, sizes, states)
+    if setup.balance is not None and setup.slices == 1:
+        # The first rank's part comes from its order (`least_shared_bytes`).
+        return 0
+    working = working_bytes(setup)
+    held_bytes = [_held(sizes[rank], told.at_first_backward(rank)) for rank in range(setup.pipeline)]
+    if setup.balance is None:
+        return max(with_state(setup, states[rank], own + working[rank]) for rank, own in enumerate(held_bytes))
+    return with_state(setup, min(states), part_of_held(setup, max(held_bytes)) + min(working))
+
+
+def _told(setup: Setup) -> WarmUp | None:
+    family, sizes = FAMILIES[setup.schedule], (setup.pipeline, setup.num_microbatches, setup.num_chunks)
+    if setup.slices == 1:
+        return None if family.warm_up is None else family.warm_up(*sizes, setup.turn_size)
+    return None if family.sliced_warm_up is None else family.sliced_warm_up(*sizes, setup.group_size, setup.slices)
+
+
+class _Size(NamedTuple):
+    """Bytes of a stage: what a forward of one of `slices` of a micro-batch saves at least, and what is kept of a
+    micro-batch of which any slice is held."""
+
+    saved: int
+    kept: int
+    slices: int
+
+    def held(self, count: int) -> int:
+        return count * self.saved + -(-count // self.slices) * self.kept
+
+
+def _sizes(setup: Setup) -> list[list[_Size]]:
+    """By rank and chunk."""
+    saved = least_saved_bytes(setup)
+    kept = [stage.keys_bytes for stage in kept_memory(setup)] or [0] * setup.num_stages
+    every = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
+    return [every[rank :: setup.pipeline] for rank in range(setup.pipeline)]
+
+
+def _held(sizes: Sequence[_Size], counts: Sequence[int]) -> int:
+    return sum(size.held(count) for size, count in zip(sizes, counts, strict=True))
+
+
+def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
+    """Whether pairs are mirror images, of which the first has something to share.
+
+    That needs steadily shorter warm-ups of whole groups, in which all ranks take the same turns. With one chunk and
+    split backwards ranks may hold alike, because what waits for its W is not in the warm-up.
+    """
+    family, falls = FAMILIES[setup.schedule], all(map(gt, warm_up.lengths, warm_up.lengths[1:]))
+    width, turn = setup.num_microbatches * setup.slices, warm_up.group_size
+    are_whole = width % turn == 0 or warm_up.lengths[0] <= warm_up.num_chunks * (width - width % turn - turn)
+    told = falls and are_whole and not (family.splits and family.max_chunks == 1)
+    return setup.hosts == PAIR and setup.pipeline > 3 and told
+
+
+def _of_pairs(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
+    """One of two partners has half of what both hold; by a budget the first two ranks may have any partner."""
+    working, largest = working_bytes(setup), 0
+    for rank in (0, 1):
+        own, least = _held(sizes[rank], warm_up.at_first_backward(rank)), []
+        for partner in range(rank + 1, setup.pipeline):
+            others = min(_held(sizes[partner], counts) for counts in warm_up.meanwhile(rank, partner))
+            half = (own + others) // 2 + min(working[rank], working[partner])
+            least.append(with_state(setup, min(states[rank], states[partner]), half))
+        largest = max(largest, min(least))
+    return largest

@@ -1,16 +1,12 @@
-"""Describe a transformer by its sizes.
-
-In: numbers. Out: a frozen `Model`. Knows no parallelism, no device, no weights and no file.
-"""
+"""A transformer by its sizes."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
 from bpipe.predict.hybrid import ATTENTION, EXPERTS, MOST_LAYERS, Hybrid
 from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, LayerKind, shortest
@@ -18,50 +14,59 @@ from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, LayerKind
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder with `num_layers` layers. The names are Megatron's flags where it has one.
-
-    `num_query_groups` key and value heads serve `num_attention_heads` heads of `kv_channels` each. `gated` is a SwiGLU
-    MLP: the first projection is twice as wide; `gated_gelu`: its gate is a GELU. `squared_relu` is an MLP's without a
-    gate. `rms_norm` has a weight and no bias. `learned_positions` adds an embedding of the sequence's length; without,
-    positions rotate queries and keys, or with `no_positions` nothing knows them. `qkv_bias`: of linear layers only
-    those of Q, K and V have biases. `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no
-    token attends to more than so many, in the layers that `window_pattern` says. `chunk`: tokens attend within their
-    own so many alone, which is not modelled. `post_norms`: what attention and MLP give is normed, too.
-    `capped_attention` and `capped_logits` are squeezed by a tanh.
-
-    `experts`: some layers or all have them in place of the MLP, which `ffn_hidden_size` is of the others. `latent`:
-    attention is latent. `hybrid`: every layer is one part alone.
-    """
+    """A decoder. The names are Megatron's flags if it has one."""
 
     name: str
     num_layers: int
     hidden_size: int
     num_attention_heads: int
     num_query_groups: int
+    """Heads of keys and values."""
     kv_channels: int
+    """Channels of a head."""
     ffn_hidden_size: int
+    """Size of the MLP in layers without experts."""
     vocabulary: int
+    """Tokens of the vocabulary, not padded."""
     sequence: int
+    """Tokens of a sequence by default."""
     gated: bool = False
+    """SwiGLU: the MLP's first projection is twice as wide."""
     rms_norm: bool = False
+    """Norms have a weight and no bias."""
     linear_bias: bool = True
+    """All linear layers have biases."""
     learned_positions: bool = True
+    """An embedding of the sequence's length; without, positions rotate queries and keys."""
     tied_embedding: bool = True
     dropout: bool = True
     squared_relu: bool = False
+    """Activation of an MLP without a gate."""
     gated_gelu: bool = False
+    """The gate is a GELU."""
     qkv_bias: bool = False
+    """Only the projections of Q, K and V have biases."""
     qk_norm: bool = False
+    """Queries and keys of every head are normed, by one norm each."""
     window: int | None = None
+    """Tokens that a token attends to at most, in the layers of `window_pattern`."""
     window_pattern: tuple[int, ...] = EVERY_LAYER
     chunk: int | None = None
+    """Tokens within which alone tokens attend; not modelled."""
     post_norms: bool = False
+    """The outputs of attention and MLP are normed, too."""
     capped_attention: bool = False
+    """Scores are capped by a tanh."""
     capped_logits: bool = False
+    """Logits are capped by a tanh."""
     experts: Experts | None = None
+    """Experts in place of the MLP, in some layers or all."""
     latent: Latent | None = None
+    """Latent attention."""
     hybrid: Hybrid | None = None
+    """Every layer is one part alone."""
     no_positions: bool = False
+    """Nothing encodes positions."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -87,10 +92,10 @@ class Model:
 
     def _check_parts(self) -> None:
         patterns = {"experts": self.experts.pattern if self.experts else EVERY_LAYER, "windows": self.window_pattern}
-        for what, pattern in patterns.items():
+        for name, pattern in patterns.items():
             if len(pattern) > self.num_layers:
                 raise ValueError(
-                    f"model {self.name}: {what} are given for {len(pattern)} layers, but there are {self.num_layers}"
+                    f"model {self.name}: {name} are given for {len(pattern)} layers, but there are {self.num_layers}"
                 )
         if self.latent and (
             self.num_query_groups != self.num_attention_heads or self.qk_norm or self.qkv_bias or self.window
@@ -106,7 +111,6 @@ class Model:
             )
 
     def _check_hybrid(self) -> None:
-        """What Megatron's hybrid layers do not have, too."""
         if self.hybrid is None:
             return
         pattern = self.hybrid.pattern
@@ -147,12 +151,9 @@ class Model:
         experts = self.experts is not None and bool(self.experts.pattern[layer % len(self.experts.pattern)])
         return LayerKind(experts, windowed)
 
-    def kinds(self, first: int = 0, number: int | None = None) -> tuple[tuple[LayerKind, int], ...]:
-        """Return how many of each kind the first `number` layers have; without a number, all layers."""
-        number = self.num_layers - first if number is None else number
-        if self.is_uniform:
-            return ((self.kind(0), number),)
-        return _counted(self, first, number)
+    def kinds(self) -> tuple[tuple[LayerKind, int], ...]:
+        """Return the number of layers of each kind."""
+        return ((self.kind(0), self.num_layers),) if self.is_uniform else _kinds(self)
 
     def check_mambas(self, tensor: int, context: int, on_cpu: bool) -> None:
         """Raise ValueError where Mamba layers are not cut so by Megatron, or not predicted so."""
@@ -167,8 +168,7 @@ class Model:
         if self.chunk is not None and sequence > self.chunk:
             raise ValueError(
                 f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, "
-                f"{sequence}, is "
-                f"longer: give --seq {self.chunk} or less"
+                f"{sequence}, is longer: give --seq {self.chunk} or less"
             )
 
     def no_context(self, sequence: int, cp_comm_type: str) -> str | None:
@@ -185,14 +185,6 @@ class Model:
                 f"--cp-comm-type p2p"
             )
         return None
-
-    def stage_kinds(self, layers: Sequence[int]) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
-        """Return the kinds of layers of stages with so many layers each."""
-        if self.is_uniform:
-            kind = self.kind(0)
-            return tuple(((kind, number),) for number in layers)
-        firsts = accumulate(layers, initial=0)
-        return tuple(self.kinds(first, number) for first, number in zip(firsts, layers, strict=False))
 
     @property
     def query_size(self) -> int:
@@ -228,16 +220,13 @@ class Model:
         return self.hidden_size * (1 if self.rms_norm else 2)
 
 
-@lru_cache(maxsize=4096)
-def _counted(model: Model, first: int, number: int) -> tuple[tuple[LayerKind, int], ...]:
-    return tuple(counted(model.kind, first, number, model.period).items())
+@lru_cache(maxsize=1024)
+def _kinds(model: Model) -> tuple[tuple[LayerKind, int], ...]:
+    return tuple(counted(model.kind, 0, model.num_layers, model.period).items())
 
 
 def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: int, period: int) -> dict[Sort, int]:
-    """Return how many of each sort the first so many layers have, which repeat after a period.
-
-    A file may say thousands of them.
-    """
+    """Return how many of each sort the first `number` layers have, which repeat after a period."""
     periods, rest = divmod(number, period)
     counts = Counter(sort_of(first + place) for place in range(min(number, period)))
     beyond = Counter(sort_of(first + place) for place in range(rest if periods else 0))

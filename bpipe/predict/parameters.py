@@ -1,9 +1,4 @@
-"""Count the parameters of a model.
-
-In: a Model, a kind of its layers. Out: numbers, apart by who has them. Knows no parallelism.
-
-Tensor parallelism divides some of a layer's, every rank has others, and those of experts are divided in their own way.
-"""
+"""Parameters of a model: those that tensor parallelism divides, those that every rank has, and those of experts."""
 
 from __future__ import annotations
 
@@ -15,18 +10,16 @@ from bpipe.predict.model import Model
 
 
 class LayerParameters(NamedTuple):
-    """Parameters of one layer.
-
-    `matrices` and `biases`: tensor parallelism divides them. `experts`: those of all routed experts.
-
-    `replicated`: held by every tensor-parallel rank: norms, routers, down projections, and biases of what returns to
-    the hidden size.
-    """
+    """Parameters of one layer."""
 
     matrices: int
+    """Divided by tensor parallelism."""
     biases: int
+    """Divided by tensor parallelism."""
     replicated: int
+    """Held by every tensor-parallel rank: norms, routers, down projections, biases of outputs to the hidden size."""
     experts: int
+    """Of all routed experts."""
 
     @property
     def total(self) -> int:
@@ -44,8 +37,8 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
     if not kind.has_mlp:
         return LayerParameters(matrices, biases, replicated, 0)
     if kind.experts and model.experts is not None:
-        shared, routers, each = _experts(model, model.experts)
-        return LayerParameters(matrices + shared, biases, replicated + routers, model.experts.num_experts * each)
+        shared, routers, expert = _experts(model, model.experts)
+        return LayerParameters(matrices + shared, biases, replicated + routers, model.experts.num_experts * expert)
     matrices += hidden * (1 + gates) * model.ffn_hidden_size
     return LayerParameters(
         matrices, biases + gates * model.ffn_hidden_size * model.linear_bias, replicated + hidden * model.linear_bias, 0
@@ -53,23 +46,23 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
 
 
 def _experts(model: Model, experts: Experts) -> tuple[int, int, int]:
-    """Of shared ones the matrices, of what weighs and routes all, and of one to which tokens are routed."""
+    """Parameters of shared experts' matrices, of gates and routers, and of one routed expert."""
     hidden, gates = model.hidden_size, 2 if model.gated else 1
-    each = (
+    expert = (
         hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
     )
-    return hidden * (1 + gates) * experts.shared_size, hidden * (experts.num_experts + experts.shared_gate), each
+    return hidden * (1 + gates) * experts.shared_size, hidden * (experts.num_experts + experts.shared_gate), expert
 
 
 def _mamba(model: Model) -> LayerParameters:
-    """Return Megatron's `MambaMixer` behind a norm: its matrices have no biases."""
+    """Megatron's `MambaMixer` after a norm: its matrices have no biases."""
     assert model.hybrid is not None
     matrices = model.hidden_size * (model.hybrid.projected_size + model.hybrid.inner_size)
     return LayerParameters(matrices, model.hybrid.small_parameters, model.norm_parameters, 0)
 
 
 def _attention(model: Model) -> tuple[int, int, int]:
-    """Its matrices and biases that tensor parallelism divides, and what every rank has of it."""
+    """Matrices and biases that tensor parallelism divides, and what every rank has."""
     hidden, latent = model.hidden_size, model.latent
     a_norm = 1 if model.rms_norm else 2
     replicated = 2 * model.kv_channels * a_norm * model.qk_norm + hidden * model.linear_bias
@@ -89,41 +82,22 @@ def num_parameters(model: Model) -> int:
     return layers + model.norm_parameters + embedding + positions
 
 
-def num_active_parameters(model: Model) -> int:
-    """Return the parameters that a token meets: of the experts as many as it is routed to.
-
-    Its embedding counts whole, as publishers count it.
-    """
-    if model.experts is None:
-        return num_parameters(model)
-    idle = sum(number * layer_parameters(model, kind).experts for kind, number in model.kinds())
-    return num_parameters(model) - idle * (model.experts.num_experts - model.experts.top_k) // model.experts.num_experts
-
-
 @lru_cache(maxsize=1024)
 def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # noqa: B008  (a frozen value)
-    """Return the parameters of a layer with which every token is multiplied, as Megatron counts them for FLOPs: a
-    router is none of them.
+    """Return the parameters by which every token is multiplied, as Megatron counts FLOPs: without routers.
 
-    Of a Mamba layer it takes what goes through the states to be twice as wide as the hidden size, even where heads say
-    otherwise.
+    It takes a Mamba layer's inside to be twice the hidden size, even if its heads say otherwise.
     """
     if kind.is_mamba and model.hybrid is not None:
         wide = 2 * model.hidden_size
         return model.hidden_size * (3 * wide + 2 * model.hybrid.key_size + model.hybrid.num_heads)
     of_layer = layer_parameters(model, kind)
-    found = of_layer.matrices
+    count = of_layer.matrices
     if model.latent is not None:
         # The norms of what is projected down are among them there.
-        found += (
+        count += (
             model.hidden_size * model.latent.down_size + (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
         )
     if kind.experts and model.experts is not None:
-        found += routed_parameters(model)
-    return found
-
-
-def routed_parameters(model: Model) -> int:
-    """Return matrix parameters of the experts to which a token is routed."""
-    assert model.experts is not None
-    return model.experts.top_k * model.hidden_size * (3 if model.gated else 2) * model.experts.ffn_hidden_size
+        count += model.experts.top_k * model.hidden_size * (3 if model.gated else 2) * model.experts.ffn_hidden_size
+    return count

@@ -1,9 +1,4 @@
-"""Count what the ranks of a schedule hold at their fullest, whatever the sizes of its stages.
-
-In: a Schedule, or what asks for one.
-
-Out: one `HeldCounts` a rank. Knows no model.
-"""
+"""What the ranks of a schedule hold at their fullest, as counts for any sizes of its stages."""
 
 from __future__ import annotations
 
@@ -28,17 +23,15 @@ _WITH_KEPT = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT))
 
 @dataclass(frozen=True, slots=True)
 class HeldCounts:
-    """Counts of what one rank of a schedule holds at its fullest, for any sizes of its stages.
-
-    `moments` are all that no other exceeds, and of slices some more: for every one of `stages`, which are its own, how
-    many micro-batches are held as saved and how many between the halves of their backward. Besides there are host
-    buffers, of `hosted`: how many, and for any of which stages. Where micro-batches are cut, slices are counted, and
-    then for every stage how many micro-batches' keys and values are kept, and how many of their gradients.
-    """
+    """What one rank of a schedule holds at its fullest, for any sizes of its stages."""
 
     stages: tuple[int, ...]
+    """Its own stages."""
     moments: tuple[tuple[int, ...], ...]
+    """Moments that no other exceeds, and with slices some more: for every stage the micro-batches held as saved, then
+    those between the halves of their backward, and of slices those whose keys and gradients are kept."""
     hosted: tuple[tuple[int, tuple[int, ...]], ...]
+    """Host buffers: how many, and the stages that any of them is for."""
 
     @property
     def num_buffers(self) -> int:
@@ -50,10 +43,8 @@ class HeldCounts:
         return max(sum(moment[: len(self.stages)]) for moment in self.moments)
 
     def num_bytes(self, saved: Sequence[int], after_input: Sequence[int], *kept: Sequence[int]) -> tuple[int, int]:
-        """Return bytes of own micro-batches at their most, and of host buffers, which stay allocated.
-
-        Sizes are those of every stage; `kept`: of keys and values, and of their gradients, where sequences are cut.
-        """
+        """Return bytes of own micro-batches at their peak, and of host buffers. Sizes are by stage; `kept`: keys and
+        gradients."""
         sizes = [of_all[stage] for of_all in (saved, after_input, *kept) for stage in self.stages]
         own = max(sum(map(mul, moment, sizes)) for moment in self.moments)
         return own, sum(count * max(saved[stage] for stage in stages) for count, stages in self.hosted)
@@ -87,13 +78,13 @@ def _buffers(
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     if schedule.layout.slices == 1:
         return tuple((count, stages[guest]) for guest, count in num_buffers_for(schedule, rank).items())
-    each = Counter(stages_in_buffers(host_buffers(schedule, rank)))
-    return tuple((count, tuple(sorted(held))) for held, count in each.items())
+    counts = Counter(stages_in_buffers(host_buffers(schedule, rank)))
+    return tuple((count, tuple(sorted(stages_held))) for stages_held, count in counts.items())
 
 
 def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], ...]:
-    """Return what is held while the actions of a slot run, as the memory rule counts it (`schedule.memory`): they take at
-    its start and give at its end. An I holds the larger of what was saved and of what it leaves, so both are tried."""
+    """Return what is held in each slot by the memory rule (`schedule.memory`): actions take at its start and give at
+    its end. An I holds the larger of what was saved and of what it leaves, so both are tried."""
     import numpy as np
 
     num = len(stages)
@@ -124,19 +115,19 @@ def _moments(slots: Sequence[Sequence[Action]], stages: tuple[int, ...], slices:
                 else:
                     takes += [place + gradients] * (part == slices - 1)
                     gives += [place + keys, place + gradients] * (part == 0)
-    taken, given, halved = (
+    taken, freed, halved = (
         np.bincount(places, minlength=width * len(slots)).reshape(-1, width) for places in (takes, gives, halves)
     )
     halved = np.roll(halved, num, axis=1) - halved
-    held = np.cumsum(taken - given + halved, axis=0) + given
-    return _highest(np.concatenate((held - halved, held)), None if slices == 1 else _MOST_COMPARED)
+    totals = np.cumsum(taken - freed + halved, axis=0) + freed
+    return _highest(np.concatenate((totals - halved, totals)), None if slices == 1 else _MOST_COMPARED)
 
 
-def _highest(rows: Any, most: int | None) -> tuple[tuple[int, ...], ...]:
-    """Return all moments that no other exceeds, or none of `most`."""
+def _highest(rows: Any, max_kept: int | None) -> tuple[tuple[int, ...], ...]:
+    """Return all moments that no other exceeds; with `max_kept`, after that number some that others do."""
     kept: list[Any] = []
     sums = rows.sum(axis=1)
-    while len(rows) and len(kept) != most:
+    while len(rows) and len(kept) != max_kept:
         highest = rows[sums.argmax()]
         kept.append(highest)
         left = (rows > highest).any(axis=1)

@@ -1,15 +1,12 @@
-"""Read measured or given seconds.
-
-In: a JSON file. Out: the entries for one micro-batch size, laid over predicted `Costs`.
+"""Profiles: measured or given seconds of stages in a JSON file, which replace predicted `Costs`.
 
     {"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "output_s": 0, "micro_batch": 2, "layers": 10}]}
 
-`bpipe profile` adds what it `measured` and how, and such a file is refused for setups that differ in it. One entry for
-all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds
-several sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number.
-`bpipe trace` writes sizes alone: what a forward of each stage saves, and its `parameters`, in place of formulas. Anything
-left out comes from the cost model; halves of a split backward (`input_s` and `weight_s`) are then the predicted shares of
-`backward_s`. Knows no device.
+There is one entry for all stages, or one for each; entries with `micro_batch` count for setups of that size only.
+Seconds of an entry with `layers` are scaled to the stage's own number. `bpipe profile` adds what it `measured`, and the
+file is refused for setups that differ in it. `bpipe trace` writes sizes alone: saved bytes and `parameters`. The cost
+model supplies the rest; missing halves of a split backward (`input_s`, `weight_s`) are the predicted shares of
+`backward_s`.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 
 from bpipe.predict.layout import Setup
 from bpipe.predict.tensor_parallel import Exposed
-from bpipe.predict.trace import OF_MODEL, OF_SETUP, Traced
+from bpipe.predict.training import OF_MODEL, OF_SETUP, Traced
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.values import LARGEST_BYTES, a_number, a_whole, load_json
 
@@ -60,18 +57,15 @@ class Profile:
     traced: Traced | None = None
 
     def conflict(self, setup: Setup) -> str | None:
-        """Return why the file says nothing of this setup: other micro-batch sizes, or measured with other choices.
-
-        None: it does.
-        """
+        """Return why the file does not apply to this setup; None if it does."""
         if self.measured and setup.context > 1:
             return f"measured without context parallelism, but the setup has {setup.context}: leave one of the two out"
         if setup.model.hybrid is not None:
             return f"measured for equal layers, but those of {setup.model.name} differ: leave it out"
         for name, value in self.measured:
-            mine = getattr(setup.model if name in _SIZES else setup, name)
-            if mine != value:
-                return f"measured with {name} {value}, but the setup has {mine}: profile that, too"
+            own = getattr(setup.model if name in _SIZES else setup, name)
+            if own != value:
+                return f"measured with {name} {value}, but the setup has {own}: profile that, too"
         if any(entry.micro_batch in (None, setup.micro_batch) for entry in self.entries):
             return None
         sizes = sorted({entry.micro_batch for entry in self.entries if entry.micro_batch is not None})
@@ -82,60 +76,44 @@ class Profile:
         conflict = self.conflict(setup)
         if conflict:
             raise ValueError(f"{self.source}: {conflict}")
-        mine = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
-        if len(mine) not in (1, setup.num_stages):
+        entries = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
+        if len(entries) not in (1, setup.num_stages):
             raise ValueError(
-                f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, but the setup has "
-                f"{setup.num_stages}: "
-                "give one for all, or one for each"
+                f"{self.source}: {len(entries)} stages for micro-batch size {setup.micro_batch}, but the setup has "
+                f"{setup.num_stages}: give one for all, or one for each"
             )
-        return tuple(mine * setup.num_stages if len(mine) == 1 else mine)
-
-    @property
-    def is_of_one_rank(self) -> bool:
-        """Whether a tensor-parallel rank was measured alone, which `bpipe profile` says by naming how many there
-        are."""
-        return "tensor" in dict(self.measured)
+        return tuple(entries * setup.num_stages if len(entries) == 1 else entries)
 
     def apply(self, setup: Setup, costs: Costs, collectives: Exposed = NONE) -> Costs:
-        """Return the costs with what was measured in place of what was predicted.
-
-        `collectives` are seconds of a layer's tensor-parallel ones: what was measured of one rank alone lacks them.
-        """
+        """Return the costs with measured values. `collectives`: a layer's, which a measurement of one rank lacks."""
         if setup.slices > 1:
             raise ValueError(
                 f"{self.source}: whole sequences were measured, but slices {setup.slices} take other shares: leave "
                 "out the profile or the slices"
             )
         entries = self.entries_for(setup)
-        missing = collectives if self.is_of_one_rank else NONE
+        # `bpipe profile` measures one tensor-parallel rank alone, and names the number of ranks.
+        missing = collectives if "tensor" in dict(self.measured) else NONE
         first = None if setup.input_shards else 0
         last = None if setup.is_sharded else setup.num_stages - 1
-        return replace(
-            costs,
-            stages=tuple(
-                _with_collectives(
-                    _with_entry(
-                        _with_halves(cost, entry, num_layers, setup.keeps_halves),
-                        entry,
-                        num_layers,
-                        stage == first,
-                        stage == last,
-                    ),
-                    entry,
-                    Exposed(*(num_layers * seconds for seconds in missing)),
-                )
-                for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
-            ),
-            shards=tuple(
-                _shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards
-            ),
+        stages = tuple(
+            _measured(
+                cost,
+                entry,
+                num_layers,
+                Exposed(*(num_layers * seconds for seconds in missing)),
+                keep_halves=setup.keeps_halves,
+                ends=(stage == first, stage == last),
+            )
+            for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
         )
+        shards = (_shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards)
+        return replace(costs, stages=stages, shards=tuple(shards))
 
 
 def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
-    """Of a measured output layer a shard takes a part for each rank, S and T as predicted beside each other; of the
-    embedding a look-up."""
+    """A measured output layer is divided among the ranks, S and T in the predicted ratio; the embedding is looked
+    up."""
     if output_s is not None:
         scale = output_s / setup.pipeline / (shard.forward_s + shard.backward_s)
         shard = replace(shard, forward_s=shard.forward_s * scale, backward_s=shard.backward_s * scale)
@@ -144,49 +122,44 @@ def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | N
     return shard
 
 
-def _scale(entry: Entry, num_layers: int) -> float:
-    """What was measured of so many layers, for a stage's own number."""
-    return 1 if entry.layers is None else num_layers / entry.layers
+def _measured(
+    cost: StageCost, entry: Entry, num_layers: int, missing: Exposed, *, keep_halves: bool, ends: tuple[bool, bool]
+) -> StageCost:
+    """Return the cost with an entry's values, scaled to the stage's layers.
 
-
-def _with_halves(cost: StageCost, entry: Entry, num_layers: int, keep_halves: bool) -> StageCost:
-    """Measured halves of a backward, or the predicted ones as shares of a measured whole."""
-    if entry.input_s is not None and entry.weight_s is not None and keep_halves:
-        scale = _scale(entry, num_layers)
-        return replace(cost, input_s=entry.input_s * scale, weight_s=entry.weight_s * scale)
-    if entry.backward_s is None or cost.input_s is None or cost.weight_s is None or not cost.backward_s:
-        return cost
-    share = entry.backward_s * _scale(entry, num_layers) / cost.backward_s
-    return replace(cost, input_s=cost.input_s * share, weight_s=cost.weight_s * share)
-
-
-def _with_collectives(cost: StageCost, entry: Entry, missing: Exposed) -> StageCost:
-    """On top of what the entry gives; what is predicted has them."""
-    changes: dict[str, Any] = {}
-    if entry.forward_s is not None:
-        changes["forward_s"] = cost.forward_s + missing.forward_s
-    if entry.backward_s is not None:
-        changes["backward_s"] = cost.backward_s + missing.backward_s
-    if cost.input_s is not None and (entry.input_s is not None or entry.backward_s is not None):
-        # Gradients of inputs are what goes round.
-        changes["input_s"] = cost.input_s + missing.input_half_s
-    return replace(cost, **changes)
-
-
-def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, last: bool) -> StageCost:
-    changes: dict[str, Any] = {}
-    scale = _scale(entry, num_layers)
-    # What was measured moved all that was saved.
+    Args:
+        cost: Predicted cost.
+        entry: Measured values.
+        num_layers: Layers of the stage.
+        missing: Collectives to add to measured values; predicted ones contain them.
+        keep_halves: Whether weights' halves are deferred.
+        ends: Whether the stage has the embedding, and the output layer.
+    """
+    scale = 1 if entry.layers is None else num_layers / entry.layers
+    # All saved bytes were moved in the measurement.
     part = cost.moved_bytes / cost.saved_bytes if cost.saved_bytes else 1
-    for name in ("forward_s", "backward_s", "transfer_s"):
-        value = getattr(entry, name)
-        if value is not None:
-            changes[name] = value * scale * (part if name == "transfer_s" else 1)
+    changes: dict[str, Any] = {}
+    if entry.input_s is not None and entry.weight_s is not None and keep_halves:
+        changes |= {"input_s": entry.input_s * scale, "weight_s": entry.weight_s * scale}
+    elif entry.backward_s is not None and cost.input_s is not None and cost.weight_s is not None and cost.backward_s:
+        # The predicted shares of a measured whole.
+        share = entry.backward_s * scale / cost.backward_s
+        changes |= {"input_s": cost.input_s * share, "weight_s": cost.weight_s * share}
+    input_s = changes.get("input_s", cost.input_s)
+    if input_s is not None and (entry.input_s is not None or entry.backward_s is not None):
+        # The gradients of inputs are what is exchanged.
+        changes["input_s"] = input_s + missing.input_half_s
+    if entry.forward_s is not None:
+        changes["forward_s"] = entry.forward_s * scale + missing.forward_s
+    if entry.backward_s is not None:
+        changes["backward_s"] = entry.backward_s * scale + missing.backward_s
+    if entry.transfer_s is not None:
+        changes["transfer_s"] = entry.transfer_s * scale * part
     for name in ("reduction_s", "optimizer_s"):
         if getattr(entry, name) is not None:
             changes[name] = getattr(entry, name)
     # Two of three products are backward ones.
-    for name, here in (("output", last), ("embedding", first)):
+    for name, here in zip(("embedding", "output"), ends, strict=True):
         value = getattr(entry, f"{name}_s")
         if value is not None and here:
             changes |= {f"{name}_forward_s": value / 3, f"{name}_backward_s": value * 2 / 3}
@@ -215,19 +188,15 @@ def read_profile(path: str) -> Profile:
 
 
 def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object]) -> Traced:
-    """Return what a trace saw of every stage. Raises ValueError where a stage or a fact is missing."""
     sizes = [(entry.saved_bytes, entry.parameters, entry.micro_batch) for entry in entries]
     missing = [name for name in (*OF_MODEL, *OF_SETUP[:-1]) if name not in measured]
-    if missing or any(None in one for one in sizes) or len({one[-1] for one in sizes}) > 1:
+    if missing or any(None in size for size in sizes) or len({size[-1] for size in sizes}) > 1:
         lacks = f"measured lacks {', '.join(missing)}" if missing else "saved_bytes, parameters and one micro_batch"
         raise ValueError(f"{path}: a trace must give the sizes of every stage: {lacks}")
-    facts = [(name, _frozen(measured[name])) for name in (*OF_MODEL, *OF_SETUP[:-1])]
-    saved, parameters = (tuple(one[place] or 0 for one in sizes) for place in (0, 1))
+    values = ((name, measured[name]) for name in (*OF_MODEL, *OF_SETUP[:-1]))
+    facts = [(name, tuple(value) if isinstance(value, list) else value) for name, value in values]
+    saved, parameters = (tuple(size[place] or 0 for size in sizes) for place in (0, 1))
     return Traced((*facts, ("micro_batch", sizes[0][-1])), saved, parameters)
-
-
-def _frozen(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 # What else decides how long a stage takes, of the model and of how it is trained: `measured` of a file may name them,

@@ -1,14 +1,11 @@
-"""Say what of a forward is computed again in the backward, as Megatron's flags can.
+"""Recomputation of forwards in the backward, as Megatron's flags can express it.
 
-In: text. Out: a `Recompute`, and a scope a layer.
-
-  none                                 everything that a backward needs is saved
-  selective                            the attention core, as `selective:core_attn`
-  selective:core_attn+mlp+layernorm    of every layer these parts, by Megatron's own names (`MODULES`)
-  full                                 every layer, as `full:uniform:1`: of each its input is saved
-  full:uniform:N                       N layers at once: of each N the first one's input is saved
-  full:block:N                         the first N layers of every stage, the others save everything
-Knows no bytes and no seconds.
+none                                 everything that a backward needs is saved
+selective                            the attention core, as `selective:core_attn`
+selective:core_attn+mlp+layernorm    of every layer these parts, by Megatron's own names (`MODULES`)
+full                                 every layer, as `full:uniform:1`: of each its input is saved
+full:uniform:N                       N layers at once: of each N the first one's input is saved
+full:block:N                         the first N layers of every stage, the others save everything
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ RECOMPUTE = ("none", "selective", "full")
 # Megatron's --recompute-modules, in the order in which they are written here.
 MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 METHODS = ("uniform", "block")
-# Among what a search may recompute: of every stage the first layers, as many as it takes to fit.
+# In a search: the first layers of every stage, as few as are enough to fit.
 BLOCK = "full:block"
 FORMS = "none, selective, full, full:uniform:N, full:block:N, selective:PART+PART"
 
@@ -88,7 +85,7 @@ class Recompute:
 
     @property
     def period(self) -> int:
-        """Number of layers of a stage after which scopes repeat; with `block`, behind the first `num_layers` and
+        """Number of layers of a stage after which scopes repeat; with `block`, after the first `num_layers` and
         among these."""
         return self.num_layers if self.method == "uniform" else 1
 
@@ -131,10 +128,7 @@ NOTHING = Recompute()
 
 @lru_cache(maxsize=4096)
 def read_recompute(text: str) -> Recompute:
-    """Read the text described in the head of this module; `full:block:0` is `none`.
-
-    Raises ValueError for anything else.
-    """
+    """Read a text as in the head of this module; `full:block:0` is `none`. Raises ValueError for anything else."""
     if text in RECOMPUTE:
         return {"none": NOTHING, "selective": Recompute(MODULES[:1]), "full": Recompute(method="uniform")}[text]
     layers = re.fullmatch(r"full:([a-z]+):([0-9]{1,9})", text)
@@ -154,7 +148,7 @@ StageLayers = tuple[tuple[LayerKind, LayerScope, int], ...]
 
 @lru_cache(maxsize=1024)
 def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
-    """Return layer kinds and scopes of stages with so many layers each, in the model's order."""
+    """Return layer kinds and scopes of stages with these numbers of layers, in the model's order."""
     if model.is_uniform:
         kind = model.kind(0)
         return tuple(tuple((kind, scope, count) for scope, count in _scopes(recompute, number)) for number in layers)
@@ -164,11 +158,12 @@ def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) ->
 
 @lru_cache(maxsize=4096)
 def _scopes(recompute: Recompute, number: int) -> tuple[tuple[LayerScope, int], ...]:
-    """Of so many layers of a stage how many have each; without a layer there is still its first scope."""
-    found = [
-        one for part in _parts(recompute, number) for one in counted(recompute.scope, *part, recompute.period).items()
+    counts = [
+        entry
+        for part in _parts(recompute, number)
+        for entry in counted(recompute.scope, *part, recompute.period).items()
     ]
-    return tuple(found) or ((recompute.scope(0), 0),)
+    return tuple(counts) or ((recompute.scope(0), 0),)
 
 
 @lru_cache(maxsize=4096)
@@ -182,7 +177,7 @@ def _counted(model: Model, recompute: Recompute, first: int, number: int) -> Sta
 
 
 def _parts(recompute: Recompute, number: int) -> list[tuple[int, int]]:
-    """Where layers of a stage begin that repeat from there on, and how many they are."""
+    """Return the ranges (first, number) of a stage's layers within which scopes repeat."""
     ends = min(recompute.num_layers, number) if recompute.method == "block" else 0
     return [part for part in ((0, ends), (ends, number - ends)) if part[1]]
 

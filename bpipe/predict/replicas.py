@@ -1,11 +1,11 @@
-"""Predict how long gradients are reduced and weights updated. In: a Setup. Out: seconds of every stage."""
+"""Seconds to reduce gradients and update weights, for every stage."""
 
 from __future__ import annotations
 
 from bpipe.predict.expert_parallel import replicas_of_experts
 from bpipe.predict.layout import Setup
 from bpipe.predict.nodes import replica_ports, replicas_share_nodes
-from bpipe.predict.rates import LINK_EFFICIENCY, MEMORY_EFFICIENCY
+from bpipe.predict.sizes import LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from bpipe.predict.states import parameter_bytes, shard_parameters, stage_experts, stage_matrices, stage_parameters
 
 # Parameters of a bucket of gradients, in Megatron without --ddp-bucket-size.
@@ -13,30 +13,29 @@ LEAST_BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
-    """Return, for every stage, seconds to reduce its gradients over replicas and gather its weights, and seconds to
-    update them.
+    """Return, for every stage, seconds of reducing gradients and gathering weights, and of updating weights.
 
-    Where only reductions are overlapped, weights are still gathered behind the update. Where gathering is, too, it
-    hides: the first rank waits for the weights of its first layers, the others wait longer for their first input. A
-    rank's shards count with its first stage.
+    If only reductions are overlapped, weights are still gathered after the update. Overlapped gathers are hidden: the
+    first rank waits for its first layers' weights, and the others wait longer for inputs. A rank's shards count with
+    its first stage.
     """
     device, d = setup.cluster.device, setup.replicas
     weight, gradient, _, _ = parameter_bytes(setup)
-    each = _updated_bytes(setup)
+    parameter_bytes_moved = _updated_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     bandwidth = _replicas_bytes_per_s(setup, replicas_share_nodes(setup), replica_ports(setup))
     rows, matrices = [], stage_matrices(setup)
     for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
         count = own - experts + (shard_parameters(setup) if stage < setup.pipeline else 0)
         sent = count * (d - 1) / d / bandwidth
-        mine = count / (d if setup.distributed_optimizer else 1)
+        own_count = count / (d if setup.distributed_optimizer else 1)
         if experts:
             copies = setup.expert_replicas
             sent += experts * (copies - 1) / copies / _replicas_bytes_per_s(setup, *replicas_of_experts(setup))
-            mine += experts / (copies if setup.distributed_optimizer else 1)
+            own_count += experts / (copies if setup.distributed_optimizer else 1)
         reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
         gathered = weight * sent if gathers else 0.0
-        updated = each * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        updated = parameter_bytes_moved * own_count / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
         if setup.fp8 is not None:
             gathered *= 1 - matrices[stage] / own * (1 - setup.fp8.gathered_bytes / weight)
             # Every iteration's first micro-batch writes the weights in 8 bit.
@@ -54,10 +53,9 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
 
 
 def stage_buckets(setup: Setup) -> tuple[int, ...]:
-    """Return in how many buckets each stage's gradients are reduced beside the last backward.
+    """Return in how many buckets each stage's gradients are reduced during the last backward.
 
-    Megatron cuts those of the first rank's first chunk alone, and reduces those of all others at once
-    (`DistributedDataParallel`, `disable_bucketing`): a pipeline's other ranks have computed theirs before it.
+    Megatron cuts those of the first rank's first chunk alone (`DistributedDataParallel`, `disable_bucketing`).
     """
     is_first = setup.num_pipes == 1 and setup.placements[0][0] == 0 and setup.placements[0][-1] == setup.pipeline - 1
     size = max(LEAST_BUCKET, BUCKET_PER_REPLICA * setup.data * setup.context)
@@ -66,16 +64,15 @@ def stage_buckets(setup: Setup) -> tuple[int, ...]:
 
 
 def _updated_bytes(setup: Setup) -> int:
-    """Return the bytes of a parameter that Adam reads and writes: main weight and both moments, the gradient in 32 bit
-    or as short as it is kept, and the weight, which in 32 bit is the main weight."""
+    """Bytes of a parameter that Adam reads and writes: main weight, moments, gradient (32 bit, or as it is kept) and
+    weight."""
     weight, gradient, state, _ = parameter_bytes(setup)
     read = weight if setup.precision == "fp32" else 0
     return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read
 
 
 def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:
-    """What a ring through all replicas of a stage carries: replicas in one node lead rings through as many ports,
-    each its own."""
+    """Bandwidth of a ring through all replicas of a stage: those in a node lead a ring through each of their ports."""
     device = setup.cluster.device
     inside = device.among(ports)
     return (inside if share_node else min(inside, ports * device.between_bytes_per_s)) * LINK_EFFICIENCY

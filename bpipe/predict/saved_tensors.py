@@ -1,12 +1,9 @@
-"""List what a forward saves for its backward, storage by storage, and what of a split backward its second half needs.
-
-In: a Setup. Out: `Saved` rows and their sums, bytes of one device.
+"""What a forward saves for its backward, storage by storage, and what a split backward's second half needs.
 
 With kernels `gpu` a layer is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
-Models", table 2), taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism come out too. With
-kernels `cpu` it is what Megatron's local layers keep on a machine without a GPU, where nothing is fused: exact to the
-byte, for the first tensor-parallel rank (a test lays every storage beside Megatron's own layers). Knows no schedule and
-no weights.
+Models", table 2), extended by GQA, SwiGLU, flash attention and missing sequence parallelism. With kernels `cpu` it is
+what Megatron's local layers keep without a GPU, where nothing is fused: exact to the byte on the first tensor-parallel
+rank.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from bpipe.predict.layers.layer import layer_after_input, layer_bytes, saved_wit
 from bpipe.predict.layout import Setup
 from bpipe.predict.recompute import NO_RECOMPUTATION, LayerScope
 from bpipe.predict.sizes import Saved, sent_bytes, total
-from bpipe.predict.trace import traced_sizes
+from bpipe.predict.training import traced_sizes
 
 # Parts of a layer that are recomputed before the backward of its attention; of norms one is.
 _BEHIND_ATTENTION = frozenset(("mlp", "layernorm", "moe_act", "moe", "shared_experts"))
@@ -53,51 +50,45 @@ def stage_bytes(setup: Setup) -> tuple[int, ...]:
 def layers_bytes(setup: Setup) -> list[int]:
     """Return bytes that the layers of every stage save of one micro-batch, without embedding and output layer."""
     stages = setup.stage_layers
-    each = {
-        one: total(saved_within(setup, *one))
-        for one in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)
+    sizes = {
+        sort: total(saved_within(setup, *sort))
+        for sort in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)
     }
-    return [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in stages]
+    return [sum(number * sizes[kind, scope] for kind, scope, number in layers) for layers in stages]
 
 
 def after_input_bytes(setup: Setup) -> tuple[int, ...]:
-    """Return, for every stage, bytes of a micro-batch held between dgrad and wgrad; 0 where no wgrad is deferred.
-
-    The output layer's wgrad is never deferred, as the gradients of its logits would be held; the embedding holds
-    nothing there.
-    """
+    """Return, by stage, bytes held between dgrad and wgrad; 0 if no wgrad is deferred, as the output layer's never
+    is."""
     if not setup.keeps_halves:
         return (0,) * setup.num_stages
     of_kind = {kind: total(layer_after_input(setup, kind)) for kind, _ in setup.model.kinds()}
-    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
+    return tuple(sum(number * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers)
 
 
 def kept_share(setup: Setup) -> float:
     """Return what layers hold between dgrad and wgrad as a share of what their forwards saved."""
-    layers = [one for of_stage in setup.stage_layers for one in of_stage]
+    layers = [layer for of_stage in setup.stage_layers for layer in of_stage]
     kept = sum(number * total(layer_after_input(setup, kind)) for kind, _, number in layers)
     return kept / sum(number * total(saved_within(setup, kind, scope)) for kind, scope, number in layers)
 
 
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
-    """Return bytes that a transfer of one micro-batch moves.
-
-    Storages below `minimum_bytes` stay, and so does what the pipeline's loop holds.
-    """
+    """Return bytes that a transfer moves: storages of at least `minimum_bytes`, without what the pipeline's loop
+    holds."""
     received = sent_bytes(setup) if stage and setup.layers[stage] and _shares_input(setup) else 0
     moved = total(tuple(row for row in stage_saved(setup, stage) if row.nbytes >= minimum_bytes))
     return moved - (received if received >= minimum_bytes else 0)
 
 
 def _shares_input(setup: Setup) -> bool:
-    """Return whether what a stage receives is saved as another tensor of the same storage, as Megatron does for
-    recomputation."""
+    """Whether a stage's input is saved as another tensor of the same storage, as Megatron does for recomputation."""
     alone = setup.kernels == "cpu" or setup.model.latent is not None
     return alone and "layernorm" in setup.recomputed.modules
 
 
 def saves_input(setup: Setup) -> bool:
-    """Return whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
+    """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
     instead, a norm that is recomputed another tensor of the same storage."""
     copied = setup.kernels == "cpu" and setup.model.rms_norm and setup.precision != "fp32"
     scope = setup.recomputed.scope(0)
@@ -105,11 +96,7 @@ def saves_input(setup: Setup) -> bool:
 
 
 def again_bytes(setup: Setup) -> int:
-    """Return the peak bytes that recomputation makes at once.
-
-    Of layers recomputed together that is all but their input; of one layer, the parts around attention, then those
-    around the MLP.
-    """
+    """Return the peak of recomputation: all but the input of layers recomputed together, or the parts of one layer."""
     together = setup.recomputed.together
     if together:
         number = min(together, max(setup.layers))
@@ -124,7 +111,6 @@ def again_bytes(setup: Setup) -> int:
 
 
 def _freed(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> int:
-    """What a layer saves less where these parts are recomputed."""
     return (
         total(saved_within(setup, kind, NO_RECOMPUTATION)) - total(saved_within(setup, kind, LayerScope(modules)))
         if modules

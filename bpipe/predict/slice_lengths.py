@@ -1,9 +1,6 @@
-"""Choose how long the slices of a sequence are.
+"""How long the slices of a sequence are, for the trainer and for predictions.
 
-In: the sequence's length, what is asked for, and what a token and its attention to earlier ones take. Out: bounds.
-
-Later slices attend to more keys. Slices of one length take ever longer then, and a pipeline waits for the longest;
-slices of equal work get shorter towards the end. The trainer and predictions ask here. Knows no tensors and no device.
+Later slices attend to more keys: slices of one length take ever longer, and slices of equal work get ever shorter.
 """
 
 from __future__ import annotations
@@ -25,11 +22,8 @@ class Growth(NamedTuple):
 
 
 def even_bounds(length: int, slices: int, unit: int = 1) -> tuple[int, ...]:
-    """Return where each slice begins, and the last ends, of slices that differ by one unit at most.
-
-    `unit`: each slice has to be a multiple of it. Raises ValueError for a sequence that is no whole units, or of too
-    few.
-    """
+    """Return the bounds of slices that are multiples of `unit` and differ by one unit at most. Raises ValueError if
+    there are none."""
     units, left = divmod(length, unit)
     if left:
         raise ValueError(f"a sequence of {length} tokens is not a multiple of {unit}, but each slice must be one")
@@ -49,7 +43,7 @@ def listed_bounds(lengths: Sequence[int], length: int, slices: int, unit: int = 
         raise ValueError(
             f"the lengths add up to {sum(lengths)} tokens, but a sequence has {length}: give lengths that add up to it"
         )
-    wrong = next((one for one in lengths if one % unit), None)
+    wrong = next((length_of_one for length_of_one in lengths if length_of_one % unit), None)
     if wrong is not None:
         raise ValueError(
             f"a slice of {wrong} tokens is not a multiple of {unit}, which tensor-parallel ranks need to share it"
@@ -61,14 +55,14 @@ def equal_bounds(length: int, slices: int, unit: int, growth: Growth) -> tuple[i
     """Return bounds between which as much of what grows so is done. Raises ValueError as `even_bounds` does."""
     even_bounds(length, slices, unit)
     line, square = growth
-    found = [0]
+    bounds = [0]
     for number in range(1, slices):
         part = (line + square) * number / slices
         # Of line x + square x**2 = part, written so that nothing is divided by a square of 0.
         place = 2 * part / (line + sqrt(line * line + 4 * square * part))
         left = (slices - number) * unit
-        found.append(min(max(round(place * length / unit) * unit, found[-1] + unit), length - left))
-    return (*found, length)
+        bounds.append(min(max(round(place * length / unit) * unit, bounds[-1] + unit), length - left))
+    return (*bounds, length)
 
 
 def lengths_of(bounds: Sequence[int]) -> tuple[int, ...]:
@@ -82,11 +76,8 @@ def work_of(share: float) -> Growth:
 
 
 def attention_share(length: int, hidden: int, queries: int, keys: int, ffn: int, matrices: int) -> float:
-    """Return which part of a layer's forward FLOPs is attention to earlier tokens, of `length` in all.
-
-    `queries`, `keys`: sizes of a token's queries, and of its keys. A token goes through MLPs of `ffn` channels in all,
-    with so many `matrices`.
-    """
+    """Return attention's share of a layer's forward FLOPs. `ffn`: channels of all MLPs of a token, with `matrices`
+    each."""
     products = hidden * (2 * queries + 2 * keys) + hidden * ffn * matrices
     # Scores and sums of values, of half the tokens on average.
     attention = queries * length

@@ -1,10 +1,7 @@
-"""Cut a setup into one for every slice of its sequences, and say what a stage keeps of a micro-batch for them.
+"""One setup for every slice of a sequence, and what a stage keeps of a whole micro-batch for them.
 
-In: a Setup. Out: Setups, each of one slice's tokens; bytes of keys, values and their gradients.
-
-All that is asked of a slice's setup is of its own tokens, which attend to all up to its end: what it saves, sends and
-takes. What a layer keeps of the whole micro-batch, from the first slice's forward to the first slice's backward, is in
-none of these. Knows no order and no seconds.
+A slice's setup has its own tokens only, which attend to all up to its end. Keys, values and their gradients, which a
+layer keeps from the first slice's forward to the first slice's backward, are counted apart (`kept_memory`).
 """
 
 from __future__ import annotations
@@ -33,15 +30,13 @@ def slice_bounds(setup: Setup) -> tuple[int, ...]:
         return listed_bounds(lengths, *sizes)
     if lengths == EVEN:
         return even_bounds(*sizes)
-    return equal_bounds(*sizes, work_of(_attention_share(setup)))
-
-
-def _attention_share(setup: Setup) -> float:
     model = setup.model
     experts = 1 if model.experts is None else model.experts.top_k
     ffn = model.ffn_hidden_size if model.experts is None else model.experts.ffn_hidden_size
     queries, keys = (heads * model.kv_channels for heads in (model.num_attention_heads, model.num_query_groups))
-    return attention_share(setup.sequence, model.hidden_size, queries, keys, experts * ffn, 3 if model.gated else 2)
+    matrices = 3 if model.gated else 2
+    share = attention_share(setup.sequence, model.hidden_size, queries, keys, experts * ffn, matrices)
+    return equal_bounds(*sizes, work_of(share))
 
 
 @lru_cache(maxsize=1024)
@@ -62,5 +57,5 @@ def kept_memory(setup: Setup) -> tuple[KeptMemory, ...]:
     values = setup.sequence * setup.micro_batch * setup.model.key_value_size
     keys = shard_size(element_bytes(setup) * values, setup.tensor)
     gradients = shard_size(max(SUM_BYTES, element_bytes(setup)) * values, setup.tensor)
-    layers = (sum(number for kind, number in kinds if kind.attends) for kinds in setup.stage_kinds)
-    return tuple(KeptMemory(number * keys, number * gradients) for number in layers)
+    attending = (sum(number for kind, _, number in layers if kind.attends) for layers in setup.stage_layers)
+    return tuple(KeptMemory(number * keys, number * gradients) for number in attending)

@@ -1,16 +1,14 @@
-"""Count parameters of stages and ranks, and the bytes of their weights and optimizer state.
-
-In: a Setup. Out: numbers, and bytes of one device.
-"""
+"""Parameters of stages and ranks, and bytes of their weights and optimizer state, on one device."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.sizes import shard_size
-from bpipe.predict.state_types import WHOLE
-from bpipe.predict.trace import traced_sizes
+from bpipe.predict.training import WHOLE, traced_sizes
 
 # Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while
 # weights are updated: a copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the
@@ -40,11 +38,7 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
         return traced.parameters
     model, t = setup.model, setup.tensor
     embedding = shard_size(setup.padded_vocabulary * model.hidden_size, t)
-    layer = {
-        kind: _layer_parameters(setup, kind)
-        for kind in dict.fromkeys(kind for kinds in setup.stage_kinds for kind, _ in kinds)
-    }
-    counts = [sum(number * layer[kind] for kind, number in kinds) for kinds in setup.stage_kinds]
+    counts = _by_stage(setup, {kind: _layer_parameters(setup, kind) for kind, _ in model.kinds()})
     counts[0] += setup.sequence * model.hidden_size * model.learned_positions
     counts[-1] += model.norm_parameters
     if not setup.input_shards:
@@ -55,14 +49,21 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def _by_stage(setup: Setup, of_kind: Mapping[LayerKind, int]) -> list[int]:
+    """Return the sums over each stage's layers."""
+    return [sum(number * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
+
+
 def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
-    """Of a layer on one device, its experts included."""
-    found = layer_parameters(setup.model, kind)
-    return shard_size(found.matrices + found.biases, setup.tensor) + found.replicated + _of_experts(setup, kind)
+    parameters = layer_parameters(setup.model, kind)
+    return (
+        shard_size(parameters.matrices + parameters.biases, setup.tensor)
+        + parameters.replicated
+        + _of_experts(setup, kind)
+    )
 
 
 def _of_experts(setup: Setup, kind: LayerKind) -> int:
-    """Of the experts of a layer, on one device."""
     return shard_size(layer_parameters(setup.model, kind).experts, setup.routing.expert * setup.expert_tensor)
 
 
@@ -70,14 +71,14 @@ def stage_experts(setup: Setup) -> tuple[int, ...]:
     """Return how many parameters of every stage on one device are experts'."""
     if setup.model.experts is None:
         return (0,) * setup.num_stages
-    return tuple(sum(number * _of_experts(setup, kind) for kind, number in kinds) for kinds in setup.stage_kinds)
+    return tuple(_by_stage(setup, {kind: _of_experts(setup, kind) for kind, _ in setup.model.kinds()}))
 
 
 def shard_parameters(setup: Setup) -> int:
     """Return the parameters of the shards of the vocabulary's layers on one device of any rank."""
     if not setup.is_sharded:
         return 0
-    # A tied shard is one for both layers, and beside a whole embedding a copy of some of its rows.
+    # A tied shard serves both layers; next to a whole embedding it is a copy of some of its rows.
     num_shards = 1 if setup.model.tied_embedding or not setup.input_shards else 2
     return num_shards * shard_size(
         shard_size(setup.padded_vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline
@@ -95,7 +96,7 @@ def stage_matrices(setup: Setup) -> tuple[int, ...]:
         kind: shard_size(layer_parameters(model, kind).matrices, setup.tensor) + down + _of_experts(setup, kind)
         for kind, _ in model.kinds()
     }
-    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
+    return tuple(_by_stage(setup, of_kind))
 
 
 def weight_bytes(setup: Setup) -> tuple[int, ...]:
@@ -105,9 +106,9 @@ def weight_bytes(setup: Setup) -> tuple[int, ...]:
     if setup.fp8 is None:
         return tuple(weight * count for count in counts)
     matrices = stage_matrices(setup)
-    each = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes - weight * setup.fp8.param_gather
+    extra = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes - weight * setup.fp8.param_gather
     low = (sum(matrices[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
-    return tuple(weight * count + int(each * part) for count, part in zip(counts, low, strict=True))
+    return tuple(weight * count + int(extra * part) for count, part in zip(counts, low, strict=True))
 
 
 def rank_parameters(setup: Setup) -> tuple[int, ...]:
@@ -122,9 +123,9 @@ def rank_experts(setup: Setup) -> tuple[int, ...]:
     return tuple(sum(experts[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
 
 
-def over_replicas(setup: Setup, each: int, count: int, experts: int) -> int:
-    """Return so many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of experts
-    there are fewer."""
+def over_replicas(setup: Setup, size: int, count: int, experts: int) -> int:
+    """Return so many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of
+    experts there are fewer."""
     if not setup.distributed_optimizer:
-        return each * count
-    return shard_size(each * (count - experts), setup.replicas) + shard_size(each * experts, setup.expert_replicas)
+        return size * count
+    return shard_size(size * (count - experts), setup.replicas) + shard_size(size * experts, setup.expert_replicas)

@@ -20,22 +20,19 @@ from bpipe.plan.estimate import estimate
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import GIB, parse_cluster
-from bpipe.predict.costs import predict_costs
+from bpipe.predict.costs import links, predict_costs
 from bpipe.predict.flops import mfu, training_flops
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Experts, Latent, Routing
 from bpipe.predict.layers.ends import output_seconds
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.links import links
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt, llama
-from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S
 from bpipe.predict.replicas import update_seconds
 from bpipe.predict.saved_tensors import moved_bytes, saves_input
-from bpipe.predict.sizes import sent_bytes
-from bpipe.predict.switches import Switches
+from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, sent_bytes
 from bpipe.predict.tensor_parallel import exposed
+from bpipe.predict.training import Fp8, Switches
 from bpipe.record.report.memory import RankSizes, rank_peaks
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.host_buffers import num_host_buffers

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.plan.budget import Devices, OverBudget, smallest_bytes, within
-from bpipe.plan.budget_fit import predicted_devices
+from bpipe.plan.budget import Devices, OverBudget, predicted_devices, smallest_bytes, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
 from megatron.scheduling.cpu import ARGUMENTS

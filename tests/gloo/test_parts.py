@@ -13,8 +13,7 @@ import pytest
 
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, OverBudget, within
-from bpipe.plan.budget_fit import predicted_devices
+from bpipe.plan.budget import Devices, OverBudget, predicted_devices, within
 from bpipe.plan.fit import Fit, budget_text
 from bpipe.plan.options import setup_from
 from megatron.scheduling.cpu import ARGUMENTS

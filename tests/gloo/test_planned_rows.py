@@ -18,7 +18,7 @@ from bpipe.plan.space import Space
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.switches import Switches
+from bpipe.predict.training import Switches
 from tests.gloo.conftest import Case, Outcome
 from tests.unit.plan.test_printed_rows import DEVICES, MODELS, of_all_rows, rows_of
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, smallest_bytes, within
-from bpipe.plan.budget_fit import predicted_devices
+from bpipe.plan.budget import Devices, predicted_devices, smallest_bytes, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
 from megatron.scheduling.cpu import ARGUMENTS

@@ -11,8 +11,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build, orders_of
-from bpipe.plan.budget import Devices, smallest_bytes, within
-from bpipe.plan.budget_fit import predicted_devices
+from bpipe.plan.budget import Devices, predicted_devices, smallest_bytes, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
 from bpipe.predict.activations import memory_of_setup

@@ -15,13 +15,21 @@ from bpipe.config.flags.experts import EXPERTS
 from bpipe.config.flags.flag import Flag, Group, InLaunch
 from bpipe.config.flags.state_types import STATE_TYPES
 from bpipe.config.flags.values import layers, positive, predicted_slice_lengths, slice_lengths, tokens
-from bpipe.predict.choices import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
-from bpipe.predict.fp8 import FORMATS, RECIPES
 from bpipe.predict.model import PRESETS
 from bpipe.predict.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
-from bpipe.predict.switches import HELP, flag_of
+from bpipe.predict.training import (
+    ATTENTION,
+    CP_COMM_TYPES,
+    FP8_FORMATS,
+    FP8_RECIPES,
+    KEPT_HALVES,
+    KERNELS,
+    PRECISIONS,
+    SWITCH_HELP,
+    flag_of,
+)
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
 from bpipe.schedule.layout import EVEN, Vocabulary
@@ -140,13 +148,13 @@ NO_SEQUENCE_PARALLEL = _switch(
 )
 SWITCHES = tuple(
     Flag(field, flag_of(field), text, launch=InLaunch())
-    for field, text in HELP.items()
+    for field, text in SWITCH_HELP.items()
     if field != "bpipe_differing_sizes"
 )  # fmt: skip
 DIFFERING_SIZES = Flag(
     "bpipe_differing_sizes",
     "--bpipe-differing-sizes",
-    HELP["bpipe_differing_sizes"],
+    SWITCH_HELP["bpipe_differing_sizes"],
     launch=InLaunch(
         help="micro-batches of one stage may save differing sizes: host buffers get a reserve and "
         "grow between iterations; a micro-batch too large for its buffer stays on its rank, and "
@@ -174,15 +182,15 @@ TRAINING = Group(
             "fp8_format",
             "--fp8-format",
             "compute the layers' matrix products in FP8, in this format",
-            choices=FORMATS,
+            choices=FP8_FORMATS,
             launch=InLaunch(),
         ),
         Flag(
             "fp8_recipe",
             "--fp8-recipe",
-            f"with --fp8-format: how scales are chosen (default {RECIPES[0]})",
-            choices=RECIPES,
-            launch=InLaunch(default=RECIPES[0], choices=(*RECIPES, "custom")),
+            f"with --fp8-format: how scales are chosen (default {FP8_RECIPES[0]})",
+            choices=FP8_RECIPES,
+            launch=InLaunch(default=FP8_RECIPES[0], choices=(*FP8_RECIPES, "custom")),
         ),
         _switch("fp8_param_gather", "with --fp8-format: keep and gather weights in FP8 only"),
         *STATE_TYPES,

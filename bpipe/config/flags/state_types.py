@@ -1,10 +1,9 @@
-"""Rows of the table of flags: types of what Adam keeps. Their values are those of `predict.state_types`."""
+"""Rows of the table of flags: types of what Adam keeps. Their values are those of `predict.training`."""
 
 from __future__ import annotations
 
 from bpipe.config.flags.flag import Flag, InLaunch
-from bpipe.predict.state_types import CHOICES, WHOLE
-from bpipe.predict.switches import flag_of
+from bpipe.predict.training import STATE_CHOICES, WHOLE, flag_of
 
 _TYPED = {
     "main_grads_dtype": "gradients",
@@ -27,6 +26,6 @@ STATE_TYPES = (
             choices=choices,
             launch=InLaunch(default=WHOLE),
         )
-        for field, choices in CHOICES.items()
+        for field, choices in STATE_CHOICES.items()
     ),
 )

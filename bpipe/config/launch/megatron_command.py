@@ -25,11 +25,8 @@ from bpipe.config.launch.layer_split import Split
 from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
 from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.config.launch.recompute_flags import scope_of_flags
-from bpipe.predict.choices import CP_COMM_TYPES
-from bpipe.predict.fp8 import RECIPES
 from bpipe.predict.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
-from bpipe.predict.state_types import FIELDS as STATE_FIELDS
-from bpipe.predict.switches import SWITCHES, flag_of
+from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, STATE_FIELDS, SWITCHES, flag_of
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import REDISTRIBUTE
 
@@ -305,7 +302,7 @@ def _fp8(found: Options) -> dict[str, Any]:
     if found.fp8_format is None:
         return {}
     if found.fp8_recipe == "custom":
-        raise ValueError(f"--fp8-recipe custom is not modelled: give one of {', '.join(RECIPES)}")
+        raise ValueError(f"--fp8-recipe custom is not modelled: give one of {', '.join(FP8_RECIPES)}")
     return {"fp8_format": found.fp8_format, "fp8_recipe": found.fp8_recipe, "fp8_param_gather": found.fp8_param_gather}
 
 

@@ -18,8 +18,7 @@ from bpipe.config.launch.hybrid_flags import flags_of_hybrid
 from bpipe.config.launch.layer_split import split_flags
 from bpipe.config.launch.recompute_flags import recompute_flags
 from bpipe.predict.layout import Setup
-from bpipe.predict.state_types import WHOLE
-from bpipe.predict.switches import SWITCHES
+from bpipe.predict.training import SWITCHES, WHOLE
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN

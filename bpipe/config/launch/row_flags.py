@@ -18,8 +18,7 @@ from bpipe.config.launch.hybrid_flags import OLD_PATTERN, PATTERN
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.predict.layout import Setup
-from bpipe.predict.state_types import StateTypes
-from bpipe.predict.switches import flag_of
+from bpipe.predict.training import StateTypes, flag_of
 
 _SPLIT = (
     *(

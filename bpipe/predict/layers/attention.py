@@ -1,11 +1,8 @@
-"""Say what attention takes: what it saves, what comes and goes, and how long its core lasts.
+"""Attention: what it saves, its temporaries, and seconds of its core. Its matrices are in `predict.matmul`.
 
-In: a Setup. Out: `Saved` rows, bytes, seconds. Its matrices are `predict.matmul`'.
-
-Latent attention as Megatron's `MLASelfAttention` computes it with Transformer Engine's layers: what is projected down is
-normed, and projected up by the same module, which keeps the norm's input and output. Queries and keys are made anew
-where their ends are rotated, and it is those that attention keeps; one rotated key of a token is joined to the keys of
-all heads.
+Latent attention is Megatron's `MLASelfAttention` with Transformer Engine's layers: down projections are normed and
+projected up by one module, which keeps the norm's input and output. Attention keeps the queries and keys whose ends
+were rotated; a token's one rotated key is joined to the keys of all heads.
 """
 
 from __future__ import annotations
@@ -14,12 +11,21 @@ from bpipe.predict.context_parallel import with_exchange
 from bpipe.predict.layers.norms import GPU_DROPOUT_BYTES
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import latent_up_products
-from bpipe.predict.rates import KERNEL_S, Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_keys, num_tokens, shard_size, total
+from bpipe.predict.sizes import (
+    KERNEL_S,
+    Rates,
+    Saved,
+    element_bytes,
+    kept_bytes,
+    num_keys,
+    num_tokens,
+    shard_size,
+    total,
+)
 from bpipe.predict.slices import SUM_BYTES
 
 FLASH_BACKWARD = 2.5
-# Two products up, two norms before and both rotations behind them.
+# Two products up, two norms before them and both rotations after them.
 LATENT_KERNELS = 6
 # Bytes read and written for every attention score: by the fused kernel, and by separate ones in 32 bit (convert, scale,
 # mask, softmax, convert back). Megatron fuses only where micro-batch * heads / t is a multiple of 4 and the sequence is
@@ -45,8 +51,8 @@ def is_softmax_fused(setup: Setup) -> bool:
 
 
 def _converts_scores(setup: Setup) -> bool:
-    """Whether scores of 16 bits become 32 for the softmax and its probabilities 16 again, by kernels of their own: the
-    first stay for the softmax's backward, the others for the product's."""
+    """Whether separate kernels convert 16-bit scores to 32 bit, kept for the softmax's backward, and its probabilities
+    back."""
     return setup.switches.attention_softmax_in_fp32 and setup.precision != "fp32" and not is_softmax_fused(setup)
 
 
@@ -60,8 +66,8 @@ def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple
 
 
 def _with_kept(setup: Setup, rates: Rates, forward_s: float, backward_s: float) -> tuple[float, float]:
-    """A slice's own keys and values are copied to where all are. Backward the gradients of all so far are read and
-    added to what is kept, and the slice's own are copied from there."""
+    """Forward a slice's keys and values are copied; backward the gradients of all so far are added, and the slice's own
+    copied back."""
     element, size = element_bytes(setup), setup.model.key_value_size / setup.tensor
     own, every = num_tokens(setup) * size, num_keys(setup) * setup.micro_batch * size
     copied = 2 * element * own
@@ -70,7 +76,7 @@ def _with_kept(setup: Setup, rates: Rates, forward_s: float, backward_s: float) 
 
 
 def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, float]:
-    """Of a window flash attention computes no more than lies in it; context-parallel ranks have as much each."""
+    """With a window, flash attention computes no more than lies in it; context-parallel ranks have equal shares."""
     model, c = setup.model, setup.context
     if setup.attention == "flash":
         product_flops = 4 * setup.micro_batch * _attended(setup, window) * model.core_size / (setup.tensor * c)
@@ -91,7 +97,7 @@ def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, 
 
 
 def _attended(setup: Setup, window: int | None) -> float:
-    """Return how many pairs of a query and an earlier key there are in a sequence, or in a slice of it."""
+    """Pairs of a query and an earlier key in a sequence, or in a slice of it."""
     begin, end = setup.span or (0, setup.sequence)
     return _causal_pairs(end, window) - _causal_pairs(begin, window)
 
@@ -108,21 +114,19 @@ def latent_saved(setup: Setup) -> tuple[Saved, ...]:
         return ()
     ranks = (latent.q_lora_rank or 0) + latent.kv_lora_rank
     # Sequence parallelism divides them like all between matrices.
-    each = shard_size(element_bytes(setup) * num_tokens(setup) * ranks, setup.sequence_shards)
+    size = shard_size(element_bytes(setup) * num_tokens(setup) * ranks, setup.sequence_shards)
     if setup.fp8 is None:
-        return (Saved("inputs of the norms of what is projected down, and of the matrices behind", each, 2),)
+        return (Saved("inputs of the norms of what is projected down, and of the matrices behind", size, 2),)
     behind = kept_bytes(setup, num_tokens(setup) * ranks, setup.sequence_shards)
     return (
-        Saved("inputs of the norms of what is projected down", each),
+        Saved("inputs of the norms of what is projected down", size),
         Saved("inputs of the matrices behind them, in FP8", behind),
     )
 
 
 def projected_down(setup: Setup) -> tuple[Saved, ...]:
-    """Return the inputs of the up projections, kept where those and their norms are recomputed.
-
-    The rotating part of the keys is read from the same storage, gathered whole where that is divided.
-    """
+    """Return the inputs of recomputed up projections; the rotating part of the keys is in them, gathered if they are
+    divided."""
     latent = setup.model.latent
     assert latent is not None
     tokens = element_bytes(setup) * num_tokens(setup)
@@ -138,8 +142,8 @@ def core_bytes(setup: Setup) -> int:
 
 def attention_saved(setup: Setup, modules: frozenset[str]) -> tuple[Saved, ...]:
     """Return what fused kernels save around the core, where these parts are recomputed."""
-    given = element_bytes(setup) * num_tokens(setup) * setup.model.value_size
-    projection = Saved("input of the output projection", shard_size(given, setup.tensor))
+    output = element_bytes(setup) * num_tokens(setup) * setup.model.value_size
+    projection = Saved("input of the output projection", shard_size(output, setup.tensor))
     return (*_query_key_value(setup, modules), projection)
 
 
@@ -159,11 +163,9 @@ def _query_key_value(setup: Setup, modules: frozenset[str]) -> tuple[Saved, ...]
 
 
 def _beside_query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
-    """Return what is saved of queries, keys and values beside one of each.
-
-    A core that is recomputed is given its values as a part of what was projected, which stays whole beside queries and
-    keys that were rotated. One that is not fused has keys and values repeated for every head of their group.
-    """
+    """Return what is saved besides one copy of queries, keys and values: rotated copies if the core is recomputed, as
+    its values are part of the projection; otherwise, without flash attention, keys and values repeated for every head
+    of their group."""
     model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
     if model.latent is not None or setup.span is not None:
         return ()
@@ -183,19 +185,19 @@ def core_saved(setup: Setup) -> tuple[Saved, ...]:
         if setup.context == 1 or setup.cp_comm_type == "p2p":
             return rows
         # What is given to the projection is a copy of it.
-        given = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
-        return (*rows, Saved("what attention gave, in another order", given))
+        output = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
+        return (*rows, Saved("what attention gave, in another order", output))
     scores = num_tokens(setup) * heads * num_keys(setup)
     element = element_bytes(setup)
-    one = Saved("attention softmax", shard_size(element * scores, setup.tensor))
+    softmax = Saved("attention softmax", shard_size(element * scores, setup.tensor))
     exact = Saved("attention softmax in 32 bits", shard_size(EXACT_BYTES * scores, setup.tensor))
-    kept = (one, exact) if _converts_scores(setup) else (one,)
+    kept = (softmax, exact) if _converts_scores(setup) else (softmax,)
     if not setup.model.dropout:
         return kept
     mask = GPU_DROPOUT_BYTES if setup.kernels == "gpu" else element
     return (
         *kept,
-        Saved("attention after dropout", one.nbytes),
+        Saved("attention after dropout", softmax.nbytes),
         Saved("attention dropout mask", shard_size(mask * scores, setup.tensor)),
     )
 
@@ -208,7 +210,7 @@ def local_attention_saved(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     query = Saved("queries", shard_size(per_width * model.query_size, t))
     joint = Saved("joint Q, K, V", shard_size(per_width * (model.query_size + model.key_value_size), t))
     grouped, rotary = model.num_query_groups != model.num_attention_heads, _is_rotary(setup)
-    # With several groups on a rank a group's keys and values stand between the queries.
+    # With several groups on a rank their keys and values lie between the queries.
     own_query = rotary or (grouped and model.num_query_groups > t)
     # Sine and cosine, anew for Q and for K of every layer, over the whole sequence, or slice, on every rank.
     table = element_bytes(setup) * (num_tokens(setup) // setup.micro_batch) * model.kv_channels
@@ -229,7 +231,7 @@ def _is_rotary(setup: Setup) -> bool:
 
 
 def _beside_kept(setup: Setup, recomputed: bool, grouped: bool, query: Saved) -> tuple[Saved, ...]:
-    """What a slice saves beside the keys and values that its layer keeps: of groups, all so far, repeated."""
+    """Return what a slice saves besides the keys and values that its layer keeps; those of groups are repeated."""
     if recomputed:
         return (query, Saved("kind of mask", MASK_KIND_BYTES))
     if not grouped:
@@ -260,16 +262,16 @@ def attention_working_bytes(setup: Setup) -> int:
 
 
 def core_working_bytes(setup: Setup) -> int:
-    """Return what the core's backward makes beside them: gradients of scores, where there are scores, and of a slice
+    """Return what the core's backward makes in addition: gradients of scores, where there are scores, and of a slice
     the gradients of all keys and values so far, before they are added to what is kept."""
-    model, element, found = setup.model, element_bytes(setup), 0
+    model, element, num_bytes = setup.model, element_bytes(setup), 0
     if setup.attention == "unfused" and any(kind.attends for kind, _ in model.kinds()):
         scores = num_tokens(setup) * model.num_attention_heads * num_keys(setup)
         size = max(element, EXACT_BYTES) if _converts_scores(setup) else element
-        found += shard_size(2 * size * scores, setup.tensor)
+        num_bytes += shard_size(2 * size * scores, setup.tensor)
     if setup.span is not None:
-        found += shard_size(element * num_keys(setup) * setup.micro_batch * model.key_value_size, setup.tensor)
-    return found
+        num_bytes += shard_size(element * num_keys(setup) * setup.micro_batch * model.key_value_size, setup.tensor)
+    return num_bytes
 
 
 def up_projections_s(setup: Setup) -> float:

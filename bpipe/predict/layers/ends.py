@@ -1,15 +1,11 @@
-"""Say what stands before and behind the layers takes: embedding, output layer and loss, whole or in shards.
-
-In: a Setup. Out: `Saved` rows, seconds, bytes.
-"""
+"""What stands before and after the layers: embedding, output layer and loss, whole or in shards."""
 
 from __future__ import annotations
 
 from bpipe.predict.layers.norms import dropout_saved, local_norms_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import matrix_products
-from bpipe.predict.rates import Rates
-from bpipe.predict.sizes import Saved, element_bytes, num_tokens, sent_bytes, shard_size, total
+from bpipe.predict.sizes import Rates, Saved, element_bytes, num_tokens, sent_bytes, shard_size, total
 from bpipe.predict.states import parameter_bytes
 from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import ShardCost
@@ -35,7 +31,7 @@ STATISTICS, STATISTICS_BYTES, EARLY_BYTES = 3, 4, 4
 TOKEN_COUNT_BYTES, MICROBATCH_COUNT_BYTES = 4, 8
 # Beside what the loss saves, logits in 16 bit and their gradient in 32 bit come and go.
 LOSS_WORKING_BYTES = 6
-# Of a shard's logits so many are in 32 bit at once, as bpipe.runtime.vocabulary.output takes them.
+# Logits of a shard that are in 32 bit at a time (bpipe.runtime.vocabulary.output).
 WIDE_AT_ONCE = 2**23
 
 
@@ -65,9 +61,9 @@ def shard_seconds(setup: Setup) -> ShardCost:
 def embedding_seconds(setup: Setup) -> tuple[float, float]:
     """Return seconds to look up a micro-batch's tokens, and to add up their gradients.
 
-    The latter makes a gradient of the whole table, mostly zeros, and adds it to what there is: of 256000 rows of 3072
-    that was 4.1 ms on an A100, as long as the backward of a layer (Yeung et al. 2024, whose first rank took so much
-    longer than the second).
+    The latter makes a gradient of the whole table and adds it to the present one: for 256000 rows of 3072 that was 4.1
+    ms on an A100, as long as the backward of a layer (Yeung et al. 2024, by which the first rank was slower than the
+    second).
     """
     rates, element = Rates.of(setup), element_bytes(setup)
     tokens = 3 * element * num_tokens(setup) * setup.model.hidden_size / rates.memory
@@ -76,11 +72,8 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def shard_saved(setup: Setup) -> tuple[Saved, ...]:
-    """Return what each rank's shard of the output layer holds of one micro-batch from S to T; nothing where the
-    vocabulary is whole.
-
-    Exact to the byte, as a run counts it; what is on its way between shards is not included.
-    """
+    """Return what a shard of the output layer holds of a micro-batch from S to T, without what is on its way between
+    shards."""
     if not setup.is_sharded:
         return ()
     tokens = num_tokens(setup)
@@ -116,12 +109,11 @@ def embedding_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def last_saved(setup: Setup) -> tuple[Saved, ...]:
-    """Return what the last stage saves behind its layers: where the vocabulary is in shards, the loss is theirs."""
+    """Return what the last stage saves after its layers; the loss belongs to shards, if there are some."""
     return _output(setup) if setup.is_sharded else (*_output(setup), *_loss(setup))
 
 
 def _output(setup: Setup) -> tuple[Saved, ...]:
-    """Return the final norm, and what the output layer reads."""
     if setup.kernels == "cpu":
         return local_norms_saved(setup, 1)
     return (Saved("inputs of the final norm and of the output layer", sent_bytes(setup), 2),)
@@ -145,13 +137,13 @@ def _loss(setup: Setup) -> tuple[Saved, ...]:
 
 
 def loss_working_bytes(setup: Setup) -> int:
-    """Return temporaries of the loss beside what it saves."""
+    """Return temporaries of the loss besides what it saves."""
     return shard_size(LOSS_WORKING_BYTES * num_tokens(setup) * setup.padded_vocabulary, setup.tensor)
 
 
 def shard_working_bytes(setup: Setup) -> int:
-    """Return what comes and goes in S and T beside the logits, whose gradient takes their place: a part of them in 32 bit,
-    twice, the part of the input's gradient, as it is computed and in 32 bit, and the statistics of all shards."""
+    """Return temporaries of S and T besides the logits, whose gradient takes their place: a part of them in 32
+    bit, twice, the part of the input's gradient, as it is computed and in 32 bit, and the statistics of all shards."""
     logits = shard_size(num_tokens(setup) * setup.padded_vocabulary, setup.vocabulary_shards)
     part = num_tokens(setup) * setup.model.hidden_size
     statistics = STATISTICS * STATISTICS_BYTES * num_tokens(setup) * setup.vocabulary_shards

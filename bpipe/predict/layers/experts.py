@@ -1,13 +1,9 @@
-"""List what experts save, and what of it a split backward's second half needs.
+"""Experts in place of an MLP, as in Megatron's `MoELayer`: what they save, their temporaries and seconds.
 
-In: a Setup. Out: `Saved` rows, in place of an MLP's.
-
-As Megatron's `MoELayer` computes it: a router scores every token for every expert, the tokens are copied into the order
-of their experts, sent there, and each expert is an MLP whose output is weighed by the score before its second matrix.
-With kernels `gpu` experts are Transformer Engine's grouped matrices and the weighed SwiGLU is fused; with `cpu` they
-are MLPs one after the other, and every step keeps its own (a test lays the sum beside Megatron's own layer). Loads are
-taken to be even: without a capacity a device may get more tokens or fewer. Knows no other part of a layer, and no
-seconds.
+A router scores every token for every expert; tokens are copied into the order of their experts and sent there; each
+expert is an MLP whose output is weighted by the score before its second matrix. With kernels `gpu` experts are
+Transformer Engine's grouped matrices with a fused weighted SwiGLU; with `cpu` they are MLPs one after the other, and
+every step keeps its own. Loads are taken to be even.
 """
 
 from __future__ import annotations
@@ -17,8 +13,7 @@ from bpipe.predict.layer_variants import Experts, LayerKind
 from bpipe.predict.layers.mlp import MLP_KERNELS
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products, shared_products
-from bpipe.predict.rates import KERNEL_S, Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
+from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
 
 # Putting tokens in the order of their experts and back: copied to be sent, sorted there, sorted back, and summed, each
 # read and written.
@@ -31,19 +26,21 @@ SCORE_BYTES, NUMBER_BYTES = 4, 8
 def experts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
     """Return seconds of the forwards of a layer's experts that are computed again in its backward: all that is between
     the norm and the sum, or parts of it."""
-    memory, inside, found = Rates.of(setup).memory, experts_touched_bytes(setup), 0.0
+    memory, inside, seconds = Rates.of(setup).memory, experts_touched_bytes(setup), 0.0
     if "moe" in modules:
         products = layer_products(setup, kind)
-        found += products.entering[-1].forward_s + products.returning[-1].forward_s + inside / memory
-        return found + 2 * exchange(setup).seconds + (MLP_KERNELS + ROUTING_KERNELS) * KERNEL_S
+        seconds += products.entering[-1].forward_s + products.returning[-1].forward_s + inside / memory
+        return seconds + 2 * exchange(setup).seconds + (MLP_KERNELS + ROUTING_KERNELS) * KERNEL_S
     beside = shared_inside_bytes(setup)
     if "moe_act" in modules:
         # Tokens stay in the order in which they are.
         ordered = ORDERINGS * element_bytes(setup) * routed_tokens(setup) * setup.model.hidden_size
-        found += (inside - beside - ordered) / memory + KERNEL_S
+        seconds += (inside - beside - ordered) / memory + KERNEL_S
     if "shared_experts" in modules:
-        found += sum(product.forward_s for product in shared_products(setup)) + beside / memory + MLP_KERNELS * KERNEL_S
-    return found
+        seconds += (
+            sum(product.forward_s for product in shared_products(setup)) + beside / memory + MLP_KERNELS * KERNEL_S
+        )
+    return seconds
 
 
 def shared_inside_bytes(setup: Setup) -> float:
@@ -54,10 +51,8 @@ def shared_inside_bytes(setup: Setup) -> float:
 
 
 def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
-    """Return what a layer's router, experts and shared experts save, without the norm's output.
-
-    `recomputed`: those of Megatron's `moe`, `moe_act` and `shared_experts` that are recomputed.
-    """
+    """Return what router, experts and shared experts save, without the norm's output. `recomputed`: parts
+    recomputed."""
     experts = setup.model.experts
     assert experts is not None
     if "moe" in recomputed:
@@ -81,7 +76,7 @@ def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tup
 
 
 def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
-    """Scores of the chosen as a softmax or a share of their sum, which they are, and how tokens are put in order."""
+    """Return the scores, weights and order of tokens."""
     tokens = local_tokens(setup)
     chosen, every = tokens * experts.top_k, tokens * experts.num_experts
     scores = Saved("softmax of the chosen scores", SCORE_BYTES * chosen)
@@ -110,7 +105,7 @@ def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
 
 
 def _shared_experts(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
-    """What all tokens go to is an MLP like any; a gate's product keeps its output, too."""
+    """Shared experts are an MLP; with a gate its output is kept, too."""
     if not experts.shared_size:
         return ()
     inner = shard_size(element_bytes(setup) * num_tokens(setup) * experts.shared_size, setup.tensor)

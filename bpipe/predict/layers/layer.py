@@ -1,10 +1,10 @@
-"""Put a layer together from its parts. In: a Setup, a kind of layer, what of it is recomputed. Out: `Saved` rows, seconds."""
+"""A layer from its parts, with its recomputation: what it saves, and its seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from bpipe.predict.fp8_casts import cast_seconds
+from bpipe.predict.expert_parallel import routed_tokens
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layers import mamba
 from bpipe.predict.layers.attention import (
@@ -38,9 +38,8 @@ from bpipe.predict.layers.norms import dropout_saved, local_norms_saved, norm_se
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products
 from bpipe.predict.parameters import layer_parameters
-from bpipe.predict.rates import KERNEL_S, Rates
 from bpipe.predict.recompute import LayerScope, read_recompute
-from bpipe.predict.sizes import Saved, element_bytes, num_tokens, sent_bytes, total
+from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, num_tokens, sent_bytes, total
 from bpipe.predict.states import parameter_bytes
 from bpipe.predict.tensor_parallel import exposed, gather_s
 
@@ -51,10 +50,7 @@ WEIGHT_KERNELS = 4
 
 
 def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """Return seconds of one layer and micro-batch, forward and backward with its recomputation.
-
-    Default: the first layer.
-    """
+    """Return seconds of a layer (default: the first) and micro-batch, forward and backward with its recomputation."""
     kind = setup.model.kind(0) if kind is None else kind
     scope = setup.recomputed.scope(0) if scope is None else scope
     forward, backward = _between_matrices(setup, kind)
@@ -73,7 +69,7 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope
 
 
 def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    """Return seconds of a layer's products, norms, sums and activation functions, forward and backward."""
+    """Seconds of a layer's products, norms, sums and activation functions, forward and backward."""
     rates, model, products = Rates.of(setup), setup.model, layer_products(setup, kind).total()
     per_width = element_bytes(setup) * num_tokens(setup)
     between, inside = per_width * model.hidden_size / setup.sequence_shards, _touched_bytes(setup, kind)
@@ -81,7 +77,9 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
     # out, and write.
     normed = query_norms_bytes(setup) if kind.attends else 0.0
     normed += 2 * between * model.post_norms + per_width * model.latent_ranks / setup.sequence_shards
-    kernels, kernels_back = _num_kernels(kind)
+    kernels, kernels_back = FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
+    if kind.is_mamba:
+        kernels, kernels_back = mamba.FORWARD_KERNELS, mamba.BACKWARD_KERNELS
     # In each part a norm reads and writes; a residual sum reads twice and writes, with dropout a mask too.
     moved = 5.25 * kind.num_parts * between + inside + 2 * normed
     moved_back = 7 * kind.num_parts * between + 1.5 * inside + 3 * normed + _accumulated(setup, kind)
@@ -91,59 +89,48 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
     )
 
 
-def _num_kernels(kind: LayerKind) -> tuple[float, float]:
-    """Return the kernels of a layer's forward and backward."""
-    if kind.is_mamba:
-        return mamba.FORWARD_KERNELS, mamba.BACKWARD_KERNELS
-    return FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
-
-
 def _core_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    """Return seconds between a part's two matrices of what is neither of an MLP nor of experts."""
     if kind.is_mamba:
         return mamba.scan_seconds(setup)
     return core_seconds(setup, Rates.of(setup), kind.window) if kind.attends else (0.0, 0.0)
 
 
 def _touched_bytes(setup: Setup, kind: LayerKind) -> float:
-    """Return bytes read and written between the matrices of a layer's MLP or experts; 0 without either."""
     if kind.experts:
         return experts_touched_bytes(setup)
     return mlp_touched_bytes(setup) if kind.has_mlp else 0.0
 
 
 def _parts_again_s(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
-    """Return the forwards of a layer's parts beside the attention core that are computed again in its backward; what
-    of them is waited for on links is in `exposed`."""
-    is_gpu, found = setup.kernels == "gpu", 0.0
+    """Seconds of recomputed parts besides the attention core; what they wait for on links is in `exposed`."""
+    is_gpu, seconds = setup.kernels == "gpu", 0.0
     if "layernorm" in modules:
-        found += norm_seconds(setup) * (norms_alone(setup, kind) if is_gpu else kind.num_parts)
+        seconds += norm_seconds(setup) * (norms_alone(setup, kind) if is_gpu else kind.num_parts)
     if kind.experts:
-        found += experts_again(setup, kind, modules)
+        seconds += experts_again(setup, kind, modules)
     elif "mlp" in modules and kind.has_mlp:
         # Transformer Engine's has the norm in it.
-        found += mlp_forward_s(setup, kind) + (norm_seconds(setup) if is_gpu else 0.0)
+        seconds += mlp_forward_s(setup, kind) + (norm_seconds(setup) if is_gpu else 0.0)
     if setup.model.latent is not None and "mla_up_proj" in modules:
-        found += up_projections_s(setup)
-    return found
+        seconds += up_projections_s(setup)
+    return seconds
 
 
 def _accumulated(setup: Setup, kind: LayerKind) -> float:
-    """Return the bytes of a layer's backward: every weight's gradient is read and written once a micro-batch."""
-    found = layer_parameters(setup.model, kind)
+    """Bytes to read and write every weight's gradient once."""
+    parameters = layer_parameters(setup.model, kind)
     return (
         2
         * parameter_bytes(setup)[1]
-        * (found.matrices / setup.tensor + found.experts / (setup.routing.expert * setup.expert_tensor))
+        * (parameters.matrices / setup.tensor + parameters.experts / (setup.routing.expert * setup.expert_tensor))
     )
 
 
 def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """Return seconds of the two parts of one layer's backward, dgrad and wgrad. Attention's core has no weights.
+    """Return seconds of dgrad and wgrad of one layer; attention's core has no weights.
 
-    Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is
-    scattered or summed, and with sequence parallelism the inputs of the matrices behind the norms are gathered again
-    before it.
+    Tensor parallelism makes them longer than the whole: no wgrad hides what is scattered or summed, and with sequence
+    parallelism inputs of matrices after norms are gathered again before it.
     """
     rates = Rates.of(setup)
     kind = setup.model.kind(0) if kind is None else kind
@@ -161,10 +148,7 @@ def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScop
 
 
 def layer_saved(setup: Setup, recompute: str | None = None, kind: LayerKind | None = None) -> tuple[Saved, ...]:
-    """Return what one layer saves for one micro-batch, under the setup's recomputation or another.
-
-    Default: the first layer's kind.
-    """
+    """Return what a layer (default: the first) saves, under the setup's recomputation or another."""
     recomputed = setup.recomputed if recompute is None else read_recompute(recompute)
     return saved_within(setup, setup.model.kind(0) if kind is None else kind, recomputed.scope(0))
 
@@ -190,8 +174,7 @@ def _fused_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: t
 
 
 def _local_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: tuple[Saved, ...]) -> tuple[Saved, ...]:
-    """As torch's own kernels keep it. Of a norm that is recomputed the input remains: its output is let go once what
-    reads it is computed."""
+    """As torch's own kernels keep it. A recomputed norm keeps its input; its output is freed once it is read."""
     parts = kind.num_parts
     inputs = (Saved("norm input", sent_bytes(setup), parts),)
     norms = inputs if "layernorm" in modules else local_norms_saved(setup, parts)
@@ -203,17 +186,15 @@ def _local_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: t
 def _mlp_saved(
     setup: Setup, kind: LayerKind, modules: frozenset[str], dense: Callable[[Setup], tuple[Saved, ...]]
 ) -> tuple[Saved, ...]:
-    """Return what a layer's experts save, or its MLP, as `dense` lists it; nothing where it has neither."""
     if kind.experts:
         return experts_saved(setup, modules)
     return dense(setup) if kind.has_mlp and "mlp" not in modules else ()
 
 
 def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Saved, ...]:
-    """Return what one layer holds between dgrad and wgrad: the input of every matrix and the gradient of its output.
+    """Return what a layer holds between dgrad and wgrad: the input of every matrix and the gradient of its output.
 
-    Inputs are among what the forward saved, unless recomputed; gradients are new. Sequence parallelism divides what
-    lies between layers, yet the gradients that enter there are whole: they were gathered.
+    The gradients that enter matrices between layers were gathered, so they are whole under sequence parallelism, too.
     """
     kind = setup.model.kind(0) if kind is None else kind
     rows: tuple[Saved, ...] = (Saved("inputs of the matrices behind the norms", sent_bytes(setup), kind.num_parts),)
@@ -227,9 +208,8 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
 
 
 def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
-    """Return the most that a layer's backward makes inside a part: in a Mamba layer what its scan takes; in an MLP or
-    experts gradients of their inside; in attention those of queries, keys, values and scores, when what the MLP saved
-    is free again."""
+    """Return the most that the backward of a layer's part makes: of a scan, an MLP, experts, or attention after the
+    MLP's is freed."""
     if kind.is_mamba:
         return mamba.scan_working_bytes(setup)
     attention = attention_working_bytes(setup) + core_working_bytes(setup) if kind.attends else 0
@@ -242,3 +222,37 @@ def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
 def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
     """Return bytes saved by the kind of layer that saves most."""
     return max(total(layer_saved(setup, recompute, kind)) for kind, _ in setup.model.kinds())
+
+
+# Matrices of a part of a layer, each of whose inputs and gradients is written in FP8 by a kernel.
+CASTS = 2
+
+
+def cast_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
+    """Return seconds to write a layer's matrix inputs in 8 bit, forward, and the gradients of their outputs,
+    backward."""
+    if setup.fp8 is None:
+        return 0.0, 0.0
+    model, tokens, experts = setup.model, num_tokens(setup), setup.model.experts
+    entering = leaving = kind.num_parts * tokens * model.hidden_size / setup.sequence_shards
+    if kind.attends:
+        entering += tokens * model.value_size / setup.tensor + tokens * model.latent_ranks / setup.sequence_shards
+        leaving += tokens * (model.query_size + model.key_value_size) / setup.tensor
+    elif kind.is_mamba and model.hybrid is not None:
+        entering += tokens * model.hybrid.inner_size / setup.tensor
+        leaving += tokens * model.hybrid.projected_size / setup.tensor
+    inner, gates = 0.0, 2 if model.gated else 1
+    if kind.has_mlp:
+        inner = (
+            tokens
+            * (model.ffn_hidden_size if experts is None or not kind.experts else experts.shared_size)
+            / setup.tensor
+        )
+    if kind.experts and experts is not None:
+        routed = routed_tokens(setup) * model.hidden_size
+        entering, leaving = entering + routed, leaving + routed
+        inner += routed_tokens(setup) * experts.ffn_hidden_size / setup.expert_tensor
+    written = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes
+    value_s = float(setup.fp8.readings * element_bytes(setup) + written) / Rates.of(setup).memory
+    kernels = CASTS * kind.num_parts * setup.fp8.readings * KERNEL_S
+    return (entering + inner) * value_s + kernels, (leaving + gates * inner) * value_s + kernels

@@ -1,22 +1,19 @@
-"""Say what a Mamba layer's scan takes: what it saves, what comes and goes, and how long.
+"""The scan of a Mamba layer: what it saves, its temporaries and seconds. Its matrices are in `predict.matmul`.
 
-In: a Setup. Out: `Saved` rows, bytes, seconds.
-
-As Megatron's `MambaMixer` trains [1] with the kernels of mamba_ssm [2] (`MambaSplitConv1dScanCombinedFn` and what it calls). Its forward
-keeps what the first matrix gave and what the scan gave before its gate; the convolution, the states of all chunks and the products of
-reads and writes are made anew backward. By the source alone: nothing of it was compared with a run.
+As Megatron's `MambaMixer` trains [1] with the kernels of mamba_ssm [2] (`MambaSplitConv1dScanCombinedFn` and what it
+calls). The forward keeps the outputs of the first matrix and of the scan before its gate; the backward recomputes the
+convolution, the states of all chunks and the products of reads and writes. From the source alone: nothing was compared
+with a run.
   [1] megatron/core/ssm/mamba_mixer.py, `_ssm_training`
   [2] github.com/state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py, ssd_chunk_state.py, ssd_chunk_scan.py, ssd_bmm.py,
       ssd_state_passing.py, layernorm_gated.py
-Matrices before and behind the scan are `products`'. Knows no other part of a layer.
 """
 
 from __future__ import annotations
 
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layout import Setup
-from bpipe.predict.rates import Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_tokens, shard_size
+from bpipe.predict.sizes import Rates, Saved, element_bytes, kept_bytes, num_tokens, shard_size
 
 # Tokens of a chunk, within which all pairs are multiplied: `MambaMixer` has no flag for it.
 CHUNK = 128
@@ -56,11 +53,8 @@ def scan_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def scan_working_bytes(setup: Setup) -> int:
-    """Return temporaries of a Mamba layer's backward.
-
-    These are gradients of what the first matrix and the convolution gave, the latter recomputed, gradients before and
-    behind the gate, and the states of all chunks with theirs.
-    """
+    """Return temporaries of a Mamba layer's backward: recomputed values, gradients, and the states of all chunks with
+    theirs."""
     hybrid, tokens = _hybrid(setup), num_tokens(setup)
     values = hybrid.projected_size + 2 * hybrid.convolved_size + 2 * hybrid.inner_size
     wide = STATE_BYTES * hybrid.inner_size * hybrid.state_dim // CHUNK + WIDE_BYTES * hybrid.num_groups * CHUNK
@@ -68,21 +62,19 @@ def scan_working_bytes(setup: Setup) -> int:
 
 
 def scan_seconds(setup: Setup) -> tuple[float, float]:
-    """Return seconds of a Mamba layer's scan, forward and backward, without its own kernels' times.
-
-    Products within chunks and with states are taken to reach what flash attention's do; reads and writes are added.
-    """
+    """Return seconds of a Mamba layer's scan, forward and backward; its products are taken to be as fast as flash
+    attention's."""
     hybrid, rates = _hybrid(setup), Rates.of(setup)
-    mine, element = num_tokens(setup) / setup.tensor, element_bytes(setup)
+    tokens, element = num_tokens(setup) / setup.tensor, element_bytes(setup)
     inner, keys, states = hybrid.inner_size, hybrid.key_size, hybrid.inner_size * hybrid.state_dim
     # Reads with writes of a chunk, these with what goes through the states, that into states and out of them.
-    flops = 2 * mine * (keys * CHUNK + inner * CHUNK + 2 * states)
+    flops = 2 * tokens * (keys * CHUNK + inner * CHUNK + 2 * states)
     pairs = 2 * WIDE_BYTES * hybrid.num_groups * CHUNK
     forward = element * (FORWARD_INNER * inner + FORWARD_KEYS * keys) + STATE_BYTES * states / CHUNK + pairs
     backward = element * (BACKWARD_INNER * inner + BACKWARD_KEYS * keys) + STATE_BYTES_BACK * states / CHUNK + 2 * pairs
     return (
-        flops / rates.flash + mine * forward / rates.memory,
-        BACKWARD_PRODUCTS * flops / rates.flash + mine * backward / rates.memory,
+        flops / rates.flash + tokens * forward / rates.memory,
+        BACKWARD_PRODUCTS * flops / rates.flash + tokens * backward / rates.memory,
     )
 
 

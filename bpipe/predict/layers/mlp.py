@@ -1,12 +1,11 @@
-"""Say what an MLP takes. In: a Setup. Out: `Saved` rows, bytes, seconds. Its products are `predict.matmul`'."""
+"""MLPs: what they save, their temporaries and seconds. Their matrices are in `predict.matmul`."""
 
 from __future__ import annotations
 
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products
-from bpipe.predict.rates import KERNEL_S, Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_tokens, shard_size
+from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, kept_bytes, num_tokens, shard_size
 
 # Of a forward's: two products and what is between.
 MLP_KERNELS = 3

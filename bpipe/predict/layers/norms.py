@@ -1,11 +1,10 @@
-"""Say what stands around a layer's matrices takes: norms and dropout. In: a Setup. Out: `Saved` rows, seconds."""
+"""Norms and dropout around a layer's matrices: what they save, and seconds."""
 
 from __future__ import annotations
 
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
-from bpipe.predict.rates import KERNEL_S, Rates
-from bpipe.predict.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
+from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
 GPU_DROPOUT_BYTES = 1
@@ -14,25 +13,21 @@ RMS_NORM_BYTES = 4
 
 
 def norms_saved(setup: Setup, kind: LayerKind, number: int) -> tuple[Saved, ...]:
-    """Return the inputs of a layer's norms and of the matrices behind them, `number` storages in all, as Transformer
-    Engine keeps them.
-
-    In FP8 a matrix keeps a copy of its own, and so does the output projection of what attention gave and keeps.
-    """
+    """Return the inputs of norms and of the matrices after them as Transformer Engine keeps them, in FP8 as copies."""
     if setup.fp8 is None:
         return (Saved("inputs of norms and of the matrices behind them", sent_bytes(setup), number),)
     model, tokens = setup.model, num_tokens(setup)
     behind = kept_bytes(setup, tokens * model.hidden_size, setup.sequence_shards)
-    given = Saved("input of the output projection, in FP8", kept_bytes(setup, tokens * model.value_size, setup.tensor))
+    output = Saved("input of the output projection, in FP8", kept_bytes(setup, tokens * model.value_size, setup.tensor))
     return (
         Saved("inputs of norms", sent_bytes(setup), kind.num_parts),
         Saved("inputs of the matrices behind them, in FP8", behind, kind.num_parts),
-        *((given,) * kind.attends),
+        *((output,) * kind.attends),
     )
 
 
 def local_norms_saved(setup: Setup, num: int) -> tuple[Saved, ...]:
-    """Return what `num` norms save as torch computes them, and the inputs of the matrices behind them."""
+    """Return what `num` norms save as torch computes them, and the inputs of the matrices after them."""
     shards, tokens, hidden = setup.sequence_shards, num_tokens(setup), setup.model.hidden_size
     behind = Saved("norm output", sent_bytes(setup), num)
     if setup.model.rms_norm:
@@ -57,11 +52,8 @@ def dropout_saved(setup: Setup, num: int) -> tuple[Saved, ...]:
 
 
 def norms_alone(setup: Setup, kind: LayerKind) -> int:
-    """Return how many of a layer's norms are modules of their own in Transformer Engine: those before experts and
-    latent attention.
-
-    The others are one with the matrix behind them, where the norm alone cannot be recomputed.
-    """
+    """Return how many norms are modules of their own in Transformer Engine, which can be recomputed: those before
+    experts and latent attention."""
     return int(kind.experts) + (setup.model.latent is not None)
 
 

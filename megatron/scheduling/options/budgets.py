@@ -18,8 +18,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.values import AUTO
-from bpipe.plan.budget import Devices, balanced_costs, plan_in_time, tightest_plan
-from bpipe.plan.budget_fit import predicted_devices, within_prediction
+from bpipe.plan.budget import Devices, balanced_costs, plan_in_time, predicted_devices, tightest_plan, within_prediction
 from bpipe.plan.fit import plan_lines
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster_file import cluster_named

@@ -21,11 +21,10 @@ from bpipe.balance.budget import (
 )
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_pool
-from bpipe.plan.budget import smallest_bytes, within
-from bpipe.plan.budget_fit import predicted_devices
+from bpipe.plan.budget import predicted_devices, smallest_bytes, within
 from bpipe.plan.fit import plan_lines
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.layout import setup_from_values
+from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
@@ -243,19 +242,7 @@ def test_parts_keep_rooms_that_whole_microbatches_do_not() -> None:
 
 def test_a_budget_lets_no_more_leave_than_must() -> None:
     """Of ten layers those that are enough; the smallest budget is smaller than where whole micro-batches leave."""
-    setup = setup_from_values(
-        {
-            "model": PRESETS["llama3-70b"],
-            "cluster": parse_cluster("h100-80g:8x8"),
-            "tensor": 4,
-            "pipeline": 8,
-            "micro_batch": 1,
-            "global_batch": 32,
-            "sequence": 8192,
-            "layers": (10,) * 8,
-            "recompute": "none",
-        }
-    )
+    setup = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 4, 8, 1, 32, 8192, (10,) * 8, "none")
     devices = predicted_devices(setup, [2**40])
     alone = max(devices.need_bytes(devices.schedule))
     whole = replace(devices, parts=())

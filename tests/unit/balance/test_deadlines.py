@@ -13,7 +13,7 @@ from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
 from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.deadlines import balance_in_time
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.plan import transfer_windows
+from bpipe.plan import budget as plan_budget
 from bpipe.plan.fit import Fit, plan_lines, plan_values
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
@@ -83,13 +83,13 @@ def test_what_is_taken_waits_less_and_keeps_every_room() -> None:
     better, none_left = 0, 0
     for seed, case in CASES.items():
         schedule = balance_in_time(
-            case.planned, case.activation_budget, transfer_windows.windows_of(case.costs, case.plain.num_ranks)
+            case.planned, case.activation_budget, plan_budget.windows_of(case.costs, case.plain.num_ranks)
         )
         check(schedule, case.costs.exchange)
         for rank, room in enumerate(case.activation_budget.room_bytes):
             assert sum(allocated_bytes(schedule, rank, case.activation_budget.memory)) <= room, f"{seed}: rank {rank}"
             assert num_transfers(schedule, rank).evictions == num_transfers(case.planned, rank).evictions
-        found = transfer_windows.in_time(case.found, case.plain, case.costs)
+        found = plan_budget.in_time(case.found, case.plain, case.costs)
         assert found.moved_bytes <= case.found.moved_bytes
         before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
         assert found.exposed_s == tuple(map(float, after.exposed_s))
@@ -107,7 +107,7 @@ def test_what_is_taken_waits_less_and_keeps_every_room() -> None:
 def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> None:
     better = 0
     for seed, case in BEHIND.items():
-        costs = transfer_windows.windows_of(case.costs, case.plain.num_ranks)
+        costs = plan_budget.windows_of(case.costs, case.plain.num_ranks)
         schedule = balance_in_time(case.planned, case.activation_budget, costs)
         check(schedule, case.costs.exchange)
         for rank, room in enumerate(case.activation_budget.room_bytes):
@@ -120,13 +120,13 @@ def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> 
                 balance_in_time(
                     case.planned,
                     case.activation_budget,
-                    replace(transfer_windows.windows_of(elsewhere, case.plain.num_ranks), hop_s=costs.hop_s),
+                    replace(plan_budget.windows_of(elsewhere, case.plain.num_ranks), hop_s=costs.hop_s),
                 )
                 == schedule
             )
             # As older records have it.
             assert balance_in_time(case.planned, case.activation_budget, replace(costs, own_s=())) is case.planned
-        found = transfer_windows.in_time(case.found, case.plain, case.costs)
+        found = plan_budget.in_time(case.found, case.plain, case.costs)
         before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
         assert sum(after.exposed_s) <= sum(before.exposed_s)
         better += sum(after.exposed_s) < sum(before.exposed_s)
@@ -138,11 +138,11 @@ def test_an_iteration_too_long_to_look_at_is_said(monkeypatch: pytest.MonkeyPatc
     case = next(
         case
         for case in CASES.values()
-        if transfer_windows.in_time(case.found, case.plain, case.costs).how.windows is not None
+        if plan_budget.in_time(case.found, case.plain, case.costs).how.windows is not None
     )
     count = sum(len(slot.computations) for row in case.plain.ranks for slot in row)
-    monkeypatch.setattr(transfer_windows, "MOST_COMPUTATIONS", count - 1)
-    found = transfer_windows.in_time(case.found, case.plain, case.costs)
+    monkeypatch.setattr(plan_budget, "MOST_COMPUTATIONS", count - 1)
+    found = plan_budget.in_time(case.found, case.plain, case.costs)
     assert found.schedule is case.planned
     why = f"{count} computations of an iteration are more than {count - 1}"
     assert (
@@ -157,12 +157,10 @@ def test_with_fast_links_the_plan_is_the_very_same(links: Links) -> None:
     for case in CASES.values():
         costs = replace(case.costs, links=links)
         assert (
-            balance_in_time(
-                case.planned, case.activation_budget, transfer_windows.windows_of(costs, case.plain.num_ranks)
-            )
+            balance_in_time(case.planned, case.activation_budget, plan_budget.windows_of(costs, case.plain.num_ranks))
             is case.planned
         )
-        found = transfer_windows.in_time(case.found, case.plain, costs)
+        found = plan_budget.in_time(case.found, case.plain, costs)
         assert found.schedule is case.planned
         assert found.how == case.how
 
@@ -187,7 +185,7 @@ def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None
         links = Links(Link(Fraction(50, seconds)))
         stages = [StageCost(10 if rank == 0 else 1, 1, moved_bytes=50, saved_bytes=100) for rank in range(6)]
         costs = Costs(tuple(stages), links)
-        assert balance_in_time(planned, activation_budget, transfer_windows.windows_of(costs, 6)) is planned
+        assert balance_in_time(planned, activation_budget, plan_budget.windows_of(costs, 6)) is planned
         return int(max(simulate(planned, costs).exposed_s))
 
     assert [exposed(seconds) for seconds in (1, 2, 3, 5, 6)] == [0, 0, 0, 0, 1]
@@ -195,11 +193,9 @@ def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None
 
 def test_what_is_waited_for_all_the_same_is_said() -> None:
     case = next(
-        case
-        for case in CASES.values()
-        if any(transfer_windows.in_time(case.found, case.plain, case.costs).exposed_s or ())
+        case for case in CASES.values() if any(plan_budget.in_time(case.found, case.plain, case.costs).exposed_s or ())
     )
-    found = transfer_windows.in_time(case.found, case.plain, case.costs)
+    found = plan_budget.in_time(case.found, case.plain, case.costs)
     assert found.exposed_s is not None
     assert plan_lines(found)[-1].startswith("not every transfer ends before it is needed")
     assert f"{max(found.exposed_s):.3f} s" in plan_lines(found)[-1]
@@ -211,4 +207,4 @@ def test_what_is_waited_for_all_the_same_is_said() -> None:
 def test_windows_are_of_plans_within_rooms() -> None:
     case = next(iter(CASES.values()))
     with pytest.raises(ValueError, match="give activation_budget, too"):
-        BalanceConfig(windows=transfer_windows.windows_of(case.costs, case.plain.num_ranks))
+        BalanceConfig(windows=plan_budget.windows_of(case.costs, case.plain.num_ranks))

@@ -28,7 +28,7 @@ from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes
 from bpipe.predict.model import PRESETS
-from bpipe.predict.state_types import StateTypes
+from bpipe.predict.training import StateTypes
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import ARRANGEMENTS
 from bpipe.schedule.layout import Vocabulary

@@ -20,33 +20,17 @@ TRAINED += ["--recompute-granularity", "selective", "--attention-backend", "flas
 CLUSTER = ["--cluster", "h100-80g:2x8"]
 
 # As Megatron 0.19 prints these, with defaults of others between them.
-ARGUMENTS = {
-    "attention_backend": "AttnBackend.flash",
-    "bf16": "True",
-    "expert_model_parallel_size": "1",
-    "ffn_hidden_size": "5440",
-    "fp8": "None",
-    "global_batch_size": "32",
-    "hidden_size": "2048",
-    "kv_channels": "128",
-    "lr": "0.0003",
-    "micro_batch_size": "1",
-    "num_attention_heads": "16",
-    "num_experts": "None",
-    "num_layers": "16",
-    "num_layers_per_virtual_pipeline_stage": "2",
-    "overlap_p2p_comm": "False",
-    "pipeline_model_parallel_size": "4",
-    "recompute_granularity": "selective",
-    "recompute_modules": "['core_attn']",
-    "seq_length": "2048",
-    "sequence_parallel": "True",
-    "swiglu": "True",
-    "tensor_model_parallel_size": "2",
-    "use_distributed_optimizer": "False",
-    "virtual_pipeline_model_parallel_size": "2",
-    "world_size": "16",
-}
+ARGUMENTS = dict(
+    pair.split("=")
+    for pair in (
+        "attention_backend=AttnBackend.flash bf16=True expert_model_parallel_size=1 ffn_hidden_size=5440 fp8=None "
+        "global_batch_size=32 hidden_size=2048 kv_channels=128 lr=0.0003 micro_batch_size=1 num_attention_heads=16 "
+        "num_experts=None num_layers=16 num_layers_per_virtual_pipeline_stage=2 overlap_p2p_comm=False "
+        "pipeline_model_parallel_size=4 recompute_granularity=selective recompute_modules=['core_attn'] seq_length=2048 "
+        "sequence_parallel=True swiglu=True tensor_model_parallel_size=2 use_distributed_optimizer=False "
+        "virtual_pipeline_model_parallel_size=2 world_size=16"
+    ).split()
+)
 LINE = (
     " [2026-01-01 00:00:00.0] iteration {:8d}/     200 | consumed samples: 32 | elapsed time per iteration (ms): "
     "{:.1f} | "
@@ -150,7 +134,7 @@ def test_seconds_for_a_configuration(predicted: float, capsys: pytest.CaptureFix
         ([0.01] * 20, "what 16 h100-80g can compute"),
     ],
 )
-def test_what_says_nothing_is_refused(
+def test_unsteady_or_impossible_runs_are_refused(
     seconds: list[float], words: str, predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.log"
@@ -193,7 +177,7 @@ def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixtur
     assert "the run is not steady" in refused(capsys, *words, "--", *small, "8")
 
 
-def test_a_file_that_is_none_is_refused(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_damaged_calibrations_are_refused(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     given = [*CLUSTER, "--vocab-size", "50257"]
     assert main(["calibrate", "--measured", str(1.1 * predicted), *given, "--output", str(file), "--", *TRAINED]) == 0

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.front import find_front
 from bpipe.plan.search import search
-from bpipe.plan.space import Space
+from bpipe.plan.space import Space, fewest_layers, with_block
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import gpt

@@ -30,22 +30,6 @@ def setup(hosts: str) -> Setup:
     return setup_from(words, "h100-80g:1x4", 128256, "gpu")
 
 
-@pytest.mark.parametrize(
-    ("hosts", "words"),
-    [
-        ("pair", "balance bpipe GiB"),
-        ("pool", "balance bpipe in a pool GiB"),
-        ("host", "balance bpipe with node memory GiB"),
-        ("all", "balance bpipe in a pool with node memory GiB"),
-    ],
-)
-def test_the_text_says_which_hosts(hosts: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(
-        ["simulate", *MODEL, "--balance", "bpipe", "--hosts", hosts, "--cluster", "h100-80g:1x4", "--memory", "75"]
-    ) in (0, None)
-    assert words in " ".join(capsys.readouterr().out.split())
-
-
 def test_gpipe_is_balanced_with_own_memory_and_predicted_so() -> None:
     """All of its ranks hold every micro-batch, so none could host for another."""
     plain = replace(setup(HOST), schedule="gpipe", balance=BalanceConfig(hosts=HOST))

@@ -21,7 +21,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     return found
 
 
-def test_it_says_why_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_on_two_nodes_are_reported_with_cause_cost_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-3 175B on 64 nodes of 8 A100s with t = 8 was predicted to take over half as long again, and nothing said
     why."""
     found, plain = simulated(capsys, "--tp", "8", "--balance", "bpipe"), simulated(capsys, "--tp", "8")
@@ -36,17 +36,17 @@ def test_it_says_why_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("more", ["--tp 4", "--tp 8 --hosts host"])
-def test_where_a_pair_shares_a_node_there_is_nothing_to_say(more: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_on_one_node_are_not_reported(more: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The way out that it names is one."""
     assert simulated(capsys, *more.split(), "--balance", "bpipe")["pairs_apart"] is None
 
 
-def test_what_hides_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hidden_transfers_are_reported_as_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     found = simulated(capsys, "--tp", "8", "--balance", "bpipe", "--recompute", "selective")
     assert "links inside a node have 231; here computations hide them" in found["pairs_apart"]
 
 
-def test_plans_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_report_pairs_on_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     plan = "plan --model gpt3-175b --cluster a100-80g:64x8 --gbs 1536 --attention unfused --memory 45 --tp 8 --pp 8 --mbs 1"
     plan += " --schedule 1f1b --recompute none --precision fp16 --balance bpipe --vocabulary none"
     assert main(plan.split()) == 0

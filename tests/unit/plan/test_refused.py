@@ -16,7 +16,7 @@ from bpipe.plan.space import Space
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import EVENLY
 from bpipe.predict.model import gpt
-from bpipe.predict.switches import Switches
+from bpipe.predict.training import Switches
 
 # A launch's flags that are refused, by feature. What only a model's configuration says has none.
 FLAGS = {

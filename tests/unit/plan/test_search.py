@@ -15,7 +15,7 @@ from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.bounds import Bounds, lower_bound_s, resident_seconds
 from bpipe.plan.branches import bound_branch
-from bpipe.plan.budget_fit import within_budget_or_none
+from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import describe
 from bpipe.plan.explain import only_balanced, verdict
 from bpipe.plan.judge import Judge
@@ -30,6 +30,7 @@ from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.memory import (
     least_sharded_bytes,
     least_shared_bytes,
+    least_warm_bytes,
     peak_bytes,
     predict_memory,
     rank_states,
@@ -38,7 +39,6 @@ from bpipe.predict.memory import (
 from bpipe.predict.model import PRESETS, gpt
 from bpipe.predict.peak_counts import held_by, held_within
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
-from bpipe.predict.warm_up import least_warm_bytes
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import HOST, PAIR, POOL

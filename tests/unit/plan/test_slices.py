@@ -11,7 +11,7 @@ import pytest
 from bpipe.balance.config import named_balance
 from bpipe.cli import main
 from bpipe.plan.bounds import Bounds, lower_bound_s
-from bpipe.plan.budget_fit import within_budget
+from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import describe
 from bpipe.plan.predict import costs_of, simulation_of
 from bpipe.plan.search import every_setup
@@ -20,10 +20,9 @@ from bpipe.plan.timing import steady_timing, whole_timing
 from bpipe.predict.activations import activations
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes
+from bpipe.predict.memory import least_bytes, least_shared_bytes, least_warm_bytes, peak_bytes
 from bpipe.predict.model import PRESETS, llama
 from bpipe.predict.profile import Entry, Profile
-from bpipe.predict.warm_up import least_warm_bytes
 from bpipe.schedule.families.families import FAMILIES
 
 MODEL = llama("long", 16, 4096, 32, 8, 14336, 32000, 65536)
@@ -47,7 +46,7 @@ def every() -> list[Setup]:
     return list(every_setup(SPACE, Bounds(), Counter()))
 
 
-def test_what_is_not_cut_is_not_tried() -> None:
+def test_slices_are_tried_where_sequences_can_be_cut() -> None:
     def slices(space: Space) -> set[int]:
         return {setup.slices for setup in every_setup(space, Bounds(space.profile), Counter())}
 

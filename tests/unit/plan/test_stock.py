@@ -23,7 +23,7 @@ from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS
-from bpipe.predict.switches import Switches
+from bpipe.predict.training import Switches
 from bpipe.schedule.families.families import DEFAULTS
 from tests.unit.plan.test_refused import SPACE
 
@@ -37,7 +37,7 @@ def outcome() -> Outcome:
     return search(with_free_switches(SPACE), 60)
 
 
-def test_it_is_the_fastest_that_megatron_alone_does_with_flags_that_cost_it_nothing(outcome: Outcome) -> None:
+def test_stock_is_the_fastest_of_megatron_alone_with_free_flags(outcome: Outcome) -> None:
     alone = replace(SPACE, schedules=DEFAULTS, balances=("none",), vocabulary_parallel=("none",), switches=FREE)
     fitting = [setup for setup in enumerate_setups(alone) if all(rank.fits for rank in predict_memory(setup))]
     assert len(fitting) > 20
@@ -59,7 +59,7 @@ def test_ours_is_a_row_with_the_flags_that_it_may_have(outcome: Outcome) -> None
     assert is_level(outcome.rows[found.row - 1].iteration_s, first.iteration_s)
 
 
-def test_it_stands_beside_a_front(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_front_shows_stock(capsys: pytest.CaptureFixture[str]) -> None:
     """Beside the point that wins with the memory there is."""
     assert main([*PLAN, "--schedule", "v-half", "--front", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -67,7 +67,7 @@ def test_it_stands_beside_a_front(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--balance", "bpipe"], ["--schedule", "v-half"]], ids=" ".join)
-def test_it_stands_beside_every_plan(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_plan_shows_stock(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A plan of our schedules, or of balanced rows alone, said nothing of what the user has already."""
     main([*PLAN, *more, "--format", "json"])
     document: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -60,33 +60,20 @@ def test_a_profile_says_how_long_the_output_layer_takes() -> None:
     assert found.gain("1") > 2
 
 
-def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plan_reports_the_vocabulary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Devices of 24 GiB: pipelines fit, and cuts of two stages at most that are wider."""
     cluster = tmp_path / "cluster.json"
     device = {"like": "a100-80g", "memory_gib": 24}
     cluster.write_text(json.dumps({"nodes": 1, "gpus_per_node": 8, "device": device}))
     sizes = "--num-layers 32 --hidden-size 3072 --num-attention-heads 24 --seq 2048 --vocab-size 128000".split()
-    asked = [
-        "plan",
-        *sizes,
-        "--cluster",
-        str(cluster),
-        "--gbs",
-        "32",
-        "--rows",
-        "3",
-        "--schedule",
-        "1f1b",
-        "--recompute",
-        "none",
-    ]
-    asked += ["--vocabulary", "none"]
-    assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1"]) == 0
+    rest = "--gbs 32 --rows 3 --schedule 1f1b --recompute none --vocabulary none --max-micro-batch 1"
+    asked = ["plan", *sizes, "--cluster", str(cluster), *rest.split(), "--untie-embeddings-and-output-weights"]
+    assert main(asked) == 0
     text = " ".join(capsys.readouterr().out.split())
     said = re.search(r"The vocabulary hurts in row (\d): with 128000 tokens the last stage's rank computes", text)
     assert said is not None
     assert " vocabulary 1 " in text
-    assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1", "--format", "json"]) == 0
+    assert main([*asked, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["vocabulary"]
     assert found["row"] == int(said[1])
     assert found["last_load"] > 1.05

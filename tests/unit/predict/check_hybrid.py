@@ -6,27 +6,19 @@ built: by Megatron's `MambaMixer`, with a stand-in for the norm that mamba_ssm h
 with 0 when all is well.
 """
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
-import warnings
 from collections import Counter
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-warnings.filterwarnings("ignore")
+# Prepares Megatron at its import.
+from check_saved import add_arguments, capture, megatron_flags, one_stage, parse_cluster, torch
 
-import torch
-
-from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layer_variants import Experts
 from bpipe.predict.layers.layer import layer_saved
@@ -34,27 +26,10 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model, gpt
 from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.sizes import total
-from bpipe.runtime import capture
-from megatron.scheduling.record import one_stage
-from megatron.scheduling.start import startup
-
-with contextlib.redirect_stdout(io.StringIO()):
-    startup.prepare()
-
-from megatron.scheduling.options.flags import add_arguments
 
 GPT = replace(gpt("gpt", 3, 64, 4, 256, 32), hybrid=Hybrid("*-M", 8, 16, 16, 4))
-LLAMA = replace(
-    GPT,
-    name="llama",
-    num_query_groups=2,
-    ffn_hidden_size=160,
-    gated=True,
-    rms_norm=True,
-    linear_bias=False,
-    tied_embedding=False,
-    dropout=False,
-)
+LLAMA = replace(GPT, name="llama", num_query_groups=2, ffn_hidden_size=160, gated=True, rms_norm=True)
+LLAMA = replace(LLAMA, linear_bias=False, tied_embedding=False, dropout=False)
 MIXTURE = replace(LLAMA, name="mixture", hybrid=Hybrid("*EM", 8, 16, 16, 4), experts=Experts(8, 3, 96, 128))
 
 
@@ -68,20 +43,11 @@ class Norm(torch.nn.Module):
 
 def setup(model: Model, precision: str, recompute: str, tensor: int) -> Setup:
     """Kernels of a CPU are modelled of all layers but Mamba's, which are not run here either."""
+    assert model.hybrid is not None
+    model = replace(model, hybrid=replace(model.hybrid, pattern=model.hybrid.pattern.replace("M", "*")))
+    cluster, layers = parse_cluster(f"a100-80g:{tensor}"), (model.num_layers,)
     return Setup(
-        model=replace(
-            model,
-            hybrid=replace(model.hybrid, pattern=model.hybrid.pattern.replace("M", "*")) if model.hybrid else None,
-        ),
-        cluster=parse_cluster(f"a100-80g:{tensor}"),
-        tensor=tensor,
-        pipeline=1,
-        micro_batch=2,
-        global_batch=2,
-        sequence=model.sequence,
-        layers=(model.num_layers,),
-        recompute=recompute,
-        attention="unfused",
+        *(model, cluster, tensor, 1, 2, 2, model.sequence, layers, recompute, "unfused"),
         precision=precision,
         kernels="cpu",
     )

@@ -28,7 +28,7 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layer_variants import Experts, Routing
 from bpipe.predict.layout import Setup
-from bpipe.predict.model import Model, gpt
+from bpipe.predict.model import Model, gpt, llama
 from bpipe.predict.saved_tensors import moved_bytes, stage_saved
 from bpipe.runtime import capture
 from megatron.scheduling.record import one_stage
@@ -40,18 +40,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 from megatron.scheduling.options.flags import add_arguments
 
 GPT = gpt("gpt", 4, 64, 4, 256, 32)
-LLAMA = replace(
-    GPT,
-    name="llama",
-    num_query_groups=2,
-    ffn_hidden_size=160,
-    gated=True,
-    rms_norm=True,
-    linear_bias=False,
-    learned_positions=False,
-    tied_embedding=False,
-    dropout=False,
-)
+LLAMA = llama("llama", 4, 64, 4, 2, 160, 256, 32, 16)
 GROUPED = replace(GPT, name="grouped", num_attention_heads=8, num_query_groups=4, kv_channels=16)
 ONE_GROUP = replace(GROUPED, name="one group", num_query_groups=1)
 ROTARY = replace(GPT, name="rotary", learned_positions=False)
@@ -68,17 +57,9 @@ def setup(
     micro_batch: int,
     pipeline: int = 4,
 ) -> Setup:
+    cluster, layers = parse_cluster(f"a100-80g:{pipeline * tensor}"), (model.num_layers // pipeline,) * pipeline
     return Setup(
-        model=model,
-        cluster=parse_cluster(f"a100-80g:{pipeline * tensor}"),
-        tensor=tensor,
-        pipeline=pipeline,
-        micro_batch=micro_batch,
-        global_batch=12,
-        sequence=model.sequence,
-        layers=(model.num_layers // pipeline,) * pipeline,
-        recompute=recompute,
-        attention="unfused",
+        *(model, cluster, tensor, pipeline, micro_batch, 12, model.sequence, layers, recompute, "unfused"),
         precision=precision,
         sequence_parallel=sequence_parallel,
         kernels="cpu",

@@ -13,25 +13,15 @@ from bpipe.predict.model import Model, llama
 
 # Jiang et al. 2024, "Mixtral of Experts": 46.7 billion parameters, 12.9 of them for a token.
 MIXTRAL_8X7B = replace(llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096), experts=Experts(8, 2, 14336))
-MIXTRAL_8X22B = replace(llama("mixtral-8x22b", 56, 6144, 48, 8, 16384, 32768, 4096), experts=Experts(8, 2, 16384))
 # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 4.2: 671 and 37 billion.
 DEEPSEEK_V3 = replace(
     llama("deepseek-v3", 61, 7168, 128, 128, 18432, 129280, 4096),
     experts=Experts(256, 8, 2048, 2048, pattern=(0,) * 3 + (1,) * 58, sigmoid=True),
     latent=Latent(1536, 512, 128, 64, 128),
 )
-# DeepSeek-AI 2024, "DeepSeek-V2", 3.1: 236 and 21 billion.
-DEEPSEEK_V2 = replace(
-    llama("deepseek-v2", 60, 5120, 128, 128, 12288, 102400, 4096),
-    experts=Experts(160, 6, 1536, 3072, pattern=(0,) + (1,) * 59),
-    latent=Latent(1536, 512, 128, 64, 128),
-)
-# Yang et al. 2025, "Qwen3 Technical Report": 30.5 and 3.3 billion, 235 and 22.
+# Yang et al. 2025, "Qwen3 Technical Report": 30.5 and 3.3 billion.
 QWEN3_30B = replace(
     llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 768)
-)
-QWEN3_235B = replace(
-    llama("qwen3-235b-a22b", 94, 4096, 64, 4, 12288, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 1536)
 )
 
 

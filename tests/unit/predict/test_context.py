@@ -14,17 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.plan.predict import predict
-from bpipe.predict.choices import CP_COMM_TYPES
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.context_parallel import exchange_bytes
 from bpipe.predict.layers.attention import core_seconds
 from bpipe.predict.layers.layer import layer_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.places import Grid, nodes_of_copies
+from bpipe.predict.nodes import Grid, nodes_of_copies
 from bpipe.predict.profile import Profile
-from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
-from bpipe.predict.sizes import total
+from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, Rates, total
+from bpipe.predict.training import CP_COMM_TYPES
 from tests.unit.predict.published import DEEPSEEK_V3
 
 LLAMA = Setup(PRESETS["llama3-8b"], parse_cluster("h100-80g:4x8"), 2, 2, 1, 32, 131072, (16, 16), recompute="none")
@@ -121,12 +120,12 @@ def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_setups_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(LLAMA, **changes)
 
 
-def test_what_was_measured_without_says_nothing_of_parts() -> None:
+def test_profiles_without_context_parallelism_do_not_apply() -> None:
     two = replace(LLAMA, context=2)
     assert "measured without context parallelism" in str(Profile("file", (), (("tensor", 2),)).conflict(two))
     # What attention gives before it is exchanged is kept beside what the projection reads.

@@ -14,17 +14,19 @@ from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.flops import mfu, training_flops
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
-from bpipe.predict.model import PRESETS
+from bpipe.predict.model import PRESETS, Model
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
+from tests.unit.predict.published import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_30B
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_megatrons_formula_is_megatrons(
-    name: str, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]
+@pytest.mark.parametrize(
+    "model", [*PRESETS.values(), MIXTRAL_8X7B, DEEPSEEK_V3, QWEN3_30B], ids=lambda model: model.name
+)
+def test_flops_are_megatrons(
+    model: Model, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]
 ) -> None:
-    model = PRESETS[name]
-    layers = split_layers(model.num_layers, 2)
+    layers = split_layers(model.num_layers, 2, allow_uneven=True)
     assert layers is not None
     setup = Setup(model, parse_cluster("h100-80g:1x8"), 4, 2, 1, 16, model.sequence, layers)
     assert training_flops(model, 16, model.sequence, vocabulary=setup.padded_vocabulary) == pytest.approx(

@@ -15,19 +15,18 @@ import pytest
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.flops import training_flops
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Experts, LayerKind, Routing
 from bpipe.predict.layers.layer import halves_seconds, layer_bytes, layer_saved, layer_seconds
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import predict_memory
+from bpipe.predict.memory import predict_memory, working_bytes
 from bpipe.predict.model import Model, gpt
-from bpipe.predict.parameters import layer_parameters, num_active_parameters, num_parameters
+from bpipe.predict.parameters import layer_parameters, num_parameters
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes, stage_saved
 from bpipe.predict.sizes import total
 from bpipe.predict.states import stage_parameters
-from bpipe.predict.temporaries import working_bytes
+from bpipe.predict.training import Fp8
 from tests.unit.predict.published import NEMOTRON_3_NANO, NEMOTRON_H_8B, NEMOTRON_NANO_9B
 
 MAMBA, ATTENTION, MLP = (LayerKind(symbol=symbol) for symbol in "M*-")
@@ -36,15 +35,8 @@ MAMBA, ATTENTION, MLP = (LayerKind(symbol=symbol) for symbol in "M*-")
 def setup_of(model: Model, p: int = 4, t: int = 1, **changes: Any) -> Setup:
     layers = split_layers(model.num_layers, p, allow_uneven=True)
     assert layers is not None
-    values = {
-        "micro_batch": 1,
-        "global_batch": 64,
-        "sequence": model.sequence,
-        "layers": layers,
-        "recompute": "none",
-        **changes,
-    }
-    return Setup(model=model, cluster=parse_cluster("h100-80g:2x8"), tensor=t, pipeline=p, **values)
+    choices = {"recompute": "none", **changes}
+    return Setup(model, parse_cluster("h100-80g:2x8"), t, p, 1, 64, model.sequence, layers, **choices)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +46,6 @@ def setup_of(model: Model, p: int = 4, t: int = 1, **changes: Any) -> Setup:
 )
 def test_as_many_parameters_as_published(model: Model, billions: float) -> None:
     assert num_parameters(model) / 1e9 == pytest.approx(billions, abs=0.003)
-
-
-def test_active_parameters_as_published() -> None:
-    assert num_active_parameters(NEMOTRON_3_NANO) / 1e9 == pytest.approx(3.6, abs=0.03)
 
 
 def test_a_mamba_layers_parameters_by_hand() -> None:
@@ -96,39 +84,37 @@ WHOLE = replace(gpt("whole", 4, 512, 8, 1000, 256), linear_bias=False)
 APART = replace(WHOLE, name="apart", num_layers=8, hybrid=Hybrid("*-" * 4, 16))
 
 
-@pytest.mark.parametrize("kernels", ["gpu", "cpu"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "selective:core_attn+mlp+layernorm"])
-def test_attention_and_mlp_apart_are_a_layer(kernels: str, recompute: str) -> None:
-    """In parameters, FLOPs, saved bytes, between the halves of a backward, and in seconds."""
-    more = {"kernels": kernels, "recompute": recompute, "attention": "unfused"}
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"fp8": Fp8()},
+        *(
+            {"kernels": kernels, "recompute": recompute, "attention": "unfused"}
+            for kernels in ("gpu", "cpu")
+            for recompute in ("none", "selective", "selective:core_attn+mlp+layernorm")
+        ),
+    ],
+    ids=str,
+)
+def test_attention_and_mlp_apart_are_a_layer(more: dict[str, Any]) -> None:
+    """In parameters, FLOPs, bytes of weights and saved ones, between the halves of a backward, and in seconds."""
     whole, apart = setup_of(WHOLE, 2, 2, **more), setup_of(APART, 2, 2, **more)
     assert num_parameters(WHOLE) == num_parameters(APART)
     assert training_flops(WHOLE, 4, 256) == training_flops(APART, 4, 256)
     assert stage_parameters(whole) == stage_parameters(apart)
     assert stage_bytes(whole) == stage_bytes(apart)
     assert after_input_bytes(whole) == after_input_bytes(apart)
+    assert [row.weights_bytes for row in predict_memory(whole)] == [row.weights_bytes for row in predict_memory(apart)]
     for mine, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
         assert (mine.forward_s, mine.backward_s, mine.weight_s) == pytest.approx(
             (other.forward_s, other.backward_s, other.weight_s)
         )
 
 
-def test_apart_in_fp8_too() -> None:
-    """Whose sizes have to be whole in every way."""
-    more = {"fp8": Fp8("hybrid", "delayed", False), "recompute": "none"}
-    whole, apart = setup_of(WHOLE, 2, 2, **more), setup_of(APART, 2, 2, **more)
-    assert stage_bytes(whole) == stage_bytes(apart)
-    assert [row.weights_bytes for row in predict_memory(whole)] == [row.weights_bytes for row in predict_memory(apart)]
-    for mine, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
-        assert (mine.forward_s, mine.backward_s) == pytest.approx((other.forward_s, other.backward_s))
-
-
 def test_stages_have_their_own_layers() -> None:
     setup = setup_of(NEMOTRON_H_8B)
-    assert [dict(kinds) for kinds in setup.stage_kinds[:2]] == [
-        {MAMBA: 6, MLP: 6, ATTENTION: 1},
-        {MAMBA: 6, MLP: 6, ATTENTION: 1},
-    ]
+    kinds = [{kind: number for kind, _, number in layers} for layers in setup.stage_layers]
+    assert kinds[:2] == [{MAMBA: 6, MLP: 6, ATTENTION: 1}] * 2
     assert tuple(total(stage_saved(setup, stage)) for stage in range(4)) == stage_bytes(setup)
     seconds = {kind: layer_seconds(setup, kind) for kind in (MAMBA, ATTENTION, MLP)}
     assert predict_costs(setup).stages[1].forward_s == pytest.approx(
@@ -152,7 +138,7 @@ def test_a_mamba_layer_takes_its_scan_besides_its_matrices() -> None:
 def test_experts_alone() -> None:
     setup = setup_of(NEMOTRON_3_NANO, routing=Routing(4))
     kind = LayerKind(True, None, "E")
-    assert kind in dict(setup.stage_kinds[0])
+    assert kind in {kind for kind, *_ in setup.stage_layers[0]}
     assert layer_parameters(NEMOTRON_3_NANO, kind).experts == 128 * 2 * 2688 * 1856
     assert predict_memory(setup)[0].weights_bytes > 0
     assert layer_seconds(setup, kind)[0] > 0
@@ -171,7 +157,7 @@ def test_experts_alone() -> None:
         ("M", {"num_groups": 3}, "the 3 groups of Mamba layers do not divide their 16 heads"),
     ],
 )
-def test_what_is_no_hybrid(pattern: str, changes: dict[str, int], message: str) -> None:
+def test_unknown_patterns_are_refused(pattern: str, changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Hybrid(pattern, 16, **changes)
 
@@ -186,12 +172,12 @@ def test_what_is_no_hybrid(pattern: str, changes: dict[str, int], message: str) 
         ({"no_positions": True}, "learned positions and no positions exclude each other"),
     ],
 )
-def test_what_is_no_hybrid_model(changes: dict[str, Any], message: str) -> None:
+def test_contradicting_hybrid_models_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(APART, **changes)
 
 
-def test_how_mamba_layers_are_not_cut() -> None:
+def test_mamba_layers_are_not_divided_by_context_or_groups() -> None:
     model = replace(APART, hybrid=Hybrid("M*M-M*M-", 16))
     with pytest.raises(ValueError, match="choose kernels gpu"):
         setup_of(model, kernels="cpu", attention="unfused")

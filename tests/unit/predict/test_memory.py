@@ -23,7 +23,6 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt
 from bpipe.predict.peak_counts import held_by, held_by_orders
-from bpipe.predict.states import PARAMETER_BYTES
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 
@@ -114,12 +113,6 @@ def test_a_layer_by_the_papers_formulas() -> None:
     assert core_bytes(replace(mine, attention="flash")) == 4 * 104 * mine.sequence * mine.micro_batch // 4
 
 
-def test_bytes_a_parameter_add_up_to_megatrons() -> None:
-    """18 for bf16 with 32-bit gradients, 20 for fp16, 16 for fp32: docs/user-guide/features/dist_optimizer.md of
-    Megatron-LM."""
-    assert {name: sum(parts) for name, parts in PARAMETER_BYTES.items()} == {"bf16": 18, "fp16": 20, "fp32": 16}
-
-
 def test_the_published_grid_of_gpt3_96b() -> None:
     """Kim et al. 2023: the stated scope fits, less recomputation does not, and balanced rows fit only balanced.
 
@@ -170,13 +163,22 @@ def test_real_runs_on_eight_a100(vocabulary: int) -> None:
     assert allocated == pytest.approx(float(measured["memory_max_mb"]) * 2**20, rel=0.03)
 
 
-def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"t\*p = 4\*16 = 64 does not divide the 32 devices"):
-        setup(t=4, p=16)
-    with pytest.raises(ValueError, match="global batch 100 is not a multiple of micro-batch 8"):
-        setup(b=8, global_batch=100)
-    with pytest.raises(ValueError, match="does not divide 40"):
-        setup("gpt3-13b", t=16, p=1, cluster="a100-80g:1x16")
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"t": 4, "p": 16}, r"t\*p = 4\*16 = 64 does not divide the 32 devices"),
+        ({"b": 8, "global_batch": 100}, "global batch 100 is not a multiple of micro-batch 8"),
+        ({"model": "gpt3-13b", "t": 16, "p": 1, "cluster": "a100-80g:1x16"}, "does not divide 40"),
+        (
+            {"b": 1, "global_batch": 15, "schedule": "chimera"},
+            "2 pipes, which need equal shares of the 15 micro-batches",
+        ),
+        ({"t": 8, "p": 1, "schedule": "chimera"}, "two pipes need an even number of ranks, not 1"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_numbers(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        setup(**sizes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -199,7 +201,7 @@ def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_famil
                 assert family.ahead(p, m, v, family.usual_group(p)) <= max(map(sum, alone[0].moments)), config
 
 
-def test_what_is_predicted_is_what_is_checked() -> None:
+def test_predicted_schedules_equal_checked_ones() -> None:
     """Predictions do not ask the rules of a schedule again; it is the same, balanced too."""
     for name in FAMILIES:
         config = ScheduleConfig(name, 4, 8, num_chunks=FAMILIES[name].min_chunks, balance=BalanceConfig())
@@ -217,7 +219,7 @@ H200_FLAGS = (
 )
 
 
-def test_what_a_gpu_allocated_is_predicted_within_one_and_a_half_percent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpus_peak_is_predicted_within_one_and_a_half_percent(capsys: pytest.CaptureFixture[str]) -> None:
     """Gradients of scores were added to those of an MLP's inside, which are gone by then, as is what the MLP and the
     loss saved: up to 9 % too much."""
     arguments = ["simulate", "--cluster", "h200-141g:1x4", "--attention", "unfused", "--format", "json"]

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_variants import Experts, Latent, LayerKind
 from bpipe.predict.layers.layer import layer_bytes, layer_saved, layer_seconds
 from bpipe.predict.layout import Setup
@@ -28,6 +27,7 @@ from bpipe.predict.recompute import (
 from bpipe.predict.saved_tensors import again_bytes, stage_bytes
 from bpipe.predict.sizes import sent_bytes, total
 from bpipe.predict.tensor_parallel import exposed, gather_s
+from bpipe.predict.training import Fp8
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
 BIASED = Setup(
@@ -79,7 +79,7 @@ def test_a_text_is_its_value_and_a_value_its_text(value: Recompute) -> None:
         ("selective:layernorm+core_attn+mlp", "selective:core_attn+mlp+layernorm"),
     ],
 )
-def test_of_several_texts_the_shortest_is_kept(text: str, short: str) -> None:
+def test_the_shortest_text_is_kept(text: str, short: str) -> None:
     assert read_recompute(text).text == short
     assert replace(LLAMA, recompute=text) == replace(LLAMA, recompute=short)
 
@@ -98,12 +98,12 @@ def test_of_several_texts_the_shortest_is_kept(text: str, short: str) -> None:
         ("selective:mla_up_proj", "llama3-70b has no latent attention"),
     ],
 )
-def test_what_is_none_is_refused(text: str, message: str) -> None:
+def test_unknown_texts_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(LLAMA, recompute=text)
 
 
-def test_what_megatron_cannot_is_refused() -> None:
+def test_recomputation_that_megatron_lacks_is_refused() -> None:
     with pytest.raises(
         ValueError, match="Megatron hangs when an MLP with biases is recomputed: leave mlp out or the biases"
     ):
@@ -127,7 +127,7 @@ def test_what_megatron_cannot_is_refused() -> None:
     patterns=st.tuples(*[st.lists(st.integers(0, 1), min_size=1, max_size=4)] * 2),
     stages=st.lists(st.integers(0, 15), min_size=1, max_size=4),
 )
-def test_layers_are_counted_as_one_after_the_other_would_be(
+def test_layers_of_a_stage_equal_a_count_one_by_one(
     recompute: Recompute, patterns: tuple[list[int], list[int]], stages: list[int]
 ) -> None:
     # Some layer has experts.
@@ -182,7 +182,7 @@ def test_parts_of_experts_and_latent_attention_by_hand() -> None:
     assert less("mla_up_proj", dense) == less("mla_up_proj", experts) == rows["Q, K, V"] + rows[latents] - down
 
 
-def test_parts_take_their_forward_again() -> None:
+def test_recomputed_parts_add_their_forward() -> None:
     """All of them no more than the layer; what is waited for on links, too."""
 
     def more(setup: Setup, part: str, kind: LayerKind) -> float:

@@ -13,22 +13,13 @@ import pytest
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layers.layer import layer_after_input, layer_saved
 from bpipe.predict.layout import Setup
-from bpipe.predict.model import gpt
+from bpipe.predict.model import gpt, llama
 from bpipe.predict.saved_tensors import saves_input, stage_bytes, stage_saved
 from bpipe.predict.sizes import total
 
 # That of the quickstart: 8 layers of 128, 4 heads, 256 tokens, a vocabulary of 512, 32 bit.
 SMALL = Setup(
-    model=gpt("small", 8, 128, 4, 512, 256),
-    cluster=parse_cluster("a100-80g:8"),
-    tensor=1,
-    pipeline=8,
-    micro_batch=2,
-    global_batch=32,
-    sequence=256,
-    layers=(1,) * 8,
-    recompute="none",
-    attention="unfused",
+    *(gpt("small", 8, 128, 4, 512, 256), parse_cluster("a100-80g:8"), 1, 8, 2, 32, 256, (1,) * 8, "none", "unfused"),
     precision="fp32",
     kernels="cpu",
 )
@@ -60,17 +51,7 @@ def test_a_cpu_has_no_flash_attention() -> None:
 TWICE_FOUR = replace(SMALL, sequence=128, model=replace(SMALL.model, sequence=128))
 A_THIRD_MORE = replace(SMALL, sequence=170, model=replace(SMALL.model, sequence=170))
 GPU = replace(TWICE_FOUR, kernels="gpu", precision="bf16", attention="flash")
-SWIGLU = gpt("swiglu", 8, 384, 12, 512, 128)
-SWIGLU = replace(
-    SWIGLU,
-    ffn_hidden_size=1024,
-    gated=True,
-    rms_norm=True,
-    linear_bias=False,
-    learned_positions=False,
-    tied_embedding=False,
-    dropout=False,
-)
+SWIGLU = llama("swiglu", 8, 384, 12, 12, 1024, 512, 128, 32)
 
 
 def units(setup: Setup) -> tuple[float, float]:

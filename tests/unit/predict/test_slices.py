@@ -45,7 +45,7 @@ def test_slices_are_cut_as_the_trainer_cuts_them() -> None:
     assert max(parts) - min(parts) < 1e-3
 
 
-def test_lengths_that_are_no_sequence_are_refused() -> None:
+def test_lengths_that_do_not_make_a_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match="3 lengths for 4 slices: give one for each"):
         slice_bounds(replace(SLICED, slice_lengths=(32768, 16384, 16384)))
     with pytest.raises(ValueError, match="a slice of 8193 tokens is not a multiple of 8"):
@@ -127,7 +127,7 @@ LAUNCH = (
 )
 
 
-def test_a_launch_says_its_slices() -> None:
+def test_a_launch_gives_its_slices() -> None:
     def read(*more: str) -> Setup:
         return setup_from([*LAUNCH, *more], "h100-80g:1x2", 1024, "gpu")
 

@@ -10,10 +10,11 @@ import pytest
 
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.layout import Setup
-from bpipe.predict.matmul import layer_products
+from bpipe.predict.matmul import layer_products, matrix_products
 from bpipe.predict.model import PRESETS
-from bpipe.predict.switches import Switches
+from bpipe.predict.sizes import Rates
 from bpipe.predict.tensor_parallel import HIDDEN_SHARE, exposed, gather_s
+from bpipe.predict.training import Switches
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
 OVERLAP = replace(LLAMA, switches=Switches(tp_comm_overlap=True))
@@ -80,6 +81,17 @@ def clocked(setup: Setup) -> tuple[float, float]:
         if not (case[0] and not case[1])
     ],
 )
-def test_as_a_clock_has_it(overlap: bool, sequence_parallel: bool, speed: float, tensor: int) -> None:
+def test_exposed_seconds_equal_a_clock_of_two_streams(
+    overlap: bool, sequence_parallel: bool, speed: float, tensor: int
+) -> None:
     setup = with_link(replace(OVERLAP if overlap else LLAMA, sequence_parallel=sequence_parallel, tensor=tensor), speed)
     assert exposed(setup)[:2] == pytest.approx(clocked(setup))
+
+
+def test_nothing_is_rounded_up_where_multiprocessors_are_unknown() -> None:
+    device = replace(LLAMA.cluster.device, num_processors=None)
+    setup = replace(LLAMA, cluster=replace(LLAMA.cluster, device=device))
+    rates = Rates.of(setup)
+    assert matrix_products(setup, 1000, 3000).forward_s == pytest.approx(
+        8192 * 3000 * (2 * 1000 / rates.products + 2 / rates.memory)
+    )

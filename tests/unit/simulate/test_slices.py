@@ -10,7 +10,7 @@ import pytest
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.build import ScheduleConfig, build
-from bpipe.plan.transfer_windows import windows_of
+from bpipe.plan.budget import windows_of
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.memory import KeptMemory

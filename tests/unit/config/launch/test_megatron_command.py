@@ -26,10 +26,10 @@ from bpipe.config.launch.megatron_names import names
 from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
 from bpipe.plan.options import filled, setup_of
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.fp8 import FORMATS, RECIPES, Fp8
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import PRESETS, Model
+from bpipe.predict.training import FP8_FORMATS, FP8_RECIPES, Fp8
 
 SMALL = ("--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 1000").split()
 
@@ -54,7 +54,10 @@ def setups(draw: st.DrawFn) -> Setup:
     attention = draw(st.sampled_from(["flash", "unfused"]))
     precision, distributed = draw(st.sampled_from(["bf16", "fp16", "fp32"])), draw(st.booleans())
     recipes = st.builds(
-        Fp8, st.sampled_from(FORMATS), st.sampled_from(RECIPES[:3]), st.booleans() if distributed else st.just(False)
+        Fp8,
+        st.sampled_from(FP8_FORMATS),
+        st.sampled_from(FP8_RECIPES[:3]),
+        st.booleans() if distributed else st.just(False),
     )
     # Of eight devices, and of no more than two query groups.
     context = draw(st.sampled_from([1, 2])) if attention == "flash" and pipeline * tensor < 8 else 1
