@@ -19,7 +19,7 @@ from bpipe.commands.simulate import SUFFIXES, budgeted
 from bpipe.commands.terminal import Progress, progress_of
 from bpipe.config.flags import outputs
 from bpipe.config.flags.budgets import MemoryBudget
-from bpipe.config.flags.configurations import LAUNCHED, MEASURED, SEARCHED_FLAGS
+from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MEASURED, SEARCHED_FLAGS
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
@@ -261,10 +261,9 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
     """Return the launch as it stands, or why it cannot be on this cluster."""
     if reading.refused is not None:
         return f"{REFUSES}: {reading.refused}"
-    chosen = ("recompute", "schedule", "balance", "vocabulary_parallel", *CUT)
-    options = Options(**{**vars(asked), **dict.fromkeys(chosen)})
-    others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves", "slices", "slice_lengths")
-    options = Options(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
+    # Of the launch's configuration only the budget and its hosts are replaced by the search's.
+    launched = {name: None for name in (flag.field for flag in CONFIGURATION.flags) if name not in ("memory", "hosts")}
+    options = Options(**{**vars(asked), **launched, "no_sequence_parallel": False})
     try:
         every = filled(options, reading, ())
         if every.balance == BALANCES[0]:

@@ -21,7 +21,7 @@ from bpipe.commands.terminal import has_colours, is_terminal
 from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import FORMATS
-from bpipe.config.flags.values import AUTO
+from bpipe.config.flags.values import AUTO, unit_costs
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.families.families import (
@@ -31,7 +31,6 @@ from bpipe.schedule.families.families import (
     families_for_bounds,
     families_with_early_forwarding,
 )
-from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.files.document import write_json
 from bpipe.schedule.files.grid import write_grid
@@ -40,7 +39,6 @@ from bpipe.schedule.files.read import read_file, source_of
 from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.host_buffers import num_host_memory_buffers
 from bpipe.schedule.hosts import uses_host_memory
-from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.align import align
 from bpipe.schedule.lowering.confirmed_sends import lower_as_run
 from bpipe.schedule.memory import num_transfers, peak_counts, plain, with_after_input
@@ -58,9 +56,7 @@ _MADE = (
     schedules.PIPELINE,
     schedules.MICROBATCHES,
     schedules.CHUNKS,
-    schedules.GROUP,
-    schedules.DELAY,
-    schedules.SLICES,
+    *schedules.ORDER,
     schedules.VOCABULARY,
     schedules.VOCABULARY_INPUT,
     schedules.HOP,
@@ -168,19 +164,15 @@ def _generated(options: Options) -> Schedule:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
     if options.early:
         options.schedule = _early(options.schedule)
+    if options.group_size == AUTO:
+        _check_chosen_group(options)
     config = ScheduleConfig(
         options.schedule,
         options.pipeline,
         options.microbatches,
         num_chunks=options.chunks or FAMILIES[options.schedule].min_chunks,
         balance=named_balance(options.balance, options.bound, options.partners, options.buffers_stay, options.hosts),
-        group_size=_group_of(options),
-        vocabulary=Vocabulary(options.vocabulary_parallel or Vocabulary.WHOLE),
-        input_shards=options.input_shards,
-        costs=_unit_costs(options.costs, options.hop),
-        delay=options.delay or 0,
-        after_input=Fraction(1) if options.kept is None else options.kept,
-        slices=options.slices or 1,
+        **schedules.schedule_fields(vars(options)),
     )
     if options.buffers_stay and config.limit is None:
         raise ValueError(
@@ -199,11 +191,8 @@ def _early(name: str) -> str:
     return found
 
 
-def _group_of(options: Options) -> int | None:
-    """None where it is chosen, or the schedule's usual one."""
-    if options.group != AUTO:
-        size: int | None = options.group
-        return size
+def _check_chosen_group(options: Options) -> None:
+    """Raises ValueError for `--group auto` without a bound to choose it for."""
     if FAMILIES[options.schedule].within is None:
         raise ValueError(
             f"--group auto: {options.schedule} makes no orders for a bound: give a number, or choose "
@@ -213,7 +202,6 @@ def _group_of(options: Options) -> int | None:
         raise ValueError("--group auto is chosen for a bound: give --balance bpipe and --bound N, one for all ranks")
     if options.partners is not None:
         raise ValueError("--group auto is made for opposite ranks as partners: leave --partners out, or give a group")
-    return None
 
 
 def _imported(options: Options) -> Schedule:
@@ -277,14 +265,6 @@ def _remarks(schedule: Schedule, given: Times) -> str:
     return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")
 
 
-def _unit_costs(given: TimeOptions, hop: Fraction | None = None) -> UnitCosts:
-    if given is None:
-        return replace(ALIKE, hop=hop or 0)
-    forward, *backward = given
-    halves = backward if len(backward) == 2 else [backward[0] / 2] * 2
-    return UnitCosts(forward, halves[0], halves[1], hop or 0)
-
-
 def _times_of(schedule: Schedule, given: TimeOptions, hop: Fraction | None = None) -> dict[str, object] | None:
     """Return `costs`, `hop` if nonzero, `makespan` and `bubble_percent`; None with vocabulary shards, which have no
     costs.
@@ -298,7 +278,7 @@ def _times_of(schedule: Schedule, given: TimeOptions, hop: Fraction | None = Non
         if given is not None:
             raise ValueError("--costs: shards of the vocabulary take part in it, and have no cost here: leave it out")
         return None
-    unit = _unit_costs(given, hop)
+    unit = replace(unit_costs(given), hop=hop or 0)
     found = iteration_time(schedule, unit)
     halves = (unit.backward_input, unit.backward_weight)
     return {

@@ -19,6 +19,7 @@ from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.parser import Parser
+from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget_fit import within_budget
@@ -35,6 +36,7 @@ from bpipe.predict.memory import RankMemory
 from bpipe.predict.profile import Profile
 from bpipe.predict.slice_lengths import lengths_of
 from bpipe.predict.slices import slice_bounds
+from bpipe.schedule.families.family import TAKEN
 from bpipe.simulate.report import Simulation
 
 if TYPE_CHECKING:
@@ -259,13 +261,11 @@ def _lengths(setup: Setup) -> str:
 
 def _chosen(setup: Setup) -> str:
     """What only some schedules take, where it is another than usual."""
-    texts = (
-        (setup.group_size is not None, f"group {setup.group_size}"),
-        (setup.delay > 0, f"delay {setup.delay}"),
-        (setup.splits and not setup.keeps_halves, "W at once"),
-        (setup.slices > 1, f"{setup.slices} slices of {_lengths(setup)} tokens"),
-    )
-    return "".join(f" ({text})" for said, text in texts if said)
+    values = {flag: getattr(setup, flag.field) for flag in ORDER if flag.field != "slices"}
+    texts = [f"{flag.name[2:]} {value}" for flag, value in values.items() if value != TAKEN[flag.field].default]
+    texts += ["W at once"] if setup.splits and not setup.keeps_halves else []
+    texts += [f"{setup.slices} slices of {_lengths(setup)} tokens"] if setup.slices > 1 else []
+    return "".join(f" ({text})" for text in texts)
 
 
 def _text(row: Candidate, apart: str | None) -> list[str | Table]:

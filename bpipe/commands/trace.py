@@ -134,7 +134,7 @@ def _run_module(options: Options) -> None:
         "schedule": options.schedule,
         "bounds": options.bound,
         "hosts": options.hosts,
-        "group_size": options.group,
+        "group_size": options.group_size,
     }
     found = _ended(OF_TORCH, [json.dumps(asked)], "running the stages on fake tensors")
     if options.format == "json":

@@ -14,7 +14,8 @@ from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.config.flags.configurations import CONFIGURATION, DEFAULTS, MODEL, SIZES, TRAINING
 from bpipe.config.flags.experts import EXPERTS
 from bpipe.config.flags.flag import Options
-from bpipe.config.flags.values import AUTO, TIME
+from bpipe.config.flags.schedules import schedule_fields
+from bpipe.config.flags.values import TIME
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.other_flags import OF_A_CPU
 from bpipe.predict.cluster import Cluster, parse_cluster
@@ -31,7 +32,7 @@ from bpipe.predict.state_types import StateTypes
 from bpipe.predict.switches import SWITCHES, Switches
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
-from bpipe.schedule.layout import EVEN, Vocabulary
+from bpipe.schedule.layout import EVEN
 from bpipe.schedule.program import Exchange
 
 # Fields of a Model, and what a switch makes of them.
@@ -214,10 +215,9 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         "layers": layers,
         "schedule": schedule,
         "num_chunks": options.chunks,
-        "group_size": None if options.group == AUTO else options.group,
         "distributed_optimizer": not options.no_distributed_optimizer,
         "sequence_parallel": not options.no_sequence_parallel,
-        "vocabulary": Vocabulary(getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE),
+        **schedule_fields(vars(options)),
         "switches": switches_of(options),
         "routing": routing_of(options),
         "fp8": fp8_of(options),

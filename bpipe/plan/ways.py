@@ -27,6 +27,7 @@ from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes
 from bpipe.predict.profile import Profile
 from bpipe.predict.recompute import MODULES
 from bpipe.schedule.families.families import FAMILIES, default_family
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
 from bpipe.schedule.layout import Vocabulary
 
@@ -323,8 +324,8 @@ def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
         schedule=name,
         num_chunks=chunks,
         layers=_layers_over(setup, setup.pipeline, chunks),
-        group_size=None,
-        delay=0,
+        # The order is chosen anew; slices stay.
+        **{option: field.default for option, field in TAKEN.items() if option != "slices"},
     )
 
 

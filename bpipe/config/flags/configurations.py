@@ -23,6 +23,7 @@ from bpipe.predict.model import PRESETS
 from bpipe.predict.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
 from bpipe.predict.switches import HELP, flag_of
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
 from bpipe.schedule.layout import EVEN, Vocabulary
 
@@ -296,9 +297,7 @@ CONFIGURATION = Group(
         RECOMPUTED,
         schedules.SCHEDULE,
         schedules.CHUNKS,
-        schedules.GROUP,
-        schedules.DELAY,
-        schedules.SLICES,
+        *schedules.ORDER,
         SLICE_LENGTHS,
         KEEP_WEIGHTS_HALVES,
         schedules.BALANCE,
@@ -351,10 +350,9 @@ DEFAULTS: dict[str, object] = {
     },
     "chunks": 1,
     "hosts": PAIR,
-    "delay": 0,
-    "slices": 1,
     "min_bytes": MINIMUM_BYTES,
-    **dict.fromkeys(("bound", "memory", "group")),
+    **{name: option.default for name, option in TAKEN.items()},
+    **dict.fromkeys(("bound", "memory")),
 }
 
 # -- what a search chooses from

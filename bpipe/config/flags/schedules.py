@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags.flag import Flag, InLaunch
-from bpipe.config.flags.values import costs, costs_in_training, counted, group_size, hop, numbers, positive, share
+from bpipe.config.flags.values import (
+    AUTO,
+    costs,
+    costs_in_training,
+    counted,
+    group_size,
+    hop,
+    numbers,
+    positive,
+    share,
+    unit_costs,
+)
 from bpipe.schedule.families.families import (
     DEFAULTS,
     FAMILIES,
     families_for_bounds,
-    families_with_deferral,
+    families_that_take,
     families_with_early_forwarding,
-    families_with_groups,
     families_with_interlacing,
     families_with_shards,
-    families_with_slices,
 )
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
 from bpipe.schedule.layout import REDISTRIBUTE, TRAINED_SHARDS, Vocabulary
 from bpipe.schedule.program import Exchange
@@ -70,11 +85,11 @@ CHUNKS = Flag(
     launch=InLaunch(),
 )
 GROUP = Flag(
-    "group",
+    "group_size",
     "--group",
     "number of micro-batches that go through one chunk before the next chunk (default: as many as pipeline ranks, "
     f"or half as many for {families_for_bounds()}). auto: chosen for --bound, with the rest of the order. For "
-    f"{families_with_groups()}",
+    f"{families_that_take('group_size')}",
     "G|auto",
     group_size,
     launch=InLaunch("--bpipe-group"),
@@ -83,7 +98,7 @@ SLICES = Flag(
     "slices",
     "--slices",
     "cut every micro-batch's sequence into K slices, which go through the pipeline one after the other (default "
-    f"1). For {families_with_slices()}",
+    f"1). For {families_that_take('slices')}",
     "K",
     positive,
     launch=InLaunch("--bpipe-slices"),
@@ -92,11 +107,13 @@ DELAY = Flag(
     "delay",
     "--delay",
     "number of micro-batches by which the weight gradients (W) come later than the input gradient (I) (default 0: "
-    f"directly after it). For {families_with_deferral()}",
+    f"directly after it). For {families_that_take('delay')}",
     "N",
     counted,
     launch=InLaunch("--bpipe-delay"),
 )
+# The options of families, with the names of their fields in `FamilyOptions`. A new option is a field there and a row here.
+ORDER = (GROUP, DELAY, SLICES)
 EARLY = Flag(
     "early",
     "--early",
@@ -158,6 +175,27 @@ VOCABULARY_INPUT = Flag(
     "shard for both",
     launch=InLaunch("--bpipe-vocabulary-input"),
 )
+# What only a generated schedule is asked.
+GENERATED = (*ORDER, KEPT, COSTS, HOP)
+
+
+def schedule_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `ScheduleConfig` that follow from the values of `GENERATED` and the vocabulary's rows.
+
+    What is None, "auto" or missing has the field's default.
+    """
+    order = {name: values.get(name) for name in TAKEN}
+    # Fewer layers for the last stage are a layout, and leave the vocabulary whole.
+    vocabulary = values.get("vocabulary_parallel")
+    return {
+        **{name: TAKEN[name].default if value in (None, AUTO) else value for name, value in order.items()},
+        "costs": replace(unit_costs(values.get("costs")), hop=values.get("hop") or 0),
+        "after_input": Fraction(1) if values.get("kept") is None else values["kept"],
+        "vocabulary": Vocabulary.WHOLE if vocabulary in (None, REDISTRIBUTE) else Vocabulary(vocabulary),
+        "input_shards": bool(values.get("input_shards")),
+    }
+
+
 BALANCE = Flag(
     "balance",
     "--balance",

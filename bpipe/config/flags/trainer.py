@@ -84,9 +84,7 @@ TRAINER = (
         "schedule",
         (
             schedules.SCHEDULE,
-            schedules.GROUP,
-            schedules.DELAY,
-            schedules.SLICES,
+            *schedules.ORDER,
             configurations.SLICE_LENGTHS,
             schedules.KEPT,
             schedules.COSTS,

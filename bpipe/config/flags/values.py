@@ -11,7 +11,7 @@ import math
 import re
 from fractions import Fraction
 
-from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.files.text import read_costs, read_numbers, read_share
 from bpipe.schedule.layout import EVEN, WORK, SliceLengths
 
@@ -96,17 +96,22 @@ def costs(text: str) -> tuple[Fraction, ...]:
     return read_costs(text, 2, 3)
 
 
-def costs_of_halves(text: str) -> tuple[Fraction, ...]:
+def costs_in_training(text: str) -> tuple[Fraction, ...]:
     """Read `1,1.5,1/2`: a forward and the halves of a backward, exactly."""
-    return read_costs(text, 3, 3)
-
-
-def costs_in_training(text: str) -> UnitCosts:
-    """Read `1,1.5,1/2`: what a schedule that splits backwards is chosen by."""
     try:
-        return UnitCosts(*costs_of_halves(text))
+        halves = read_costs(text, 3, 3)
+        unit_costs(halves)
     except ValueError as error:
         raise ValueError(f"{error}, a forward and the halves of a backward, F,I,W") from None
+    return halves
+
+
+def unit_costs(costs: tuple[Fraction, ...] | None) -> UnitCosts:
+    """Return durations of a forward and a backward, or of a forward and the halves of a backward; None: all alike."""
+    if costs is None:
+        return ALIKE
+    forward, *backward = costs
+    return UnitCosts(forward, *(backward if len(backward) == 2 else [backward[0] / 2] * 2))
 
 
 def hop(text: str) -> Fraction:

@@ -18,6 +18,7 @@ from bpipe.config.flags.configurations import MODEL_SWITCHES
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.launches import READ, SAME
 from bpipe.config.flags.parser import parser_of_launch
+from bpipe.config.flags.schedules import ORDER
 from bpipe.config.flags.values import AUTO
 from bpipe.config.launch.expert_flags import parts_of_flags
 from bpipe.config.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
@@ -39,7 +40,6 @@ _CUT = [
     "micro_batch",
     "global_batch",
     "schedule",
-    "delay",
     "bound",
     "memory",
     "hosts",
@@ -226,13 +226,12 @@ def _parallel(found: Options) -> dict[str, Any]:
         "layers": layers,
         "no_sequence_parallel": not found.sequence_parallel,
         "balance": BALANCES[found.bpipe],
-        "group": None if found.bpipe_group == AUTO else found.bpipe_group,
+        **{flag.field: getattr(found, SAME[flag.field]) for flag in ORDER},
         "vocabulary_parallel": None if redistributed else found.bpipe_vocabulary,
         "input_shards": found.bpipe_vocabulary_input or None,
-        "slices": found.bpipe_slices,
         "slice_lengths": found.bpipe_slice_lengths if (found.bpipe_slices or 1) > 1 else None,
     }
-    return {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in options.items() if value not in (None, AUTO)}
 
 
 def _context(found: Options) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.state_types import WHOLE
 from bpipe.predict.switches import SWITCHES
 from bpipe.schedule.families.families import default_family
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
 
@@ -105,9 +106,12 @@ def schedule_flags(setup: Setup) -> list[str]:
     """Return flags of a schedule that Megatron's own loops do not run, and of what the trainer must be told; none
     otherwise."""
     of_its_own = setup.schedule != default_family(setup.num_chunks)
+    order = {
+        name: None if getattr(setup, name) == option.default else getattr(setup, name) for name, option in TAKEN.items()
+    }
     return words(
         {
-            "slices": setup.slices if setup.slices > 1 else None,
+            "slices": order.pop("slices"),
             "slice_lengths": _lengths(setup),
             "vocabulary_parallel": setup.vocabulary.value if setup.is_sharded else None,
             "input_shards": setup.is_sharded and setup.input_shards,
@@ -117,8 +121,7 @@ def schedule_flags(setup: Setup) -> list[str]:
             if setup.is_sharded and _PADDED % setup.pipeline
             else None,
             "schedule": setup.schedule if of_its_own else None,
-            "group": setup.group_size if of_its_own else None,
-            "delay": setup.delay or None if of_its_own else None,
+            **(order if of_its_own else {}),
             "keep_weights_halves": setup.keep_weights_halves
             if of_its_own and setup.splits and not setup.keeps_halves
             else None,

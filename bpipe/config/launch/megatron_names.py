@@ -1,7 +1,7 @@
 """Know every flag of the trainer by its name. In: a launch's flags. Out: those that nobody knows, and a warning.
 
-The names are in `megatron_flags.txt`, one per line: those of the Megatron that this package installs, and ours; a test
-holds them to its parser. Knows no flag's meaning.
+Megatron's names are in `megatron_flags.txt`, one per line: those of the version that this package installs, to whose
+parser a test holds them. Ours are those of the table. Knows no flag's meaning.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 
+from bpipe.config.flags.trainer import TRAINER
 from bpipe.names import nearest
 
 # How near a known name a typo is. What a newer Megatron or a script adds to a known name is further away.
@@ -19,9 +20,8 @@ _MOST_FLAGS = 20
 
 @cache
 def names() -> frozenset[str]:
-    return frozenset(
-        resources.files("bpipe.config.launch").joinpath("megatron_flags.txt").read_text(encoding="utf-8").split()
-    )
+    of_megatron = resources.files("bpipe.config.launch").joinpath("megatron_flags.txt").read_text(encoding="utf-8")
+    return frozenset((*of_megatron.split(), *(flag.in_launch for group in TRAINER for flag in group.flags)))
 
 
 def unknown_flags(flags: Sequence[str]) -> list[str]:

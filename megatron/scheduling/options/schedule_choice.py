@@ -6,9 +6,8 @@ asked for. Raises ValueError with the way out. Knows no tensors and imports no M
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
@@ -16,16 +15,16 @@ from bpipe.build import ScheduleConfig, built, config_of_schedule
 from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import asked_by, reasons_of, sliced_reasons
 from bpipe.config.features.table import PLACED, SHARDED
+from bpipe.config.flags import schedules
 from bpipe.runtime.vocabulary.rows import Rows
 from bpipe.schedule.check.rules import check_microbatch_order
 from bpipe.schedule.families.families import (
     FAMILIES,
     default_family,
-    families_with_deferral,
-    families_with_groups,
+    families_that_take,
     families_with_shards,
 )
-from bpipe.schedule.families.family import ALIKE, Family, UnitCosts
+from bpipe.schedule.families.family import TAKEN, Family
 from bpipe.schedule.hosts import HOST, PAIR
 from bpipe.schedule.layout import EVEN, REDISTRIBUTE, Vocabulary
 from bpipe.schedule.memory import plain
@@ -39,6 +38,8 @@ from megatron.scheduling.options.derived_flags import of_file
 from megatron.scheduling.options.sizes import Sizes
 from megatron.scheduling.placement.positions import Positions
 
+# What a launch says of a generated schedule.
+_ROWS = (*schedules.GENERATED, schedules.VOCABULARY, schedules.VOCABULARY_INPUT)
 _WAY_OUT = (
     "a rank's chunks are its virtual stages, --num-virtual-stages-per-pipeline-rank or "
     "--num-layers-per-virtual-pipeline-stage"
@@ -126,10 +127,10 @@ def _of_family(
     args: Any, family: Family, balance: BalanceConfig | None, vocabulary: Vocabulary
 ) -> tuple[ScheduleConfig, bool]:
     sizes = Sizes.of(args, family.num_pipes)
-    slices = args.bpipe_slices or 1
-    ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE or slices > 1
-    _check_asked(args, family)
-    _check_inputs(args)
+    values = {flag.field: getattr(args, flag.of_launch.field) for flag in _ROWS}
+    asked = schedules.schedule_fields(values)
+    ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE or asked["slices"] > 1
+    _check_asked(args, family, asked)
     first = sizes.num_microbatches
     try:
         config = ScheduleConfig(
@@ -138,14 +139,8 @@ def _of_family(
             num_microbatches=first or family.num_pipes,
             num_chunks=sizes.num_chunks,
             balance=balance,
-            group_size=None if args.bpipe_group == AUTO else args.bpipe_group,
-            vocabulary=vocabulary,
-            input_shards=args.bpipe_vocabulary_input,
-            delay=args.bpipe_delay or 0,
-            after_input=Fraction(1) if args.bpipe_kept is None else args.bpipe_kept,
-            costs=_costs_of(args),
             exchange=Exchange.POSTED if ours else None,
-            slices=slices,
+            **asked,
         )
         # Of Megatron's own schedule only a bound can be more than there is.
         if first is not None and (ours or args.bpipe_bound is not None):
@@ -222,34 +217,25 @@ def _combines(args: Any) -> bool:
     return bool(Settings(args).overlap_moe_expert_parallel_comm)
 
 
-def _costs_of(args: Any) -> UnitCosts:
-    found: UnitCosts = args.bpipe_costs or ALIKE
-    return replace(found, hop=args.bpipe_hop or 0)
-
-
-def _check_asked(args: Any, family: Family) -> None:
+def _check_asked(args: Any, family: Family, asked: Mapping[str, Any]) -> None:
     if _is_megatrons(family) and family.overlaps is not _combines(args):
         way_out = "give that flag, or leave" if family.overlaps else "drop that flag, or leave"
         raise ValueError(
             f"--bpipe-schedule {family.name}: Megatron's loop runs it {'with' if family.overlaps else 'without'} "
             f"--overlap-moe-expert-parallel-comm only: {way_out} --bpipe-schedule out"
         )
-    if args.bpipe_group not in (None, AUTO) and (not family.takes_groups or _is_megatrons(family)):
-        own = "for Megatron's own schedule, use --microbatch-group-size-per-virtual-pipeline-stage"
-        reason = (
-            own
-            if family.takes_groups
-            else f"{family.name} has no groups of micro-batches: choose from {families_with_groups()}"
-        )
-        raise ValueError(f"--bpipe-group {args.bpipe_group}: {reason}")
-    if args.bpipe_delay is not None and not family.takes_delay:
+    for flag in schedules.ORDER:
+        name, option = flag.field, TAKEN[flag.field]
+        if asked[name] != option.default and not family.takes(name):
+            raise ValueError(
+                f"{flag.in_launch} {asked[name]}: {family.name} {option.metadata['lack']}: choose from "
+                f"{families_that_take(name)}"
+            )
+    if asked["group_size"] is not None and _is_megatrons(family):
         raise ValueError(
-            f"--bpipe-delay {args.bpipe_delay}: {family.name} has no delay: choose from {families_with_deferral()}"
+            f"--bpipe-group {asked['group_size']}: for Megatron's own schedule, use "
+            "--microbatch-group-size-per-virtual-pipeline-stage"
         )
-    _check_halves(args, family)
-
-
-def _check_halves(args: Any, family: Family) -> None:
     if args.bpipe_costs is not None and not family.splits:
         raise ValueError(f"--bpipe-costs: {family.name} has the same order at any costs: leave it out")
     if args.bpipe_hop is not None and args.bpipe_costs is None:
@@ -261,16 +247,10 @@ def _check_halves(args: Any, family: Family) -> None:
         raise ValueError(
             f"--bpipe-kept {plain(args.bpipe_kept)}: {family.name} does not split backwards into halves: leave it out"
         )
-
-
-def _check_inputs(args: Any) -> None:
-    if not args.bpipe_vocabulary_input:
-        return
-    wanted = "--bpipe-vocabulary-input"
-    if args.bpipe_vocabulary in (None, REDISTRIBUTE):
+    if asked["input_shards"] and asked["vocabulary"] is Vocabulary.WHOLE:
         raise ValueError(
-            f"{wanted} splits the embedding in addition to the output layer: give --bpipe-vocabulary 1, 2 or "
-            "interlaced too"
+            "--bpipe-vocabulary-input splits the embedding in addition to the output layer: give --bpipe-vocabulary 1, "
+            "2 or interlaced too"
         )
 
 
@@ -318,19 +298,13 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
 
 def _not_for_a_file(args: Any, schedule: Schedule) -> Iterator[str]:
     """Which flags say what the file says itself, and the other way round."""
-    asked = {
-        "group": None if args.bpipe_group == AUTO else args.bpipe_group,
-        "delay": args.bpipe_delay,
-        "kept": args.bpipe_kept,
-        "costs": args.bpipe_costs,
-        "hop": args.bpipe_hop,
-    }
-    for flag, value in asked.items():
-        if value is not None:
-            yield f"--bpipe-{flag} applies only to generated schedules: leave it out"
+    for flag in schedules.GENERATED:
+        # The file says how many slices it has.
+        if flag is not schedules.SLICES and getattr(args, flag.of_launch.field) not in (None, AUTO):
+            yield f"{flag.in_launch} applies only to generated schedules: leave it out"
     if schedule.hosts is not None:
-        for flag, value in {"bound": args.bpipe_bound, "memory": args.bpipe_memory}.items():
+        for name, value in {"bound": args.bpipe_bound, "memory": args.bpipe_memory}.items():
             if value is not None:
-                yield f"it moves activations itself, within its own bounds: leave --bpipe-{flag} out"
+                yield f"it moves activations itself, within its own bounds: leave --bpipe-{name} out"
         if not args.bpipe:
             yield "it moves activations: give --bpipe too"

@@ -99,7 +99,7 @@ def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> No
     assert unplaced(args(), found) == []
 
 
-COSTS = UnitCosts(1, Fraction(6, 5), Fraction(4, 5))
+COSTS = (Fraction(1), Fraction(6, 5), Fraction(4, 5))
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,13 @@ REFUSED = [
         {"bpipe_schedule": "interleaved-1f1b", "virtual_pipeline_model_parallel_size": 2, "bpipe_group": 2},
         "own schedule, use --microbatch-group-size-per-virtual-pipeline-stage",
     ),
-    ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe has no delay: choose from 1f1b-split"),
+    (
+        {"bpipe_schedule": "gpipe", "bpipe_delay": 2},
+        "--bpipe-delay 2: gpipe does not delay weight gradients: choose from 1f1b-split",
+    ),
     (
         {**TWO_PIPES, "bpipe_slices": 2},
-        "schedule chimera does not cut micro-batches into slices, because its two pipes fill",
+        "--bpipe-slices 2: chimera does not cut micro-batches into slices: choose from",
     ),
     (
         {"bpipe_slices": 2, "bpipe_vocabulary": "1", "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
