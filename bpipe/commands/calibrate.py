@@ -16,8 +16,8 @@ from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
-from bpipe.config.launch.megatron_command import Reading, read_command
-from bpipe.config.launch.training_log import read_log
+from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
+from bpipe.config.launch.megatron_settings import read_log
 from bpipe.plan.calibrate import Ran, Steady, calibrate, steady
 from bpipe.plan.candidates import describe
 from bpipe.plan.options import filled, setup_of
@@ -100,8 +100,8 @@ def _said(setup: Setup, found: Steady | None, calibration: Calibration) -> list[
 def _launch_of(log: Path) -> tuple[Reading | None, int | None]:
     """What the log says was trained, and of how many tokens."""
     try:
-        words, vocabulary = read_log(log.read_text(encoding="utf-8", errors="replace"))
-        return (read_command(words) if words else None), vocabulary
+        settings, vocabulary = read_log(log.read_text(encoding="utf-8", errors="replace"))
+        return (None if settings is None else read_settings(settings)), vocabulary
     except ValueError as error:
         raise ValueError(f"{log}: {error}") from None
 

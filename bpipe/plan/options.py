@@ -16,7 +16,8 @@ from bpipe.config.flags.experts import EXPERTS
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.schedules import schedule_fields
 from bpipe.config.flags.values import TIME
-from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.megatron_command import Reading, read_settings, split_command
+from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.config.launch.other_flags import OF_A_CPU
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds
@@ -248,13 +249,14 @@ def _words(hosts: str | Sequence[str]) -> str:
     return hosts if isinstance(hosts, str) else " ".join(hosts)
 
 
-def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:
-    """Return the setup of a launch's own words on this cluster, as `bpipe simulate -- WORDS` predicts it.
+def setup_from(
+    launch: Sequence[str] | MegatronSettings, cluster: str | Cluster, vocabulary: int, kernels: str
+) -> Setup:
+    """Return the setup of a launch's own words or settings on this cluster, as `bpipe simulate -- WORDS` predicts it.
 
     Raises ValueError for what it does not.
     """
+    settings = launch if isinstance(launch, MegatronSettings) else MegatronSettings.from_flags(split_command(launch)[1])
     given = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
-    if kernels == "cpu":
-        words = [word for word in words if word not in OF_A_CPU]
-    options = filled(Options(**given), read_command(words), ())
+    options = filled(Options(**given), read_settings(settings.without(OF_A_CPU if kernels == "cpu" else ())), ())
     return setup_of(options, parse_cluster(cluster) if isinstance(cluster, str) else cluster)

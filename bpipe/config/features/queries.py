@@ -10,9 +10,8 @@ from typing import Any
 from bpipe.config.features.feature import Feature, Settings, State
 from bpipe.config.features.slices import SLICED
 from bpipe.config.features.table import FEATURES
+from bpipe.config.flags.megatron import ARGUMENTS, SWITCHED_OFF
 
-# What Megatron's parser calls otherwise than the flag.
-_NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
 # What a launch has that does not say it, as far as the table asks.
 _DEFAULTS = {
     "add_bias_linear": True,
@@ -21,12 +20,6 @@ _DEFAULTS = {
     "masked_softmax_fusion": True,
     "apply_rope_fusion": True,
     "untie_embeddings_and_output_weights": False,
-}
-# Flags that switch one of these off.
-_SWITCHED_OFF = {
-    "disable_bias_linear": "add_bias_linear",
-    "no_masked_softmax_fusion": "masked_softmax_fusion",
-    "no_rope_fusion": "apply_rope_fusion",
 }
 
 
@@ -37,18 +30,14 @@ def settings_of(flags: Iterable[str]) -> SimpleNamespace:
     name = ""
     for word in flags:
         if word.startswith("--"):
-            flag, equals, value = word[2:].partition("=")
-            name = flag.replace("-", "_")
-            name = _NAMES.get(name, name)
-            found[name] = _value(value) if equals else True
+            flag, equals, value = word.partition("=")
+            name = SWITCHED_OFF.get(flag) or ARGUMENTS.get(flag, flag[2:].replace("-", "_"))
+            found[name] = _value(value) if equals else flag not in SWITCHED_OFF
         elif found.get(name) is True:
             found[name] = _value(word)
         elif name:
             before = found[name]
             found[name] = [*(before if isinstance(before, list) else [before]), _value(word)]
-    for flag, name in _SWITCHED_OFF.items():
-        if found.pop(flag, False):
-            found[name] = False
     return SimpleNamespace(**found)
 
 

@@ -11,6 +11,21 @@ from collections.abc import Sequence
 from bpipe.config.flags.flag import Flag, InLaunch, Read
 from bpipe.config.flags.values import positive
 
+# What Megatron's parser calls otherwise than the flag.
+ARGUMENTS = {
+    "--fp8-format": "fp8",
+    "--fp4-format": "fp4",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
+}
+# Flags that make an argument of another name false.
+SWITCHED_OFF = {
+    "--disable-bias-linear": "add_bias_linear",
+    "--disable-mamba-mem-eff-path": "use_mamba_mem_eff_path",
+    "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
+    "--no-masked-softmax-fusion": "masked_softmax_fusion",
+    "--no-overlap-p2p-communication": "overlap_p2p_comm",
+    "--no-rope-fusion": "apply_rope_fusion",
+}
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 _POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 

@@ -10,20 +10,20 @@ the tables to the parser of the installed one. Knows no cluster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags.configurations import MODEL_SWITCHES
 from bpipe.config.flags.flag import Options
-from bpipe.config.flags.launches import READ, SAME
-from bpipe.config.flags.parser import parser_of_launch
+from bpipe.config.flags.launches import SAME
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.flags.values import AUTO
 from bpipe.config.launch.expert_flags import parts_of_flags
 from bpipe.config.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
 from bpipe.config.launch.layer_split import Split
 from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
+from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.config.launch.recompute_flags import scope_of_flags
 from bpipe.predict.choices import CP_COMM_TYPES
@@ -66,7 +66,7 @@ class Reading:
     unmodelled: dict[str, str]
     not_considered: tuple[str, ...]
     notes: tuple[str, ...]
-    devices: tuple[int, int] | None
+    devices: tuple[int, int] | None = None
     others: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
     refused: str | None = None
@@ -83,8 +83,18 @@ def read_command(words: Sequence[str], unknown: Sequence[str] | None = None) -> 
     launcher, flags = split_command(words)
     if unknown is None:
         unknown = unknown_flags(flags)
-    found, rest = parser_of_launch(READ.values()).parse_known_args(flags, Options())
-    others = _others(rest)
+    reading = read_settings(MegatronSettings.from_flags(flags), unknown)
+    return replace(reading, devices=devices_of(launcher), flags=tuple(flags))
+
+
+def read_settings(settings: MegatronSettings, unknown: Sequence[str] = ()) -> Reading:
+    """Read the settings of a training. Raises ValueError for what is not modelled.
+
+    Args:
+        settings: from flags, parsed arguments or a log.
+        unknown: flags that Megatron's parser does not have.
+    """
+    found, others = Options(**vars(settings.values)), settings.others
     for flag, value in others:
         reason = refused_for(flag, value, str(found.pipeline_model_parallel_size))
         if reason is not None:
@@ -105,7 +115,7 @@ def read_command(words: Sequence[str], unknown: Sequence[str] | None = None) -> 
     left = [flag for flag in named if flag not in known and not is_without_influence(flag)]
     notes += [unknown_note(unknown)] if unknown else []
     options["recompute"] = scope
-    return Reading(options, unmodelled, tuple(left), tuple(notes), devices_of(launcher), tuple(others), tuple(flags))
+    return Reading(options, unmodelled, tuple(left), tuple(notes), others=others)
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -121,20 +131,6 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
             "alone, or --launch FILE as bpipe capture writes it"
         )
     return [], list(words)
-
-
-def _others(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the flags that the parser left, each with its first value or ``."""
-    found: list[tuple[str, str]] = []
-    for word in rest:
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
-            found.append((flag, value))
-        elif not found:
-            raise ValueError(f"{word!r} comes before any flag")
-        elif not found[-1][1]:
-            found[-1] = (found[-1][0], word)
-    return found
 
 
 def devices_of(launcher: Sequence[str]) -> tuple[int, int] | None:

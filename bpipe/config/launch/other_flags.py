@@ -20,6 +20,7 @@ _NEUTRAL_OF = {
     "--expert-tensor-parallel-num-weight-shards": "1",
     "--num-distributed-optimizer-instances": "1",
     "--optimizer": "adam",
+    "--muon-scalar-optimizer": "adam",
     "--cross-entropy-fusion-impl": "native",
 }
 REFUSED = {

@@ -1,15 +1,13 @@
 """Plan what leaves a run's devices within `--bpipe-memory`, before anything was measured.
 
-In: Megatron's arguments, the command line that they came from, and the schedule that was asked for. Out: how to balance
-it, and what to say of it. The prediction is that of `bpipe simulate -- FLAGS`, by the same function; how long transfers
-take only `--bpipe-cluster` says. Imports no Megatron.
+In: Megatron's arguments, and the schedule that was asked for. Out: how to balance it, and lines for the log. The
+prediction is that of `bpipe simulate -- FLAGS`, by the same function; only `--bpipe-cluster` says how long transfers
+take. Imports no Megatron.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.values import AUTO
+from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.plan.budget import Devices, balanced_costs, plan_in_time, tightest_plan
 from bpipe.plan.budget_fit import predicted_devices, within_prediction
 from bpipe.plan.fit import plan_lines
@@ -65,20 +64,15 @@ def _planned(args: Any, config: ScheduleConfig) -> _Plan:
     if args.padded_vocab_size is None and args.vocab_size is None:
         # The tokenizer says it later, and nothing trains before.
         return _Plan(BalanceConfig(hosts=args.bpipe_hosts))
-    words, nodes = (
-        tuple(sys.argv[1:]),
-        max(1, args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))),
-    )
-    vocabulary = args.padded_vocab_size or args.vocab_size
-    sizes = (vocabulary, nodes, args.world_size // nodes, args.bpipe_min_bytes)
-    hosts = args.bpipe_hosts
+    nodes = max(1, args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)))
+    sizes = (args.padded_vocab_size or args.vocab_size, nodes, args.world_size // nodes, args.bpipe_min_bytes)
     if config.written is None and args.step_batch_size_schedule is not None:
         # They change; more than fill the pipeline take no more room.
         filling = FAMILIES[config.schedule].filling(config.num_ranks)
         config = replace(config, num_microbatches=max(config.num_microbatches, filling))
-    return _plan(
-        words, sizes, replace(config, balance=None), budgets, (asked.learns, _on_cpu(), hosts), args.bpipe_cluster
-    )
+    how = (asked.learns, _on_cpu(), args.bpipe_hosts)
+    settings = MegatronSettings.from_args(args)
+    return _plan(settings, sizes, replace(config, balance=None), budgets, how, args.bpipe_cluster)
 
 
 def budget_of(asked: MemoryBudget) -> tuple[int, ...]:
@@ -107,7 +101,7 @@ def _on_cpu() -> bool:
 
 @lru_cache(maxsize=4)
 def _plan(
-    words: Sequence[str],
+    settings: MegatronSettings,
     sizes: tuple[int, int, int, int],
     config: ScheduleConfig,
     budgets: tuple[int, ...],
@@ -121,7 +115,7 @@ def _plan(
     (vocabulary, nodes, each, minimum_bytes), (learns, on_cpu, hosts) = sizes, how
     try:
         setup = setup_from(
-            words, cluster_named(cluster or _ANY_DEVICE, (nodes, each)), vocabulary, "cpu" if on_cpu else "gpu"
+            settings, cluster_named(cluster or _ANY_DEVICE, (nodes, each)), vocabulary, "cpu" if on_cpu else "gpu"
         )
         devices = _devices(setup, config, budgets, minimum_bytes)
     except ValueError as error:

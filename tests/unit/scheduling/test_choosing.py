@@ -17,7 +17,7 @@ from bpipe import cli
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.config.flags.budgets import MemoryBudget
-from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.families.family import ALIKE
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.files.document import write_json
 from bpipe.schedule.files.text import write_csv

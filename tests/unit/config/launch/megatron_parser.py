@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from subprocess import run
 from typing import Any
 
+from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
+from bpipe.plan.options import setup_from
+
 YOURS = "--lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --eval-interval 100"
 NAMES = """
 num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size micro_batch_size
@@ -37,7 +40,21 @@ def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     lines = [line for line in ended.stdout.splitlines() if line.startswith("PARSED ")]
-    return [json.loads(line.removeprefix("PARSED ")) for line in lines]
+    readings = [json.loads(line.removeprefix("PARSED ")) for line in lines]
+    for reading in readings:
+        by_flags, by_args, by_log = reading["setups"]
+        assert by_args == by_log == by_flags
+    return readings
+
+
+def _setup(launch: Sequence[str] | MegatronSettings | None, world_size: int) -> str:
+    """Return what is predicted of, or why it is not."""
+    nodes = max(1, world_size // 8)
+    assert launch is not None
+    try:
+        return repr(setup_from(launch, f"h100-80g:{nodes}x{world_size // nodes}", 50257, "cpu"))
+    except ValueError as error:
+        return str(error)
 
 
 def main() -> None:
@@ -55,7 +72,7 @@ def main() -> None:
             RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(min(world_size, 8))
         )
         sys.argv = ["pretrain_gpt.py", *YOURS.split(), *flags]
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as log:
             args = arguments.parse_args()
             arguments.validate_args(args, {})
         read = {name: getattr(args, name) for name in NAMES.split()}
@@ -68,6 +85,10 @@ def main() -> None:
             else layout.layout[rank][chunk].count(LayerType.decoder)
             for chunk in range(chunks)
             for rank in ranks
+        ]
+        read["setups"] = [
+            _setup(launch, world_size)
+            for launch in (sys.argv[1:], MegatronSettings.from_args(args), read_log(log.getvalue()).settings)
         ]
         # A budget is planned for this machine's own kernels, which are a CPU's.
         balanced = args.bpipe if args.bpipe_memory else config_from_args(args).balance is not None

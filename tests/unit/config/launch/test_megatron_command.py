@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from bpipe.cli import main
 from bpipe.commands.shared import cluster_of
 from bpipe.config.flags.launches import READ
+from bpipe.config.flags.megatron import SWITCHED_OFF
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.megatron_names import names
+from bpipe.config.launch.megatron_settings import argument_of
 from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
 from bpipe.plan.options import filled, setup_of
 from bpipe.predict.cluster import parse_cluster
@@ -349,6 +351,7 @@ def plain(value):
     return getattr(value, "name", value)
 print("FLAGS", json.dumps({
     flag: {
+        "dest": action.dest,
         "nargs": action.nargs,
         "type": getattr(action.type, "__name__", None),
         "default": plain(action.default),
@@ -391,6 +394,14 @@ def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, 
             kind,
             {"positive": "int", "factor": "float", None: "str"}.get(kind),
         ), flag
+
+
+@pytest.mark.timeout(120)
+def test_arguments_have_the_names_by_which_settings_are_read(megatrons: dict[str, dict[str, Any]]) -> None:
+    for flag in (*READ, *REFUSED):
+        switches_off = megatrons[flag]["switch"] == "_StoreFalseAction"
+        assert switches_off == (flag in SWITCHED_OFF), flag
+        assert megatrons[flag]["dest"] == (SWITCHED_OFF[flag] if switches_off else argument_of(flag)), flag
 
 
 @pytest.mark.timeout(120)
