@@ -37,8 +37,14 @@ WORDS = [
 ]
 
 
-SIZES = dict(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, transformer_impl="local")
-SIZES |= dict(world_size=24, vocab_size=1024, bpipe=True, bpipe_min_bytes=65536)
+SIZES = {
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "seq_length": 1024,
+    "transformer_impl": "local",
+}
+SIZES |= {"world_size": 24, "vocab_size": 1024, "bpipe": True, "bpipe_min_bytes": 65536}
 
 
 @pytest.fixture(autouse=True)
