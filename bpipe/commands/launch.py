@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.config.flags.configurations import CONFIGURATION, MODEL, TRAINING
-from bpipe.config.flags.experts import EXPERTS
+from bpipe.config.flags.configurations import CONFIGURATION, EXPERTS, MODEL, TRAINING
 from bpipe.config.flags.flag import Options
 from bpipe.config.launch.capture import read_launches
 from bpipe.config.launch.megatron_command import Reading, devices_of, read_command, split_command

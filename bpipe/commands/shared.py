@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MODEL, TRAINING
-from bpipe.config.flags.experts import EXPERTS
+from bpipe.config.flags.configurations import CONFIGURATION, EXPERTS, LAUNCHED, MODEL, TRAINING
 from bpipe.config.flags.flag import Group, Options
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.predict.calibration import read_calibration

@@ -11,8 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.config.flags.configurations import CONFIGURATION, DEFAULTS, MODEL, SIZES, TRAINING
-from bpipe.config.flags.experts import EXPERTS
+from bpipe.config.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.schedules import schedule_fields
 from bpipe.config.flags.values import TIME

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from bpipe.config.features.feature import Feature, Settings, State
-from bpipe.config.features.slices import SLICED
-from bpipe.config.features.table import FEATURES
-from bpipe.config.flags.megatron import ARGUMENTS, SWITCHED_OFF
+from bpipe.config.features.table import FEATURES, SLICED
+from bpipe.config.flags.launches import ARGUMENTS, SWITCHED_OFF
 
 # What a launch has that does not say it, as far as the table asks.
 _DEFAULTS = {

@@ -11,14 +11,14 @@ from dataclasses import replace
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags import schedules
 from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
-from bpipe.config.flags.experts import EXPERTS
 from bpipe.config.flags.flag import Flag, Group, InLaunch
-from bpipe.config.flags.state_types import STATE_TYPES
-from bpipe.config.flags.values import layers, positive, predicted_slice_lengths, slice_lengths, tokens
+from bpipe.config.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens
+from bpipe.predict import state_types
 from bpipe.predict.choices import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
 from bpipe.predict.fp8 import FORMATS, RECIPES
+from bpipe.predict.layer_variants import DISPATCHERS
 from bpipe.predict.model import PRESETS
 from bpipe.predict.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
 from bpipe.predict.switches import HELP, flag_of
@@ -155,6 +155,30 @@ DIFFERING_SIZES = Flag(
         "experts, packed sequences, variable lengths and partial recomputation"
     ),
 )
+_TYPED = {
+    "main_grads_dtype": "gradients",
+    "main_params_dtype": "main weights; fp32 is stored as the 16 bits that bf16 weights lack",
+    "exp_avg_dtype": "Adam's first moment",
+    "exp_avg_sq_dtype": "Adam's second moment",
+}
+STATE_TYPES = (
+    Flag(
+        "use_precision_aware_optimizer",
+        flag_of("use_precision_aware_optimizer"),
+        "let Transformer Engine's Adam keep each part of its state in a type of its own",
+        launch=InLaunch(),
+    ),
+    *(
+        Flag(
+            field,
+            flag_of(field),
+            f"with --use-precision-aware-optimizer: type of {_TYPED[field]} (default {state_types.WHOLE})",
+            choices=choices,
+            launch=InLaunch(default=state_types.WHOLE),
+        )
+        for field, choices in state_types.CHOICES.items()
+    ),
+)
 TRAINING = Group(
     "training",
     (
@@ -197,6 +221,49 @@ TRAINING = Group(
             choices=FORMULAS,
         ),
     ),
+)
+EXPERTS = Group(
+    "experts",
+    (
+        Flag(
+            "expert",
+            "--expert-model-parallel-size --ep",
+            "expert-parallel size: number of devices that share a layer's experts (default 1; plan tries all)",
+            "N",
+            positive,
+            launch=InLaunch(default=1),
+        ),
+        Flag(
+            "expert_tensor",
+            "--expert-tensor-parallel-size --etp",
+            "number of devices that share each expert (default: the tensor-parallel size; in plan 1)",
+            "N",
+            positive,
+            launch=InLaunch(),
+        ),
+        Flag(
+            "dispatcher",
+            "--moe-token-dispatcher-type",
+            "how tokens reach their experts (default alltoall)",
+            choices=DISPATCHERS,
+            launch=InLaunch(default="allgather"),
+        ),
+        Flag(
+            "capacity_factor",
+            "--moe-expert-capacity-factor",
+            "an expert takes at most X times its even share of tokens (default: no limit)",
+            "X",
+            factor,
+            launch=InLaunch(),
+        ),
+        Flag(
+            "pad_to_capacity",
+            "--moe-pad-expert-input-to-capacity",
+            "with --moe-expert-capacity-factor: pad the tokens of every expert to its capacity",
+            launch=InLaunch(),
+        ),
+    ),
+    "for models with experts; tokens are assumed to be spread evenly",
 )
 
 # -- one configuration

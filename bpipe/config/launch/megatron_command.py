@@ -25,10 +25,10 @@ from bpipe.config.launch.layer_split import Split
 from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
 from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
-from bpipe.config.launch.recompute_flags import scope_of_flags
 from bpipe.predict.choices import CP_COMM_TYPES
 from bpipe.predict.fp8 import RECIPES
 from bpipe.predict.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
+from bpipe.predict.recompute import MODULES, Recompute
 from bpipe.predict.state_types import FIELDS as STATE_FIELDS
 from bpipe.predict.switches import SWITCHES, flag_of
 from bpipe.schedule.families.families import FAMILIES
@@ -108,7 +108,7 @@ def read_settings(settings: MegatronSettings, unknown: Sequence[str] = ()) -> Re
     vocabulary = next((VOCABULARIES.get(value) for flag, value in others if flag == "--tokenizer-type"), None)
     if vocabulary is not None:
         options.setdefault("vocabulary", vocabulary)
-    scope, unmodelled = scope_of_flags(found, notes)
+    scope, unmodelled = _recomputation(found, notes)
     named = sorted({flag for flag, _ in others})
     notes += [f"{flag} {PREDICTED_WITHOUT[flag]}" for flag in named if flag in PREDICTED_WITHOUT]
     known = (*REFUSED, *PREDICTED_WITHOUT)
@@ -327,3 +327,39 @@ def _attention(found: Options, notes: list[str]) -> str:
     if backend in ("auto", "fused"):
         notes.append(f"--attention-backend {backend} is predicted as flash")
     return "unfused" if backend == "local" else "flash"
+
+
+def _recomputation(found: Options, notes: list[str]) -> tuple[str, dict[str, str]]:
+    """Return what is recomputed, and what of it is not modelled.
+
+    Raises ValueError where flags contradict each other.
+    """
+    granularity, modules = found.recompute_granularity, found.recompute_modules or ["core_attn"]
+    if found.recompute_activations:
+        if granularity == "full":
+            raise ValueError(
+                "--recompute-activations and --recompute-granularity full exclude each other: give one of them"
+            )
+        granularity = "selective"
+    if granularity == "selective":
+        return _recomputed_parts(modules, found.num_experts is not None, notes)
+    if granularity != "full":
+        return granularity or "none", {}
+    if found.recompute_method is None:
+        raise ValueError("--recompute-granularity full needs --recompute-method")
+    if found.recompute_num_layers is None:
+        return "full", {} if found.recompute_method == "uniform" else {
+            "recompute": "--recompute-method block without --recompute-num-layers"
+        }
+    return Recompute(method=found.recompute_method, num_layers=found.recompute_num_layers).text, {}
+
+
+def _recomputed_parts(modules: list[str], has_experts: bool, notes: list[str]) -> tuple[str, dict[str, str]]:
+    """The same of parts of layers."""
+    if not set(modules) <= set(MODULES):
+        return "selective", {"recompute": f"--recompute-modules {' '.join(modules)}"}
+    if "moe" in modules and not has_experts:
+        # Megatron takes the name, and it does nothing.
+        notes.append("--recompute-modules moe recomputes nothing in a model without experts")
+        modules = [name for name in modules if name != "moe"]
+    return Recompute(tuple(modules)).text, {}

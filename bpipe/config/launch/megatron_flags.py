@@ -16,8 +16,8 @@ from bpipe.config.flags.launches import words
 from bpipe.config.launch.expert_flags import flags_of_parts
 from bpipe.config.launch.hybrid_flags import flags_of_hybrid
 from bpipe.config.launch.layer_split import split_flags
-from bpipe.config.launch.recompute_flags import recompute_flags
 from bpipe.predict.layout import Setup
+from bpipe.predict.recompute import Recompute
 from bpipe.predict.state_types import WHOLE
 from bpipe.predict.switches import SWITCHES
 from bpipe.schedule.families.families import default_family
@@ -149,4 +149,16 @@ def _memory(setup: Setup) -> list[str]:
             name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES
         },
     }
-    return [*recompute_flags(setup.recomputed), *words(values)]
+    return [*_recompute_flags(setup.recomputed), *words(values)]
+
+
+def _recompute_flags(recompute: Recompute) -> list[str]:
+    """Return recomputation flags; none where nothing is recomputed."""
+    if recompute.method is not None:
+        layers = {"recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+        return words({"recompute_granularity": "full", **layers})
+    return (
+        words({"recompute_granularity": "selective", "recompute_modules": tuple(recompute.modules)})
+        if recompute.modules
+        else []
+    )

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.flag import Flag, Options
-from bpipe.config.flags.launches import READ
-from bpipe.config.flags.megatron import ARGUMENTS, SWITCHED_OFF
+from bpipe.config.flags.launches import ARGUMENTS, READ, SWITCHED_OFF
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.other_flags import GROUP, REFUSED
 from bpipe.schedule.layout import REDISTRIBUTE

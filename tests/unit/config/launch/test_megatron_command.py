@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from bpipe.cli import main
 from bpipe.commands.shared import cluster_of
-from bpipe.config.flags.launches import READ
-from bpipe.config.flags.megatron import SWITCHED_OFF
+from bpipe.config.flags.launches import READ, SWITCHED_OFF
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
