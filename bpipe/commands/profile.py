@@ -74,24 +74,9 @@ def run(options: Options) -> None:
 
 def flags(options: Options) -> list[str]:
     """Return Megatron's flags for one replica and what to time of it."""
-    setup = _of_one_rank(options)
-    chosen = [
-        "--profile-layers",
-        options.timed_layers,
-        "--profile-repeats",
-        options.repeats,
-        "--profile-micro-batches",
-        *options.micro_batch,
-    ]
-    if options.output is not None:
-        chosen += ["--profile-output", options.output]
-    return [*megatron_flags(setup), *map(str, chosen)]
-
-
-def _of_one_rank(options: Options) -> Setup:
-    """One pipeline stage with all layers; nothing of the device goes into what is measured."""
     model = model_of(options)
-    return Setup(
+    # One pipeline stage with all layers; nothing of the device goes into what is measured.
+    setup = Setup(
         model=model,
         cluster=Cluster(next(iter(DEVICES.values())), 1, options.tensor),
         tensor=options.tensor,
@@ -105,3 +90,7 @@ def _of_one_rank(options: Options) -> Setup:
         precision=options.precision,
         sequence_parallel=not options.no_sequence_parallel,
     )
+    chosen = ["--profile-layers", options.timed_layers, "--profile-repeats", options.repeats]
+    chosen += ["--profile-micro-batches", *options.micro_batch]
+    chosen += [] if options.output is None else ["--profile-output", options.output]
+    return [*megatron_flags(setup), *map(str, chosen)]
