@@ -71,33 +71,33 @@ def _of_experts(setup: Setup) -> dict[str, object]:
     }
 
 
-def parts_of_flags(found: Options, ffn_hidden_size: int, notes: list[str]) -> dict[str, Any]:
+def parts_of_flags(args: Options, ffn_hidden_size: int, notes: list[str]) -> dict[str, Any]:
     """Return the options by the names of a Model's fields, and `routing`."""
     options: dict[str, Any] = {}
-    if found.multi_latent_attention:
-        sizes = (found.q_lora_rank, found.kv_lora_rank, found.qk_head_dim, found.qk_pos_emb_head_dim, found.v_head_dim)
+    if args.multi_latent_attention:
+        sizes = (args.q_lora_rank, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim)
         options["latent"] = Latent(*sizes)
         # There it says that what is projected down is normed, not every head.
         options["qk_layernorm"] = False
-        if not found.qk_layernorm:
+        if not args.qk_layernorm:
             notes.append(
                 "--multi-latent-attention without --qk-layernorm: predicted with norms after the down-projections"
             )
-    if found.window_size is not None:
-        options["window"], options["window_pattern"] = _window(found.window_size), _skipped(found.window_attn_skip_freq)
-    if found.num_experts is None:
+    if args.window_size is not None:
+        options["window"], options["window_pattern"] = _window(args.window_size), _skipped(args.window_attn_skip_freq)
+    if args.num_experts is None:
         return options
-    if found.moe_router_score_function == "sqrtsoftplus":
+    if args.moe_router_score_function == "sqrtsoftplus":
         notes.append("--moe-router-score-function sqrtsoftplus is predicted as sigmoid")
-    if found.transformer_impl != "local" and not found.moe_grouped_gemm:
+    if args.transformer_impl != "local" and not args.moe_grouped_gemm:
         notes.append("without --moe-grouped-gemm experts are computed one after the other: predicted as if all at once")
-    each = (found.num_experts, found.moe_router_topk, found.moe_ffn_hidden_size or ffn_hidden_size)
-    shared, sigmoid = found.moe_shared_expert_intermediate_size or 0, found.moe_router_score_function != "softmax"
+    each = (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size or ffn_hidden_size)
+    shared, sigmoid = args.moe_shared_expert_intermediate_size or 0, args.moe_router_score_function != "softmax"
     options["experts"] = Experts(
-        *each, shared, found.moe_shared_expert_gate, read_pattern(str(found.moe_layer_freq)), sigmoid
+        *each, shared, args.moe_shared_expert_gate, read_pattern(str(args.moe_layer_freq)), sigmoid
     )
-    parallel = (found.expert_model_parallel_size, found.expert_tensor_parallel_size, found.moe_token_dispatcher_type)
-    options["routing"] = Routing(*parallel, found.moe_expert_capacity_factor, found.moe_pad_expert_input_to_capacity)
+    parallel = (args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.moe_token_dispatcher_type)
+    options["routing"] = Routing(*parallel, args.moe_expert_capacity_factor, args.moe_pad_expert_input_to_capacity)
     notes.append("experts' loads are assumed to be even")
     return options
 
