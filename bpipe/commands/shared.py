@@ -20,7 +20,7 @@ from bpipe.predict.trace import Traced
 
 # Flags that a launch may give: their defaults are filled in after it has been read.
 TRAINED = tuple(
-    group._replace(flags=tuple(flag.where_a_launch_may_say_it() for flag in group.flags))
+    group._replace(flags=tuple(replace(flag, default=None) for flag in group.flags))
     for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
 )
 # One configuration, by flags or from a launch.

@@ -39,11 +39,11 @@ def _of(
     choices: Sequence[str] | None = None,
     count: str | None = None,
 ) -> list[Flag]:
-    """Return rows that are read alike."""
+    """Return rows that are read in one way."""
     return [
         Flag(name[2:].replace("-", "_"), "", "", "VALUE", read, None, choices, count, InLaunch(name, default))
         for name in names
-    ]  # fmt: skip
+    ]
 
 
 def _switches(*names: str) -> list[Flag]:
@@ -123,24 +123,22 @@ _ROWS = {
     for flag in flags
     if flag.launch is not None
 }
-# Every row of the table that is on Megatron's command line, by its field.
 _BY_FIELD = {flag.field: flag for flag in _ROWS.values()}
-# What is read of a launch, by its name there, as Megatron's parser has it.
+# Rows that are read of a launch, as Megatron's parser has them, by their names there.
 READ: dict[str, Flag] = {
     name: flag.of_launch for name, flag in _ROWS.items() if flag.launch is not None and flag.launch.is_read
 }
-# Of what is read, the fields of our own options, each with the name that Megatron's parser gives it.
+# By the field of a row, the name that Megatron's parser gives its value.
 SAME = {flag.field: READ[name].field for name, flag in _ROWS.items() if name in READ}
 
 
 def words(values: Mapping[str, object]) -> list[str]:
-    """Write values as flags, by the fields of the table, in this order; a switch where it is true, and nothing for
-    None."""
-    found: list[str] = []
+    """Write values, by the fields of the table, as flags in this order. None and False give nothing."""
+    written: list[str] = []
     for field, value in values.items():
         flag = _BY_FIELD[field]
         if value is None or value is False:
             continue
         several = value if isinstance(value, tuple) and flag.count is not None else () if flag.is_switch else (value,)
-        found += [flag.in_launch, *map(str, several)]
-    return found
+        written += [flag.in_launch, *map(str, several)]
+    return written
