@@ -1,17 +1,14 @@
-"""Say in which state this project's use of a feature of Megatron's is, and why: the table that the trainer, plans and
-`bpipe check-launch` ask.
+"""The state of this project's use of Megatron's features, and why: the table of the trainer, plans and `bpipe check-launch`.
 
-In: Megatron's arguments, the configuration of a model that is about to train, or a launch's flags. Out: features, each
-supported, guarded or refused. What the settings do not have does not apply: a model's configuration says nothing of
-FSDP. Imports nothing, so that a plan asks it as the trainer does.
+It applies to Megatron's arguments, the configuration of a model that is about to train, or a launch's flags. What the
+settings do not have does not apply: a model's configuration says nothing of FSDP.
 
-`supported`: trained by stock Megatron and with this project, and equal in every bit. `guarded`: right by construction
-as far as can be said without the hardware, and checked where it runs: what moves in the first iterations has to come
-back as it left (`--bpipe-verify`). `refused`: known to go wrong, or to be worth nothing, and the run does not start.
+`supported`: trained by stock Megatron and with this project, and equal in every bit. `guarded`: right by construction as
+far as can be said without the hardware, and checked where it runs: what moves in the first iterations has to come back
+unchanged (`--bpipe-verify`). `refused`: known to fail, or without any use, so the run does not start.
 
-What holds for all that is guarded: a storage leaves only if it is counted to be this micro-batch's alone, so what
-somebody's buffer holds stays there. What an owner writes without holding it is not a storage of torch's allocator, and
-stays too. Were one of this wrong, a byte would change while its storage leaves or is away.
+All guarded features rely on one rule: a storage moves only if it belongs to this micro-batch alone. So what anybody's
+buffer holds stays, and so does memory that does not come from torch's allocator.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from bpipe.config.features.feature import Feature, Settings, State, has_experts
 
 
 def _modules(settings: Settings) -> frozenset[str]:
-    """Parts of a layer that CUDA graphs capture; none for whole layers."""
-    given = settings.cuda_graph_modules or settings.cuda_graph_scope or ()
-    names = given.replace(",", " ").split() if isinstance(given, str) else [getattr(one, "name", one) for one in given]
-    return frozenset(str(name) for name in names) - {"full"}
+    """Return the parts of a layer that CUDA graphs capture; none for whole layers."""
+    parts = settings.cuda_graph_modules or settings.cuda_graph_scope or ()
+    parts = parts.replace(",", " ").split() if isinstance(parts, str) else parts
+    return frozenset(str(getattr(part, "name", part)) for part in parts) - {"full"}
 
 
 def _graphs_an_iteration(settings: Settings) -> bool:
@@ -274,8 +271,8 @@ def _predicts_apart(settings: Settings) -> bool:
     return bool(settings.mtp_num_layers) and any("m" in stage and "L" not in stage for stage in stages)
 
 
-# What a placement that is not Megatron's own cannot do besides: ranks have other layers there, and one has the first
-# stage and the last.
+# Features that a placement other than Megatron's cannot have: its ranks have other layers, and one has the first stage
+# and the last.
 PLACED: tuple[Feature, ...] = (
     Feature(
         "checkpoints by rank",
@@ -304,8 +301,7 @@ PLACED: tuple[Feature, ...] = (
         "drop --iterations-to-skip",
     ),
 )
-# What shards of the vocabulary cannot do besides: no rank has all logits, and every rank has other rows than it has
-# without.
+# Features that shards of the vocabulary cannot have: no rank has all logits, and every rank has other rows than without.
 SHARDED: tuple[Feature, ...] = (
     Feature(
         "further tokens without a whole embedding",
@@ -363,7 +359,7 @@ SHARDED: tuple[Feature, ...] = (
 
 
 def _routing(settings: Settings) -> tuple[str, ...]:
-    """How the router of experts balances loads: Megatron takes one way, or a list."""
+    """Return how the router of experts balances loads: Megatron takes one way, or a list."""
     types = settings.moe_router_load_balancing_type
     return tuple(types) if isinstance(types, (list, tuple)) else (types,)
 
@@ -381,8 +377,7 @@ def _routes_again(settings: Settings) -> bool:
     return settings.recompute_granularity == "full" or selective
 
 
-# What micro-batches that are cut into slices cannot do besides: a slice sees the keys of those before it, and nothing
-# else of them.
+# Features that slices cannot have: a slice sees the keys of earlier slices, and nothing else of them.
 SLICED: tuple[Feature, ...] = (
     Feature(
         "Transformer Engine's attention",

@@ -1,7 +1,6 @@
-"""The table's rows on models, trainings and how they are cut: what predictions and launches have alike, and what a
-search chooses from.
+"""Rows of the table for models, trainings and configurations, in predictions and launches, and for a search.
 
-Names are Megatron's for what is Megatron's.
+Megatron's flags have Megatron's names.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from bpipe.balance.config import BALANCES
 from bpipe.config.flags import schedules
 from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.config.flags.flag import Flag, Group, InLaunch
+from bpipe.config.flags.parser import REST
 from bpipe.config.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens
 from bpipe.predict import state_types
 from bpipe.predict.choices import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS
@@ -27,17 +27,14 @@ from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
 from bpipe.schedule.layout import EVEN, Vocabulary
 
-# Where the words of a launch are kept, and by what name a parser knows that one is taken.
-REST = "megatron"
-
 
 def recomputation(text: str) -> str:
     """Read a text of `bpipe.predict.recompute`, as short as it can be."""
     return read_recompute(text).text
 
 
-def _size(field: str, what: str, otherwise: str = "", default: int | None = None) -> Flag:
-    text = f"{what} (default: the model's{otherwise and f', or without a model {otherwise}'})"
+def _size(field: str, text: str, otherwise: str = "", default: int | None = None) -> Flag:
+    text += f" (default: the model's{otherwise and f', or without a model {otherwise}'})"
     return Flag(field, flag_of(field), text, "N", positive, launch=InLaunch(default=default))
 
 
@@ -407,7 +404,7 @@ PROFILE = Flag(
 )
 MEASURED = Group("measurements", (CALIBRATION, PROFILE))
 
-# What is predicted where nobody says it.
+# Defaults of predictions.
 DEFAULTS: dict[str, object] = {
     **{
         flag.field: flag.default

@@ -1,11 +1,11 @@
-"""The table's rows on what commands write, and those that one command alone has. Imports no model."""
+"""Rows of the table for the outputs of commands, and those of a single command."""
 
 from __future__ import annotations
 
 from bpipe.config.flags.flag import Flag, Read
 from bpipe.config.flags.values import counted, positive, seconds, tolerance
 
-# After a start so many iterations are no steady ones: libraries load, communicators form and the allocator grows.
+# Iterations that are not steady after a start: libraries load, communicators form and the allocator grows.
 WARM_UP_ITERATIONS = 5
 
 # -- what is written
@@ -24,7 +24,7 @@ TRACE = Flag("trace", "--trace", "write a timeline as Chrome trace JSON, for ui.
 
 
 def rows(default: int, read: Read) -> Flag:
-    """Return the flag that says how many rows are printed."""
+    """Return the flag for the number of printed rows."""
     return Flag("rows", "--rows", f"number of rows to show (default {default})", "N", read, default=default)
 
 

@@ -1,4 +1,4 @@
-"""The table's rows on schedules: what `bpipe schedule`, predictions and the trainer have alike. Imports no model."""
+"""Rows of the table for schedules, in `bpipe schedule`, predictions and the trainer."""
 
 from __future__ import annotations
 
