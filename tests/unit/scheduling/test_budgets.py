@@ -24,8 +24,8 @@ from bpipe.schedule.memory import memory_of, num_transfers
 from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from megatron.scheduling.options.schedule_choice import own_schedule, requested_balance, requested_costs
-from tests.unit.scheduling.test_choosing import args
+from megatron.scheduling.options.schedule_choice import requested
+from tests.unit.scheduling.test_choosing import args, own_schedule
 
 # What `args` stand for.
 WORDS = [
@@ -56,6 +56,11 @@ def nodes_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(memory: str, **more: Any) -> Any:
     return args(**{**SIZES, "bpipe_memory": read_budget(memory), **more})
+
+
+def requested_balance(given: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
+    asked = requested(given)
+    return asked.config.balance, asked.lines
 
 
 def test_the_plan_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +124,7 @@ def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds() -> N
     """
 
     def costs(memory: str, cluster: str | None = "h100-80g", **more: Any) -> Costs | None:
-        return requested_costs(asked(memory, bpipe_cluster=cluster, **more))
+        return requested(asked(memory, bpipe_cluster=cluster, **more)).costs
 
     found, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
     assert found is not None

@@ -26,7 +26,7 @@ from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.derived_flags import complete
-from megatron.scheduling.options.schedule_choice import own_schedule, unplaced
+from megatron.scheduling.options.schedule_choice import requested, unplaced
 
 # Sound, but sums of gradients come out otherwise.
 LATE_FIRST = "0F0,0F1,,,,,,,0B1,0B0\n,1F0,1F1,,,,,1B1,1B0,\n,,2F0,2F1,,,2B1,2B0,,\n,,,3F0,3F1,3B1,3B0,,,\n"
@@ -79,6 +79,10 @@ def args(**more: Any) -> SimpleNamespace:
             **more,
         }
     )
+
+
+def own_schedule(given: Any) -> ScheduleConfig | None:
+    return requested(given).own
 
 
 def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> None:
