@@ -69,7 +69,8 @@ def run(asked: Options) -> int:
     # Without a launch, changes are those of the launch that the flags mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading
     if options.format == "json":
-        print_json({"now": {**_values(now), "unkept": unkept}, "ways": [_way_values(way, launch) for way in shown]})
+        values = _values(now) | {"unkept": unkept}
+        print_json({"now": values, "ways": [_way_values(way, launch) for way in shown]})
     else:
         tell(*([unkept] if unkept else ()))
         _tell(now, shown, launch)

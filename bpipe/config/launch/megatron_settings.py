@@ -143,7 +143,7 @@ class LoggedLaunch(NamedTuple):
 def read_log(text: str) -> LoggedLaunch:
     """Read a training log. Raises ValueError for the arguments of several trainings."""
     launches: list[MegatronSettings] = []
-    vocabulary = block = None
+    vocabulary, block = None, None  # type: int | None, dict[str, object] | None
     for line in text.splitlines():
         if _BEGIN.search(line):
             block = {}
