@@ -156,25 +156,11 @@ def plain_config() -> Any:
 @pytest.mark.parametrize(
     ("memory", "more", "reason"),
     [
-        (
-            "1.2",
-            {},
-            "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB per device. The smallest budget "
-            "that one keeps",
-        ),
+        ("1.2", {}, "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB.* The smallest budget"),
         ("1.2", {}, r"`bpipe fit` with the same launch lists .*With auto:GIB the run starts anyway and measures"),
-        (
-            "2",
-            {"bpipe_bound": (3,)},
-            "--bpipe-memory and --bpipe-bound both say how to balance: give only one of them",
-        ),
+        ("2", {"bpipe_bound": (3,)}, "--bpipe-memory and --bpipe-bound both say how to balance: give only one of them"),
         ("2,2", {}, "2 budgets for 4 ranks: give one for all or one for each"),
-        (
-            "2",
-            {"moe_latent_size": 8},
-            r"the memory of this run cannot be predicted \(--moe-latent-size 8 is not modelled: experts of a smaller.*\): "
-            "let it be measured with auto",
-        ),
+        ("2", {"moe_latent_size": 8}, r"predicted \(--moe-latent-size 8 is not modelled.*measured with auto"),
         ("auto", {}, "--bpipe-memory auto: a CPU has no device memory .* --bpipe-memory auto:GIB"),
     ],
 )
