@@ -181,6 +181,7 @@ class ScheduleConfig(ScheduleSpec):
 
     @property
     def balance_name(self) -> str:
+        """Name of the balance in records and outputs."""
         return name_of(self.balance)
 
     @property
@@ -230,7 +231,16 @@ def orders_of(config: ScheduleConfig) -> Iterator[list[Action]]:
 def _recipe(config: ScheduleConfig) -> tuple[Schedule, BalanceConfig | None]:
     """Return the schedule to start from, and how to balance it."""
     if config.written is not None:
-        schedule = _adopted(config, config.written)
+        schedule = _read(config.written)
+        sizes = {
+            "num_ranks": schedule.num_ranks,
+            "num_microbatches": schedule.num_whole_microbatches,
+            "num_chunks": schedule.num_chunks,
+            "slices": schedule.layout.slices,
+        }
+        for name, size in sizes.items():
+            if getattr(config, name) != size:
+                raise ValueError(f"schedule {schedule.name} has {name} {size}, not {getattr(config, name)}")
         return schedule, config.balance if schedule.hosts is None else None
     if config.limit is not None:
         return _made_for(config, config.limit)[1], config.balance
@@ -247,8 +257,8 @@ def _usual(config: ScheduleConfig) -> Schedule:
 
 def _name(config: ScheduleConfig) -> str:
     """Return the name of a schedule; one with shards is run by our executor, and by no loop of Megatron's."""
-    is_whole = config.vocabulary is Vocabulary.WHOLE
-    return config.schedule if is_whole else f"{config.schedule}-vocabulary-{config.vocabulary.value}"
+    shards = "" if config.vocabulary is Vocabulary.WHOLE else f"-vocabulary-{config.vocabulary.value}"
+    return f"{config.schedule}{shards}"
 
 
 class _OrderCache:
@@ -342,20 +352,6 @@ def config_of_schedule(schedule: Schedule, balance: BalanceConfig | None = None)
 @lru_cache(maxsize=16)
 def _read(written: str) -> Schedule:
     return read_csv(written)
-
-
-def _adopted(config: ScheduleConfig, written: str) -> Schedule:
-    schedule = _read(written)
-    sizes = {
-        "num_ranks": schedule.num_ranks,
-        "num_microbatches": schedule.num_whole_microbatches,
-        "num_chunks": schedule.num_chunks,
-        "slices": schedule.layout.slices,
-    }
-    for name, size in sizes.items():
-        if getattr(config, name) != size:
-            raise ValueError(f"schedule {schedule.name} has {name} {size}, not {getattr(config, name)}")
-    return schedule
 
 
 def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:
