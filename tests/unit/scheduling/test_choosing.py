@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.derived_flags import complete
+from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.options.schedule_choice import requested, unplaced
 
 # Sound, but sums of gradients come out otherwise.
@@ -48,23 +50,7 @@ def args(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(
         **{
             **dict.fromkeys(upstream.REQUIRED["derived_flags"]),
-            "bpipe": False,
-            "bpipe_schedule": None,
-            "bpipe_executor": False,
-            "bpipe_group": None,
-            "bpipe_delay": None,
-            "bpipe_slices": None,
-            "bpipe_slice_lengths": "even",
-            "bpipe_bound": None,
-            "bpipe_hosts": "pair",
-            "bpipe_memory": None,
-            "bpipe_cluster": None,
-            "bpipe_kept": None,
-            "bpipe_costs": None,
-            "bpipe_hop": None,
-            "bpipe_strict": False,
-            "bpipe_vocabulary": None,
-            "bpipe_vocabulary_input": False,
+            **vars(add_arguments(argparse.ArgumentParser()).parse_args([])),
             "padded_vocab_size": 1024,
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 4,
