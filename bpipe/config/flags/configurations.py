@@ -10,7 +10,7 @@ from dataclasses import replace
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags import schedules
 from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
-from bpipe.config.flags.flag import Flag, Group, InLaunch
+from bpipe.config.flags.flag import Flag, Group, InLaunch, number
 from bpipe.config.flags.parser import REST
 from bpipe.config.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens
 from bpipe.predict import state_types
@@ -35,7 +35,7 @@ def recomputation(text: str) -> str:
 
 def _size(field: str, text: str, otherwise: str = "", default: int | None = None) -> Flag:
     text += f" (default: the model's{otherwise and f', or without a model {otherwise}'})"
-    return Flag(field, flag_of(field), text, "N", positive, launch=InLaunch(default=default))
+    return number(field, flag_of(field), text, launch=InLaunch(default=default))
 
 
 def _switch(field: str, text: str, *, megatrons: bool = True) -> Flag:
@@ -59,10 +59,12 @@ SEQUENCE = Flag(
     tokens,
     launch=InLaunch(read=positive),
 )
-VOCABULARY_SIZE = Flag(
-    "vocabulary", "--vocab-size", "tokens in the vocabulary, padded as Megatron pads it (default: the model's)", "N", positive,
+VOCABULARY_SIZE = number(
+    "vocabulary",
+    "--vocab-size",
+    "tokens in the vocabulary, padded as Megatron pads it (default: the model's)",
     launch=InLaunch(),
-)  # fmt: skip
+)
 SIZES = (
     _size("num_layers", "number of layers"),
     _size("hidden_size", "hidden size"),
@@ -222,20 +224,16 @@ TRAINING = Group(
 EXPERTS = Group(
     "experts",
     (
-        Flag(
+        number(
             "expert",
             "--expert-model-parallel-size --ep",
             "expert-parallel size: number of devices that share a layer's experts (default 1; plan tries all)",
-            "N",
-            positive,
             launch=InLaunch(default=1),
         ),
-        Flag(
+        number(
             "expert_tensor",
             "--expert-tensor-parallel-size --etp",
             "number of devices that share each expert (default: the tensor-parallel size; in plan 1)",
-            "N",
-            positive,
             launch=InLaunch(),
         ),
         Flag(
@@ -266,32 +264,20 @@ EXPERTS = Group(
 # -- one configuration
 # -----------------------------------------------------------------------------------------------------------------
 
-TENSOR = Flag(
-    "tensor",
-    "--tensor-model-parallel-size --tp",
-    "tensor-parallel size (default 1)",
-    "T",
-    positive,
-    default=1,
-    launch=InLaunch(default=1),
+_FROM_1 = InLaunch(default=1)
+TENSOR = number(
+    "tensor", "--tensor-model-parallel-size --tp", "tensor-parallel size (default 1)", "T", 1, launch=_FROM_1
 )
-CONTEXT = Flag(
+CONTEXT = number(
     "context",
     "--context-parallel-size --cp",
     "context-parallel size: number of devices that share every sequence (default 1)",
     "C",
-    positive,
     default=1,
-    launch=InLaunch(default=1),
+    launch=_FROM_1,
 )
-MICRO_BATCH = Flag(
-    "micro_batch",
-    "--micro-batch-size --mbs",
-    "sequences per micro-batch (default 1)",
-    "N",
-    positive,
-    default=1,
-    launch=InLaunch(),
+MICRO_BATCH = number(
+    "micro_batch", "--micro-batch-size --mbs", "sequences per micro-batch (default 1)", default=1, launch=InLaunch()
 )
 RECOMPUTED = Flag(
     "recompute",
@@ -453,22 +439,8 @@ SEARCHED_FLAGS = Group(
             "makes the last rank slower)",
             choices=tuple(one.value for one in Vocabulary),
         ),
-        Flag(
-            "max_micro_batch",
-            "--max-micro-batch",
-            "largest micro-batch to consider (default 64)",
-            "N",
-            positive,
-            default=64,
-        ),
-        Flag(
-            "max_chunks",
-            "--max-chunks",
-            "largest number of model chunks per rank (default 8)",
-            "V",
-            positive,
-            default=8,
-        ),
+        number("max_micro_batch", "--max-micro-batch", "largest micro-batch to consider (default 64)", default=64),
+        number("max_chunks", "--max-chunks", "largest number of model chunks per rank (default 8)", "V", 8),
         Flag(
             "even_layers",
             "--even-layers",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from bpipe.config.flags.values import positive
+
 # From the text of a value to the value. Raises ValueError with the reason.
 Read = Callable[[str], object]
 
@@ -93,6 +95,13 @@ class Flag:
     def several(self, help: str, default: object = None, **changes: object) -> Flag:
         """Return the flag with any number of values, separated by spaces or commas."""
         return replace(self, help=help, default=default, count="+", **changes)  # type: ignore[arg-type]
+
+
+def number(
+    field: str, names: str, help: str, value: str = "N", default: int | None = None, launch: InLaunch | None = None
+) -> Flag:
+    """Return a flag whose value is a whole number from 1 on."""
+    return Flag(field, names, help, value, positive, default, launch=launch)
 
 
 class Group(NamedTuple):

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from bpipe.balance.config import BALANCES
-from bpipe.config.flags.flag import Flag, InLaunch
+from bpipe.config.flags.flag import Flag, InLaunch, number
 from bpipe.config.flags.values import (
     AUTO,
     costs,
@@ -17,7 +17,6 @@ from bpipe.config.flags.values import (
     group_size,
     hop,
     numbers,
-    positive,
     share,
     unit_costs,
 )
@@ -64,24 +63,16 @@ SCHEDULE = Flag(
         f"{_MEGATRONS}; this project's own loop runs all others. Works with and without --bpipe",
     ),
 )
-PIPELINE = Flag(
-    "pipeline",
-    "--pipeline-model-parallel-size --pp",
-    "number of pipeline ranks",
-    "P",
-    positive,
-    launch=InLaunch(default=1),
+PIPELINE = number(
+    "pipeline", "--pipeline-model-parallel-size --pp", "number of pipeline ranks", "P", launch=InLaunch(default=1)
 )
-GLOBAL_BATCH = Flag(
-    "global_batch", "--global-batch-size --gbs", "sequences per iteration", "B", positive, launch=InLaunch()
-)
-MICROBATCHES = Flag("microbatches", "--microbatches", "micro-batches per iteration", "M", positive)
-CHUNKS = Flag(
+GLOBAL_BATCH = number("global_batch", "--global-batch-size --gbs", "sequences per iteration", "B", launch=InLaunch())
+MICROBATCHES = number("microbatches", "--microbatches", "micro-batches per iteration", "M")
+CHUNKS = number(
     "chunks",
     "--num-virtual-stages-per-pipeline-rank --vp",
     "model chunks per rank (default: the fewest that the schedule allows, 1 or 2)",
     "V",
-    positive,
     launch=InLaunch(),
 )
 GROUP = Flag(
@@ -94,13 +85,12 @@ GROUP = Flag(
     group_size,
     launch=InLaunch("--bpipe-group"),
 )
-SLICES = Flag(
+SLICES = number(
     "slices",
     "--slices",
     "cut every micro-batch's sequence into K slices, which go through the pipeline one after the other (default "
     f"1). For {families_that_take('slices')}",
     "K",
-    positive,
     launch=InLaunch("--bpipe-slices"),
 )
 DELAY = Flag(
