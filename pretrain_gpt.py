@@ -45,7 +45,7 @@ _PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 
 def has_packed_rows() -> bool:
-    """Return whether a row is several sequences, of which every stage has to know the ends."""
+    """Whether a row is several sequences, whose ends every stage has to know."""
     args = get_args()
     return bool(args.sft or args.dataloader_inter_document_masking)
 

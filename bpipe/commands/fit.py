@@ -30,7 +30,7 @@ from bpipe.predict.error_bars import range_words
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile
 
-# The exit status where nothing fits; 2 is an error in what was asked.
+# Exit status if nothing fits; 2 is an error of the user's.
 NOTHING_FITS = 3
 _COLUMNS = ("peak GiB", "saved GiB", "iteration s", "ratio", "state", "what")
 

@@ -41,7 +41,7 @@ from bpipe.predict.memory import roomy_bytes
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.hosts import IN_NODES
 
-# The exit status where nothing was found; 2 is an error in what was asked.
+# Exit status if nothing was found; 2 is an error of the user's.
 NO_ROWS = 3
 # How a model is cut: the search chooses, but among what is asked for.
 CUT = ("tensor", "pipeline", "micro_batch", "chunks")

@@ -62,7 +62,7 @@ def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
     # The rows themselves show the gain of shards that were searched.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
     burdens = (burden(row.prediction, outcome.space.profile, others) for row in outcome.rows)
-    return PlanNotes(launch, next(((found, number) for number, found in enumerate(burdens, 1) if found), None))
+    return PlanNotes(launch, next(((worst, number) for number, worst in enumerate(burdens, 1) if worst), None))
 
 
 def print_plan(

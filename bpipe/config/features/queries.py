@@ -44,7 +44,7 @@ def _value(word: str) -> int | str | None:
 
 def features_of(settings: object, balance: bool, executor: bool = False) -> list[Feature]:
     """Return the features that apply with `--bpipe`, in our loop, or with `--bpipe-report` alone, the worst first."""
-    asked = [each for each in FEATURES if (balance or not each.moving) and (executor or not each.own_loop)]
+    asked = [row for row in FEATURES if (balance or not row.moving) and (executor or not row.own_loop)]
     return by_state(feature for feature in asked if feature.applies(Settings(settings)))
 
 
@@ -70,11 +70,10 @@ def sliced_reasons(settings: object, slices: int, strict: bool = False) -> list[
 
 
 def _lines(features: Sequence[Feature], wanted: str, strict: bool = False) -> list[str]:
-    lines = [f"{wanted}: {each.reason}; {each.remedy}" for each in features if each.state is State.REFUSED]
-    guarded = [each for each in features if strict and each.state is State.GUARDED]
+    lines = [f"{wanted}: {row.reason}; {row.remedy}" for row in features if row.state is State.REFUSED]
+    rows = [row for row in features if strict and row.state is State.GUARDED]
     return lines + [
-        f"--bpipe-strict: {each.name} is guarded: {each.reason}; {each.remedy}, or drop --bpipe-strict"
-        for each in guarded
+        f"--bpipe-strict: {row.name} is guarded: {row.reason}; {row.remedy}, or drop --bpipe-strict" for row in rows
     ]
 
 

@@ -437,7 +437,7 @@ SEARCHED_FLAGS = Group(
             "how to split the output layer over the pipeline ranks, with the embedding whole and, where that is "
             "trained, in shards (default: none, and each that lowers the bound of the time where the output layer "
             "makes the last rank slower)",
-            choices=tuple(one.value for one in Vocabulary),
+            choices=tuple(kind.value for kind in Vocabulary),
         ),
         number("max_micro_batch", "--max-micro-batch", "largest micro-batch to consider (default 64)", default=64),
         number("max_chunks", "--max-chunks", "largest number of model chunks per rank (default 8)", "V", 8),

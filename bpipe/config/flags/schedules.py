@@ -147,7 +147,7 @@ VOCABULARY = Flag(
     "--vocabulary",
     f"split the output layer into shards on all pipeline ranks (default none: it stays whole). {_SPLIT}. For "
     f"{families_with_shards()}",
-    choices=tuple(one.value for one in Vocabulary),
+    choices=tuple(kind.value for kind in Vocabulary),
     launch=InLaunch(
         "--bpipe-vocabulary",
         choices=(*TRAINED_SHARDS, REDISTRIBUTE),
@@ -236,5 +236,5 @@ EXCHANGE = Flag(
     "exchange",
     "--exchange",
     "with --messages: rule by which ranks send and receive (default: that of the loop which runs the schedule)",
-    choices=tuple(one.value for one in Exchange),
+    choices=tuple(rule.value for rule in Exchange),
 )
