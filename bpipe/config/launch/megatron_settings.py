@@ -70,11 +70,7 @@ class MegatronSettings:
             others[GROUP] = None
         others |= {flag: True for flag in REFUSED if _is_switched_off(flag, args)}
         _undo_validation(values, args)
-        texts = {
-            flag: "" if value is True else _text(value)
-            for flag, value in others.items()
-            if value not in (None, False, [])
-        }
+        texts = {flag: "" if value is True else _text(value) for flag, value in others.items() if value}
         return cls(values, tuple(texts.items()))
 
     def without(self, flags: Collection[str]) -> MegatronSettings:
@@ -121,6 +117,9 @@ def _undo_validation(values: Options, args: object) -> None:
     values.pipeline_model_parallel_size *= pipes
     if values.num_virtual_stages_per_pipeline_rank is not None:
         values.num_virtual_stages_per_pipeline_rank //= pipes
+    if values.bf16:
+        # Implied, and without an effect on predictions.
+        values.accumulate_allreduce_grads_in_fp32 = False
     if values.hybrid_layer_pattern is not None:
         values.hybrid_override_pattern = None
     if getattr(args, "virtual_pipeline_model_parallel_size", None) is None:

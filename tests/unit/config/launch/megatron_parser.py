@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from subprocess import run
 from typing import Any
 
@@ -26,8 +26,17 @@ recompute_method recompute_num_layers vocab_size
 
 
 def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]]:
-    """Return what Megatron makes of each launch's flags, in a process of its own: importing Megatron takes seconds, and
-    changes the process where there is no GPU."""
+    """Return Megatron's arguments for each launch, a number of processes and flags."""
+    return [{name: value for name, value in reading.items() if name != "setups"} for reading in _readings(launches)]
+
+
+def predicted(launches: Sequence[tuple[int, Sequence[str]]]) -> list[list[str]]:
+    """Return the setup of each launch by its flags, by Megatron's arguments, and by the log of these."""
+    return [reading["setups"] for reading in _readings(launches)]
+
+
+def _readings(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]]:
+    """Read launches in a process of its own: importing Megatron takes seconds, and changes the process without a GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ended = run(
         [sys.executable, "-m", __name__],
@@ -40,19 +49,16 @@ def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     lines = [line for line in ended.stdout.splitlines() if line.startswith("PARSED ")]
-    readings = [json.loads(line.removeprefix("PARSED ")) for line in lines]
-    for reading in readings:
-        by_flags, by_args, by_log = reading["setups"]
-        assert by_args == by_log == by_flags
-    return readings
+    return [json.loads(line.removeprefix("PARSED ")) for line in lines]
 
 
-def _setup(launch: Sequence[str] | MegatronSettings | None, world_size: int) -> str:
-    """Return what is predicted of, or why it is not."""
+def _setup(launch: Callable[[], Sequence[str] | MegatronSettings | None], world_size: int) -> str:
+    """Return the setup of a launch, or why there is none."""
     nodes = max(1, world_size // 8)
-    assert launch is not None
     try:
-        return repr(setup_from(launch, f"h100-80g:{nodes}x{world_size // nodes}", 50257, "cpu"))
+        settings = launch()
+        assert settings is not None
+        return repr(setup_from(settings, f"h100-80g:{nodes}x{world_size // nodes}", 50257, "cpu"))
     except ValueError as error:
         return str(error)
 
@@ -87,8 +93,9 @@ def main() -> None:
             for rank in ranks
         ]
         read["setups"] = [
-            _setup(launch, world_size)
-            for launch in (sys.argv[1:], MegatronSettings.from_args(args), read_log(log.getvalue()).settings)
+            _setup(lambda: sys.argv[1:], world_size),
+            _setup(lambda: MegatronSettings.from_args(args), world_size),  # noqa: B023
+            _setup(lambda: read_log(log.getvalue()).settings, world_size),  # noqa: B023
         ]
         # A budget is planned for this machine's own kernels, which are a CPU's.
         balanced = args.bpipe if args.bpipe_memory else config_from_args(args).balance is not None
