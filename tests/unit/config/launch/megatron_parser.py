@@ -95,7 +95,7 @@ def main() -> None:
         read["setups"] = [
             _setup(lambda: sys.argv[1:], world_size),
             _setup(lambda: MegatronSettings.from_args(args), world_size),  # noqa: B023
-            _setup(lambda: read_log(log.getvalue()).settings, world_size),  # noqa: B023
+            _setup(lambda: read_log(log.getvalue()).settings, world_size),
         ]
         # A budget is planned for this machine's own kernels, which are a CPU's.
         balanced = args.bpipe if args.bpipe_memory else config_from_args(args).balance is not None
