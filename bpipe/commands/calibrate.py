@@ -1,8 +1,6 @@
-"""`bpipe calibrate`: how far a cluster is from its prediction.
+"""`bpipe calibrate`: how far a cluster is from its prediction, by one run, as a file for `--calibration`.
 
-In: one run, what was trained. Out: a file for `--calibration`, and lines.
-
-The run is a folder of `--bpipe-report`, a log that Megatron printed, or seconds. Judges nothing itself.
+The run is a folder of `--bpipe-report`, a log that Megatron printed, or seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""`bpipe check-launch`: whether a launch of Megatron trains with this project. In: the launch. Out: a line or a JSON
-value for each of its features.
+"""`bpipe check-launch`: whether a launch of Megatron trains with this project, feature by feature.
 
-The exit status is 2 where it is refused.
+The exit status is 2 if it is refused.
 """
 
 from __future__ import annotations

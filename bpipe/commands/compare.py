@@ -1,7 +1,4 @@
-"""`bpipe compare`: two runs of one training.
-
-In: their reports or logs. Out: a table; status 0 equal, 1 different, 2 not comparable.
-"""
+"""`bpipe compare`: compare two runs of one training. The exit status is 0 if they are equal, 1 if not, 2 for errors."""
 
 from __future__ import annotations
 

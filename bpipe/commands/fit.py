@@ -1,6 +1,6 @@
-"""`bpipe fit`: what else would make a launch fit, what each way saves and what it costs.
+"""`bpipe fit`: changes that make a launch fit, with what each saves and costs.
 
-In: a launch, or flags. Out: a table or JSON. The exit status is 3 where nothing that was tried fits.
+The exit status is 3 if nothing that was tried fits.
 """
 
 from __future__ import annotations

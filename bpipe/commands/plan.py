@@ -1,7 +1,4 @@
-"""`bpipe plan`: the fastest configurations of a model on a cluster, and what balancing buys.
-
-In: flags. Out: a table, JSON or flags.
-"""
+"""`bpipe plan`: the fastest configurations of a model on a cluster, and the gain of balancing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""`bpipe profile`: time one stage of a model on this machine's device.
+"""`bpipe profile`: time one stage of a model on this machine's device, for `--profile` of other commands.
 
-In: flags. Out: JSON that other commands read.
-
-A stage is Megatron's own model, timed by `megatron.scheduling.record.profile` in a process of its own, which gets
-Megatron's flags; `--profile` reads it. Imports neither torch nor Megatron.
+A stage is Megatron's own model, timed by `megatron.scheduling.record.profile` in a process of its own. This one imports
+neither torch nor Megatron.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`bpipe report`: a recorded run beside its prediction.
-
-In: its folder. Out: a table or JSON; on request a page and a trace.
-"""
+"""`bpipe report`: a recorded run and its prediction, on request with a page and a trace."""
 
 from __future__ import annotations
 

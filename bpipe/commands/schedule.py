@@ -1,7 +1,4 @@
-"""`bpipe schedule`: a schedule made or read, balanced and checked.
-
-In: flags, a schedule file. Out: text in a format, or a picture. Imports what draws only to draw.
-"""
+"""`bpipe schedule`: generate or read a schedule, balance and check it, and write or draw it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`bpipe simulate`: one configuration's time, bubble and memory.
-
-In: flags. Out: a table or JSON; on request a trace, a picture and a page.
-"""
+"""`bpipe simulate`: one configuration's time, bubble and memory, on request with a trace, a picture or a page."""
 
 from __future__ import annotations
 
