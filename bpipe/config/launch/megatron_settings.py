@@ -97,7 +97,8 @@ def _value(flag: Flag, args: object) -> Any:
     """Return the value of a flag as our parser of launches would read it."""
     if flag.names in SWITCHED_OFF:
         return _is_switched_off(flag.names, args)
-    value = getattr(args, argument_of(flag.names), flag.default)
+    value = getattr(args, argument_of(flag.names), None)
+    value = flag.default if value is None else value
     if flag.is_switch:
         return bool(value)
     if value is None or isinstance(value, MemoryBudget):
@@ -113,7 +114,8 @@ def _value(flag: Flag, args: object) -> Any:
 
 def _undo_validation(values: Options, args: object) -> None:
     """Set back what validation derives from the flags and would be read as another one."""
-    pipes = getattr(args, "bpipe_num_pipes", None) or 1
+    pipes = getattr(args, "bpipe_num_pipes", 1)
+    pipes = pipes if isinstance(pipes, int) and pipes > 0 else 1
     values.pipeline_model_parallel_size *= pipes
     if values.num_virtual_stages_per_pipeline_rank is not None:
         values.num_virtual_stages_per_pipeline_rank //= pipes
