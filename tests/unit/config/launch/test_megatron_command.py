@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.cli import main
+from bpipe.config.flags.budgets import read_budget
 from bpipe.config.flags.launches import READ, SWITCHED_OFF
 from bpipe.config.flags.parser import parser_of_launch
-from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.megatron_names import names
-from bpipe.config.launch.megatron_settings import argument_of
+from bpipe.config.launch.megatron_settings import MegatronSettings, argument_of, read_log
 from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
@@ -95,6 +97,35 @@ def test_what_we_write_we_read(setup: Setup) -> None:
     reading = read_command(words)
     assert (reading.not_considered, reading.devices) == ((), (1, 8))
     assert setup_from(words, setup.cluster, 1000, "gpu") == setup
+
+
+def arguments(**more: object) -> SimpleNamespace:
+    """Megatron's, for the flags of SMALL and more."""
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 1000}
+    return SimpleNamespace(**sizes, **more)
+
+
+def test_arguments_and_their_log_are_read_as_the_flags_are() -> None:
+    """Validation replaces types by torch's, and sets what bf16 implies; switches make arguments false."""
+    by_flags = read(*"--disable-bias-linear --fp8-format hybrid --bf16 --bpipe --bpipe-memory 70".split()).options
+    args = arguments(
+        **{"add_bias_linear": False, "fp8": "hybrid", "bf16": True, "accumulate_allreduce_grads_in_fp32": True},
+        **{"main_grads_dtype": "torch.float32", "optimizer": "adam", "muon_scalar_optimizer": "adam"},
+        **{"num_query_groups": None, "bpipe": True, "bpipe_memory": read_budget("70")},
+    )
+    assert read_settings(MegatronSettings.from_args(args)).options == by_flags
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in vars(args).items()]
+    log = "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 21}"])
+    settings = read_log(log).settings
+    assert settings is not None
+    assert read_settings(settings).options == by_flags
+
+
+def test_two_pipes_of_arguments_are_counted_as_the_schedule_counts_them() -> None:
+    by_flags = read("--pipeline-model-parallel-size", "4", "--bpipe-schedule", "chimera").options
+    pipes = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "bpipe_num_pipes": 2}
+    args = arguments(**pipes, bpipe_schedule="chimera")
+    assert read_settings(MegatronSettings.from_args(args)).options == by_flags
 
 
 def test_the_rows_of_the_presets_come_back() -> None:
