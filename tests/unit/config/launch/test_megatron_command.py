@@ -109,9 +109,16 @@ def test_arguments_and_their_log_are_read_as_the_flags_are() -> None:
     """Validation replaces types by torch's, and sets what bf16 implies; switches make arguments false."""
     by_flags = read(*"--disable-bias-linear --fp8-format hybrid --bf16 --bpipe --bpipe-memory 70".split()).options
     args = arguments(
-        **{"add_bias_linear": False, "fp8": "hybrid", "bf16": True, "accumulate_allreduce_grads_in_fp32": True},
-        **{"main_grads_dtype": "torch.float32", "optimizer": "adam", "muon_scalar_optimizer": "adam"},
-        **{"num_query_groups": None, "bpipe": True, "bpipe_memory": read_budget("70")},
+        add_bias_linear=False,
+        fp8="hybrid",
+        bf16=True,
+        accumulate_allreduce_grads_in_fp32=True,
+        main_grads_dtype="torch.float32",
+        optimizer="adam",
+        muon_scalar_optimizer="adam",
+        num_query_groups=None,
+        bpipe=True,
+        bpipe_memory=read_budget("70"),
     )
     assert read_settings(MegatronSettings.from_args(args)).options == by_flags
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in vars(args).items()]
