@@ -1,9 +1,7 @@
 """Train a GPT with the installed Megatron, with or without `--bpipe`.
 
-In: Megatron's flags and ours. Out: what Megatron's trainer writes.
-
-Thin on purpose: a model from Megatron's own builder, datasets from its builder, its loss convention, its `pretrain`.
-With `--sft` the datasets are its conversations, packed into rows. Launch with torchrun, one process a rank.
+Model, datasets, loss and `pretrain` are Megatron's own. With `--sft` the datasets are its conversations, packed into rows.
+Launch it with torchrun, one process per rank.
 """
 
 from __future__ import annotations
@@ -45,14 +43,14 @@ _PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 
 def has_packed_rows() -> bool:
-    """Return whether a row is several sequences, of which every stage has to know the ends."""
+    """Whether a row is several sequences, whose ends every stage has to know."""
     args = get_args()
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) -> dict[str, Any]:
-    """Return this rank's part of the next micro-batch by `_BATCH_KEYS`, all None on inner stages, and where sequences
-    end in packed rows."""
+    """Return this rank's part of the next micro-batch by `_BATCH_KEYS`, all None on inner stages, and, for packed rows, the
+    ends of sequences."""
     packed = has_packed_rows()
     reads = is_first_or_last_pipeline_stage(vp_stage)
     if not reads and not packed:
@@ -97,7 +95,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
 
 
 def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Return what attention is told of a packed row; None where a row is one sequence. Megatron counts FLOPs by it."""
+    """Return the sequences of a packed row for attention and FLOPs; None if a row is one sequence."""
     if batch.get("cu_seqlens") is None:
         return None
     ends, padded, longest = (None if batch[key] is None else batch[key].squeeze(0) for key in _PACKED_KEYS)
@@ -121,8 +119,7 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
 def loss_func(
     loss_mask: torch.Tensor, output_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss of one micro-batch, its number of tokens, and both again for the log (Megatron divides them
-    there)."""
+    """Return the summed loss of a micro-batch, its number of tokens, and both for the log, where Megatron divides them."""
     losses = output_tensor.view(-1).float()
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * mask)
@@ -159,7 +156,7 @@ def forward_step(
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Train, validation and test datasets, built where a stage reads tokens, labels or where sequences end."""
+    """Return training, validation and test datasets, built on stages that read tokens, labels or ends of sequences."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(

@@ -16,14 +16,12 @@ from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import (
     FAMILIES,
     exchange_of,
+    families_that_take,
     families_with_chunks,
-    families_with_deferral,
-    families_with_groups,
     families_with_interlacing,
     families_with_shards,
-    families_with_slices,
 )
-from bpipe.schedule.families.family import Family, FamilyOptions, OrderChoice, RankLimit
+from bpipe.schedule.families.family import TAKEN, Family, FamilyOptions, OrderChoice, RankLimit
 from bpipe.schedule.families.turns import groups_of
 from bpipe.schedule.families.unit_grid import Order, place
 from bpipe.schedule.files.text import header, read_csv, write_rows
@@ -94,24 +92,21 @@ class ScheduleConfig(ScheduleSpec):
             raise ValueError(
                 f"{computations} computations are more than {MAX_COMPUTATIONS}: use fewer stages or micro-batches"
             )
-        self._check_slices(family)
+        self._check_options(family)
         self._check_chunks(family)
-        if self.group_size is not None and not family.takes_groups:
-            others = f"leave the group out, or choose from {families_with_groups()}"
-            raise ValueError(f"schedule {self.schedule} has no groups of micro-batches: {others}")
         self._check_shards(family)
-        self._check_delay(family)
 
-    def _check_slices(self, family: Family) -> None:
+    def _check_options(self, family: Family) -> None:
+        for name, option in TAKEN.items():
+            if getattr(self, name) != option.default and not family.takes(name):
+                raise ValueError(
+                    f"schedule {self.schedule} {option.metadata['lack']}: leave that out, or choose from "
+                    f"{families_that_take(name)}"
+                )
+        if self.delay < 0:
+            raise ValueError(f"delay is {self.delay}, but a weights' half cannot come before its own I: give 0 or more")
         if self.slices == 1:
             return
-        if not family.takes_slices:
-            order = "its two pipes fill each other's gaps in an order that" if family.num_pipes > 1 else "its order"
-            why = f"{order} is known for whole micro-batches only"
-            raise ValueError(
-                f"schedule {self.schedule} does not cut micro-batches into slices, because {why}: leave slices out, "
-                f"or choose from {families_with_slices()}"
-            )
         if self.vocabulary is Vocabulary.INTERLACED:
             raise ValueError(
                 f"slices {self.slices} and vocabulary interlaced: all ranks compute a shard at one point of an "
@@ -122,15 +117,6 @@ class ScheduleConfig(ScheduleSpec):
                 f"slices {self.slices} and shards of the embedding: the shards receive the tokens of whole "
                 "micro-batches before the iteration, so leave the embedding whole"
             )
-
-    def _check_delay(self, family: Family) -> None:
-        if self.delay and not family.takes_delay:
-            others = f"leave the delay out, or choose from {families_with_deferral()}"
-            raise ValueError(
-                f"schedule {self.schedule} does not delay weights' halves by a number of micro-batches: {others}"
-            )
-        if self.delay < 0:
-            raise ValueError(f"delay is {self.delay}, but a weights' half cannot come before its own I: give 0 or more")
 
     def _check_chunks(self, family: Family) -> None:
         if self.num_chunks < family.min_chunks:
@@ -195,6 +181,7 @@ class ScheduleConfig(ScheduleSpec):
 
     @property
     def balance_name(self) -> str:
+        """Name of the balance in records and outputs."""
         return name_of(self.balance)
 
     @property
@@ -244,7 +231,16 @@ def orders_of(config: ScheduleConfig) -> Iterator[list[Action]]:
 def _recipe(config: ScheduleConfig) -> tuple[Schedule, BalanceConfig | None]:
     """Return the schedule to start from, and how to balance it."""
     if config.written is not None:
-        schedule = _adopted(config, config.written)
+        schedule = _read(config.written)
+        sizes = {
+            "num_ranks": schedule.num_ranks,
+            "num_microbatches": schedule.num_whole_microbatches,
+            "num_chunks": schedule.num_chunks,
+            "slices": schedule.layout.slices,
+        }
+        for name, size in sizes.items():
+            if getattr(config, name) != size:
+                raise ValueError(f"schedule {schedule.name} has {name} {size}, not {getattr(config, name)}")
         return schedule, config.balance if schedule.hosts is None else None
     if config.limit is not None:
         return _made_for(config, config.limit)[1], config.balance
@@ -261,8 +257,8 @@ def _usual(config: ScheduleConfig) -> Schedule:
 
 def _name(config: ScheduleConfig) -> str:
     """Return the name of a schedule; one with shards is run by our executor, and by no loop of Megatron's."""
-    is_whole = config.vocabulary is Vocabulary.WHOLE
-    return config.schedule if is_whole else f"{config.schedule}-vocabulary-{config.vocabulary.value}"
+    shards = "" if config.vocabulary is Vocabulary.WHOLE else f"-vocabulary-{config.vocabulary.value}"
+    return f"{config.schedule}{shards}"
 
 
 class _OrderCache:
@@ -356,20 +352,6 @@ def config_of_schedule(schedule: Schedule, balance: BalanceConfig | None = None)
 @lru_cache(maxsize=16)
 def _read(written: str) -> Schedule:
     return read_csv(written)
-
-
-def _adopted(config: ScheduleConfig, written: str) -> Schedule:
-    schedule = _read(written)
-    sizes = {
-        "num_ranks": schedule.num_ranks,
-        "num_microbatches": schedule.num_whole_microbatches,
-        "num_chunks": schedule.num_chunks,
-        "slices": schedule.layout.slices,
-    }
-    for name, size in sizes.items():
-        if getattr(config, name) != size:
-            raise ValueError(f"schedule {schedule.name} has {name} {size}, not {getattr(config, name)}")
-    return schedule
 
 
 def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:

@@ -39,10 +39,10 @@ COMMANDS = {
     "report": "compare a recorded run with its prediction",
     "compare": "compare two runs of one training: whether they compute the same, and how memory and time differ",
 }
-# Commands that run with Python alone, or name what they need themselves.
+# Commands that need no package, or check the packages that they need.
 _PLAIN = ("schedule", "profile", "capture", "report", "compare")
 
-# What is wrong with a file, and the remedy.
+# By error of a file, the problem and the remedy.
 _OF_FILES = {
     errno.ENOENT: ("there is no such file", "check the name"),
     errno.EISDIR: ("this is a folder", "name a file"),
@@ -55,15 +55,15 @@ _OF_FILES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0 or its own exit status, 2 after one message on stderr, 130 if interrupted."""
     if sys.stdout is None:
-        # Started with standard output closed: writing has to fail as on any other output that takes nothing.
+        # Standard output is closed: writing has to fail as on any other output that takes nothing.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A character that the terminal's encoding lacks is no reason to print nothing.
+        # Escape characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:
-        # The reader has seen enough.
+        # The reader has closed the pipe.
         _drop_output()
         return 0
     except (ValueError, OSError) as error:
@@ -100,7 +100,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _in_words(error: ValueError | OSError) -> str:
-    """Return what is wrong with which file, and the remedy; of any other error its message."""
+    """Write an error: for a file its name, the problem and the remedy, otherwise the message."""
     if not isinstance(error, OSError) or error.filename is None:
         return str(error)
     path = Path(os.fsdecode(error.filename))
@@ -113,7 +113,7 @@ def _in_words(error: ValueError | OSError) -> str:
 
 
 def _drop_output() -> None:
-    """Write what is left, or drop it: Python would try again while it ends, and complain."""
+    """Write the buffered output or drop it: Python would try again at its end and print an error."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         return

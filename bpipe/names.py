@@ -19,6 +19,6 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.66) -> str:
 
     lower, wrong = {candidate.lower().lstrip("-"): candidate for candidate in known}, name.lower().lstrip("-")[:100]
     matches = get_close_matches(wrong, lower, 1, cutoff)
-    # Of three letters two are easily the same.
+    # Two of three letters are easily equal.
     is_near = bool(matches) and (len(wrong) > 3 or matches[0].startswith(wrong))
     return f" did you mean {lower[matches[0]]!r}?" if is_near else ""

@@ -1,7 +1,7 @@
 """Strict reading of JSON of unknown origin, and of single values of it.
 
-Each reader says what its file may contain; here is only what no file may: numbers that are none, keys twice, endless
-nesting, a value of another type or beyond its range. Errors are a ValueError of one line.
+No file may have NaN, infinity, repeated keys, endless nesting, or values of another type or out of range: each is a
+ValueError of one line.
 """
 
 from __future__ import annotations

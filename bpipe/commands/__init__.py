@@ -1,2 +1,1 @@
-"""Sub-commands of `bpipe`, one file each, loaded only when they are called: `add_arguments(parser)` and
-`run(options)`."""
+"""Sub-commands of `bpipe`, one module each, with `COMMAND` and `run(options)`, imported when they are called."""

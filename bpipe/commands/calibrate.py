@@ -1,8 +1,6 @@
-"""`bpipe calibrate`: how far a cluster is from its prediction.
+"""`bpipe calibrate`: how far a cluster is from its prediction, by one run, as a file for `--calibration`.
 
-In: one run, what was trained. Out: a file for `--calibration`, and lines.
-
-The run is a folder of `--bpipe-report`, a log that Megatron printed, or seconds. Judges nothing itself.
+The run is a folder of `--bpipe-report`, a log that Megatron printed, or seconds.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
-from bpipe.config.launch.megatron_command import Reading, read_command
-from bpipe.config.launch.training_log import read_log
+from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
+from bpipe.config.launch.megatron_settings import read_log
 from bpipe.plan.calibrate import Calibration, Ran, Steady, calibrate, steady
 from bpipe.plan.candidates import describe
 from bpipe.plan.options import filled, setup_of
@@ -53,39 +51,41 @@ def run(options: Options) -> None:
     reading = _reading(options)
     every = filled(options, reading, ("pipeline", "global_batch"))
     setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
-    found = None if options.run_of is None else _steady(Path(options.run_of), setup, options.warm_up)
-    calibration = calibrate(
-        setup, options.measured if found is None else found.median_s, options.run_of or "--measured"
-    )
+    measured = None if options.run_of is None else _steady(Path(options.run_of), setup, options.warm_up)
+    seconds = options.measured if measured is None else measured.median_s
+    calibration = calibrate(setup, seconds, options.run_of or "--measured")
     if options.output is not None:
         Path(options.output).write_text(calibration.write(), encoding="utf-8")
     if options.format == "json":
-        print_json({**calibration.document(), "iterations": None if found is None else found._asdict()})
+        print_json({**calibration.document(), "iterations": None if measured is None else measured._asdict()})
         return
-    tell(*lines(reading), *_said(setup, found, calibration))
+    tell(*lines(reading), *_text(setup, measured, calibration))
     if options.output is None:
         tell("to keep this for --calibration of bpipe simulate and bpipe plan, give --output FILE")
 
 
 def _reading(options: Options) -> Reading | None:
-    """What the launch says, else the run's log, which fills in the vocabulary too where neither flag says the
-    model's."""
+    """Return the given launch, or else that of the run's log, which also sets the vocabulary if no flag does."""
     words = words_of(options)
     reading = None if words is None else read_command(words)
     if options.run_of is None or not Path(options.run_of).is_file():
         return reading
-    launch, vocabulary = _launch_of(Path(options.run_of))
+    try:
+        settings, vocabulary = read_log(Path(options.run_of).read_text(encoding="utf-8", errors="replace"))
+        logged = None if settings is None else read_settings(settings)
+    except ValueError as error:
+        raise ValueError(f"{options.run_of}: {error}") from None
     if options.vocabulary is None and options.model is None:
         options.vocabulary = vocabulary
-    return reading or launch
+    return reading or logged
 
 
-def _said(setup: Setup, found: Steady | None, calibration: Calibration) -> list[str]:
+def _text(setup: Setup, measured: Steady | None, calibration: Calibration) -> list[str]:
     median = ""
-    if found is not None:
+    if measured is not None:
         median = (
-            f", the median of {found.num} after the warm-up; the middle half took {found.low_s:.3f} to "
-            f"{found.high_s:.3f} s"
+            f", the median of {measured.num} after the warm-up; the middle half took {measured.low_s:.3f} to "
+            f"{measured.high_s:.3f} s"
         )
     factor, devices = calibration.factor, f"{setup.cluster.num_devices} {setup.cluster.device.name}"
     slower = f"{abs(100 * (factor - 1)):.1f} % {'longer' if factor >= 1 else 'less time'}"
@@ -96,19 +96,10 @@ def _said(setup: Setup, found: Steady | None, calibration: Calibration) -> list[
     ]
 
 
-def _launch_of(log: Path) -> tuple[Reading | None, int | None]:
-    """What the log says was trained, and of how many tokens."""
-    try:
-        words, vocabulary = read_log(log.read_text(encoding="utf-8", errors="replace"))
-        return (read_command(words) if words else None), vocabulary
-    except ValueError as error:
-        raise ValueError(f"{log}: {error}") from None
-
-
 def _steady(run_of: Path, setup: Setup, warm_up: int) -> Steady:
-    """Of its iterations with this batch size.
+    """Return the steady times of the run's iterations with this batch size.
 
-    A log may have a line for several; how far the first reaches back is not said.
+    A line of a log may stand for several iterations; it is not said how many the first line stands for.
     """
     training = read_training(run_of)
     numbers = sorted(training.seconds)
@@ -131,8 +122,7 @@ def _steady(run_of: Path, setup: Setup, warm_up: int) -> Steady:
 
 
 def _check_recorded(folder: Path, setup: Setup) -> None:
-    """Raises ValueError where what the run recorded of itself is not this configuration; a run that recorded no
-    iteration says nothing."""
+    """Raise ValueError if the run recorded another configuration; one without a recorded iteration says nothing."""
     from bpipe.record.read import has_iterations, read_run
 
     if not has_iterations(folder):
@@ -148,8 +138,8 @@ def _check_recorded(folder: Path, setup: Setup) -> None:
         "balance": (program.balance_name, wanted.balance_name),
         "devices": (recorded.info.world_size or devices, devices),
     }
-    for name, (theirs, mine) in pairs.items():
-        if theirs != mine:
+    for name, (ran, given) in pairs.items():
+        if ran != given:
             raise ValueError(
-                f"{name} of the run: {theirs}, of the given configuration: {mine}; give the configuration that ran"
+                f"{name} of the run: {ran}, of the given configuration: {given}; give the configuration that ran"
             )

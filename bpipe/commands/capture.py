@@ -1,4 +1,4 @@
-"""`bpipe capture`: what a training script launches. In: a command. Out: its launches, printed and in a file."""
+"""`bpipe capture`: the launches of a training script, printed and in a file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""`bpipe check-launch`: whether a launch of Megatron trains with this project. In: the launch. Out: a line or a JSON
-value for each of its features.
+"""`bpipe check-launch`: whether a launch of Megatron trains with this project, feature by feature.
 
-The exit status is 2 where it is refused.
+The exit status is 2 if it is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from bpipe.commands.terminal import table, tell
 from bpipe.config.features.feature import Feature, State
 from bpipe.config.flags import configurations, outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
-from bpipe.config.launch.validation import Judgement
 
 COMMAND = Command(
     (configurations.LAUNCHED, Group("", (outputs.FORMAT,))),
@@ -34,32 +32,25 @@ def run(options: Options) -> int:
         raise ValueError("name the launch: --launch FILE, or its flags after --")
     judgement = judgement_of(words)
     flags = flags_of(words, judgement.unknown)
-    features = [*_refusals(judgement), *states_of_launch(flags)]
-    features = [one for one in features if not _is_repeated(one, features)]
+    features = states_of_launch(flags)
+    # What Megatron and the trainer refuse beyond the table of features.
+    refusals = [("Megatron", judgement.refused)] if judgement.refused is not None else []
+    refusals += [
+        ("the trainer", line)
+        for line in judgement.trainer
+        if not any(f": {feature.reason}; " in line for feature in features)
+    ]
+    features = [*(Feature(name, lambda _: True, reason, "") for name, reason in refusals), *features]
     state = worst(features)
     if options.format == "json":
         judged = {"judged_by": judgement.by, "unknown_flags": list(judgement.unknown or ())}
-        print_json({"state": state.value, **judged, "features": [_values(one) for one in features]})
+        print_json({"state": state.value, **judged, "features": [_values(feature) for feature in features]})
     else:
         if features:
-            rows = [(one.state.value, one.name, one.reason, one.remedy) for one in features]
+            rows = [(feature.state.value, feature.name, feature.reason, feature.remedy) for feature in features]
             tell(table(("state", "feature", "reason", "way out"), rows))
         tell(judgement.by, f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
     return 2 if state is State.REFUSED else 0
-
-
-def _refusals(judgement: Judgement) -> list[Feature]:
-    """Return what is refused beyond the table of features, as rows like those of the table."""
-    refusals = [("Megatron", judgement.refused)] if judgement.refused is not None else []
-    refusals += [("the trainer", line) for line in judgement.trainer]
-    return [Feature(name, lambda _: True, reason, "") for name, reason in refusals]
-
-
-def _is_repeated(feature: Feature, features: list[Feature]) -> bool:
-    """Whether the trainer refuses what a row of the table says, too."""
-    return feature.name == "the trainer" and any(
-        one is not feature and f": {one.reason}; " in feature.reason for one in features
-    )
 
 
 _NOTHING = ": none of its flags needs anything of this project"

@@ -1,7 +1,4 @@
-"""`bpipe compare`: two runs of one training.
-
-In: their reports or logs. Out: a table; status 0 equal, 1 different, 2 not comparable.
-"""
+"""`bpipe compare`: compare two runs of one training. The exit status is 0 if they are equal, 1 if not, 2 for errors."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bpipe.commands.shared import print_json
 from bpipe.config.flags import outputs
@@ -61,23 +57,20 @@ def run(options: Options) -> int:
     from bpipe.record.compare.show import document, text
 
     balanced = (False, True) if options.balancing else (None, None)
-    one, other = (
+    first, second = (
         read_training(Path(path), options.pipeline, options.iterations, is_balanced)
         for path, is_balanced in zip((options.a, options.b), balanced, strict=True)
     )
-    found = compare(one, other, options.tolerance, options.common)
+    comparison = compare(first, second, options.tolerance, options.common)
     if options.format == "json":
-        print_json(document(found))
+        print_json(document(comparison))
     else:
-        print(text(found, options.rows), end="")
+        print(text(comparison, options.rows), end="")
     if options.output is not None:
-        _write(Path(options.output), document(found))
-    return 0 if found.equal else 1
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all: whoever reads it may come at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+        path = Path(options.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is complete: it may be read at any time.
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+        unfinished.write_text(json.dumps(document(comparison), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    return 0 if comparison.equal else 1

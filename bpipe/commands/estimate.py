@@ -1,4 +1,4 @@
-"""`bpipe estimate`: the gain of a larger micro-batch from stage MFUs alone. In: flags. Out: a few lines or JSON."""
+"""`bpipe estimate`: the gain of a larger micro-batch from stage MFUs alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`bpipe fit`: what else would make a launch fit, what each way saves and what it costs.
+"""`bpipe fit`: changes that make a launch fit, with what each saves and costs.
 
-In: a launch, or flags. Out: a table or JSON. The exit status is 3 where nothing that was tried fits.
+The exit status is 3 if nothing that was tried fits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bpipe.predict.error_bars import range_words
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile
 
-# The exit status where nothing fits; 2 is an error in what was asked.
+# Exit status if nothing fits; 2 is an error of the user's.
 NOTHING_FITS = 3
 _COLUMNS = ("peak GiB", "saved GiB", "iteration s", "ratio", "state", "what")
 
@@ -61,35 +61,35 @@ def run(asked: Options) -> int:
     others = () if reading is None else reading.others
     planned = _planning(setup, options, profile)
     with progress_of("fit"):
-        found = ways_to_fit(setup, others, profile, planned)
+        ways = ways_to_fit(setup, others, profile, planned)
         setup, unkept = (setup, None) if planned is None else _planned(setup, planned)
         now = Candidate(predict(setup, profile, formula=options.flops_formula))
-    shown = found[: options.rows]
-    # Where flags say it, what changes is said of the launch that they mean.
+    shown = ways[: options.rows]
+    # Without a launch, changes are those of the launch that the flags mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading
     if options.format == "json":
-        now_values = {**_values(now), "unkept": unkept}
-        print_json({"now": now_values, "ways": [_way_values(way, launch) for way in shown]})
+        values = _values(now) | {"unkept": unkept}
+        print_json({"now": values, "ways": [_way_values(way, launch) for way in shown]})
     else:
         tell(*([unkept] if unkept else ()))
         _tell(now, shown, launch)
         tell(*lines(reading))
-    return 0 if now.fits or any(way.can_run for way in found) else NOTHING_FITS
+    return 0 if now.fits or any(way.can_run for way in ways) else NOTHING_FITS
 
 
 def _planning(setup: Setup, options: Options, profile: Profile | None) -> Callable[[Setup], Setup] | None:
-    """Return how the launch plans what moves by its budget; None where it does not."""
+    """Return how the launch plans what moves within its budget; None without a budget."""
     if options.memory is None or setup.balance is None or options.bound is not None:
         return None
     return lambda changed: within_budget(changed, changed.limit_bytes, options.min_bytes, profile)[0]
 
 
 def _planned(setup: Setup, planned: Callable[[Setup], Setup]) -> tuple[Setup, str | None]:
-    """Return the setup as its budget plans it, or as it is and why no plan keeps the budget."""
+    """Return the setup planned within its budget, or the same setup and why no plan keeps the budget."""
     try:
         return planned(setup), None
     except ValueError as error:
-        # What else there is, is in the table.
+        # The table lists the alternatives.
         return setup, str(error).removesuffix(f". {ELSEWHERE}")
 
 

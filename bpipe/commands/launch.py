@@ -1,8 +1,6 @@
-"""Let a Megatron launch say what other commands ask flags for.
+"""Read the launch that a command is given as `-- FLAGS` or `--launch FILE`, and have the installed Megatron judge it.
 
-In: `-- FLAGS` or `--launch FILE`. Out: options, filled in, and what Megatron says of the launch where it is installed.
-
-An option that was given on the command line itself stands. Knows no flag of Megatron's.
+Options of the command line itself come before those of the launch. Knows no flag of Megatron's.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.config.flags.configurations import CONFIGURATION, MODEL, TRAINING
-from bpipe.config.flags.experts import EXPERTS
+from bpipe.config.flags.configurations import CONFIGURATION, EXPERTS, MODEL, TRAINING
 from bpipe.config.flags.flag import Options
 from bpipe.config.launch.capture import read_launches
 from bpipe.config.launch.megatron_command import Reading, devices_of, read_command, split_command
@@ -55,15 +52,16 @@ def words_of(options: Options) -> list[str] | None:
 def reading_of(options: Options) -> Reading | None:
     """Return what the launch says, or None if no launch is given.
 
-    Raises ValueError for one that Megatron refuses, unless other options change it.
+    Raises ValueError for one that Megatron refuses, unless other options change what Megatron would train.
     """
     reading = judged_reading(options)
-    if reading is not None and reading.refused is not None:
-        if not _is_changed(options):
-            raise ValueError(f"{REFUSES}: {reading.refused}")
-        note = f"without the other options, {REFUSES}: {reading.refused}"
-        return replace(reading, notes=(note, *reading.notes), trainer=())
-    return reading
+    if reading is None or reading.refused is None:
+        return reading
+    fields = {flag.field for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION) for flag in group.flags}
+    if all(getattr(options, field, None) in (None, False) for field in fields.difference(_OF_NO_LAUNCH)):
+        raise ValueError(f"{REFUSES}: {reading.refused}")
+    note = f"without the other options, {REFUSES}: {reading.refused}"
+    return replace(reading, notes=(note, *reading.notes), trainer=())
 
 
 def judged_reading(options: Options) -> Reading | None:
@@ -92,12 +90,6 @@ def judgement_of(words: list[str], cluster: str | None = None) -> Judgement:
     return judge(tuple(flags), devices, bool(launcher) or len(flags) < len(words))
 
 
-def _is_changed(options: Options) -> bool:
-    """Whether options beside the launch say anything of what Megatron would train."""
-    fields = (flag.field for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION) for flag in group.flags)
-    return any(getattr(options, field, None) not in (None, False) for field in fields if field not in _OF_NO_LAUNCH)
-
-
 def flags_of(words: list[str], unknown: Sequence[str] | None = None) -> list[str]:
     """Return the flags of a launch that Megatron or this project has; a line on stderr names the others."""
     _, flags = split_command(words)
@@ -122,10 +114,9 @@ def lines(reading: Reading | None) -> list[str]:
     """Return the notes of the translation that a user must read."""
     if reading is None:
         return []
-    found = [f"from the launch: {note}" for note in reading.notes]
-    if reading.not_considered:
-        found.append(f"not considered: {' '.join(reading.not_considered)}")
-    return list(map(printable, found))
+    notes = [f"from the launch: {note}" for note in reading.notes]
+    notes += [f"not considered: {' '.join(reading.not_considered)}"] if reading.not_considered else []
+    return list(map(printable, notes))
 
 
 def launch_document(reading: Reading) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""`bpipe plan`: the fastest configurations of a model on a cluster, and what balancing buys.
-
-In: flags. Out: a table, JSON or flags.
-"""
+"""`bpipe plan`: the fastest configurations of a model on a cluster, and the gain of balancing."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from bpipe.commands.launch import REFUSES, judged_reading
 from bpipe.commands.plan_output import plan_notes, print_front, print_plan
 from bpipe.commands.shared import TRAINED, cluster_of, measured_of, picture_file
 from bpipe.commands.simulate import SUFFIXES, budgeted
-from bpipe.commands.terminal import Progress, progress_of
+from bpipe.commands.terminal import progress_of
 from bpipe.config.flags import outputs
 from bpipe.config.flags.budgets import MemoryBudget
-from bpipe.config.flags.configurations import LAUNCHED, MEASURED, SEARCHED_FLAGS
+from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MEASURED, SEARCHED_FLAGS
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
@@ -32,17 +29,16 @@ from bpipe.plan.front import find_front
 from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import has_transformer_engine, refused_launch
-from bpipe.plan.search import Outcome, search
+from bpipe.plan.search import search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts, with_free_switches
 from bpipe.predict.cluster import Cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import roomy_bytes
-from bpipe.predict.training import Fp8
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.hosts import IN_NODES
 
-# The exit status where nothing was found; 2 is an error in what was asked.
+# Exit status if nothing was found; 2 is an error of the user's.
 NO_ROWS = 3
 # How a model is cut: the search chooses, but among what is asked for.
 CUT = ("tensor", "pipeline", "micro_batch", "chunks")
@@ -86,7 +82,7 @@ COMMAND = Command(
 
 def run(asked: Options) -> int:
     reading = judged_reading(asked)
-    # What the search chooses is no one's to say; `yours` below is the launch as it stands.
+    # The search chooses these whatever the launch says; `yours` below is the launch as it is.
     every = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
     options = Options(
         **{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}}
@@ -95,7 +91,7 @@ def run(asked: Options) -> int:
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --gbs")
     space = _space(asked, options, _contexts(asked, every, reading), reading)
-    # A search makes millions of small values, hardly any of them in a cycle: looking for those took a fifth of its time.
+    # A search makes millions of small values, hardly any in a cycle: collecting cycles took a fifth of its time.
     gc.set_threshold(200_000, 20, 100)
     if options.front:
         plot = picture_file(options.plot, SUFFIXES)
@@ -106,62 +102,42 @@ def run(asked: Options) -> int:
     drawn = next((flag.name for flag in (outputs.PLOT, outputs.HTML) if getattr(options, flag.field) is not None), None)
     if drawn is not None:
         raise ValueError(f"{drawn} draws a front: give --front, too, or leave it out")
+    # With a budget, or with own memory as host, balanced rows evict only what must leave.
+    evicts_least = options.memory is not None or bool(set(space.hosts) & set(IN_NODES))
     with progress_of("plan") as progress:
-        outcome = _searched(space, options, progress)
+        num_rows = max(options.rows, options.emit_args or 0)
+        outcome = search(space, num_rows, progress, *([_evicting_least(space)] if evicts_least else ()))
         differs_from = reading if reading is None or _is_as_launched(asked, reading) else None
-        beside = None if options.emit_args is not None else plan_notes(outcome, differs_from)
-    if beside is None:
-        print(_flags_of_row(outcome, options.emit_args))
+        notes = None if options.emit_args is not None else plan_notes(outcome, differs_from)
+    if notes is not None:
+        print_plan(outcome, notes, options.format, reading, yours)
+    elif options.emit_args > len(outcome.rows):
+        rows = f"there are {len(outcome.rows)} rows. {verdict(outcome).text}"
+        raise ValueError(f"--emit-args {options.emit_args}: {rows}")
     else:
-        print_plan(outcome, beside, options.format, reading, yours)
+        print(shlex.join(megatron_flags(outcome.rows[options.emit_args - 1].setup)))
     return 0 if outcome.rows else NO_ROWS
 
 
-def _searched(space: Space, options: Options, progress: Progress) -> Outcome:
-    """Search for as many rows as are shown.
-
-    Within a budget, or where own memory hosts, balanced rows send only what must leave.
-    """
-    num_rows = max(options.rows, options.emit_args or 0)
-    if options.memory is None and not set(space.hosts) & set(IN_NODES):
-        return search(space, num_rows, progress)
-    return search(space, num_rows, progress, _sending_what_must(space, space.cluster.limit_bytes))
-
-
-def _flags_of_row(outcome: Outcome, row: int) -> str:
-    """Return Megatron's flags of a row. Raises ValueError for a row that is not there."""
-    if row > len(outcome.rows):
-        raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {verdict(outcome).text}")
-    return shlex.join(megatron_flags(outcome.rows[row - 1].setup))
-
-
 def _is_as_launched(asked: Options, reading: Reading) -> bool:
-    """Return whether the launch says all that the search does not choose: a row's flags are then what to change of
-    it."""
+    """Whether the launch says all that the search does not choose: a row's flags are then a change of the launch."""
     chosen = {
-        *CUT,
-        "recompute",
-        "schedule",
-        "balance",
-        "hosts",
-        "context",
-        "slices",
-        "slice_lengths",
-        "cp_comm_type",
-        "expert",
-        "vocabulary_parallel",
-        "memory",
+        *(*CUT, "recompute", "schedule", "balance", "hosts", "context", "slices", "slice_lengths", "cp_comm_type"),
+        *("expert", "vocabulary_parallel", "memory"),
     }
     others = {name: getattr(asked, name, None) for name in reading.options if name not in chosen}
     return asked.model is None and all(value in (None, False, reading.options[name]) for name, value in others.items())
 
 
 def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading: Reading | None) -> Space:
-    """What to search."""
     model, cluster = model_of(options), _budgeted(cluster_of(options, reading), options.memory)
     if cluster.budget_bytes is None:
         cluster = replace(cluster, budget_bytes=roomy_bytes(cluster, options.kernels))
     profile, traced = measured_of(options)
+    fp8, schedules = fp8_of(options), tuple(asked.schedule)
+    if fp8 is not None and schedules == tuple(SEARCHED):
+        # With FP8, split backwards are refused: schedules that split are tried only on request.
+        schedules = tuple(name for name in SEARCHED if not FAMILIES[name].splits)
     space = Space(
         model=model,
         cluster=cluster,
@@ -169,7 +145,7 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         sequence=model.sequence,
         attention=options.attention,
         recompute=tuple(options.recompute),
-        schedules=_schedules(asked, fp8_of(options)),
+        schedules=schedules,
         balances=tuple(options.balance),
         max_micro_batch=options.max_micro_batch,
         max_chunks=options.max_chunks,
@@ -197,31 +173,23 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
 
 
 def _slices(asked: Options, reading: Reading | None, sequence: int) -> tuple[int, ...]:
-    """What was asked for; else what a launch has is tried beside the usual ones."""
+    """Return the numbers of slices to try: those asked for, or else the usual ones and that of the launch."""
     if asked.slices is not None:
         return tuple(sorted(set(asked.slices)))
     own = 1 if reading is None else reading.options.get("slices", 1)
     return tuple(sorted({*usual_slices(sequence), own}))
 
 
-def _one_of(asked: Sequence[int] | None, possible: Sequence[int], flag: str, what: str) -> tuple[int, ...] | None:
-    """What was asked for. Raises ValueError for a number that does not divide what there is."""
+def _one_of(asked: Sequence[int] | None, possible: Sequence[int], flag: str, whole: str) -> tuple[int, ...] | None:
+    """Return the sizes asked for. Raises ValueError for one that does not divide the whole."""
     for number in asked or ():
         if number not in possible:
-            raise ValueError(f"{flag} {number} does not divide {what}: choose from {', '.join(map(str, possible))}")
+            raise ValueError(f"{flag} {number} does not divide {whole}: choose from {', '.join(map(str, possible))}")
     return None if asked is None else tuple(asked)
 
 
-def _schedules(asked: Options, fp8: Fp8 | None) -> tuple[str, ...]:
-    """In FP8 those that split backwards are looked at only where they are asked for, which is refused with the
-    reason."""
-    if fp8 is None or tuple(asked.schedule) != tuple(SEARCHED):
-        return tuple(asked.schedule)
-    return tuple(name for name in SEARCHED if not FAMILIES[name].splits)
-
-
 def _contexts(asked: Options, every: Options, reading: Reading | None) -> tuple[int, ...]:
-    """What was asked for; else what a launch has is tried beside the usual ones."""
+    """Return the context-parallel sizes to try: those asked for, or else the usual ones and that of the launch."""
     if asked.context is not None:
         return tuple(sorted(set(asked.context)))
     model, cluster = model_of(every), cluster_of(every, reading)
@@ -234,7 +202,6 @@ def _contexts(asked: Options, every: Options, reading: Reading | None) -> tuple[
 
 
 def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
-    """With as much of every device as the budget."""
     if asked is None or asked.budget_bytes is None:
         return cluster
     if len(asked.budget_bytes) > 1:
@@ -242,25 +209,25 @@ def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
     return replace(cluster, budget_bytes=asked.budget_bytes[0])
 
 
-def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Setup]:
-    """Balanced setups send what the budget demands and no more; those that were judged to fit by a hair stay."""
+def _evicting_least(space: Space) -> Callable[[Setup], Setup]:
+    """Return how a balanced setup is planned again, to evict no more than its budget demands."""
 
-    def anew(setup: Setup) -> Setup:
+    def planned(setup: Setup) -> Setup:
+        # One that only just fits may have no such plan, and stays.
         with suppress(ValueError):
-            return within_budget(setup, (budget_bytes,), profile=space.profile)[0]
+            return within_budget(setup, (space.cluster.limit_bytes,), profile=space.profile)[0]
         return setup
 
-    return anew
+    return planned
 
 
 def _yours(asked: Options, reading: Reading) -> Candidate | str:
-    """Return the launch as it stands, or why it cannot be on this cluster."""
+    """Return the prediction of the launch as it is, or why it cannot run on this cluster."""
     if reading.refused is not None:
         return f"{REFUSES}: {reading.refused}"
-    chosen = ("recompute", "schedule", "balance", "vocabulary_parallel", *CUT)
-    options = Options(**{**vars(asked), **dict.fromkeys(chosen)})
-    others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves", "slices", "slice_lengths")
-    options = Options(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
+    # Of the launch's configuration only the budget and its hosts are replaced by the search's.
+    launched = {name: None for name in (flag.field for flag in CONFIGURATION.flags) if name not in ("memory", "hosts")}
+    options = Options(**{**vars(asked), **launched, "no_sequence_parallel": False})
     try:
         every = filled(options, reading, ())
         if every.balance == BALANCES[0]:

@@ -1,9 +1,4 @@
-"""Print what `bpipe plan` found, or write it as JSON.
-
-In: the outcome of a search or a front, the launch it is for. Out: text, the values of its JSON, a page.
-
-Predicts nothing that nobody asks for, and searches only what stands beside the rows.
-"""
+"""Print the outcome of `bpipe plan`, a search or a front, as text, as JSON or as a page."""
 
 from __future__ import annotations
 
@@ -39,6 +34,7 @@ from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
 from bpipe.plan.standings import family_rows, family_values, needs_of_setup, trainer_needs
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_text, remedy_rows
 from bpipe.predict.cluster import gib_text
+from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
 from bpipe.predict.recompute import BLOCK
 
@@ -54,7 +50,7 @@ _OF_REMEDIES = ("", "iteration s", "speed-up", "peak GiB", "state")
 
 
 class PlanNotes(NamedTuple):
-    """Facts shown beside the rows."""
+    """Facts shown with the rows."""
 
     launch: Reading | None
     """The launch from which the rows' flags differ, if one is given."""
@@ -63,71 +59,62 @@ class PlanNotes(NamedTuple):
 
 
 def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
-    # Of shards that were searched the rows say what they gain.
+    # The rows themselves show the gain of shards that were searched.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
-    for number, row in enumerate(outcome.rows, 1):
-        found = burden(row.prediction, outcome.space.profile, others)
-        if found is not None:
-            return PlanNotes(launch, (found, number))
-    return PlanNotes(launch)
+    burdens = (burden(row.prediction, outcome.space.profile, others) for row in outcome.rows)
+    return PlanNotes(launch, next(((worst, number) for number, worst in enumerate(burdens, 1) if worst), None))
 
 
 def print_plan(
-    outcome: Outcome, beside: PlanNotes, form: str, reading: Reading | None, yours: Candidate | str | None
+    outcome: Outcome, notes: PlanNotes, form: str, reading: Reading | None, yours: Candidate | str | None
 ) -> None:
-    """Print what to run, and then the rows, and beside them the launch as it stands, if one was given.
+    """Print what to run, and then the rows.
 
-    `yours`: that launch, or why it cannot be on this cluster.
+    `yours`: the prediction of the given launch as it is, or why it cannot run on this cluster.
     """
     launched = yours if isinstance(yours, Candidate) else None
-    found = answer_of(outcome.stock, outcome.rows, outcome.space, beside.launch, launched)
-    if form == "json":
-        launch = {} if reading is None or yours is None else launch_values(yours, reading)
-        print_json({"answer": answer_document(found), **plan_document(outcome, beside), **launch})
-    else:
-        _tell(found, [*lines(reading), *_plan_parts(outcome, beside, yours)])
+    answer = answer_of(outcome.stock, outcome.rows, outcome.space, notes.launch, launched)
+    if form != "json":
+        _tell(answer, [*lines(reading), *_plan_parts(outcome, notes, yours)])
+        return
+    launch = {}
+    if reading is not None and yours is not None:
+        impossible = {"impossible": yours} if isinstance(yours, str) else {}
+        values = {**document(launched.prediction), "refused": list(launched.refused)} if launched else impossible
+        launch = {"launch": {**launch_document(reading), "as_it_stands": values}}
+    print_json({"answer": answer_document(answer), **plan_document(outcome, notes), **launch})
 
 
-def _tell(found: Answer, parts: Sequence[str | Table]) -> None:
-    """Print the answer: what there is to choose from, and what launches it; behind the rest it stands once more."""
-    choices = found.choices
+def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
+    """Print the answer with the flags that launch it, then `parts`, and the advice once more at the end."""
+    choices = answer.choices
     if choices:
         tell(table(_OF_ANSWER, cells(_OF_ANSWER, choices)))
-    tell(advice(found), *([accuracy(choices[-1])] if choices else ()))
+    tell(advice(answer), *([accuracy(choices[-1])] if choices else ()))
     for row in choices:
         tell(*(f"{row.name}: the trainer refuses this: {reason}" for reason in row.refused[:2]))
         tell(*([Verbatim(f"{row.name}: {row.flags}")] if row.flags else ()))
     tell("", *parts)
-    if found.taken is not None:
-        tell("", advice(found))
+    if answer.taken is not None:
+        tell("", advice(answer))
 
 
-def launch_values(yours: Candidate | str, reading: Reading) -> dict[str, Any]:
-    if isinstance(yours, str):
-        said: dict[str, Any] = {"impossible": yours}
-    else:
-        said = {**document(yours.prediction), "refused": list(yours.refused)}
-    return {"launch": {**launch_document(reading), "as_it_stands": said}}
-
-
-def _unasked(space: Space) -> tuple[str, ...]:
-    """What cuts nothing where it was not asked for, or of a model without such layers."""
-    contexts, layers = ("context",) * (space.contexts == (1,)), ("layers",) * (BLOCK not in space.recompute)
-    asked = () if any((space.tensors, space.pipelines, space.micro_batches, space.chunk_counts)) else ("asked",)
-    return (*contexts, *layers, *asked, *(("mamba", "hybrid") if space.model.hybrid is None else ()))
-
-
-def plan_document(outcome: Outcome, beside: PlanNotes) -> dict[str, Any]:
-    """Return the document that `--format json` promises (docs/planning.md)."""
+def plan_document(outcome: Outcome, notes: PlanNotes) -> dict[str, Any]:
+    """Return the document of `--format json` (docs/planning.md)."""
+    space = outcome.space
+    # Reasons that do not apply to this space.
+    sizes = (space.tensors, space.pipelines, space.micro_batches, space.chunk_counts)
+    hidden = {"context": space.contexts == (1,), "layers": BLOCK not in space.recompute, "asked": not any(sizes)}
+    hidden["mamba"] = space.model.hybrid is None
     return {
         "verdict": verdict(outcome)._asdict(),
         "searched": {
-            "grids": num_grids(outcome.space),
+            "grids": num_grids(space),
             "configurations": outcome.num_configurations,
             "fitting": outcome.num_fitting,
             "only_balanced": outcome.num_only_balanced,
             "simulated": outcome.num_simulated,
-            "cut": {name: outcome.cuts.get(name, 0) for name in CUTS if name not in _unasked(outcome.space)},
+            "cut": {name: outcome.cuts.get(name, 0) for name in CUTS if not hidden.get(name)},
         },
         "rows": [
             {
@@ -135,24 +122,23 @@ def plan_document(outcome: Outcome, beside: PlanNotes) -> dict[str, Any]:
                 "only_balanced": row.unbalanced_bytes is not None,
                 "unbalanced_peak_bytes": row.unbalanced_bytes,
                 "megatron_flags": megatron_flags(row.setup),
-                "launch_difference": beside.launch and difference(row.setup, beside.launch)._asdict(),
+                "launch_difference": notes.launch and difference(row.setup, notes.launch)._asdict(),
             }
             for row in outcome.rows
         ],
         "stock": _stock_values(outcome.stock),
         "families": family_values(outcome),
         "needs": trainer_needs(outcome),
-        "vocabulary": None if beside.hurts is None else burden_document(*beside.hurts),
+        "vocabulary": None if notes.hurts is None else burden_document(*notes.hurts),
     }
 
 
 def _stock_values(stock: Candidate | None) -> dict[str, Any]:
-    """Return stock Megatron's best as JSON values."""
     return {"row": stock and {**document(stock.prediction), "megatron_flags": megatron_flags(stock.setup)}}
 
 
-def _plan_parts(outcome: Outcome, beside: PlanNotes, yours: Candidate | str | None) -> list[str | Table]:
-    """Return the rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
+def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | None) -> list[str | Table]:
+    """Return the rows, what each holds on every rank, the cost of the vocabulary, and the gain of balancing."""
     cluster = outcome.space.cluster
     share = f"{100 * cluster.limit_bytes / cluster.device.memory_bytes:.0f} % of a device"
     limit = f"{gib_text(cluster.limit_bytes)} GiB ({share})"
@@ -175,33 +161,32 @@ def _plan_parts(outcome: Outcome, beside: PlanNotes, yours: Candidate | str | No
             f"Rows from {num_level + 1} on take at least {percent} more time than row 1; rows above are level with it."
         )
     for row in shown:
-        parts += ["", *_details(row, outcome, beside.launch)]
-    if rows and beside.launch is None:
+        parts += ["", *_details(row, outcome, notes.launch)]
+    if rows and notes.launch is None:
         parts += ["", Verbatim(f"all rows: {shlex.join(common_flags(rows[0].setup))}")]
     families = family_rows(outcome)
     if families:
         parts += ["", table(("schedule", "its fastest configuration"), families), *trainer_needs(outcome)]
-    if beside.hurts:
-        remedies = remedy_rows(beside.hurts[0])
-        shown_remedies = cells(_OF_REMEDIES, remedies, Candidate(beside.hurts[0].prediction))
-        parts += ["", burden_text(*beside.hurts), table(_OF_REMEDIES, shown_remedies)]
+    if notes.hurts:
+        remedies = cells(_OF_REMEDIES, remedy_rows(notes.hurts[0]), Candidate(notes.hurts[0].prediction))
+        parts += ["", burden_text(*notes.hurts), table(_OF_REMEDIES, remedies)]
     return [*parts, "", verdict(outcome).text]
 
 
 def _details(row: Candidate, outcome: Outcome, launch: Reading | None) -> list[str]:
-    """Return what every rank of a row holds, what is said of it, and what launches it."""
+    """Return the memory of every rank of a row, remarks, and the flags that launch it."""
     memory = row.prediction.memory
     lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(memory)}"]
     if row.name in map(str, range(1, len(outcome.rows) + 1)):
-        said = remarks(row, pairs_apart(row.prediction, outcome.space.profile))
-        return [*lines, *(f"   {text}" for text in said), Verbatim(f"   {flags_of(row.setup, launch)}")]
+        texts = remarks(row, pairs_apart(row.prediction, outcome.space.profile))
+        return [*lines, *(f"   {text}" for text in texts), Verbatim(f"   {flags_of(row.setup, launch)}")]
     misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
     return [*lines, *(f"   {text}" for text in (*remarks(replace(row, refused=())), fits))]
 
 
 def peaks_text(memory: Sequence[RankMemory]) -> str:
-    """Return the GiB of every rank; of many ranks, how many in a row hold as much."""
+    """Write the GiB of every rank; many ranks as counts of equal neighbours."""
     peaks = [gib_text(rank.peak_bytes) for rank in memory]
     if len(peaks) <= _ALL_SHOWN:
         return " ".join(peaks)
@@ -210,7 +195,7 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
 
 
 def print_front(front: Front, space: Space, options: Options, plot: Path | None) -> None:
-    """Draw and print. Raises ValueError for a row that is not there, or where there is nothing to draw."""
+    """Draw and print. Raises ValueError for a row that does not exist, or without matplotlib."""
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
     if plot is not None:
         plot.write_bytes(_drawn(front, title, plot.suffix))
@@ -218,25 +203,24 @@ def print_front(front: Front, space: Space, options: Options, plot: Path | None)
         # A page has the title as its head.
         svg = _drawn(front, "", ".svg").decode()
         Path(options.html).write_text(_page(front, title, svg), encoding="utf-8")
-    row: int | None = options.emit_args
-    if row is not None:
-        if row > len(front.points):
-            raise ValueError(f"--emit-args {row}: there are {len(front.points)} rows")
-        print(shlex.join(megatron_flags(front.points[row - 1].setup)))
+    if options.emit_args is not None:
+        if options.emit_args > len(front.points):
+            raise ValueError(f"--emit-args {options.emit_args}: there are {len(front.points)} rows")
+        print(shlex.join(megatron_flags(front.points[options.emit_args - 1].setup)))
         return
     winner = front.winner
-    found = answer_of(front.stock, [] if winner is None else [front.points[winner]], space)
-    if found.row is not None and winner is not None:
-        found = replace(found, row=winner + 1)
+    answer = answer_of(front.stock, [] if winner is None else [front.points[winner]], space)
+    if answer.row is not None and winner is not None:
+        answer = replace(answer, row=winner + 1)
     if options.format == "json":
-        values = {"answer": answer_document(found), "front": front_document(front), "stock": _stock_values(front.stock)}
-        print_json(values)
+        stock = _stock_values(front.stock)
+        print_json({"answer": answer_document(answer), "front": front_document(front), "stock": stock})
         return
     parts: list[str | Table] = [_front_head(front)]
     if front.points:
         titles, rows = _front_cells(front)
         parts += [*calibration_lines(space.cluster), table(titles, rows), *_front_remarks(front)]
-    _tell(found, parts)
+    _tell(answer, parts)
 
 
 def _front_head(front: Front) -> str:
@@ -252,8 +236,7 @@ def _needs(front: Front) -> list[str]:
 
 
 def _front_cells(front: Front) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Return the titles and a row for each point: `*` marks what wins, `-` what does not fit; numbers of what it needs
-    of the trainer."""
+    """Return the titles and a row for each point: `*` marks the winner, `-` what does not fit; numbers name needs."""
     every, rows = _needs(front), []
     for place, (row, values) in enumerate(zip(front.points, cells(_OF_POINTS, front.points), strict=True)):
         mark = "*" if place == front.winner else "" if row.peak_bytes <= front.limit_bytes else "-"
@@ -263,7 +246,6 @@ def _front_cells(front: Front) -> tuple[tuple[str, ...], list[list[str]]]:
 
 
 def _front_remarks(front: Front) -> list[str]:
-    """Return the lines below the table."""
     needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
     searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
     return [*needs, standing(front), *([searched] if front.not_searched else [])]
@@ -276,13 +258,12 @@ def _drawn(front: Front, title: str, suffix: str) -> bytes:
         raise ValueError(
             "--plot and --html need matplotlib, which is not installed: pip install matplotlib, or leave them out"
         ) from None
-    points = [FrontPoint(row.peak_bytes, row.iteration_s, _group(row)) for row in front.points]
+    points = [FrontPoint(row.peak_bytes, row.iteration_s, _label(row.setup)) for row in front.points]
     figure = front_chart(points, front.limit_bytes, front.winner, title)
     return to_png(figure) if suffix == ".png" else to_svg(figure).encode()
 
 
-def _group(row: Candidate) -> str:
-    setup = row.setup
+def _label(setup: Setup) -> str:
     shards = f", vocabulary {setup.vocabulary.value}" if setup.is_sharded else ""
     return f"{setup.schedule}{shards}{', balanced' if setup.balance is not None else ''}"
 
@@ -295,7 +276,7 @@ tr.large { color: #666; } code { font-size: .85em; overflow-wrap: anywhere; } sv
 
 
 def _page(front: Front, title: str, svg: str) -> str:
-    """Return one self-contained HTML file: the picture, a row for each point with its flags, and the words below."""
+    """Return one self-contained HTML file: the picture, a row for each point with its flags, and remarks."""
     titles, every = _front_cells(front) if front.points else ((), [])
     rows = []
     for place, (row, values) in enumerate(zip(front.points, every, strict=True)):

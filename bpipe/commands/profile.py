@@ -1,9 +1,7 @@
-"""`bpipe profile`: time one stage of a model on this machine's device.
+"""`bpipe profile`: time one stage of a model on this machine's device, for `--profile` of other commands.
 
-In: flags. Out: JSON that other commands read.
-
-A stage is Megatron's own model, timed by `megatron.scheduling.record.profile` in a process of its own, which gets
-Megatron's flags; `--profile` reads it. Imports neither torch nor Megatron.
+A stage is Megatron's own model, timed by `megatron.scheduling.record.profile` in a process of its own. This one imports
+neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -74,24 +72,9 @@ def run(options: Options) -> None:
 
 def flags(options: Options) -> list[str]:
     """Return Megatron's flags for one replica and what to time of it."""
-    setup = _of_one_rank(options)
-    chosen = [
-        "--profile-layers",
-        options.timed_layers,
-        "--profile-repeats",
-        options.repeats,
-        "--profile-micro-batches",
-        *options.micro_batch,
-    ]
-    if options.output is not None:
-        chosen += ["--profile-output", options.output]
-    return [*megatron_flags(setup), *map(str, chosen)]
-
-
-def _of_one_rank(options: Options) -> Setup:
-    """One pipeline stage with all layers; nothing of the device goes into what is measured."""
     model = model_of(options)
-    return Setup(
+    # One pipeline stage with all layers; nothing of the device goes into what is measured.
+    setup = Setup(
         model=model,
         cluster=Cluster(next(iter(DEVICES.values())), 1, options.tensor),
         tensor=options.tensor,
@@ -105,3 +88,7 @@ def _of_one_rank(options: Options) -> Setup:
         precision=options.precision,
         sequence_parallel=not options.no_sequence_parallel,
     )
+    chosen = ["--profile-layers", options.timed_layers, "--profile-repeats", options.repeats]
+    chosen += ["--profile-micro-batches", *options.micro_batch]
+    chosen += [] if options.output is None else ["--profile-output", options.output]
+    return [*megatron_flags(setup), *map(str, chosen)]

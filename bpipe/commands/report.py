@@ -1,7 +1,4 @@
-"""`bpipe report`: a recorded run beside its prediction.
-
-In: its folder. Out: a table or JSON; on request a page and a trace.
-"""
+"""`bpipe report`: a recorded run and its prediction, on request with a page and a trace."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def run(options: Options) -> None:
 
 
 def _shortage(options: Options, held: Held) -> None:
-    """Of a run that ended before it recorded an iteration: what was held, and what would have fitted."""
+    """Print what a run held that ended before it recorded an iteration, and what would have fitted."""
     from bpipe.record.report.output.shortage_text import document, text
 
     for flag in ("html", "trace", "iteration"):

@@ -1,10 +1,4 @@
-"""`bpipe schedule`: a schedule made or read, balanced and checked.
-
-In: flags, a schedule file. Out: text in a format, or a picture.
-
-Knows no schedule and no format itself: `program` builds, `ir` writes, `draw` draws. Imports nothing heavy, and what
-draws only to draw.
-"""
+"""`bpipe schedule`: generate or read a schedule, balance and check it, and write or draw it."""
 
 from __future__ import annotations
 
@@ -21,7 +15,7 @@ from bpipe.commands.terminal import has_colours, is_terminal
 from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import FORMATS
-from bpipe.config.flags.values import AUTO
+from bpipe.config.flags.values import AUTO, unit_costs
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.families.families import (
@@ -31,7 +25,6 @@ from bpipe.schedule.families.families import (
     families_for_bounds,
     families_with_early_forwarding,
 )
-from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.files.document import write_json
 from bpipe.schedule.files.grid import write_grid
@@ -40,27 +33,22 @@ from bpipe.schedule.files.read import read_file, source_of
 from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.host_buffers import num_host_memory_buffers
 from bpipe.schedule.hosts import uses_host_memory
-from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.align import align
 from bpipe.schedule.lowering.confirmed_sends import lower_as_run
 from bpipe.schedule.memory import num_transfers, peak_counts, plain, with_after_input
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 
-# A forward and a backward, or a forward and the halves of a backward; None where nothing was said.
-TimeOptions = tuple[Fraction, ...] | None
-# What `--costs` and `--hop` say.
-Times = tuple[TimeOptions, Fraction | None]
+# Values of `--costs` and `--hop`.
+Times = tuple[tuple[Fraction, ...] | None, Fraction | None]
 
-# What makes a schedule, and has no meaning for one that is read.
+# Flags of a schedule that is generated; without meaning for one that is read.
 _MADE = (
     replace(schedules.SCHEDULE, help="family of schedules"),
     schedules.PIPELINE,
     schedules.MICROBATCHES,
     schedules.CHUNKS,
-    schedules.GROUP,
-    schedules.DELAY,
-    schedules.SLICES,
+    *schedules.ORDER,
     schedules.VOCABULARY,
     schedules.VOCABULARY_INPUT,
     schedules.HOP,
@@ -115,7 +103,7 @@ _COLOURS = {
 
 
 def run(options: Options) -> None:
-    """Make or read it, then write it. Without a word of which, list the families."""
+    """Generate or read a schedule and write it. Without flags that name one, list the families."""
     if options.input is None and all(getattr(options, flag.field) is None for flag in _NEEDED):
         width = max(map(len, SUMMARIES))
         for name, summary in SUMMARIES.items():
@@ -123,11 +111,16 @@ def run(options: Options) -> None:
         return
     output = None if options.output is None else Path(options.output)
     form = options.format or _format_of(output)
-    _refuse_unused(options, form)
+    if options.exchange is not None and not options.messages:
+        raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
+    if options.messages and (form != "grid" or options.format is not None):
+        raise ValueError(f"--messages is written as text: a {form} has no room for messages, leave one of them out")
+    unused = next((flag.name for flag in _BALANCED if getattr(options, flag.field)), None)
+    if options.balance == BALANCES[0] and unused:
+        raise ValueError(f"{unused} says how to balance: give --balance bpipe, too, or leave it out")
     schedule = _generated(options) if options.input is None else _imported(options)
     if options.messages:
-        exchange = Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)
-        content = _listed(schedule, exchange).encode()
+        content = _listed(schedule, options.exchange).encode()
     else:
         content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
     if output is not None:
@@ -137,19 +130,8 @@ def run(options: Options) -> None:
     sys.stdout.buffer.flush()
 
 
-def _refuse_unused(options: Options, form: str) -> None:
-    """Raises ValueError for a flag that says how to do what is not asked for."""
-    if options.exchange is not None and not options.messages:
-        raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
-    if options.messages and (form != "grid" or options.format is not None):
-        raise ValueError(f"--messages is written as text: a {form} has no room for messages, leave one of them out")
-    said = next((flag.name for flag in _BALANCED if getattr(options, flag.field)), None)
-    if options.balance == BALANCES[0] and said:
-        raise ValueError(f"{said} says how to balance: give --balance bpipe, too, or leave it out")
-
-
 def _format_of(output: Path | None) -> str:
-    """What a file of this name is to hold."""
+    """Return the format that a file's suffix names."""
     suffix = "" if output is None else output.suffix.removeprefix(".").lower()
     if suffix in ("", "txt"):
         return "grid"
@@ -167,20 +149,20 @@ def _generated(options: Options) -> Schedule:
     if options.align:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
     if options.early:
-        options.schedule = _early(options.schedule)
+        early = FAMILIES[options.schedule].early
+        if early is None:
+            others = f"leave it out, or choose from {families_with_early_forwarding()}"
+            raise ValueError(f"--early: {options.schedule} has no early forwarding: {others}")
+        options.schedule = early
+    if options.group_size == AUTO:
+        _check_chosen_group(options)
     config = ScheduleConfig(
         options.schedule,
         options.pipeline,
         options.microbatches,
         num_chunks=options.chunks or FAMILIES[options.schedule].min_chunks,
         balance=named_balance(options.balance, options.bound, options.partners, options.buffers_stay, options.hosts),
-        group_size=_group_of(options),
-        vocabulary=Vocabulary(options.vocabulary_parallel or Vocabulary.WHOLE),
-        input_shards=options.input_shards,
-        costs=_unit_costs(options.costs, options.hop),
-        delay=options.delay or 0,
-        after_input=Fraction(1) if options.kept is None else options.kept,
-        slices=options.slices or 1,
+        **schedules.schedule_fields(vars(options)),
     )
     if options.buffers_stay and config.limit is None:
         raise ValueError(
@@ -189,21 +171,8 @@ def _generated(options: Options) -> Schedule:
     return build(config)
 
 
-def _early(name: str) -> str:
-    """The family that is this one with early forwarding."""
-    found = FAMILIES[name].early
-    if found is None:
-        raise ValueError(
-            f"--early: {name} has no early forwarding: leave it out, or choose from {families_with_early_forwarding()}"
-        )
-    return found
-
-
-def _group_of(options: Options) -> int | None:
-    """None where it is chosen, or the schedule's usual one."""
-    if options.group != AUTO:
-        size: int | None = options.group
-        return size
+def _check_chosen_group(options: Options) -> None:
+    """Raises ValueError for `--group auto` without a bound to choose it for."""
     if FAMILIES[options.schedule].within is None:
         raise ValueError(
             f"--group auto: {options.schedule} makes no orders for a bound: give a number, or choose "
@@ -213,7 +182,6 @@ def _group_of(options: Options) -> int | None:
         raise ValueError("--group auto is chosen for a bound: give --balance bpipe and --bound N, one for all ranks")
     if options.partners is not None:
         raise ValueError("--group auto is made for opposite ranks as partners: leave --partners out, or give a group")
-    return None
 
 
 def _imported(options: Options) -> Schedule:
@@ -251,15 +219,14 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
     ).encode()
 
 
-def _listed(schedule: Schedule, exchange: Exchange) -> str:
-    """What every rank does. The exchange may be one that nobody runs the schedule with: where that blocks, it is
-    said beside it."""
+def _listed(schedule: Schedule, exchange_name: str | None) -> str:
+    """Write what every rank does. An exchange that blocks, because no loop runs the schedule with it, is named."""
+    exchange = Exchange(exchange_name) if exchange_name else exchange_of(schedule.name)
     programs = lower_as_run(schedule, exchange)
-    for one in blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS, exchange):
-        place = (
-            f"rank {one.rank}, slot {one.slot}: waits for ever for {one.message}, the other end is on rank {one.peer}"
-        )
-        print(f"bpipe: with --exchange {exchange.value} {place}", file=sys.stderr)
+    for blocked in blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS, exchange):
+        waits = f"waits for ever for {blocked.message}, the other end is on rank {blocked.peer}"
+        place = f"rank {blocked.rank}, slot {blocked.slot}"
+        print(f"bpipe: with --exchange {exchange.value} {place}: {waits}", file=sys.stderr)
     return write_listing(programs, exchange)
 
 
@@ -268,42 +235,38 @@ def _paint(text: str, action: Action | None) -> str:
 
 
 def _remarks(schedule: Schedule, given: Times) -> str:
-    """What the grid shows, in numbers; how long it takes where its slots do not say that."""
-    evictions = ",".join(str(num_transfers(schedule, rank).evictions) for rank in range(schedule.num_ranks))
-    remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
+    """Write the numbers of the grid, with times if its slots do not show them."""
+    ranks = range(schedule.num_ranks)
+    numbers = {
+        "peak": ",".join(str(plain(peak)) for peak in peak_counts(schedule)),
+        "evictions": ",".join(str(num_transfers(schedule, rank).evictions) for rank in ranks),
+    }
     if uses_host_memory(schedule.hosts):
-        remark += f" own_memory={','.join(str(num_host_memory_buffers(schedule, rank)) for rank in range(schedule.num_ranks))}"
-    found = _times_of(schedule, *given) if any(given) or schedule.split_stages else None
-    return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")
+        numbers["own_memory"] = ",".join(str(num_host_memory_buffers(schedule, rank)) for rank in ranks)
+    times = _times_of(schedule, *given) if any(given) or schedule.split_stages else None
+    numbers |= {name: str(times[name]) for name in ("makespan", "bubble_percent")} if times else {}
+    return f"# {' '.join(f'{name}={number}' for name, number in numbers.items())}\n"
 
 
-def _unit_costs(given: TimeOptions, hop: Fraction | None = None) -> UnitCosts:
-    if given is None:
-        return replace(ALIKE, hop=hop or 0)
-    forward, *backward = given
-    halves = backward if len(backward) == 2 else [backward[0] / 2] * 2
-    return UnitCosts(forward, halves[0], halves[1], hop or 0)
-
-
-def _times_of(schedule: Schedule, given: TimeOptions, hop: Fraction | None = None) -> dict[str, object] | None:
+def _times_of(schedule: Schedule, costs: tuple[Fraction, ...] | None, hop: Fraction | None) -> dict[str, object] | None:
     """Return `costs`, `hop` if nonzero, `makespan` and `bubble_percent`; None with vocabulary shards, which have no
     costs.
 
     Raises ValueError for costs that do not fit what the schedule computes.
     """
     halved = bool(schedule.split_stages)
-    if given is not None and halved and len(given) == 2:
+    if costs is not None and halved and len(costs) == 2:
         raise ValueError("--costs: its backwards are computed in halves, I and W: give three costs, F,I,W")
     if schedule.layout.shard_kinds:
-        if given is not None:
+        if costs is not None:
             raise ValueError("--costs: shards of the vocabulary take part in it, and have no cost here: leave it out")
         return None
-    unit = _unit_costs(given, hop)
-    found = iteration_time(schedule, unit)
+    unit = replace(unit_costs(costs), hop=hop or 0)
+    times = iteration_time(schedule, unit)
     halves = (unit.backward_input, unit.backward_weight)
     return {
-        "costs": [plain(one) for one in (unit.forward, *(halves if halved else (sum(halves),)))],
+        "costs": [plain(cost) for cost in (unit.forward, *(halves if halved else (sum(halves),)))],
         **({"hop": plain(Fraction(unit.hop))} if unit.hop else {}),
-        "makespan": plain(found.makespan),
-        "bubble_percent": plain(round(found.bubble_percent, 3)),
+        "makespan": plain(times.makespan),
+        "bubble_percent": plain(round(times.bubble_percent, 3)),
     }

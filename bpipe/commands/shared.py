@@ -1,7 +1,4 @@
-"""What several commands share: groups of flags, and what these mean.
-
-In: options. Out: Cluster, text. Computes nothing.
-"""
+"""Groups of flags that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MODEL, TRAINING
-from bpipe.config.flags.experts import EXPERTS
+from bpipe.config.flags.configurations import CONFIGURATION, EXPERTS, LAUNCHED, MODEL, TRAINING
 from bpipe.config.flags.flag import Group, Options
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan.calibrate import read_calibration
@@ -22,17 +18,17 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile, read_profile
 from bpipe.predict.training import Traced
 
-# What a launch may say: its defaults are filled in once it was read.
+# Flags that a launch may give: their defaults are filled in after it has been read.
 TRAINED = tuple(
-    group._replace(flags=tuple(flag.where_a_launch_may_say_it() for flag in group.flags))
+    group._replace(flags=tuple(replace(flag, default=None) for flag in group.flags))
     for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
 )
-# Of one configuration, by flags or from a launch.
+# One configuration, by flags or from a launch.
 CONFIGURED: tuple[Group, ...] = (*TRAINED, LAUNCHED)
 
 
 def cluster_of(options: Options, reading: Reading | None = None) -> Cluster:
-    """Return the cluster; what its text does not say of nodes and their devices, the launch says."""
+    """Return the cluster. If its text gives no numbers of nodes and devices, they are the launch's."""
     cluster = cluster_named(options.cluster, None if reading is None else reading.devices)
     if options.calibration is None:
         return cluster
@@ -44,7 +40,7 @@ def cluster_of(options: Options, reading: Reading | None = None) -> Cluster:
 
 
 def measured_of(options: Options) -> tuple[Profile | None, Traced | None]:
-    """Return what --profile says: seconds, or the sizes of a trace."""
+    """Return the profile of --profile if it has seconds, or the sizes of a trace."""
     profile = None if options.profile is None else read_profile(options.profile)
     return (profile, None) if profile is None or profile.traced is None else (None, profile.traced)
 

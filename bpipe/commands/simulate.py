@@ -1,7 +1,4 @@
-"""`bpipe simulate`: one configuration's time, bubble and memory.
-
-In: flags. Out: a table or JSON; on request a trace, a picture and a page.
-"""
+"""`bpipe simulate`: one configuration's time, bubble and memory, on request with a trace, a picture or a page."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.parser import Parser
+from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget import within_budget
@@ -35,6 +33,7 @@ from bpipe.predict.memory import RankMemory
 from bpipe.predict.profile import Profile
 from bpipe.predict.slice_lengths import lengths_of
 from bpipe.predict.slices import slice_bounds
+from bpipe.schedule.families.family import TAKEN
 from bpipe.simulate.report import Simulation
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ COMMAND = Command(
 
 
 class _Answer(NamedTuple):
-    """A prediction, and what is said beside it."""
+    """A prediction, and what is shown with it."""
 
     row: Candidate
     reading: Reading | None
@@ -144,14 +143,13 @@ def _compare(options: Options) -> None:
     settings = [("settings", *(given or "as it stands" for given in options.compare))]
     tell(table(("", *_SIDES), [*settings, *((title, *pair) for title, pair in zip(_COMPARED, columns, strict=True))]))
     for name, answer in zip(_SIDES, answers, strict=True):
-        said = [answer.apart] if answer.apart else []
-        tell(*(f"{name}: {text}" for text in (*said, *refusals(answer.row))))
+        notes = [answer.apart] if answer.apart else []
+        tell(*(f"{name}: {text}" for text in (*notes, *refusals(answer.row))))
     tell(_verdict(sides))
 
 
 def _laid_over(options: Options, settings: str) -> Options:
-    """Return the options with settings in their place; a launch among these is in place of the other. The name of a
-    file alone is that launch."""
+    """Return the options replaced by settings, a launch by another launch. One word that is no flag names a launch."""
     words = shlex.split(settings)
     if len(words) == 1 and not words[0].startswith("-"):
         words = ["--launch", *words]
@@ -168,7 +166,6 @@ def _laid_over(options: Options, settings: str) -> Options:
 
 
 def _verdict(sides: Sequence[Candidate]) -> str:
-    """Say which of the two is faster, of those that can run."""
     unable = [name for name, side in zip(_SIDES, sides, strict=True) if not side.can_run]
     first, second = (side.iteration_s for side in sides)
     percent = 100 * (second / first - 1)
@@ -186,36 +183,48 @@ def _answer(options: Options) -> _Answer:
     setup, plan = budgeted(options, setup, profile)
     plot = picture_file(options.plot, SUFFIXES)
     is_drawn = any(file is not None for file in (options.trace, options.plot, options.html))
-    # As plan times its rows, so that one configuration has one time; a picture shows every action, and times are its.
+    # Timed as in plan, so that a configuration has one time; a picture needs the simulation of every action.
     simulation = simulation_of(setup, profile) if is_drawn else None
     prediction = predict(setup, profile, simulation, options.flops_formula)
     if simulation is not None:
-        _draw(simulation, setup, options.trace, plot)
-        if options.html is not None:
-            from bpipe.commands.simulate_page import page
-
-            Path(options.html).write_bytes(page(prediction, simulation))
-    judged = Candidate(prediction, refused=refused_launch(setup, reading))
-    return _Answer(judged, reading, plan, pairs_apart(prediction, profile))
+        _draw(simulation, prediction, options, plot)
+    row = Candidate(prediction, refused=refused_launch(setup, reading))
+    return _Answer(row, reading, plan, pairs_apart(prediction, profile))
 
 
 def _answer_document(answer: _Answer) -> dict[str, Any]:
-    found = {**document(answer.row.prediction), "pairs_apart": answer.apart, "refused": list(answer.row.refused)}
-    if answer.plan is not None:
-        found["plan"] = fit.plan_values(answer.plan)
-    if answer.reading is not None:
-        found["launch"] = launch_document(answer.reading)
-    return found
+    return {
+        **document(answer.row.prediction),
+        "pairs_apart": answer.apart,
+        "refused": list(answer.row.refused),
+        **({} if answer.plan is None else {"plan": fit.plan_values(answer.plan)}),
+        **({} if answer.reading is None else {"launch": launch_document(answer.reading)}),
+    }
 
 
-def _draw(simulation: Simulation, setup: Setup, trace: str | None, plot: Path | None) -> None:
-    """Write the trace and the picture that are asked for."""
-    if trace is not None:
+def _draw(simulation: Simulation, prediction: SetupPrediction, options: Options, plot: Path | None) -> None:
+    """Write the trace, the picture and the page that are asked for."""
+    if options.trace is not None:
         from bpipe.simulate.trace import write_trace
 
-        Path(trace).write_text(write_trace(simulation))
+        Path(options.trace).write_text(write_trace(simulation))
     if plot is not None:
-        plot.write_bytes(_picture(simulation, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
+        from bpipe.draw.timeline import lay_out_simulation
+
+        setup = prediction.setup
+        picture = lay_out_simulation(simulation, f"{setup.model.name}: {describe(setup)}")
+        if plot.suffix == ".svg":
+            from bpipe.draw.svg import render_svg
+
+            plot.write_bytes(render_svg(picture).encode())
+        else:
+            from bpipe.draw.png import render_png
+
+            plot.write_bytes(render_png(picture))
+    if options.html is not None:
+        from bpipe.commands.simulate_page import page
+
+        Path(options.html).write_bytes(page(prediction, simulation))
 
 
 def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
@@ -235,48 +244,28 @@ def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> 
         raise ValueError(f"--memory: {error}") from None
 
 
-def _picture(simulation: Simulation, suffix: str, name: str) -> bytes:
-    from bpipe.draw.timeline import lay_out_simulation
-
-    picture = lay_out_simulation(simulation, name)
-    if suffix == ".svg":
-        from bpipe.draw.svg import render_svg
-
-        return render_svg(picture).encode()
-    from bpipe.draw.png import render_png
-
-    return render_png(picture)
-
-
-def _context(setup: Setup) -> str:
-    return f"context {setup.context} by {setup.cp_comm_type}, " if setup.context > 1 else ""
-
-
-def _lengths(setup: Setup) -> str:
-    lengths = lengths_of(slice_bounds(setup))
-    return str(lengths[0]) if len(set(lengths)) == 1 else ",".join(map(str, lengths))
-
-
-def _chosen(setup: Setup) -> str:
-    """What only some schedules take, where it is another than usual."""
-    texts = (
-        (setup.group_size is not None, f"group {setup.group_size}"),
-        (setup.delay > 0, f"delay {setup.delay}"),
-        (setup.splits and not setup.keeps_halves, "W at once"),
-        (setup.slices > 1, f"{setup.slices} slices of {_lengths(setup)} tokens"),
-    )
-    return "".join(f" ({text})" for said, text in texts if said)
+def _options(setup: Setup) -> str:
+    """Write the options that only some schedules take, if they differ from the defaults."""
+    values = {flag: getattr(setup, flag.field) for flag in ORDER if flag.field != "slices"}
+    texts = [f"{flag.name[2:]} {value}" for flag, value in values.items() if value != TAKEN[flag.field].default]
+    texts += ["W at once"] if setup.splits and not setup.keeps_halves else []
+    if setup.slices > 1:
+        lengths = lengths_of(slice_bounds(setup))
+        tokens = str(lengths[0]) if len(set(lengths)) == 1 else ",".join(map(str, lengths))
+        texts.append(f"{setup.slices} slices of {tokens} tokens")
+    return "".join(f" ({text})" for text in texts)
 
 
 def _text(row: Candidate, apart: str | None) -> list[str | Table]:
-    """Return what is predicted: totals, GiB of one device of each rank, and what is said of it."""
+    """Return totals, the GiB of one device of each rank, and remarks."""
     setup, prediction = row.setup, row.prediction
+    context = f"context {setup.context} by {setup.cp_comm_type}, " if setup.context > 1 else ""
     bounds = None if setup.balance is None else setup.balance.bounds
     head = (
-        f"{setup.model.name}: tensor {setup.tensor}, {_context(setup)}pipeline {setup.pipeline}, data {setup.data}, "
+        f"{setup.model.name}: tensor {setup.tensor}, {context}pipeline {setup.pipeline}, data {setup.data}, "
         f"micro-batch {setup.micro_batch}, {'' if setup.fp8 is None else f'FP8 {setup.fp8.recipe}, '}"
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
-        f"{setup.schedule}{_chosen(setup)}, balance {name_of(setup.balance)}{HOSTS[setup.hosts]}"
+        f"{setup.schedule}{_options(setup)}, balance {name_of(setup.balance)}{HOSTS[setup.hosts]}"
         f"{'' if bounds is None else ' to ' + ','.join(map(str, bounds))}"
     )
     flops = f"MFU of {prediction.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s"
@@ -299,7 +288,6 @@ def _text(row: Candidate, apart: str | None) -> list[str | Table]:
 
 
 def _rank_cells(prediction: SetupPrediction, rank: RankMemory) -> list[str]:
-    """Write what one rank holds, in the order of the titles."""
     layers = sum(prediction.setup.layers[stage] for stage in prediction.setup.stages_of(rank.rank))
     names = ("weights", "gradients", "optimizer", "activations", "hosted", "working", "fragmentation", "overhead")
     sizes = (gib_text(getattr(rank, f"{name}_bytes")) for name in (*names, "peak"))

@@ -1,9 +1,6 @@
-"""Write the page of a run that has not been: the report's own, with one side.
+"""Write a prediction as a page like that of `bpipe report`, without a measured side.
 
-In: a prediction and its simulation. Out: the bytes of one HTML file.
-
-Every rank's bar and curve stand on what it holds all the time, weights, gradients and optimizer state, under the limit
-of its device. Computes nothing that the prediction does not say.
+Every rank's bar and curve start from what it holds all the time: weights, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from bpipe.simulate.report import Simulation
 
 
 def page(prediction: SetupPrediction, simulation: Simulation) -> bytes:
-    """Return the page."""
     return render(page_view(prediction, simulation)).encode("utf-8", "backslashreplace")
 
 

@@ -1,7 +1,7 @@
-"""Print for a person: text, tables, and how far something that takes long has come.
+"""Print text, tables and progress for a person.
 
-On a terminal with its width and colours, as far as NO_COLOR and TERM allow; elsewhere in 120 columns without. Rich is
-imported where something is printed, so that modules of commands load without it.
+A terminal gets its own width, and colours unless NO_COLOR or TERM forbid them; anything else gets 120 columns without
+colours. Rich is imported only to print, so that modules of commands load without it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Columns where nobody looks at a terminal.
+# Columns if output is not a terminal.
 WIDTH = 120
-# What a cell of a right-aligned column looks like.
+# Cells of right-aligned columns.
 _NUMBER = re.compile(r"(-|[-+]?\d[\d.,]*( to \d[\d.,]*)?( ?[x%])?)?")
-# Texts up to this length are not broken, either, and longer ones get as much room.
+# Texts up to this length are not broken either; longer ones get at least this width.
 _SHORT = 24
-# Between two looks at how far it is, of which a search takes millions.
+# Seconds between updates of the progress, which a search reports millions of times.
 _EVERY_S = 0.1
 
 Progress = Callable[[str, int, int], None]
 
 
 def is_terminal() -> bool:
-    """Return whether standard output is a terminal."""
+    """Whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 
 def has_colours(stream: TextIO | None = None) -> bool:
-    """Return whether standard output, or that stream, is a terminal that shows colours, and nothing forbids them."""
+    """Whether the stream, by default standard output, is a terminal with colours that nothing forbids."""
     is_allowed = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     return is_allowed and (stream or sys.stdout).isatty()
 
@@ -60,19 +60,18 @@ def _console(stream: TextIO) -> Console:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], styles: Sequence[str] = ()) -> Table:
-    """Return a table of cells, without columns that are empty. Columns of numbers are right-aligned and never broken,
-    long texts go on in the next line."""
+    """Return a table without its empty columns. Columns of numbers are right-aligned and never broken; long texts wrap."""
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     columns = [(title, cells) for title, *cells in zip(titles, *rows, strict=True) if any(cells)]
     for title, cells in columns:
         are_numbers, width = all(map(_NUMBER.fullmatch, cells)), max(map(len, cells))
         least = width if are_numbers else min(width, _SHORT)
-        made.add_column(title, justify="right" if are_numbers else "left", min_width=max(least, len(title)))
+        shown.add_column(title, justify="right" if are_numbers else "left", min_width=max(least, len(title)))
     for row, style in zip_longest(zip(*(cells for _, cells in columns), strict=True), styles):
-        made.add_row(*row, style=style)
-    return made
+        shown.add_row(*row, style=style)
+    return shown
 
 
 class Verbatim(str):
@@ -80,7 +79,7 @@ class Verbatim(str):
 
 
 def tell(*parts: str | Table) -> None:
-    """Print tables and lines of text. Long lines go on in the next, as far indented as they begin."""
+    """Print tables and lines of text. Long lines wrap, indented as they begin."""
     console = _console(sys.stdout)
     with console.capture() as capture:
         for part in parts:
@@ -93,24 +92,17 @@ def tell(*parts: str | Table) -> None:
                 )
                 console.print("\n".join(lines), soft_wrap=True)
             else:
-                _print_whole(part, console)
+                # As wide as its numbers demand, even on a narrower terminal.
+                width, unlimited = console.width, console.options.update(max_width=10_000)
+                console.width = max(width, console.measure(part, options=unlimited).minimum)
+                console.print(part, crop=False)
+                console.width = width
     print("\n".join(line.rstrip() for line in capture.get().split("\n")), end="")
-
-
-def _print_whole(part: Table, console: Console) -> None:
-    """Print a table as wide as its numbers demand, even on a terminal that is narrower."""
-    width, unlimited = console.width, console.options.update(max_width=10_000)
-    console.width = max(width, console.measure(part, options=unlimited).minimum)
-    console.print(part, crop=False)
-    console.width = width
 
 
 @contextmanager
 def progress_of(what: str) -> Iterator[Progress]:
-    """Show on stderr, if that is a terminal, for how long it has taken, and how far it is where the block says so.
-
-    The line is gone once it is over.
-    """
+    """Show elapsed time and progress on stderr, if that is a terminal, until the block ends."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return

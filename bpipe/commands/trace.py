@@ -1,8 +1,7 @@
 """`bpipe trace`: what every stage of a launch holds, by Megatron's own model at true size, without a GPU or its memory.
 
-In: flags, or a launch. Out: a table or JSON, and a profile that `simulate` and `plan` read. The model is built by
-`megatron.scheduling.trace.stages` in a process of its own, which gets the launch's flags. Imports neither torch nor
-Megatron.
+In: flags, or a launch. Out: a table or JSON, and a profile that `simulate` and `plan` read. A process of its own builds
+the model (`megatron.scheduling.trace.stages`); this one imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -35,12 +34,7 @@ from bpipe.predict.training import beyond_traces
 PROGRAM = "megatron.scheduling.trace.stages"
 OF_TORCH = "bpipe.torch.trace"
 MIB = 2**20
-# What simulate and plan read of a stage's entry.
-_OF_PROFILE = ("micro_batch", "saved_bytes", "parameters")
-# Facts that the setup has, and the program does not say.
-_OF_SETUP = ("recompute", "sequence_parallel", "layers")
-
-# Nothing of the devices goes into what is held.
+# What is held does not depend on the devices.
 _OF_DEVICES = ("cluster", "calibration", "memory")
 
 COMMAND = Command(
@@ -93,11 +87,15 @@ COMMAND = Command(
 
 
 class TracedLaunch(NamedTuple):
-    """Launch to trace. `setup`: what the formulas make of it; None where they do not know it, and `unknown` says why."""
+    """Launch to trace."""
 
     flags: Sequence[str]
+
     setup: Setup | None
+    """Its setup for the formulas; None if they do not cover it."""
+
     unknown: str | None = None
+    """Why the formulas do not cover it."""
 
 
 def run(options: Options) -> None:
@@ -105,18 +103,21 @@ def run(options: Options) -> None:
         _run_module(options)
         return
     require("megatron", "bpipe trace")
-    subject = _subject(options)
-    traced = _traced(subject.flags)
+    launch = _launch(options)
+    traced = _answer_of(PROGRAM, launch.flags, "building Megatron's stages without memory, about ten seconds")
     if options.output is not None:
-        write_profile(options.output, traced, subject)
-    if options.format == "json":
-        print_json({**traced, "formulas": _formulas(subject)})
-    else:
-        _tell(traced["stages"], subject)
+        write_profile(options.output, traced, launch)
+    if options.format != "json":
+        _tell(traced["stages"], launch)
+        return
+    formulas: dict[str, Any] = {"unknown": launch.unknown}
+    if launch.setup is not None:
+        formulas = {"parameters": stage_parameters(launch.setup), "saved_bytes": stage_bytes(launch.setup)}
+    print_json({**traced, "formulas": formulas})
 
 
 def _run_module(options: Options) -> None:
-    """Print what stages of torch's hold, and every rank by the schedule, as it is and balanced."""
+    """Print what torch's stages hold, and what each rank holds by the schedule, unbalanced and balanced."""
     require("torch", "bpipe trace --module")
     if options.pipeline is None or options.microbatches is None:
         raise ValueError(
@@ -134,17 +135,17 @@ def _run_module(options: Options) -> None:
         "schedule": options.schedule,
         "bounds": options.bound,
         "hosts": options.hosts,
-        "group_size": options.group,
+        "group_size": options.group_size,
     }
-    found = _ended(OF_TORCH, [json.dumps(asked)], "running the stages on fake tensors")
+    traced = _answer_of(OF_TORCH, [json.dumps(asked)], "running the stages on fake tensors")
     if options.format == "json":
-        print_json(found)
+        print_json(traced)
         return
     stages = [
         (str(number), f"{stage['parameters']:,}", _mib(stage["saved_bytes"]), _mib(stage["moved_bytes"]))
-        for number, stage in enumerate(found["stages"])
+        for number, stage in enumerate(traced["stages"])
     ]
-    both = zip(found["alone_bytes"], found["balanced_bytes"], strict=True)
+    both = zip(traced["alone_bytes"], traced["balanced_bytes"], strict=True)
     ranks = [(str(number), *map(_mib, sizes)) for number, sizes in enumerate(both)]
     tell(table(("stage", "parameters", "saved MiB", "movable MiB"), stages), "")
     tell(table(("rank", "peak MiB", "balanced MiB"), ranks))
@@ -155,21 +156,28 @@ def _mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:.1f}"
 
 
-def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -> None:
-    """Write what `simulate` and `plan` read with --profile. What is saved depends on how layers are cut and on what is
-    computed again, which the setup says. Raises ValueError where there is none."""
-    if subject.setup is None:
-        raise ValueError(f"--output: simulate and plan cannot use a trace of this launch: {subject.unknown}")
-    for name in beyond_traces(subject.setup):
+def write_profile(file: str, traced: Mapping[str, Any], launch: TracedLaunch) -> None:
+    """Write the profile that `simulate` and `plan` read with --profile.
+
+    Raises ValueError for a launch without a setup, or with one that a profile does not describe.
+    """
+    setup = launch.setup
+    if setup is None:
+        raise ValueError(f"--output: simulate and plan cannot use a trace of this launch: {launch.unknown}")
+    for name in beyond_traces(setup):
         raise ValueError(
             f"--output: a profile does not record {name}, so it could be taken for another launch's: leave it out"
         )
-    measured = {**traced["measured"], **{name: getattr(subject.setup, name) for name in _OF_SETUP}}
-    stages = [{name: stage[name] for name in _OF_PROFILE} for stage in traced["stages"]]
+    # What is saved depends on recomputation and on how layers are cut, which the program does not say.
+    cut = {"recompute": setup.recompute, "sequence_parallel": setup.sequence_parallel, "layers": setup.layers}
+    measured = {**traced["measured"], **cut}
+    stages = [
+        {name: stage[name] for name in ("micro_batch", "saved_bytes", "parameters")} for stage in traced["stages"]
+    ]
     Path(file).write_text(json.dumps({"stages": stages, "measured": measured}, indent=1) + "\n")
 
 
-def _subject(options: Options) -> TracedLaunch:
+def _launch(options: Options) -> TracedLaunch:
     words = words_of(options)
     if words is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
@@ -196,8 +204,8 @@ def _vocabulary(size: int | None) -> list[str]:
 
 
 def _setup(options: Options, reading: Reading | None) -> Setup:
-    """Return the setup on one node of any devices: nothing of them goes into what is held."""
-    # Experts may lie on more than one replica of the rest.
+    """Return the setup on one node of some device."""
+    # Experts may lie on more than one replica of the other layers.
     routing, replica = routing_of(options), options.tensor * options.context
     num_devices = math.lcm(replica, routing.expert * (routing.expert_tensor or options.tensor)) * options.pipeline
     if options.global_batch is None:
@@ -207,50 +215,35 @@ def _setup(options: Options, reading: Reading | None) -> Setup:
     return setup_of(options, Cluster(next(iter(DEVICES.values())), 1, num_devices))
 
 
-def _traced(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the program's answer on a launch."""
-    return _ended(PROGRAM, flags, "building Megatron's stages without memory, about ten seconds")
-
-
-def _ended(program: str, words: Sequence[str], doing: str) -> dict[str, Any]:
-    """Return a program's answer. Ends with its error and status where it has one."""
+def _answer_of(program: str, words: Sequence[str], doing: str) -> dict[str, Any]:
+    """Run a program and return the JSON of its last line. Exits with the program's status if it fails."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", program, *words]
     with progress_of(doing):
+        command = [sys.executable, "-m", program, *words]
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
         sys.exit(ended.returncode)
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return answer
 
 
-def _formulas(subject: TracedLaunch) -> dict[str, Any]:
-    if subject.setup is None:
-        return {"unknown": subject.unknown}
-    return {"parameters": stage_parameters(subject.setup), "saved_bytes": stage_bytes(subject.setup)}
-
-
-def _tell(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> None:
+def _tell(stages: Sequence[dict[str, Any]], launch: TracedLaunch) -> None:
     titles = ("stage", "parameters", "saved MiB", "by formula", "off by", "stays MiB", "held MiB", "peak MiB")
-    formulas: Sequence[int | None] = [None] * len(stages) if subject.setup is None else stage_bytes(subject.setup)
+    formulas: Sequence[int | None] = [None] * len(stages) if launch.setup is None else stage_bytes(launch.setup)
     rows = []
     for number, (stage, formula) in enumerate(zip(stages, formulas, strict=True)):
         saved = stage["saved_bytes"]
         by_formula = ("", "") if formula is None else (_mib(formula), f"{(formula - saved) / saved:+.2%}")
         sizes = (_mib(stage[name]) for name in ("shared_bytes", "held_bytes", "peak_bytes"))
         rows.append((str(number), f"{stage['parameters']:,}", _mib(saved), *by_formula, *sizes))
-    tell(table(titles, rows), *_remarks(stages, subject))
-
-
-def _remarks(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]:
     lines = [
         "saved: what one micro-batch keeps for its backward and can be moved; stays: what other code holds, too; held: all "
         "that its forward allocated and kept; peak: the most at once, its backward included. Megatron's own modules stand "
         "in for Transformer Engine's, and save as much as fused kernels do.",
     ]
-    if subject.unknown is not None:
-        lines.append(f"the formulas do not cover this launch: {subject.unknown}")
+    if launch.unknown is not None:
+        lines.append(f"the formulas do not cover this launch: {launch.unknown}")
     hidden = sorted({kind for stage in stages for kind in stage["hidden"]})
     if hidden:
         lines.append(f"what these autograd nodes saved cannot be seen, and stays: {', '.join(hidden)}")
-    return lines
+    tell(table(titles, rows), *lines)

@@ -12,6 +12,7 @@ from bpipe.predict.memory import RankMemory
 from bpipe.predict.slice_lengths import lengths_of
 from bpipe.predict.slices import slice_bounds
 from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import PAIR
 
 # What is said of every rank's memory.
@@ -60,7 +61,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **_if(cluster.factor != 1, calibration_factor=cluster.factor),
         **asdict(setup.switches),
         **_if(has_groups, group=setup.turn_size),
-        **_if(family.takes_delay, delay=setup.delay),
+        **{name: getattr(setup, name) for name in TAKEN if name not in ("group_size", "slices") and family.takes(name)},
         **({} if setup.slices == 1 else {"slices": setup.slices, "slice_lengths": lengths_of(slice_bounds(setup))}),
         **_if(family.splits, keep_weights_halves=setup.keep_weights_halves),
         **_if(setup.is_sharded, vocabulary_parallel=setup.vocabulary.value, input_shards=setup.input_shards),

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from bpipe.config.features.feature import Feature, Settings, State, has_experts
 from bpipe.config.features.queries import by_state, features_of, settings_of
-from bpipe.config.features.slices import SLICED
-from bpipe.config.features.table import PLACED, SHARDED
+from bpipe.config.features.table import PLACED, SHARDED, SLICED
 from bpipe.plan.space import is_in_order
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.layout import REDISTRIBUTE

@@ -10,11 +10,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.config.flags.configurations import CONFIGURATION, DEFAULTS, MODEL, SIZES, TRAINING
-from bpipe.config.flags.experts import EXPERTS
+from bpipe.config.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
 from bpipe.config.flags.flag import Options
-from bpipe.config.flags.values import AUTO, TIME
-from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.flags.schedules import schedule_fields
+from bpipe.config.flags.values import TIME
+from bpipe.config.launch.megatron_command import Reading, read_settings, split_command
+from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.config.launch.other_flags import OF_A_CPU
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds
@@ -27,7 +28,7 @@ from bpipe.predict.slices import slice_bounds
 from bpipe.predict.training import FP8_RECIPES, STATE_FIELDS, SWITCHES, Fp8, StateTypes, Switches
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
-from bpipe.schedule.layout import EVEN, Vocabulary
+from bpipe.schedule.layout import EVEN
 from bpipe.schedule.program import Exchange
 
 # Fields of a Model, and what a switch makes of them.
@@ -200,9 +201,8 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         "layers": layers,
         "schedule": schedule,
         "num_chunks": options.chunks,
-        "group_size": None if options.group == AUTO else options.group,
         "sequence_parallel": not options.no_sequence_parallel,
-        "vocabulary": Vocabulary(getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE),
+        **schedule_fields(vars(options)),
         "balance": _balance_of(options),
         **training_of(options),
     }
@@ -228,11 +228,14 @@ def _words(hosts: str | Sequence[str]) -> str:
     return hosts if isinstance(hosts, str) else " ".join(hosts)
 
 
-def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:
-    """Return the setup of a launch's words, as `bpipe simulate -- WORDS` predicts it. Raises ValueError for unmodelled
-    ones."""
-    values = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
-    if kernels == "cpu":
-        words = [word for word in words if word not in OF_A_CPU]
-    options = filled(Options(**values), read_command(words), ())
+def setup_from(
+    launch: Sequence[str] | MegatronSettings, cluster: str | Cluster, vocabulary: int, kernels: str
+) -> Setup:
+    """Return the setup of a launch's own words or settings on this cluster, as `bpipe simulate -- WORDS` predicts it.
+
+    Raises ValueError for what it does not.
+    """
+    settings = launch if isinstance(launch, MegatronSettings) else MegatronSettings.from_flags(split_command(launch)[1])
+    given = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
+    options = filled(Options(**given), read_settings(settings.without(OF_A_CPU if kernels == "cpu" else ())), ())
     return setup_of(options, parse_cluster(cluster) if isinstance(cluster, str) else cluster)

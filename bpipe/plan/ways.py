@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.plan.bounds import lower_bound_s
@@ -27,6 +27,7 @@ from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes
 from bpipe.predict.profile import Profile
 from bpipe.predict.recompute import MODULES
 from bpipe.schedule.families.families import FAMILIES, default_family
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
 from bpipe.schedule.layout import Vocabulary
 
@@ -312,14 +313,10 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
 
 
 def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
-    return lambda: replace(
-        setup,
-        schedule=name,
-        num_chunks=chunks,
-        layers=_layers_over(setup, setup.pipeline, chunks),
-        group_size=None,
-        delay=0,
-    )
+    # The order is chosen anew; slices stay.
+    options: dict[str, Any] = {option: field.default for option, field in TAKEN.items() if option != "slices"}
+    options |= {"schedule": name, "num_chunks": chunks}
+    return lambda: replace(setup, layers=_layers_over(setup, setup.pipeline, chunks), **options)
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:

@@ -1,4 +1,4 @@
-"""Put together and install what a configuration asks for: the driver, the loop, and all patches."""
+"""Assemble and install the driver, the loop and all patches of a configuration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron.scheduling.replanning import Learner
 
 
 def install(config: SchedulingConfig, args: Any = None) -> tuple[patches.Installed, Reporter | None]:
-    """Replace Megatron's functions by all that the configuration asks for.
+    """Replace Megatron's functions as the configuration asks. Raises Unfit for another Megatron.
 
-    Removing the patches ends the loop and the driver, too, which is collective. Raises Unfit for another Megatron.
+    Removing the patches also closes the loop and the driver, which is collective.
 
     Args:
         config: What to balance, and how.
         args: Megatron's arguments. Without them, Transformer Engine's layers do not defer weights' gradients.
 
     Returns:
-        The patches, and what writes the report, if there is one.
+        The patches, and the reporter if there is a report.
     """
     watermark = None if config.report is None else Watermark(Path(config.report), config)
     driver = Driver(config, watermark)

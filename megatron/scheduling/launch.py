@@ -1,4 +1,4 @@
-"""Run any training script of Megatron's with the hooks in.
+"""Run any training script of Megatron's with the hooks.
 
     torchrun ... -m megatron.scheduling.launch pretrain_gpt.py <its flags> --bpipe ...
 
@@ -94,7 +94,7 @@ def _parse(
     startup.complete_arguments()
     args = parse_args(provider, ignore_unknown_args)
     with _or_end():
-        # A YAML configuration replaces the command line, and ours with it; it is refused later.
+        # A YAML configuration replaces the command line with our flags; it is refused later.
         startup.leave_unrepaired() if getattr(args, "bpipe_no_repairs", False) else startup.repair()
         startup.share_gpus(args)
     return args
@@ -107,7 +107,7 @@ def _validate(validate_args: Callable[..., Any], args: Any, *defaults: Any, **na
     with _or_end():
         derived_flags.complete(args)
     result = validate_args(args, *defaults, **named)
-    # Only now is the schedule known, and with it the pairs; nobody has asked for a rank yet.
+    # Now the schedule and its pairs are known, and nothing has read a rank yet.
     with _or_end():
         rank_order.apply(args)
     return result
@@ -118,15 +118,13 @@ def _pretrain(arguments: Mapping[str, Any], pretrain: Callable[[], Any]) -> Any:
 
     with scheduling(get_args(), arguments):
         result = pretrain()
-    # Only after a run that ended well: after an error the other ranks are gone, and leaving their groups could wait for
-    # them.
+    # Not after an error: the other ranks are gone, and leaving their groups could wait for them.
     atexit.register(_leave_process_groups)
     return result
 
 
 def _leave_process_groups() -> None:
-    """Destroy process groups, which Megatron does not: at the interpreter's end a running communication thread would abort
-    the process."""
+    """Destroy process groups, which Megatron does not: a communication thread would abort the ending process."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -177,7 +175,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
             reporter.finish()
         installed.remove()
     except Refused as error:
-        # Every rank finds it out alike, and no rank has waited for another yet.
+        # All ranks refuse at the same point, before any waits for another.
         _leave_process_groups()
         exits.end(error)
     except Exception as error:
@@ -187,7 +185,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         raise
     finally:
         watch.end()
-        # Otherwise the process ends, by an error or one of Megatron's own exits, and frees everything itself.
+        # Without an effect after the removal above; otherwise the ending process frees everything itself.
         installed.remove(failed=True)
 
 

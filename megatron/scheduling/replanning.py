@@ -1,7 +1,7 @@
-"""Learn from the first iteration what devices really hold, and plan anew what leaves them.
+"""Measure in the first iteration what devices hold, and plan again what leaves them.
 
-After the first training step there is one collective over the world, and from the second step on every rank has the same
-plan. A plan that does not help is not taken. Bytes move differently then, and nothing is computed differently.
+After the first training step there is one collective over the world; from the second step on every rank has the same
+plan. A plan without a gain is not taken. No plan changes what is computed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from megatron.scheduling.options.budgets import budget_of
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Measured memory of one process. On a CPU nothing is known of what comes and goes.
+    """Measured memory of one process. On a CPU temporary memory is unknown.
 
     Attributes:
         place: The process's rank in the schedule.
-        measured: What it measured of micro-batches.
-        fixed_bytes: What stays.
-        working_bytes: What came and went, other than micro-batches.
-        update_bytes: What came and went while weights were updated.
-        fragmentation: How much more the allocator reserved than it gave out, as a share.
+        measured: Its measurements of micro-batches.
+        fixed_bytes: Memory that stays.
+        working_bytes: Temporary memory other than micro-batches.
+        update_bytes: Temporary memory of the update of weights.
+        fragmentation: Share of the allocator's memory that it reserved and did not give out.
     """
 
     place: int
@@ -50,7 +50,7 @@ class ProcessMemory:
 
 
 class Learner:
-    """Plans anew once, after the first training step."""
+    """Plans again once, after the first training step."""
 
     def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class Learner:
         return result
 
     def _learn(self, before: Besides, after: Besides) -> None:
-        """Plan anew. Collective over the world."""
+        """Plan again. Collective over the world."""
         driver = self._driver
         assert self._config.memory is not None
         own = (
@@ -91,7 +91,7 @@ class Learner:
                 hosts=balance.hosts,
                 nodes=balance.nodes or (),
                 linked=frozenset(links_of(schedule)),
-                # Predicted for one more rank on another node: existing communicators were measured.
+                # Existing communicators were measured; this is for one more rank on another node.
                 link_bytes=2 * COMMUNICATOR_OF_TWO_BYTES if driver.device.type != "cpu" else 0,
             )
         # A cluster's file may be another one elsewhere: all plan by the first one's.
@@ -104,10 +104,10 @@ class Learner:
 def measure_process(
     place: int, measured: FirstMeasured, before: Besides, after: Besides, device: torch.device
 ) -> ProcessMemory:
-    """Return what this process holds: `before` its first step, when the loop ran, and `after` it.
+    """Return what this process holds, `before` and `after` its first step.
 
     The optimizer's state counts even if the first step was skipped. Host buffers that were lent are outside of the
-    allocator: they belong to nobody else, and are not missing in what came and went.
+    allocator, so they count here.
     """
     state = after.now_bytes + (after.optimizer_to_come_bytes or 0)
     if device.type == "cpu":
@@ -124,7 +124,7 @@ def measure_process(
 
 
 def devices_of(processes: Sequence[ProcessMemory], plain: Schedule, budgets: tuple[int, ...]) -> Devices:
-    """Combine what all have measured: the most of every place and stage, so that every rank makes the same plan."""
+    """Combine the measurements of all processes by maxima, so that every rank makes the same plan."""
     slices, measured = plain.layout.slices, [process.measured for process in processes]
     places = range(plain.num_stages * slices)
     saved = _most(first.saved_bytes for first in measured)
@@ -151,7 +151,7 @@ def devices_of(processes: Sequence[ProcessMemory], plain: Schedule, budgets: tup
 
 
 def _parts(measured: Sequence[FirstMeasured], memory: Memory) -> tuple[tuple[int, ...], ...]:
-    """Return the parts that may leave of each stage; if nothing of a stage has left, its storages are not known."""
+    """Return the parts of each stage that may leave; the storages of a stage that never sent are unknown."""
     parts = {stage: sizes for first in measured for stage, sizes in first.parts.items()}
     whole = [(size.moved_bytes,) for size in memory.stages[:: memory.slices]]
     return tuple(
@@ -160,7 +160,7 @@ def _parts(measured: Sequence[FirstMeasured], memory: Memory) -> tuple[tuple[int
 
 
 def _most(measured: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Return the most that any process has measured of each stage."""
+    """Return the maximum of each stage over all processes."""
     largest: dict[int, int] = {}
     for sizes in measured:
         largest |= {stage: max(size, largest.get(stage, 0)) for stage, size in sizes.items()}

@@ -68,28 +68,11 @@ def test_what_cannot_be_aligned_is_one_line(
 REFUSED = {
     "bound too small": ([*EXAMPLE, "--bound", "2"], "smallest bound found that ranks 0 and 3 can both keep is 3"),
     "wrong number of bounds": ([*EXAMPLE, "--bound", "3,3"], "2 bounds for 4 stages: give one for all or one for each"),
-    "bound without balance": (
-        [*EXAMPLE[:-2], "--bound", "3"],
-        "--bound says how to balance: give --balance bpipe, too",
-    ),
-    "partners without balance": (
-        [*EXAMPLE[:-2], "--partners", "3,2,1,0"],
-        "--partners says how to balance: give --balance bpipe, too",
-    ),
-    "a pool without balance": (
-        [*EXAMPLE[:-2], "--hosts", "pool"],
-        "--hosts says how to balance: give --balance bpipe, too",
-    ),
-    "a pool with partners": (
-        [*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"],
-        "partners define pairs, but hosts is 'pool': give one of the two",
-    ),
-    "a pool without room": (
-        [*EXAMPLE, "--hosts", "pool", "--bound", "2"],
-        "more than the other ranks have room for (rank 3 1). The smallest bound found that a pool keeps for all "
-        "ranks is 3 "
-        "micro-batches",
-    ),
+    "bound without balance": ([*EXAMPLE[:-2], "--bound", "3"], "--bound says how to balance: give --balance bpipe"),
+    "partners without balance": ([*EXAMPLE[:-2], "--partners", "3,2,1,0"], "--partners says how to balance: give"),
+    "a pool without balance": ([*EXAMPLE[:-2], "--hosts", "pool"], "--hosts says how to balance: give --balance"),
+    "a pool with partners": ([*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"], "but hosts is 'pool'"),
+    "a pool without room": ([*EXAMPLE, "--hosts", "pool", "--bound", "2"], "keeps for all ranks is 3 micro-batches"),
     "partners one-sided": ([*EXAMPLE, "--partners", "1,2,3,0"], "pair them both ways"),
     "nothing to do": (["schedule", "--schedule", "1f1b"], "--pp, --microbatches missing"),
     "too many": (
@@ -97,18 +80,12 @@ REFUSED = {
         "are more than 10000000: use fewer",
     ),
     "chunks for 1f1b": ([*EXAMPLE, "--vp", "2"], "takes at most 1 chunk per rank, not 2"),
-    "a format that is not written": (
-        [*EXAMPLE, "--output", "x.pdf"],
-        ".pdf cannot be written, only grid, csv, json, svg, png",
-    ),
+    "a format that is not written": ([*EXAMPLE, "--output", "x.pdf"], ".pdf cannot be written, only grid, csv, json"),
     "one chunk for interleaved": (
         ["schedule", "--schedule", "interleaved-1f1b", "--pp", "2", "--microbatches", "2", "--vp", "1"],
         "at least 2 chunks",
     ),
-    "no such file": (
-        ["schedule", "--input", "/nowhere/at-all.csv"],
-        "there is no folder /nowhere: create it, or check the name",
-    ),
+    "no such file": (["schedule", "--input", "/nowhere/at-all.csv"], "there is no folder /nowhere: create it, or"),
     "input and generate": (["schedule", "--input", "x", "--pp", "3"], "--pp is for generating"),
     "align what is generated": ([*EXAMPLE, "--align"], "--align is for a schedule read with --input"),
 }
@@ -128,35 +105,17 @@ def test_a_refusal_is_one_message_with_the_way_out(case: str, capfd: pytest.Capt
 ESTIMATE = ["estimate", "--gbs", "8", "--pp", "2", "--mbs", "1", "2", "--stage-mfu", "30", "40"]
 MISUSED = {
     "command": (["simulte"], "unknown command 'simulte', did you mean 'simulate'?"),
-    "schedule": (
-        ["schedule", "--schedule", "1fb1"],
-        "argument --schedule: unknown choice '1fb1', did you mean '1f1b'? Choose from gpipe,",
-    ),
-    "nothing near": (
-        ["schedule", "--balance", "zzz"],
-        "argument --balance: unknown choice 'zzz': choose from none, bpipe",
-    ),
-    "flag": (
-        [*EXAMPLE, "--microbatchs", "4"],
-        "bpipe schedule: error: unknown flag --microbatchs, did you mean '--microbatches'?",
-    ),
+    "schedule": (["schedule", "--schedule", "1fb1"], "--schedule: unknown choice '1fb1', did you mean '1f1b'?"),
+    "nothing near": (["schedule", "--balance", "zzz"], "argument --balance: unknown choice 'zzz': choose from none"),
+    "flag": ([*EXAMPLE, "--microbatchs", "4"], "unknown flag --microbatchs, did you mean '--microbatches'?"),
     # argparse alone would say that a flag is missing.
-    "flag that is needed": (
-        ["estimate", "--global-bach-size=8"],
-        "bpipe estimate: error: unknown flag --global-bach-size, did you mean '--global-batch-size'?",
-    ),
+    "flag that is needed": (["estimate", "--global-bach-size=8"], "did you mean '--global-batch-size'?"),
     "no list": (["schedule", "--bound", "3;3"], "argument --bound: '3;3' is neither a number nor a list"),
     "format": (["schedule", "--format", "pdf"], "argument --format: unknown choice 'pdf'"),
-    "no stages": (
-        ["schedule", "--pp", "0"],
-        "argument --pipeline-model-parallel-size/--pp: '0' must be a whole number, at least 1",
-    ),
+    "no stages": (["schedule", "--pp", "0"], "--pp: '0' must be a whole number, at least 1"),
     "no number": (["schedule", "--microbatches", "many"], "argument --microbatches: 'many' must be a whole number"),
     "no batch": ([*ESTIMATE, "--gbs", "0"], "argument --global-batch-size/--gbs: '0' must be"),
-    "no time": (
-        [*ESTIMATE, "--stage-seconds", "1", "0"],
-        "argument --stage-seconds: '0' must be a number of seconds above 0",
-    ),
+    "no time": ([*ESTIMATE, "--stage-seconds", "1", "0"], "argument --stage-seconds: '0' must be a number of seconds"),
     "endless time": ([*ESTIMATE, "--stage-seconds", "inf", "1"], "argument --stage-seconds: 'inf' must be"),
     "more than floats hold": ([*ESTIMATE, "--gbs", "1" + 39 * "0"], "at most 1000000000000"),
 }
@@ -200,13 +159,8 @@ def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_output_files_say_their_format(tmp_path: Path) -> None:
-    for name, start in (
-        ("a.txt", b"# bpipe"),
-        ("a", b"# bpipe"),
-        ("a.CSV", b"# bpipe"),
-        ("a.svg", b"<svg"),
-        ("a.JSON", b"{"),
-    ):
+    starts = {"a.txt": b"# bpipe", "a": b"# bpipe", "a.CSV": b"# bpipe", "a.svg": b"<svg", "a.JSON": b"{"}
+    for name, start in starts.items():
         assert main([*EXAMPLE, "--output", str(tmp_path / name)]) == 0
         assert (tmp_path / name).read_bytes().startswith(start)
     assert main([*EXAMPLE, "--output", str(tmp_path / "x.pdf")]) == 2

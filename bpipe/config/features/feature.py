@@ -1,8 +1,4 @@
-"""Describe a feature of Megatron's and the state in which this project's use of it is.
-
-In: Megatron's arguments, the configuration of a model that is about to train, or a launch's flags, as `Settings`. Out:
-`Feature` values. What the settings do not have does not apply: a model's configuration says nothing of FSDP.
-"""
+"""Features of Megatron, and how far this project supports them."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 
 
 class State(enum.Enum):
-    """State of a feature, the better first."""
+    """State of a feature, the best first."""
 
     SUPPORTED = "supported"
     GUARDED = "guarded"
@@ -21,7 +17,7 @@ class State(enum.Enum):
 
 
 class Settings:
-    """Arguments or a configuration, read without knowing which of the two: what is not there is None."""
+    """Megatron's arguments or a model's configuration, read alike: what it does not have is None."""
 
     def __init__(self, source: object) -> None:
         self._source = source
@@ -31,17 +27,24 @@ class Settings:
 
 
 def has_experts(settings: Settings) -> bool:
-    """Return whether there are any; the arguments and a model's configuration have different names for it."""
+    """Whether a model has experts; the arguments and a model's configuration name their number differently."""
     return bool(settings.num_experts or settings.num_moe_experts)
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something of Megatron's: its name in the documentation, when it applies, why it has its state, and the way out.
+    """A feature of Megatron.
 
-    `proof` is what shows it: tests in tests/gloo of what is supported, and of the rest tests of a stand-in with the same
-    shape of memory; empty where a reason needs none. What stands in the way of moving activations only, `moving`, does
-    not hinder measuring them; what stands in the way of our own loop only, `own_loop`, does not hinder Megatron's.
+    Attributes:
+        name: Its name in the documentation.
+        applies: Whether settings use it.
+        reason: Why it has its state.
+        remedy: What to do without it.
+        state: How far it is supported.
+        proof: Test that shows it: in tests/gloo for what is supported, of a stand-in with the same shape of memory for
+            the rest; empty if the reason needs none.
+        moving: Whether it matters only if activations move, and not for measuring them.
+        own_loop: Whether it matters only in our own loop, and not in Megatron's.
     """
 
     name: str

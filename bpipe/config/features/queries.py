@@ -1,5 +1,4 @@
-"""Ask the table of features: which apply to settings, which are guarded, and why a run is refused. Imports nothing, so
-that a plan asks it as the trainer does."""
+"""Questions to the table of features: which apply to settings, which are guarded, and why a run is refused."""
 
 from __future__ import annotations
 
@@ -8,12 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from bpipe.config.features.feature import Feature, Settings, State
-from bpipe.config.features.slices import SLICED
-from bpipe.config.features.table import FEATURES
+from bpipe.config.features.table import FEATURES, SLICED
+from bpipe.config.flags.launches import ARGUMENTS, SWITCHED_OFF
 
-# What Megatron's parser calls otherwise than the flag.
-_NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
-# What a launch has that does not say it, as far as the table asks.
+# Megatron's defaults that the table asks for.
 _DEFAULTS = {
     "add_bias_linear": True,
     "ckpt_format": "torch_dist",
@@ -22,34 +19,23 @@ _DEFAULTS = {
     "apply_rope_fusion": True,
     "untie_embeddings_and_output_weights": False,
 }
-# Flags that switch one of these off.
-_SWITCHED_OFF = {
-    "disable_bias_linear": "add_bias_linear",
-    "no_masked_softmax_fusion": "masked_softmax_fusion",
-    "no_rope_fusion": "apply_rope_fusion",
-}
 
 
 def settings_of(flags: Iterable[str]) -> SimpleNamespace:
-    """Return a launch's flags as the table reads them: by the names of Megatron's arguments, which has checked their
-    values."""
-    found: dict[str, Any] = dict(_DEFAULTS)
+    """Return a launch's flags by the names of Megatron's arguments. Megatron has checked their values."""
+    settings: dict[str, Any] = dict(_DEFAULTS)
     name = ""
     for word in flags:
         if word.startswith("--"):
-            flag, equals, value = word[2:].partition("=")
-            name = flag.replace("-", "_")
-            name = _NAMES.get(name, name)
-            found[name] = _value(value) if equals else True
-        elif found.get(name) is True:
-            found[name] = _value(word)
+            flag, equals, value = word.partition("=")
+            name = SWITCHED_OFF.get(flag) or ARGUMENTS.get(flag, flag[2:].replace("-", "_"))
+            settings[name] = _value(value) if equals else flag not in SWITCHED_OFF
+        elif settings.get(name) is True:
+            settings[name] = _value(word)
         elif name:
-            before = found[name]
-            found[name] = [*(before if isinstance(before, list) else [before]), _value(word)]
-    for flag, name in _SWITCHED_OFF.items():
-        if found.pop(flag, False):
-            found[name] = False
-    return SimpleNamespace(**found)
+            before = settings[name]
+            settings[name] = [*(before if isinstance(before, list) else [before]), _value(word)]
+    return SimpleNamespace(**settings)
 
 
 def _value(word: str) -> int | str | None:
@@ -57,67 +43,54 @@ def _value(word: str) -> int | str | None:
 
 
 def features_of(settings: object, balance: bool, executor: bool = False) -> list[Feature]:
-    """Return what applies with `--bpipe`, in our loop, or with `--bpipe-report` alone, the worst first."""
-    asked = [one for one in FEATURES if (balance or not one.moving) and (executor or not one.own_loop)]
-    return by_state(one for one in asked if one.applies(Settings(settings)))
+    """Return the features that apply with `--bpipe`, in our loop, or with `--bpipe-report` alone, the worst first."""
+    asked = [row for row in FEATURES if (balance or not row.moving) and (executor or not row.own_loop)]
+    return by_state(feature for feature in asked if feature.applies(Settings(settings)))
 
 
 def by_state(features: Iterable[Feature]) -> list[Feature]:
-    """Return them with the worst first."""
-    return sorted(features, key=lambda one: -[*State].index(one.state))
+    """Return features with the worst first."""
+    return sorted(features, key=lambda feature: -[*State].index(feature.state))
 
 
 def reasons(settings: object, balance: bool, executor: bool = False, strict: bool = False) -> list[str]:
-    """Return why these settings cannot train with `--bpipe`, or in our loop, or cannot be measured with
-    `--bpipe-report`: a line each.
+    """Return why these settings cannot train with `--bpipe` or in our loop, or be measured with `--bpipe-report`.
 
-    Each names the flag that asks for it, as far as the settings say which: a model's configuration does not. `strict`:
-    what is guarded is refused too.
+    A reason is a line that names the flag that asks for it, if the settings have it: a model's configuration does not.
+    `strict`: guarded features are refused too.
     """
     wanted = "--bpipe" if balance else asked_by(settings) if executor else "--bpipe-report"
     return _lines(features_of(settings, balance, executor), wanted, strict)
 
 
 def sliced_reasons(settings: object, slices: int, strict: bool = False) -> list[str]:
-    """Return why these settings cannot train in so many slices, of 2 or more: a line each."""
-    found = by_state(one for one in SLICED if one.applies(Settings(settings)))
-    return _lines(found, f"--bpipe-slices {slices}", strict)
+    """Return why these settings cannot train in two or more slices, a line per reason."""
+    features = by_state(feature for feature in SLICED if feature.applies(Settings(settings)))
+    return _lines(features, f"--bpipe-slices {slices}", strict)
 
 
-def _lines(found: Sequence[Feature], wanted: str, strict: bool) -> list[str]:
-    lines = [f"{wanted}: {one.reason}; {one.remedy}" for one in found if one.state is State.REFUSED]
-    if strict:
-        lines += [
-            f"--bpipe-strict: {one.name} is guarded: {one.reason}; {one.remedy}, or drop --bpipe-strict"
-            for one in found
-            if one.state is State.GUARDED
-        ]
-    return lines
+def _lines(features: Sequence[Feature], wanted: str, strict: bool = False) -> list[str]:
+    lines = [f"{wanted}: {row.reason}; {row.remedy}" for row in features if row.state is State.REFUSED]
+    rows = [row for row in features if strict and row.state is State.GUARDED]
+    return lines + [
+        f"--bpipe-strict: {row.name} is guarded: {row.reason}; {row.remedy}, or drop --bpipe-strict" for row in rows
+    ]
 
 
 def guarded(settings: object, balance: bool, executor: bool = False) -> list[Feature]:
-    """Return what of these settings is guarded."""
-    return [one for one in features_of(settings, balance, executor) if one.state is State.GUARDED]
+    """Return the guarded features of these settings."""
+    return [feature for feature in features_of(settings, balance, executor) if feature.state is State.GUARDED]
 
 
 def asked_by(settings: object) -> str:
-    """Return the flag by which our own loop runs."""
-    said = Settings(settings)
-    asked = {
-        "--bpipe-schedule": said.bpipe_schedule,
-        "--bpipe-vocabulary": said.bpipe_vocabulary,
-        "--bpipe-slices": None if said.bpipe_slices in (None, 1) else said.bpipe_slices,
-    }
-    for flag, value in asked.items():
-        if value is not None:
-            return f"{flag} {value}"
-    return "--bpipe-executor" if said.bpipe_executor else "--bpipe-schedule"
+    """Return the flag that asks for our own loop."""
+    args = Settings(settings)
+    slices = None if args.bpipe_slices == 1 else args.bpipe_slices
+    asked = {"schedule": args.bpipe_schedule, "vocabulary": args.bpipe_vocabulary, "slices": slices}
+    flags = [f"--bpipe-{name} {value}" for name, value in asked.items() if value is not None]
+    return [*flags, "--bpipe-executor" if args.bpipe_executor else "--bpipe-schedule"][0]
 
 
 def reasons_of(features: Sequence[Feature], settings: object, wanted: str) -> list[str]:
-    """Return why these settings cannot train with `wanted`, a flag and its value: a line each."""
-    return [
-        f"{wanted}: {one.reason}; {one.remedy}"
-        for one in features
-        if one.state is State.REFUSED and one.applies(Settings(settings))
-    ]
+    """Return why these settings cannot train with `wanted`, a flag and its value: a line per reason."""
+    return _lines([feature for feature in features if feature.applies(Settings(settings))], wanted)

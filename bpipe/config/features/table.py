@@ -1,17 +1,14 @@
-"""Say in which state this project's use of a feature of Megatron's is, and why: the table that the trainer, plans and
-`bpipe check-launch` ask.
+"""The state of this project's use of Megatron's features, and why: the table of the trainer, plans and `bpipe check-launch`.
 
-In: Megatron's arguments, the configuration of a model that is about to train, or a launch's flags. Out: features, each
-supported, guarded or refused. What the settings do not have does not apply: a model's configuration says nothing of
-FSDP. Imports nothing, so that a plan asks it as the trainer does.
+It applies to Megatron's arguments, the configuration of a model that is about to train, or a launch's flags. What the
+settings do not have does not apply: a model's configuration says nothing of FSDP.
 
-`supported`: trained by stock Megatron and with this project, and equal in every bit. `guarded`: right by construction
-as far as can be said without the hardware, and checked where it runs: what moves in the first iterations has to come
-back as it left (`--bpipe-verify`). `refused`: known to go wrong, or to be worth nothing, and the run does not start.
+`supported`: trained by stock Megatron and with this project, and equal in every bit. `guarded`: right by construction as
+far as can be said without the hardware, and checked where it runs: what moves in the first iterations has to come back
+unchanged (`--bpipe-verify`). `refused`: known to fail, or without any use, so the run does not start.
 
-What holds for all that is guarded: a storage leaves only if it is counted to be this micro-batch's alone, so what
-somebody's buffer holds stays there. What an owner writes without holding it is not a storage of torch's allocator, and
-stays too. Were one of this wrong, a byte would change while its storage leaves or is away.
+All guarded features rely on one rule: a storage moves only if it belongs to this micro-batch alone. So what anybody's
+buffer holds stays, and so does memory that does not come from torch's allocator.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from bpipe.config.features.feature import Feature, Settings, State, has_experts
 
 
 def _modules(settings: Settings) -> frozenset[str]:
-    """Parts of a layer that CUDA graphs capture; none for whole layers."""
-    given = settings.cuda_graph_modules or settings.cuda_graph_scope or ()
-    names = given.replace(",", " ").split() if isinstance(given, str) else [getattr(one, "name", one) for one in given]
-    return frozenset(str(name) for name in names) - {"full"}
+    """Return the parts of a layer that CUDA graphs capture; none for whole layers."""
+    parts = settings.cuda_graph_modules or settings.cuda_graph_scope or ()
+    parts = parts.replace(",", " ").split() if isinstance(parts, str) else parts
+    return frozenset(str(getattr(part, "name", part)) for part in parts) - {"full"}
 
 
 def _graphs_an_iteration(settings: Settings) -> bool:
@@ -274,8 +271,8 @@ def _predicts_apart(settings: Settings) -> bool:
     return bool(settings.mtp_num_layers) and any("m" in stage and "L" not in stage for stage in stages)
 
 
-# What a placement that is not Megatron's own cannot do besides: ranks have other layers there, and one has the first
-# stage and the last.
+# Features that a placement other than Megatron's cannot have: its ranks have other layers, and one has the first stage
+# and the last.
 PLACED: tuple[Feature, ...] = (
     Feature(
         "checkpoints by rank",
@@ -304,8 +301,7 @@ PLACED: tuple[Feature, ...] = (
         "drop --iterations-to-skip",
     ),
 )
-# What shards of the vocabulary cannot do besides: no rank has all logits, and every rank has other rows than it has
-# without.
+# Features that shards of the vocabulary cannot have: no rank has all logits, and every rank has other rows than without.
 SHARDED: tuple[Feature, ...] = (
     Feature(
         "further tokens without a whole embedding",
@@ -358,5 +354,120 @@ SHARDED: tuple[Feature, ...] = (
         lambda s: s.non_persistent_ckpt_type == "local",
         "local checkpoints store weights by rank",
         "use --non-persistent-ckpt-type global",
+    ),
+)
+
+
+def _routing(settings: Settings) -> tuple[str, ...]:
+    """Return how the router of experts balances loads: Megatron takes one way, or a list."""
+    types = settings.moe_router_load_balancing_type
+    return tuple(types) if isinstance(types, (list, tuple)) else (types,)
+
+
+def _has_auxiliary_losses(settings: Settings) -> bool:
+    """Whether the router of experts has a loss of its own."""
+    coefficients = settings.moe_aux_loss_coeff
+    weighed = any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
+    return has_experts(settings) and bool(settings.moe_z_loss_coeff or weighed)
+
+
+def _routes_again(settings: Settings) -> bool:
+    """Whether routers are computed again in the backward."""
+    selective = settings.recompute_granularity == "selective" and "moe" in (settings.recompute_modules or ())
+    return settings.recompute_granularity == "full" or selective
+
+
+# Features that slices cannot have: a slice sees the keys of earlier slices, and nothing else of them.
+SLICED: tuple[Feature, ...] = (
+    Feature(
+        "Transformer Engine's attention",
+        lambda s: s.transformer_impl == "transformer_engine",
+        "the first slice that sees earlier keys also shows Transformer Engine's kernel a mask whose result is known, "
+        "and the run ends if the result differs",
+        "use --transformer-impl local",
+        State.GUARDED,
+        "an_engine_that_masks_otherwise_ends_the_run",
+    ),
+    Feature(
+        "context parallelism",
+        lambda s: (s.context_parallel_size or 1) > 1,
+        "a ring of context-parallel ranks exchanges parts of equal length, but each slice attends to more keys than "
+        "the one before",
+        "use --context-parallel-size 1, because slices save as much memory",
+    ),
+    Feature(
+        "variable lengths in slices",
+        lambda s: s.variable_seq_lengths,
+        "all micro-batches have one list of slice boundaries",
+        "leave variable_seq_lengths at False, or drop --bpipe-slices",
+    ),
+    Feature(
+        "packed sequences",
+        lambda s: s.sft or s.dataloader_inter_document_masking,
+        "Megatron gives the boundaries of packed sequences for a whole row and not for a slice",
+        "drop --sft / --dataloader-inter-document-masking",
+    ),
+    Feature(
+        "hybrid models in slices",
+        lambda s: s.hybrid_layer_pattern or s.is_hybrid_model,
+        "Mamba layers carry a state from token to token, but slices do not pass it on",
+        "drop --hybrid-layer-pattern",
+    ),
+    Feature(
+        "other attention",
+        lambda s: s.experimental_attention_variant,
+        "sparse and linear attention keep other tensors than keys and values",
+        "drop --experimental-attention-variant",
+    ),
+    Feature(
+        "fused rotary positions of latent attention",
+        lambda s: s.multi_latent_attention and s.apply_rope_fusion,
+        "the fused kernel looks positions up from the beginning of the sequence and not of the slice",
+        "use --no-rope-fusion",
+    ),
+    Feature(
+        "fused softmax",
+        lambda s: s.transformer_impl == "local" and (s.bf16 or s.fp16) and s.masked_softmax_fusion,
+        "the fused softmax expects as many keys as queries, but slices have more keys",
+        "use --no-masked-softmax-fusion",
+    ),
+    Feature(
+        "one layer for all further tokens",
+        lambda s: s.mtp_num_layers and s.mtp_use_repeated_layer,
+        "a layer keeps the keys of one pass, but a repeated layer runs once for each predicted token",
+        "drop --mtp-use-repeated-layer",
+    ),
+    Feature(
+        "further tokens in a layout of slices",
+        lambda s: s.mtp_num_layers and s.pipeline_model_parallel_layout,
+        "a layout may put multi-token prediction on another stage than the loss, which never ran in slices",
+        "drop --pipeline-model-parallel-layout or --mtp-num-layers",
+    ),
+    Feature(
+        "capacity of experts",
+        lambda s: has_experts(s) and s.moe_expert_capacity_factor is not None,
+        "with a capacity an expert drops tokens by comparing those of a whole micro-batch, but a slice has only some "
+        "of them",
+        "drop --moe-expert-capacity-factor",
+    ),
+    Feature(
+        "routing of a whole micro-batch",
+        lambda s: has_experts(s) and {"sinkhorn", "quantile_balancing", "global_aux_loss"} & set(_routing(s)),
+        "Sinkhorn and quantile balancing choose experts among all tokens of a micro-batch, and a global loss counts "
+        "the tokens of several micro-batches",
+        "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none",
+    ),
+    Feature(
+        "losses of experts computed again",
+        lambda s: _has_auxiliary_losses(s) and _routes_again(s),
+        "if routers are recomputed, the number of tokens per expert would be known only after the backwards that need "
+        "it",
+        "use --recompute-granularity selective without moe, or set --moe-aux-loss-coeff and --moe-z-loss-coeff to 0",
+    ),
+    Feature(
+        "losses of experts by token",
+        lambda s: _has_auxiliary_losses(s) and s.calculate_per_token_loss,
+        "Megatron weighs a router's losses by the tokens that it receives, which are those of one slice only",
+        "drop --calculate-per-token-loss, or set --moe-aux-loss-coeff and --moe-z-loss-coeff to 0",
     ),
 )

@@ -1,6 +1,4 @@
-"""Hold every flag once: `schedules`, `configurations`, `trainer` and `megatron` are the table, `commands` says which
-command has which.
+"""The table of flags: `schedules`, `configurations`, `outputs`, `trainer` and `launches` have one row per flag.
 
-From it come the parsers of commands and trainer (`parser`), the reader of launches and the writer of flags
-(`launches`), and the reference page (`page`). A new flag is one row.
+Parsers of commands and trainer, the reading and writing of launches, and the reference pages are made from it.
 """

@@ -1,7 +1,4 @@
-"""Read and write the values of flags that say how many bytes are where. In: text. Out: bytes, or a ValueError.
-
-Plans and the training ask with them. Knows no flag.
-"""
+"""Read and write memory budgets."""
 
 from __future__ import annotations
 
@@ -20,13 +17,17 @@ MINIMUM_BYTES = TransferConfig.minimum_bytes
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """A budget as it was asked for, for all ranks or each; None: all that the device has.
-
-    `learns`: measured bytes replace predicted.
-    """
+    """A budget as it was given."""
 
     budget_bytes: tuple[int, ...] | None
+    """One for all ranks, or one for each; None: all that the device has."""
     learns: bool
+    """Whether measured bytes replace predicted ones."""
+
+    def __str__(self) -> str:
+        """Write the budget as its flag has it: Megatron prints it in its log, which `read_log` reads."""
+        sizes = [f"{ceil(Fraction(size * 10**9, GIB)) / 10**9:.9f}" for size in self.budget_bytes or ()]
+        return ":".join([AUTO] * self.learns + [",".join(sizes)] * bool(sizes))
 
 
 # More than any device has; a size in MiB is beyond it.
@@ -41,32 +42,28 @@ def read_budget(text: str) -> MemoryBudget:
     return MemoryBudget(read_gib(rest) if colon else None, True)
 
 
-# Bytes of a unit behind a number, in small letters; a number alone is of GiB.
+# Bytes of the unit that follows a number, in small letters; a number alone is in GiB.
 _UNITS = {"": GIB, "g": GIB, "gib": GIB, "gb": 10**9}
 
 
 def read_gib(text: str) -> tuple[int, ...]:
-    """Read `70.5`, `70GiB`, `75GB` or `70,70,75,79`, in bytes. Raises ValueError for anything else."""
-    parts = [re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)(g|gib|gb)?", one) for one in text.lower().split(",")]
-    found = [int(Fraction(part[1]) * _UNITS[part[2] or ""]) for part in parts if part is not None]
-    if len(found) < len(parts):
-        found = []
-    if not found or min(found) < 1:
+    """Read `70.5`, `70GiB`, `75GB` or `70,70,75,79` as bytes. Raises ValueError for anything else."""
+    matches = [re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)(g|gib|gb)?", part) for part in text.lower().split(",")]
+    sizes = [0 if match is None else int(Fraction(match[1]) * _UNITS[match[2] or ""]) for match in matches]
+    if min(sizes) < 1:
         raise ValueError(f"{text[:40]!r} must be a number of GiB above 0, a list such as 70,70,75,79, or {AUTO}")
-    if max(found) > LARGEST_DEVICE_GIB * GIB:
-        most = f"more than the {LARGEST_DEVICE_GIB} GiB of any device"
+    if max(sizes) > LARGEST_DEVICE_GIB * GIB:
+        limit = f"more than the {LARGEST_DEVICE_GIB} GiB of any device"
         raise ValueError(
-            f"{text[:40]!r} is {most}: the unit is GiB, and {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}"
+            f"{text[:40]!r} is {limit}: the unit is GiB, and {max(sizes) // GIB} MiB are {max(sizes) / GIB / 1024:g}"
         )
-    return tuple(found)
+    return tuple(sizes)
 
 
-def budget_text(num_bytes: Sequence[int]) -> str:
-    """Write bytes as GiB, rounded up so that a budget read from it is no smaller. One number where all are equal."""
-    different = num_bytes[:1] if len(set(num_bytes)) == 1 else num_bytes
-    return ",".join(map(_one_gib, different))
-
-
-def _one_gib(num_bytes: int) -> str:
-    digits = 1 if num_bytes >= GIB else 6
-    return f"{ceil(Fraction(num_bytes * 10**digits, GIB)) / 10**digits:.{digits}f}"
+def budget_text(sizes: Sequence[int]) -> str:
+    """Write bytes as GiB, rounded up so that a budget read from it is no smaller. Equal sizes give one number."""
+    texts = []
+    for num_bytes in sizes[:1] if len(set(sizes)) == 1 else sizes:
+        digits = 1 if num_bytes >= GIB else 6
+        texts.append(f"{ceil(Fraction(num_bytes * 10**digits, GIB)) / 10**digits:.{digits}f}")
+    return ",".join(texts)

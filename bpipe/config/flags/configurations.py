@@ -1,7 +1,6 @@
-"""The table's rows on models, trainings and how they are cut: what predictions and launches have alike, and what a
-search chooses from.
+"""Rows of the table for models, trainings and configurations, in predictions and launches, and for a search.
 
-Names are Megatron's for what is Megatron's.
+Megatron's flags have Megatron's names.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from dataclasses import replace
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags import schedules
 from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
-from bpipe.config.flags.experts import EXPERTS
-from bpipe.config.flags.flag import Flag, Group, InLaunch
-from bpipe.config.flags.state_types import STATE_TYPES
-from bpipe.config.flags.values import layers, positive, predicted_slice_lengths, slice_lengths, tokens
+from bpipe.config.flags.flag import Flag, Group, InLaunch, number
+from bpipe.config.flags.parser import REST
+from bpipe.config.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
+from bpipe.predict.layer_variants import DISPATCHERS
 from bpipe.predict.model import PRESETS
 from bpipe.predict.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
 from bpipe.predict.training import (
@@ -27,15 +26,15 @@ from bpipe.predict.training import (
     KEPT_HALVES,
     KERNELS,
     PRECISIONS,
+    STATE_CHOICES,
     SWITCH_HELP,
+    WHOLE,
     flag_of,
 )
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
 from bpipe.schedule.layout import EVEN, Vocabulary
-
-# Where the words of a launch are kept, and by what name a parser knows that one is taken.
-REST = "megatron"
 
 
 def recomputation(text: str) -> str:
@@ -43,9 +42,9 @@ def recomputation(text: str) -> str:
     return read_recompute(text).text
 
 
-def _size(field: str, what: str, otherwise: str = "", default: int | None = None) -> Flag:
-    text = f"{what} (default: the model's{otherwise and f', or without a model {otherwise}'})"
-    return Flag(field, flag_of(field), text, "N", positive, launch=InLaunch(default=default))
+def _size(field: str, text: str, otherwise: str = "", default: int | None = None) -> Flag:
+    text += f" (default: the model's{otherwise and f', or without a model {otherwise}'})"
+    return number(field, flag_of(field), text, launch=InLaunch(default=default))
 
 
 def _switch(field: str, text: str, *, megatrons: bool = True) -> Flag:
@@ -69,10 +68,12 @@ SEQUENCE = Flag(
     tokens,
     launch=InLaunch(read=positive),
 )
-VOCABULARY_SIZE = Flag(
-    "vocabulary", "--vocab-size", "tokens in the vocabulary, padded as Megatron pads it (default: the model's)", "N", positive,
+VOCABULARY_SIZE = number(
+    "vocabulary",
+    "--vocab-size",
+    "tokens in the vocabulary, padded as Megatron pads it (default: the model's)",
     launch=InLaunch(),
-)  # fmt: skip
+)
 SIZES = (
     _size("num_layers", "number of layers"),
     _size("hidden_size", "hidden size"),
@@ -162,6 +163,30 @@ DIFFERING_SIZES = Flag(
         "experts, packed sequences, variable lengths and partial recomputation"
     ),
 )
+_TYPED = {
+    "main_grads_dtype": "gradients",
+    "main_params_dtype": "main weights; fp32 is stored as the 16 bits that bf16 weights lack",
+    "exp_avg_dtype": "Adam's first moment",
+    "exp_avg_sq_dtype": "Adam's second moment",
+}
+STATE_TYPES = (
+    Flag(
+        "use_precision_aware_optimizer",
+        flag_of("use_precision_aware_optimizer"),
+        "let Transformer Engine's Adam keep each part of its state in a type of its own",
+        launch=InLaunch(),
+    ),
+    *(
+        Flag(
+            field,
+            flag_of(field),
+            f"with --use-precision-aware-optimizer: type of {_TYPED[field]} (default {WHOLE})",
+            choices=choices,
+            launch=InLaunch(default=WHOLE),
+        )
+        for field, choices in STATE_CHOICES.items()
+    ),
+)
 TRAINING = Group(
     "training",
     (
@@ -205,36 +230,63 @@ TRAINING = Group(
         ),
     ),
 )
+EXPERTS = Group(
+    "experts",
+    (
+        number(
+            "expert",
+            "--expert-model-parallel-size --ep",
+            "expert-parallel size: number of devices that share a layer's experts (default 1; plan tries all)",
+            launch=InLaunch(default=1),
+        ),
+        number(
+            "expert_tensor",
+            "--expert-tensor-parallel-size --etp",
+            "number of devices that share each expert (default: the tensor-parallel size; in plan 1)",
+            launch=InLaunch(),
+        ),
+        Flag(
+            "dispatcher",
+            "--moe-token-dispatcher-type",
+            "how tokens reach their experts (default alltoall)",
+            choices=DISPATCHERS,
+            launch=InLaunch(default="allgather"),
+        ),
+        Flag(
+            "capacity_factor",
+            "--moe-expert-capacity-factor",
+            "an expert takes at most X times its even share of tokens (default: no limit)",
+            "X",
+            factor,
+            launch=InLaunch(),
+        ),
+        Flag(
+            "pad_to_capacity",
+            "--moe-pad-expert-input-to-capacity",
+            "with --moe-expert-capacity-factor: pad the tokens of every expert to its capacity",
+            launch=InLaunch(),
+        ),
+    ),
+    "for models with experts; tokens are assumed to be spread evenly",
+)
 
 # -- one configuration
 # -----------------------------------------------------------------------------------------------------------------
 
-TENSOR = Flag(
-    "tensor",
-    "--tensor-model-parallel-size --tp",
-    "tensor-parallel size (default 1)",
-    "T",
-    positive,
-    default=1,
-    launch=InLaunch(default=1),
+_FROM_1 = InLaunch(default=1)
+TENSOR = number(
+    "tensor", "--tensor-model-parallel-size --tp", "tensor-parallel size (default 1)", "T", 1, launch=_FROM_1
 )
-CONTEXT = Flag(
+CONTEXT = number(
     "context",
     "--context-parallel-size --cp",
     "context-parallel size: number of devices that share every sequence (default 1)",
     "C",
-    positive,
     default=1,
-    launch=InLaunch(default=1),
+    launch=_FROM_1,
 )
-MICRO_BATCH = Flag(
-    "micro_batch",
-    "--micro-batch-size --mbs",
-    "sequences per micro-batch (default 1)",
-    "N",
-    positive,
-    default=1,
-    launch=InLaunch(),
+MICRO_BATCH = number(
+    "micro_batch", "--micro-batch-size --mbs", "sequences per micro-batch (default 1)", default=1, launch=InLaunch()
 )
 RECOMPUTED = Flag(
     "recompute",
@@ -304,9 +356,7 @@ CONFIGURATION = Group(
         RECOMPUTED,
         schedules.SCHEDULE,
         schedules.CHUNKS,
-        schedules.GROUP,
-        schedules.DELAY,
-        schedules.SLICES,
+        *schedules.ORDER,
         SLICE_LENGTHS,
         KEEP_WEIGHTS_HALVES,
         schedules.BALANCE,
@@ -349,7 +399,7 @@ PROFILE = Flag(
 )
 MEASURED = Group("measurements", (CALIBRATION, PROFILE))
 
-# What is predicted where nobody says it.
+# Defaults of predictions.
 DEFAULTS: dict[str, object] = {
     **{
         flag.field: flag.default
@@ -359,10 +409,9 @@ DEFAULTS: dict[str, object] = {
     },
     "chunks": 1,
     "hosts": PAIR,
-    "delay": 0,
-    "slices": 1,
     "min_bytes": MINIMUM_BYTES,
-    **dict.fromkeys(("bound", "memory", "group")),
+    **{name: option.default for name, option in TAKEN.items()},
+    **dict.fromkeys(("bound", "memory")),
 }
 
 # -- what a search chooses from
@@ -397,24 +446,10 @@ SEARCHED_FLAGS = Group(
             "how to split the output layer over the pipeline ranks, with the embedding whole and, where that is "
             "trained, in shards (default: none, and each that lowers the bound of the time where the output layer "
             "makes the last rank slower)",
-            choices=tuple(one.value for one in Vocabulary),
+            choices=tuple(kind.value for kind in Vocabulary),
         ),
-        Flag(
-            "max_micro_batch",
-            "--max-micro-batch",
-            "largest micro-batch to consider (default 64)",
-            "N",
-            positive,
-            default=64,
-        ),
-        Flag(
-            "max_chunks",
-            "--max-chunks",
-            "largest number of model chunks per rank (default 8)",
-            "V",
-            positive,
-            default=8,
-        ),
+        number("max_micro_batch", "--max-micro-batch", "largest micro-batch to consider (default 64)", default=64),
+        number("max_chunks", "--max-chunks", "largest number of model chunks per rank (default 8)", "V", 8),
         Flag(
             "even_layers",
             "--even-layers",

@@ -1,9 +1,4 @@
-"""Describe a flag once: its field, its names, how its text is read, and what it says.
-
-In: a row of the table. Out: a `Flag`.
-
-Knows no flag and no parser.
-"""
+"""Values that describe flags, groups of flags, and commands."""
 
 from __future__ import annotations
 
@@ -12,6 +7,8 @@ from argparse import Namespace
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from bpipe.config.flags.values import positive
 
 # From the text of a value to the value. Raises ValueError with the reason.
 Read = Callable[[str], object]
@@ -22,38 +19,37 @@ class Options(Namespace):
 
 
 class InLaunch(NamedTuple):
-    """A flag as Megatron's command line has it. What is None is as the row's own.
-
-    `default`: what is meant where a launch leaves it out. `is_read`: whether a launch's value is predicted.
-    """
+    """A flag on Megatron's command line. Fields other than `default` and `is_read` are the row's own if they are None."""
 
     name: str | None = None
     default: object = None
+    """Value of a launch without the flag."""
     choices: Collection[str] | None = None
     read: Read | None = None
     help: str | None = None
     value: str | None = None
     is_read: bool = True
+    """Whether predictions read it from a launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One row of the table.
-
-    `names`: what commands call it, the longest first; none for a flag of a launch alone, one without dashes for what
-    has no flag. `value`: what stands for its value in help; empty for a switch. `count`: how many values, as argparse
-    has it. `launch`: its face there.
-    """
+    """One row of the table."""
 
     field: str
+    """Name of the value in `Options`."""
     names: str
+    """Names in commands, the longest first; empty for a positional argument or a flag of launches only."""
     help: str
     value: str = ""
+    """Placeholder of the value in help; empty for a switch."""
     read: Read | None = None
     default: object = None
     choices: Collection[str] | None = None
     count: int | str | None = None
+    """Number of values, as argparse's `nargs`."""
     launch: InLaunch | None = None
+    """The flag in launches; None if they do not have it."""
     required: bool = False
 
     @property
@@ -68,9 +64,8 @@ class Flag:
 
     @property
     def in_launch(self) -> str:
-        """Name on Megatron's command line. Raises ValueError where it has none."""
-        if self.launch is None:
-            raise ValueError(f"{self.field} is no flag of a launch")
+        """Name on Megatron's command line."""
+        assert self.launch is not None
         return self.launch.name or self.names.split()[0]
 
     @property
@@ -78,11 +73,13 @@ class Flag:
         """The row as Megatron's parser has it."""
         assert self.launch is not None
         _, default, choices, read, text, value, _ = self.launch
+        # The trainer's flags in place of the command's.
+        own = re.sub(r"--(balance bpipe|bound|costs|group|memory|vocabulary)\b", r"--bpipe-\1", self.help)
         return replace(
             self,
             field=self.in_launch[2:].replace("-", "_"),
             names=self.in_launch,
-            help=_as_the_trainer_calls_it(self.help) if text is None else text,
+            help=own.replace("--bpipe-balance bpipe", "--bpipe") if text is None else text,
             value=self.value if value is None else value,
             read=self.read if read is None else read,
             default=False if self.is_switch else default,
@@ -92,23 +89,19 @@ class Flag:
 
     @property
     def is_listed(self) -> bool:
-        """Whether it takes any number of values that may stand behind each other or with commas between them."""
+        """Whether it takes any number of values, separated by spaces or commas."""
         return self.count == "+" and self.choices is None and bool(self.names)
 
     def several(self, help: str, default: object = None, **changes: object) -> Flag:
-        """Return the flag with any number of values, behind each other or with commas between them."""
+        """Return the flag with any number of values, separated by spaces or commas."""
         return replace(self, help=help, default=default, count="+", **changes)  # type: ignore[arg-type]
 
-    def where_a_launch_may_say_it(self) -> Flag:
-        """Return the flag without a default of its own: a launch comes before that."""
-        return replace(self, default=None)
 
-
-def _as_the_trainer_calls_it(text: str) -> str:
-    """Name the trainer's flags in a text that names a command's."""
-    return re.sub(
-        r"--(balance bpipe|bound|costs|group|memory|vocabulary)\b", lambda found: f"--bpipe-{found[1]}", text
-    ).replace("--bpipe-balance bpipe", "--bpipe")
+def number(
+    field: str, names: str, help: str, value: str = "N", default: int | None = None, launch: InLaunch | None = None
+) -> Flag:
+    """Return a flag whose value is a whole number from 1 on."""
+    return Flag(field, names, help, value, positive, default, launch=launch)
 
 
 class Group(NamedTuple):

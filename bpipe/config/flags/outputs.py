@@ -1,11 +1,11 @@
-"""The table's rows on what commands write, and those that one command alone has. Imports no model."""
+"""Rows of the table for the outputs of commands, and those of a single command."""
 
 from __future__ import annotations
 
-from bpipe.config.flags.flag import Flag, Read
+from bpipe.config.flags.flag import Flag, Read, number
 from bpipe.config.flags.values import counted, positive, seconds, tolerance
 
-# After a start so many iterations are no steady ones: libraries load, communicators form and the allocator grows.
+# Iterations that are not steady after a start: libraries load, communicators form and the allocator grows.
 WARM_UP_ITERATIONS = 5
 
 # -- what is written
@@ -24,7 +24,7 @@ TRACE = Flag("trace", "--trace", "write a timeline as Chrome trace JSON, for ui.
 
 
 def rows(default: int, read: Read) -> Flag:
-    """Return the flag that says how many rows are printed."""
+    """Return the flag for the number of printed rows."""
     return Flag("rows", "--rows", f"number of rows to show (default {default})", "N", read, default=default)
 
 
@@ -34,9 +34,7 @@ def rows(default: int, read: Read) -> Flag:
 FRONT = Flag(
     "front", "--front", "show the fastest configuration for every amount of memory, up to twice what a device has"
 )
-EMIT_ARGS = Flag(
-    "emit_args", "--emit-args", "print only the Megatron flags of this row; the first row is 1", "ROW", positive
-)
+EMIT_ARGS = number("emit_args", "--emit-args", "print only the Megatron flags of this row; the first row is 1", "ROW")
 
 COMPARED = Flag(
     "compare",
@@ -109,19 +107,15 @@ TOLERANCE = Flag(
 )
 COMMON = Flag("common", "--common", "compare only the iterations that both runs have, as after a restart")
 BALANCING = Flag("balancing", "--balancing", "require that A ran without balancing and B with it")
-ITERATIONS = Flag("iterations", "--iterations", "require the iterations 1 to N, and no others", "N", positive)
+ITERATIONS = number("iterations", "--iterations", "require the iterations 1 to N, and no others")
 
-TIMED_LAYERS = Flag(
+TIMED_LAYERS = number(
     "timed_layers",
     "--timed-layers",
     "number of layers to time; predictions scale this to a stage's own number (default 1)",
-    "N",
-    positive,
     default=1,
 )
 DEVICE = Flag(
     "device", "--device", "device to measure (default: cuda if there is one, else cpu)", choices=("cuda", "cpu")
 )
-REPEATS = Flag(
-    "repeats", "--repeats", "number of runs, of which the median counts (default 5)", "N", positive, default=5
-)
+REPEATS = number("repeats", "--repeats", "number of runs, of which the median counts (default 5)", default=5)

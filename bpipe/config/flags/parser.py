@@ -1,9 +1,4 @@
-"""Make parsers of the table, and name what was mistyped.
-
-In: rows, arguments. Out: options, or one line of error on stderr.
-
-Knows no command and no flag.
-"""
+"""Parsers made from the table, which name what was probably meant by a mistyped flag."""
 
 from __future__ import annotations
 
@@ -12,36 +7,38 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NoReturn
 
 from bpipe.config.flags.flag import Command, Flag, Options, Read
 from bpipe.names import nearest, unknown
 
-# Where a command that takes a launch keeps its words.
+# Field of the words of a launch.
 REST = "megatron"
 _HELP = ("-h", "--help", "--help-all")
-# Columns of a flag's name on the first screen, and the most of one line there.
+# Columns of a flag's name on the first screen, and of its longest line.
 _NAME_COLUMNS, _MOST_COLUMNS = 30, 120
 
 
 def declare(to: Any, flag: Flag, commas: bool = True) -> None:
-    """Add a row to a parser or to a group of one. `commas`: they part the values of a list, too, not spaces alone."""
+    """Add a row to a parser or to a group of one. `commas`: whether they separate the values of a list, as spaces do."""
     names: list[str] = flag.names.split() or [flag.field]
-    told: dict[str, Any] = {"help": flag.help.replace("%", "%%")}
+    settings: dict[str, Any] = {"help": flag.help.replace("%", "%%")}
     if flag.names:
-        told["dest"] = flag.field
+        settings["dest"] = flag.field
     if flag.is_switch:
-        to.add_argument(*names, action="store_true", **told)
+        to.add_argument(*names, action="store_true", **settings)
         return
     if flag.required and flag.names:
-        told["required"] = flag.required
+        settings["required"] = flag.required
     if flag.count is not None:
-        told["nargs"] = flag.count
-    read = {} if flag.read is None else {"type": _with_reason(flag.read)}
-    if commas and flag.is_listed and flag.read is not None:
-        read, told["action"] = {"type": _with_reason(_each(flag.read))}, _Flat
-    to.add_argument(*names, default=flag.default, choices=flag.choices, metavar=flag.value or None, **read, **told)
+        settings["nargs"] = flag.count
+    read = flag.read
+    if commas and flag.is_listed and read is not None:
+        settings |= {"type": _with_reason(lambda text: list(map(read, text.split(",")))), "action": _Flat}
+    elif read is not None:
+        settings["type"] = _with_reason(read)
+    to.add_argument(*names, default=flag.default, choices=flag.choices, metavar=flag.value or None, **settings)
 
 
 class _LaunchParser(argparse.ArgumentParser):
@@ -50,30 +47,25 @@ class _LaunchParser(argparse.ArgumentParser):
 
 
 def parser_of_launch(rows: Iterable[Flag]) -> argparse.ArgumentParser:
-    """Make a parser of Megatron's flags that raises ValueError for what is wrong."""
-    made = _LaunchParser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
+    """Return a parser of Megatron's flags that raises ValueError for errors."""
+    parser = _LaunchParser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
     for flag in rows:
-        # Megatron's own parser parts no value at a comma.
-        declare(made, flag, commas=False)
-    return made
+        # Megatron's own parser splits no value at a comma.
+        declare(parser, flag, commas=False)
+    return parser
 
 
 class _Flat(argparse.Action):
-    """Takes lists that stand behind each other as one."""
+    """Joins lists to one."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        setattr(namespace, self.dest, [one for several in values for one in several])
-
-
-def _each(read: Read) -> Read:
-    """Read several values with commas between them."""
-    return lambda text: [read(one) for one in text.split(",")]
+        setattr(namespace, self.dest, list(chain.from_iterable(values)))
 
 
 def _with_reason(read: Read) -> Read:
-    """Read so that argparse says the reason: of a ValueError it says only that the value is invalid."""
+    """Return a reader whose reasons argparse prints: it drops that of a ValueError."""
     if isinstance(read, type):
         return read
 
@@ -110,22 +102,20 @@ class Parser(argparse.ArgumentParser):
                 declare(to, flag)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse what stands behind `--` as a launch where one is taken; argparse fails there if another positional
-        precedes a flag."""
+        """Keep the words after `--` as a launch, if the command takes one; argparse fails on some of them."""
         if args is None or "--" not in args or self.get_default(REST) is None:
             return super().parse_known_args(args, namespace)
         place = args.index("--")
-        found, unknown_words = super().parse_known_args(args[:place], namespace)
-        setattr(found, REST, [*getattr(found, REST), *args[place + 1 :]])
-        return found, unknown_words
+        options, unknown_words = super().parse_known_args(args[:place], namespace)
+        setattr(options, REST, [*getattr(options, REST), *args[place + 1 :]])
+        return options, unknown_words
 
     def check_flags(self, arguments: Sequence[str]) -> None:
-        """End with the nearest flag for the first that is unknown: argparse itself would first ask for the one that
-        was mistyped."""
+        """Exit with the nearest flag to the first unknown one: argparse itself would first miss a required flag."""
         known = self._option_string_actions
-        # A word with a space is a value that holds flags, as argparse takes it.
-        words = (one for one in takewhile(lambda one: one != "--", arguments) if " " not in one)
-        flags = [one.partition("=")[0] for one in words if one.startswith("--")]
+        # A word with a space is a value that contains flags.
+        words = (word for word in takewhile(lambda word: word != "--", arguments) if " " not in word)
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         wrong = next((flag for flag in flags if flag not in known), None)
         if wrong is not None and not {*_HELP} & set(arguments):
             meant = nearest(wrong, (flag for flag in known if flag.startswith("--")))
@@ -143,7 +133,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _FirstScreen(argparse.Action):
-    """Print what a command is for, an example of each task with its flags, and where the rest is."""
+    """Prints the purpose of a command, an example of each task with its flags, and where to find the other flags."""
 
     def __init__(self, *, command: Command, **settings: Any) -> None:
         super().__init__(default=argparse.SUPPRESS, **settings)
@@ -163,22 +153,18 @@ def first_screen(parser: argparse.ArgumentParser, command: Command, columns: int
     flags = {flag.field: flag for flag in command.flags}
     for title, example, fields in command.tasks:
         lines += ["", f"{title}:", f"  {example}"]
-        for field in fields:
-            lines += _lines(flags[field], columns)
+        for flag in map(flags.__getitem__, fields):
+            # Its shortest name, and one or two lines of its help.
+            value = flag.value or "|".join(flag.choices or ())
+            head = f"{flag.name} {value}" if flag.names else value
+            head = head if len(head) < _NAME_COLUMNS - 4 else f"{flag.name} ..."
+            first, *others = textwrap.wrap(
+                flag.help, max(20, columns - _NAME_COLUMNS), max_lines=2, placeholder=" ...", break_on_hyphens=False
+            )
+            lines += [f"    {head:{_NAME_COLUMNS - 4}}{first}", *(" " * _NAME_COLUMNS + line for line in others)]
     return [*lines, "", f"All {len(flags)} flags: {parser.prog} --help-all"]
 
 
-def _lines(flag: Flag, columns: int) -> list[str]:
-    """Write a flag in a line or two: its shortest name, and of its help as much as there is room for."""
-    value = flag.value or "|".join(flag.choices or ())
-    head = f"{flag.name} {value}" if flag.names else value
-    head = head if len(head) < _NAME_COLUMNS - 4 else f"{flag.name} ..."
-    first, *others = textwrap.wrap(
-        flag.help, max(20, columns - _NAME_COLUMNS), max_lines=2, placeholder=" ...", break_on_hyphens=False
-    )
-    return [f"    {head:{_NAME_COLUMNS - 4}}{first}", *(" " * _NAME_COLUMNS + line for line in others)]
-
-
 def options_of(parser: Parser, arguments: Sequence[str]) -> Options:
-    """Return what was given, by the fields of the table."""
+    """Parse arguments into values by the fields of the table."""
     return parser.parse_args(arguments, Options())

@@ -1,21 +1,35 @@
-"""The table's rows on schedules: what `bpipe schedule`, predictions and the trainer have alike. Imports no model."""
+"""Rows of the table for schedules, in `bpipe schedule`, predictions and the trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
 from bpipe.balance.config import BALANCES
-from bpipe.config.flags.flag import Flag, InLaunch
-from bpipe.config.flags.values import costs, costs_in_training, counted, group_size, hop, numbers, positive, share
+from bpipe.config.flags.flag import Flag, InLaunch, number
+from bpipe.config.flags.values import (
+    AUTO,
+    costs,
+    costs_in_training,
+    counted,
+    group_size,
+    hop,
+    numbers,
+    share,
+    unit_costs,
+)
 from bpipe.schedule.families.families import (
     DEFAULTS,
     FAMILIES,
     families_for_bounds,
-    families_with_deferral,
+    families_that_take,
     families_with_early_forwarding,
-    families_with_groups,
     families_with_interlacing,
     families_with_shards,
-    families_with_slices,
 )
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
 from bpipe.schedule.layout import REDISTRIBUTE, TRAINED_SHARDS, Vocabulary
 from bpipe.schedule.program import Exchange
@@ -49,54 +63,47 @@ SCHEDULE = Flag(
         f"{_MEGATRONS}; this project's own loop runs all others. Works with and without --bpipe",
     ),
 )
-PIPELINE = Flag(
-    "pipeline",
-    "--pipeline-model-parallel-size --pp",
-    "number of pipeline ranks",
-    "P",
-    positive,
-    launch=InLaunch(default=1),
+PIPELINE = number(
+    "pipeline", "--pipeline-model-parallel-size --pp", "number of pipeline ranks", "P", launch=InLaunch(default=1)
 )
-GLOBAL_BATCH = Flag(
-    "global_batch", "--global-batch-size --gbs", "sequences per iteration", "B", positive, launch=InLaunch()
-)
-MICROBATCHES = Flag("microbatches", "--microbatches", "micro-batches per iteration", "M", positive)
-CHUNKS = Flag(
+GLOBAL_BATCH = number("global_batch", "--global-batch-size --gbs", "sequences per iteration", "B", launch=InLaunch())
+MICROBATCHES = number("microbatches", "--microbatches", "micro-batches per iteration", "M")
+CHUNKS = number(
     "chunks",
     "--num-virtual-stages-per-pipeline-rank --vp",
     "model chunks per rank (default: the fewest that the schedule allows, 1 or 2)",
     "V",
-    positive,
     launch=InLaunch(),
 )
 GROUP = Flag(
-    "group",
+    "group_size",
     "--group",
     "number of micro-batches that go through one chunk before the next chunk (default: as many as pipeline ranks, "
     f"or half as many for {families_for_bounds()}). auto: chosen for --bound, with the rest of the order. For "
-    f"{families_with_groups()}",
+    f"{families_that_take('group_size')}",
     "G|auto",
     group_size,
     launch=InLaunch("--bpipe-group"),
 )
-SLICES = Flag(
+SLICES = number(
     "slices",
     "--slices",
     "cut every micro-batch's sequence into K slices, which go through the pipeline one after the other (default "
-    f"1). For {families_with_slices()}",
+    f"1). For {families_that_take('slices')}",
     "K",
-    positive,
     launch=InLaunch("--bpipe-slices"),
 )
 DELAY = Flag(
     "delay",
     "--delay",
     "number of micro-batches by which the weight gradients (W) come later than the input gradient (I) (default 0: "
-    f"directly after it). For {families_with_deferral()}",
+    f"directly after it). For {families_that_take('delay')}",
     "N",
     counted,
     launch=InLaunch("--bpipe-delay"),
 )
+# The options of families, with the names of their fields in `FamilyOptions`. A new option is a field there and a row here.
+ORDER = (GROUP, DELAY, SLICES)
 EARLY = Flag(
     "early",
     "--early",
@@ -140,7 +147,7 @@ VOCABULARY = Flag(
     "--vocabulary",
     f"split the output layer into shards on all pipeline ranks (default none: it stays whole). {_SPLIT}. For "
     f"{families_with_shards()}",
-    choices=tuple(one.value for one in Vocabulary),
+    choices=tuple(kind.value for kind in Vocabulary),
     launch=InLaunch(
         "--bpipe-vocabulary",
         choices=(*TRAINED_SHARDS, REDISTRIBUTE),
@@ -158,6 +165,27 @@ VOCABULARY_INPUT = Flag(
     "shard for both",
     launch=InLaunch("--bpipe-vocabulary-input"),
 )
+# What only a generated schedule is asked.
+GENERATED = (*ORDER, KEPT, COSTS, HOP)
+
+
+def schedule_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `ScheduleConfig` that follow from the values of `GENERATED` and the vocabulary's rows.
+
+    What is None, "auto" or missing has the field's default.
+    """
+    order = {name: values.get(name) for name in TAKEN}
+    # Fewer layers for the last stage are a layout, and leave the vocabulary whole.
+    vocabulary = values.get("vocabulary_parallel")
+    return {
+        **{name: TAKEN[name].default if value in (None, AUTO) else value for name, value in order.items()},
+        "costs": replace(unit_costs(values.get("costs")), hop=values.get("hop") or 0),
+        "after_input": Fraction(1) if values.get("kept") is None else values["kept"],
+        "vocabulary": Vocabulary.WHOLE if vocabulary in (None, REDISTRIBUTE) else Vocabulary(vocabulary),
+        "input_shards": bool(values.get("input_shards")),
+    }
+
+
 BALANCE = Flag(
     "balance",
     "--balance",
@@ -208,5 +236,5 @@ EXCHANGE = Flag(
     "exchange",
     "--exchange",
     "with --messages: rule by which ranks send and receive (default: that of the loop which runs the schedule)",
-    choices=tuple(one.value for one in Exchange),
+    choices=tuple(rule.value for rule in Exchange),
 )

@@ -1,7 +1,4 @@
-"""The table's rows that the trainer alone has, and all that it has: Megatron's parser gets these as `--bpipe-...`.
-
-Imports no torch and no Megatron.
-"""
+"""Rows of the table that only the trainer has, and the groups of all its flags, `--bpipe-...` in Megatron's parser."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def _flag(
     default: object = None,
     choices: Collection[str] | None = None,
 ) -> Flag:
-    """Return a row without a command's name."""
+    """Return a row without a name in commands."""
     launch = InLaunch(name, default, is_read=name in ("--bpipe", "--bpipe-min-bytes"))
     field = name[2:].replace("-", "_").removeprefix("bpipe_")
     return Flag(field, "", text, value, read, default, choices, launch=launch)
@@ -84,9 +81,7 @@ TRAINER = (
         "schedule",
         (
             schedules.SCHEDULE,
-            schedules.GROUP,
-            schedules.DELAY,
-            schedules.SLICES,
+            *schedules.ORDER,
             configurations.SLICE_LENGTHS,
             schedules.KEPT,
             schedules.COSTS,

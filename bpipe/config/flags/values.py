@@ -1,9 +1,4 @@
-"""Read the values of flags.
-
-In: what stands on a command line. Out: numbers within what anybody can use, exactly, or a ValueError.
-
-Commands, the trainer and the reader of launches read them alike. Knows no flag.
-"""
+"""Readers of the values of flags: from text to exact numbers, or a ValueError with the limits."""
 
 from __future__ import annotations
 
@@ -11,17 +6,17 @@ import math
 import re
 from fractions import Fraction
 
-from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.files.text import read_costs, read_numbers, read_share
 from bpipe.schedule.layout import EVEN, WORK, SliceLengths
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
 LARGEST = 10**12
 
-# What is chosen, and not given.
+# A value that is chosen and not given.
 AUTO = "auto"
 
-# Slices that take as long as each other by prediction: a list, once what is predicted is known.
+# Slices of equal predicted time; they become a list when times have been predicted.
 TIME = "time"
 
 
@@ -47,7 +42,7 @@ def group_size(text: str) -> int | str:
 
 
 def _real(text: str) -> float:
-    """Read a number; what is none is not a number, which lies within no limits."""
+    """Read a number; any other text is NaN, which is within no limits."""
     try:
         return float(text)
     except ValueError:
@@ -71,7 +66,7 @@ def factor(text: str) -> float:
 
 
 def share(text: str) -> Fraction:
-    """Read a share of a micro-batch, exactly: `0.5`, and above 1 where more is held than was saved."""
+    """Read a share of a micro-batch, exactly: `0.5`. It is above 1 if more is held than was saved."""
     return read_share(text, "share")
 
 
@@ -96,21 +91,26 @@ def costs(text: str) -> tuple[Fraction, ...]:
     return read_costs(text, 2, 3)
 
 
-def costs_of_halves(text: str) -> tuple[Fraction, ...]:
+def costs_in_training(text: str) -> tuple[Fraction, ...]:
     """Read `1,1.5,1/2`: a forward and the halves of a backward, exactly."""
-    return read_costs(text, 3, 3)
-
-
-def costs_in_training(text: str) -> UnitCosts:
-    """Read `1,1.5,1/2`: what a schedule that splits backwards is chosen by."""
     try:
-        return UnitCosts(*costs_of_halves(text))
+        halves = read_costs(text, 3, 3)
+        unit_costs(halves)
     except ValueError as error:
         raise ValueError(f"{error}, a forward and the halves of a backward, F,I,W") from None
+    return halves
+
+
+def unit_costs(costs: tuple[Fraction, ...] | None) -> UnitCosts:
+    """Return durations of a forward and a backward, or of a forward and the halves of a backward; None: all alike."""
+    if costs is None:
+        return ALIKE
+    forward, *backward = costs
+    return UnitCosts(forward, *(backward if len(backward) == 2 else [backward[0] / 2] * 2))
 
 
 def hop(text: str) -> Fraction:
-    """Read `0.05` or `1/20`: what a message takes, exactly."""
+    """Read `0.05` or `1/20`: the time of a message, exactly."""
     return read_costs(text, 1, 1)[0]
 
 
@@ -120,7 +120,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def layers(text: str) -> tuple[int, ...]:
-    """Read `7,8,8,7`, of every stage, where the last may have none."""
+    """Read `7,8,8,7`: the layers of every stage, of which the last may have none."""
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
@@ -128,7 +128,7 @@ def layers(text: str) -> tuple[int, ...]:
 
 
 def tolerance(text: str) -> float:
-    """Read a part of a number: `1e-6`."""
+    """Read a relative tolerance: `1e-6`."""
     number = _real(text)
     if not 0 <= number < 1:
         raise ValueError(f"{text[:40]!r} must be a number from 0 to below 1, such as 1e-6")

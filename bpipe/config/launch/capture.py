@@ -1,7 +1,5 @@
 """Find the launches of a training script by running it with stand-ins for launchers.
 
-In: a command. Out: the launches that it would start, and what it printed. Also reads and writes files of launches.
-
 The shell runs the script, so every variable, condition and function has its true value. PATH begins with a folder of
 stand-ins (`stand_in`). Scripts change PATH, and call launchers by their paths: so every bash reads a file at its start
 that puts the folder back and turns such paths into functions, and every Python imports the stand-in.
@@ -60,9 +58,9 @@ class Capture:
     """What a script launched.
 
     Attributes:
-        launches: each launch once, as it stands in a file of launches.
-        last_lines: what the script printed last.
-        status: its exit status, or None if its time ran out.
+        launches: Each launch once, as in a file of launches.
+        last_lines: The last lines that the script printed.
+        status: Its exit status; None if its time ran out.
     """
 
     launches: list[dict[str, Any]]
@@ -74,7 +72,10 @@ def capture(command: Sequence[str], timeout_s: float) -> Capture:
     """Run a command, and note the launches that it would start. None of its processes is left behind."""
     with tempfile.TemporaryDirectory(prefix="bpipe-capture-") as name:
         folder = Path(name)
-        environment = {**os.environ, **_install(folder), **_slurm_variables(command)}
+        # What sbatch would set by the `#SBATCH` lines of a script.
+        script = next((Path(word) for word in command if Path(word).is_file()), None)
+        options = [] if script is None else stand_in.sbatch_options(script.read_text(errors="replace"))
+        environment = {**os.environ, **_install(folder), **stand_in.slurm_variables(options)}
         words = ["bash", *command] if re.search(r"\.(sh|sbatch|slurm)$", command[0]) else list(command)
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
@@ -88,14 +89,21 @@ def capture(command: Sequence[str], timeout_s: float) -> Capture:
             status = None
             try:
                 status = process.wait(timeout_s)
-                _await_background(folder)
+                end = time.monotonic() + _GRACE_S
+                while _processes(folder) and time.monotonic() < end:
+                    time.sleep(0.05)
             except subprocess.TimeoutExpired:
                 pass
             finally:
                 _kill(process, folder)
         lines = (folder / "output").read_text(errors="replace").splitlines()
         launches = (folder / "launches").read_text().splitlines() if (folder / "launches").exists() else []
-        return Capture(_distinct(map(json.loads, launches)), lines[-_MOST_LINES:], status)
+        # Every node of a job launches the same.
+        distinct = {
+            re.sub(r"--node[-_]rank[ =]\S+", "", " ".join(launch["words"])): launch
+            for launch in map(json.loads, launches)
+        }
+        return Capture(list(distinct.values()), lines[-_MOST_LINES:], status)
 
 
 def _install(folder: Path) -> dict[str, str]:
@@ -121,28 +129,15 @@ def _install(folder: Path) -> dict[str, str]:
     }
 
 
-def _slurm_variables(command: Sequence[str]) -> dict[str, str]:
-    """Return what the `#SBATCH` lines of a script say, as sbatch would set it."""
-    script = next((Path(word) for word in command if Path(word).is_file()), None)
-    options = [] if script is None else stand_in.sbatch_options(script.read_text(errors="replace"))
-    return stand_in.slurm_variables(options)
-
-
 def _processes(folder: Path) -> list[int]:
     """Return the processes that a capture started, whatever their session or parent is."""
     mark = f"{stand_in.FOLDER}={folder}\0".encode()
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if mark in (process / "environ").read_bytes():
-                found.append(int(process.name))
-    return found
-
-
-def _await_background(folder: Path) -> None:
-    end = time.monotonic() + _GRACE_S
-    while _processes(folder) and time.monotonic() < end:
-        time.sleep(0.05)
+                processes.append(int(process.name))
+    return processes
 
 
 def _kill(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -154,12 +149,6 @@ def _kill(process: subprocess.Popen[bytes], folder: Path) -> None:
             with suppress(ProcessLookupError):
                 os.kill(identity, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def _distinct(launches: Any) -> list[dict[str, Any]]:
-    """Leave out launches that were seen on another node."""
-    distinct = {re.sub(r"--node[-_]rank[ =]\S+", "", " ".join(launch["words"])): launch for launch in launches}
-    return list(distinct.values())
 
 
 def write_launches(launches: Sequence[dict[str, Any]]) -> str:

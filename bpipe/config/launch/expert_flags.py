@@ -1,9 +1,4 @@
-"""Say experts, latent attention and windows in Megatron's flags, and read them.
-
-In: a Setup, or parsed flags. Out: flags, or options.
-
-Knows nothing of the other flags. Of experts, what the launch does not say has Megatron's defaults.
-"""
+"""Write experts, latent attention and windows as Megatron's flags, and read them."""
 
 from __future__ import annotations
 
@@ -24,41 +19,30 @@ from bpipe.predict.layer_variants import (
 )
 from bpipe.predict.layout import Setup
 
-# Fields of a `Latent`, as they are written.
+# Fields of a `Latent` in the order of the flags.
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def flags_of_parts(setup: Setup) -> list[str]:
     """Return flags of the model's parts; none for layers like GPT's or LLaMA's."""
-    model = setup.model
+    model, experts, routing = setup.model, setup.model.experts, setup.routing
     values: dict[str, object] = {}
     if model.latent is not None:
-        values |= {
-            "multi_latent_attention": True,
-            "qk_layernorm": True,
-            **{name: getattr(model.latent, name) for name in _LATENT},
-        }
+        values = {"multi_latent_attention": True, "qk_layernorm": True}
+        values |= {name: getattr(model.latent, name) for name in _LATENT}
     if model.window is not None:
-        # The token itself is one of those that it attends to.
+        # A token attends to itself as well.
         values["window_size"] = f"{model.window - 1},0"
-        values["window_attn_skip_freq"] = (
-            None if model.window_pattern == EVERY_LAYER else write_list(model.window_pattern, model.num_layers)
-        )
-    return words({**values, **_of_experts(setup)})
-
-
-def _of_experts(setup: Setup) -> dict[str, object]:
-    """Return values by their fields; none for a model without experts."""
-    experts, routing = setup.model.experts, setup.routing
+        if model.window_pattern != EVERY_LAYER:
+            values["window_attn_skip_freq"] = write_list(model.window_pattern, model.num_layers)
     if experts is None:
-        return {}
-    return {
+        return words(values)
+    pattern = None if experts.pattern == EVERY_LAYER else write_pattern(experts.pattern, model.num_layers)
+    values |= {
         "num_experts": experts.num_experts,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        "moe_layer_freq": None
-        if experts.pattern == EVERY_LAYER
-        else write_pattern(experts.pattern, setup.model.num_layers),
+        "moe_layer_freq": pattern,
         "moe_shared_expert_intermediate_size": experts.shared_size or None,
         "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_score_function": "sigmoid" if experts.sigmoid else None,
@@ -69,41 +53,42 @@ def _of_experts(setup: Setup) -> dict[str, object]:
         "capacity_factor": routing.capacity,
         "pad_to_capacity": routing.padded,
     }
+    return words(values)
 
 
-def parts_of_flags(found: Options, ffn_hidden_size: int, notes: list[str]) -> dict[str, Any]:
+def parts_of_flags(args: Options, ffn_hidden_size: int, notes: list[str]) -> dict[str, Any]:
     """Return the options by the names of a Model's fields, and `routing`."""
     options: dict[str, Any] = {}
-    if found.multi_latent_attention:
-        sizes = (found.q_lora_rank, found.kv_lora_rank, found.qk_head_dim, found.qk_pos_emb_head_dim, found.v_head_dim)
+    if args.multi_latent_attention:
+        sizes = (args.q_lora_rank, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim)
         options["latent"] = Latent(*sizes)
-        # There it says that what is projected down is normed, not every head.
+        # Here the flag norms the down-projections, not every head.
         options["qk_layernorm"] = False
-        if not found.qk_layernorm:
+        if not args.qk_layernorm:
             notes.append(
                 "--multi-latent-attention without --qk-layernorm: predicted with norms after the down-projections"
             )
-    if found.window_size is not None:
-        options["window"], options["window_pattern"] = _window(found.window_size), _skipped(found.window_attn_skip_freq)
-    if found.num_experts is None:
+    if args.window_size is not None:
+        options["window"], options["window_pattern"] = _window(args.window_size), _skipped(args.window_attn_skip_freq)
+    if args.num_experts is None:
         return options
-    if found.moe_router_score_function == "sqrtsoftplus":
+    if args.moe_router_score_function == "sqrtsoftplus":
         notes.append("--moe-router-score-function sqrtsoftplus is predicted as sigmoid")
-    if found.transformer_impl != "local" and not found.moe_grouped_gemm:
+    if args.transformer_impl != "local" and not args.moe_grouped_gemm:
         notes.append("without --moe-grouped-gemm experts are computed one after the other: predicted as if all at once")
-    each = (found.num_experts, found.moe_router_topk, found.moe_ffn_hidden_size or ffn_hidden_size)
-    shared, sigmoid = found.moe_shared_expert_intermediate_size or 0, found.moe_router_score_function != "softmax"
+    each = (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size or ffn_hidden_size)
+    shared, sigmoid = args.moe_shared_expert_intermediate_size or 0, args.moe_router_score_function != "softmax"
     options["experts"] = Experts(
-        *each, shared, found.moe_shared_expert_gate, read_pattern(str(found.moe_layer_freq)), sigmoid
+        *each, shared, args.moe_shared_expert_gate, read_pattern(str(args.moe_layer_freq)), sigmoid
     )
-    parallel = (found.expert_model_parallel_size, found.expert_tensor_parallel_size, found.moe_token_dispatcher_type)
-    options["routing"] = Routing(*parallel, found.moe_expert_capacity_factor, found.moe_pad_expert_input_to_capacity)
+    parallel = (args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.moe_token_dispatcher_type)
+    options["routing"] = Routing(*parallel, args.moe_expert_capacity_factor, args.moe_pad_expert_input_to_capacity)
     notes.append("experts' loads are assumed to be even")
     return options
 
 
 def _window(text: str) -> int:
-    """How many tokens one attends to, itself included: of `127,0`."""
+    """Return the number of tokens that a token attends to, itself included, of a text such as `127,0`."""
     parts = text.strip("()").replace(" ", "").split(",")
     if len(parts) != 2 or not all(re.fullmatch("[0-9]{1,12}", part) for part in parts) or int(parts[1]):
         raise ValueError(f"--window-size {text[:40]} is not a window of tokens before a token, such as 127,0")
@@ -111,7 +96,7 @@ def _window(text: str) -> int:
 
 
 def _skipped(text: str | None) -> tuple[int, ...]:
-    """Of which layers the window is: a number N says that every N-th layer has none."""
+    """Return the pattern of layers with the window. A number N means that every N-th layer has none."""
     if text is None:
         return EVERY_LAYER
     if re.fullmatch("[0-9]{1,12}", text) and int(text) > 1:

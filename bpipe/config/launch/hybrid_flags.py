@@ -1,6 +1,6 @@
-"""Say a hybrid model's layers in Megatron's flags, and read them. In: a Setup, or parsed flags. Out: flags, or options.
+"""Write a hybrid model's layers as Megatron's flags, and read them.
 
-Its pattern says how many layers there are and, by `|`, where stages begin. Knows nothing of the other flags.
+The pattern has a symbol per layer and, by `|`, where stages begin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bpipe.predict.hybrid import EXPERTS, Hybrid, split_text
 from bpipe.predict.layout import Setup
 
 PATTERN, OLD_PATTERN = "--hybrid-layer-pattern", "--hybrid-override-pattern"
-# Where Megatron's own stack is, the name in front being today's.
+# Specifications of Megatron's own stack, today's first.
 _STACKS = (
     ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
     ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
@@ -34,105 +34,89 @@ def flags_of_hybrid(setup: Setup) -> list[str]:
         # Megatron's stack is Transformer Engine's.
         "spec": _STACKS[0] if setup.kernels == "gpu" else None,
     }
-    return [*_pattern(hybrid, setup.layers), *words(sizes)]
+    text = hybrid.with_stages(setup.layers)
+    # A pattern that begins with an MLP would be taken for a flag as a word of its own.
+    return [*([f"{PATTERN}={text}"] if text.startswith("-") else [PATTERN, text]), *words(sizes)]
 
 
-def _pattern(hybrid: Hybrid, layers: tuple[int, ...]) -> list[str]:
-    """What begins with an MLP reads like a flag where it is a word of its own."""
-    text = hybrid.with_stages(layers)
-    return [f"{PATTERN}={text}"] if text.startswith("-") else [PATTERN, text]
-
-
-def _rename_pattern(found: Options) -> None:
-    if found.hybrid_override_pattern is not None:
-        if found.hybrid_layer_pattern is not None:
-            raise ValueError(f"{PATTERN} and {OLD_PATTERN} exclude each other: give the first")
-        found.hybrid_layer_pattern = found.hybrid_override_pattern
-
-
-def settle_pattern(found: Options, notes: list[str]) -> None:
-    """Rename the pattern and count its layers, as Megatron does.
+def settle_pattern(args: Options, notes: list[str]) -> None:
+    """Set the pattern of its old flag and the number of layers, as Megatron does.
 
     Raises ValueError for flags that need a pattern without one, and for a stack that is not Megatron's.
     """
-    _rename_pattern(found)
-    if found.spec is not None and (tuple(found.spec) not in _STACKS or found.hybrid_layer_pattern is None):
-        said = " ".join(found.spec)[:80]
+    if args.hybrid_override_pattern is not None:
+        if args.hybrid_layer_pattern is not None:
+            raise ValueError(f"{PATTERN} and {OLD_PATTERN} exclude each other: give the first")
+        args.hybrid_layer_pattern = args.hybrid_override_pattern
+    if args.spec is not None and (tuple(args.spec) not in _STACKS or args.hybrid_layer_pattern is None):
+        given = " ".join(args.spec)[:80]
         raise ValueError(
-            f"--spec {said}: layers of a custom specification are not modelled; leave the flag out to predict the "
+            f"--spec {given}: layers of a custom specification are not modelled; leave the flag out to predict the "
             "run without it"
         )
-    if found.hybrid_layer_pattern is None:
-        if found.is_hybrid_model:
+    if args.hybrid_layer_pattern is None:
+        if args.is_hybrid_model:
             raise ValueError(
                 f"--is-hybrid-model does not say which layers the model has: give {PATTERN}, or leave it out"
             )
         return
-    if found.transformer_impl == "inference_optimized":
+    if args.transformer_impl == "inference_optimized":
         raise ValueError(
             "--transformer-impl inference_optimized is for inference of hybrid models and not modelled; leave the "
             "flag out"
         )
-    if not isinstance(found.hybrid_layer_pattern, str):
-        # What argparse makes of the word that ends flags; Megatron's does the same.
+    if not isinstance(args.hybrid_layer_pattern, str):
+        # argparse takes the word `--` for the end of the flags, in Megatron's parser as well.
         raise ValueError(
             f"{PATTERN} --: two MLPs alone cannot be given, because -- ends the flags: give another pattern"
         )
-    symbols, _ = split_text(found.hybrid_layer_pattern)
-    if found.num_layers not in (None, len(symbols)):
+    symbols, _ = split_text(args.hybrid_layer_pattern)
+    if args.num_layers not in (None, len(symbols)):
         notes.append(
-            f"{PATTERN} has {len(symbols)} layers, and Megatron uses those instead of --num-layers {found.num_layers}"
+            f"{PATTERN} has {len(symbols)} layers, and Megatron uses those instead of --num-layers {args.num_layers}"
         )
-    found.num_layers = len(symbols)
-    if found.num_experts is not None and EXPERTS not in symbols:
+    args.num_layers = len(symbols)
+    if args.num_experts is not None and EXPERTS not in symbols:
         raise ValueError(
-            f"--num-experts {found.num_experts}, but no layer of {PATTERN} has experts ({EXPERTS}): leave the "
+            f"--num-experts {args.num_experts}, but no layer of {PATTERN} has experts ({EXPERTS}): leave the "
             f"experts' flags out"
         )
-    # Which layers have experts says the pattern alone.
-    found.moe_layer_freq = 1
+    # The pattern alone has which layers have experts.
+    args.moe_layer_freq = 1
 
 
-def hybrid_of_flags(found: Options, position: str) -> dict[str, Any]:
+def hybrid_of_flags(args: Options, position: str) -> dict[str, Any]:
     """Return the options by the names of a Model's fields."""
     others = {"no_positions": True} if position == "none" else {}
-    if found.hybrid_layer_pattern is None:
+    if args.hybrid_layer_pattern is None:
         return others
-    heads, inner = found.mamba_num_heads, 2 * found.hidden_size
+    heads, inner = args.mamba_num_heads, 2 * args.hidden_size
     if heads is None:
-        if inner % found.mamba_head_dim:
+        if inner % args.mamba_head_dim:
             raise ValueError(
-                f"--mamba-head-dim {found.mamba_head_dim} does not divide 2 * --hidden-size = {inner}: give "
+                f"--mamba-head-dim {args.mamba_head_dim} does not divide 2 * --hidden-size = {inner}: give "
                 f"--mamba-num-heads"
             )
-        heads = inner // found.mamba_head_dim
-    symbols, _ = split_text(found.hybrid_layer_pattern)
+        heads = inner // args.mamba_head_dim
+    symbols, _ = split_text(args.hybrid_layer_pattern)
     try:
         return {
             **others,
-            "hybrid": Hybrid(symbols, heads, found.mamba_state_dim, found.mamba_head_dim, found.mamba_num_groups),
+            "hybrid": Hybrid(symbols, heads, args.mamba_state_dim, args.mamba_head_dim, args.mamba_num_groups),
         }
     except ValueError as error:
-        raise ValueError(f"{PATTERN} {found.hybrid_layer_pattern[:60]}: {error}") from None
+        raise ValueError(f"{PATTERN} {args.hybrid_layer_pattern[:60]}: {error}") from None
 
 
-def layers_of(found: Options, split: Split) -> tuple[int, ...]:
-    """Return the layers of every stage, a pattern's as Megatron deals it out.
-
-    Raises ValueError where it would refuse.
-    """
-    pipeline = found.pipeline_model_parallel_size
-    if found.hybrid_layer_pattern is None:
-        return read_split(split, found.num_layers, pipeline)
-    symbols, stages = split_text(found.hybrid_layer_pattern)
-    ends = split.first is not None or split.last is not None
-    others = (found.num_virtual_stages_per_pipeline_rank, split.layers_of_a_chunk, split.layout)
-    if (
-        any(one is not None for one in others)
-        or split.count_embedding
-        or split.count_loss
-        or (stages is not None and ends)
-    ):
+def layers_of(args: Options, split: Split) -> tuple[int, ...]:
+    """Return the layers of every stage. Raises ValueError for what Megatron would refuse."""
+    pipeline = args.pipeline_model_parallel_size
+    if args.hybrid_layer_pattern is None:
+        return read_split(split, args.num_layers, pipeline)
+    symbols, stages = split_text(args.hybrid_layer_pattern)
+    others = [args.num_virtual_stages_per_pipeline_rank, split.layers_of_a_chunk, split.layout]
+    others += [split.first, split.last] if stages is not None else []
+    if any(value is not None for value in others) or split.count_embedding or split.count_loss:
         raise ValueError(
             f"with {PATTERN} stages begin where it has a |: drop the other flags that say where layers are"
         )

@@ -1,10 +1,7 @@
-"""Translate how layers lie on stages to Megatron's flags and back.
+"""Translate the layers of every stage to Megatron's flags and back.
 
-In: layers of every stage, or the values of the flags. Out: the other.
-
-Megatron has four ways to say it: equal chunks, numbers for the first and the last rank, the embedding and the loss
-counted as layers, and a layout that lists every stage. Knows no other flag and imports no Megatron; a test holds both
-directions to Megatron's own layers.
+Megatron has four ways to give them: equal chunks, numbers for the first and the last rank, the embedding and the loss
+counted as layers, and a layout that lists every stage. A test holds both directions to Megatron's own layers.
 """
 
 from __future__ import annotations
@@ -38,20 +35,12 @@ class Split:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            (LAYERS_OF_A_CHUNK, self.layers_of_a_chunk),
-            (CHUNKS, self.chunks),
-            (FIRST, self.first),
-            (LAST, self.last),
-        ):
+        numbers = {LAYERS_OF_A_CHUNK: self.layers_of_a_chunk, CHUNKS: self.chunks, FIRST: self.first, LAST: self.last}
+        for flag, value in numbers.items():
             if value is not None and value < 1:
                 raise ValueError(f"{flag} is {value}, but must be at least 1")
-        named = self.layers_of_a_chunk, self.chunks, self.layout
-        if sum(value is not None for value in named) > 1:
+        if [self.layers_of_a_chunk, self.chunks, self.layout].count(None) < 2:
             raise ValueError(f"{LAYERS_OF_A_CHUNK}, {CHUNKS} and {LAYOUT} exclude each other: give one of them")
-        self._check_ends()
-
-    def _check_ends(self) -> None:
         ends = self.first is not None or self.last is not None
         counted = self.count_embedding or self.count_loss
         if ends and counted:
@@ -65,7 +54,7 @@ class Split:
 
 
 def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
-    """Return the shortest way to tell Megatron; nothing for equal layers of one stage per rank.
+    """Return the shortest flags for these layers, none if there is one stage per rank and all are equal.
 
     Stage s is on rank s % p.
     """
@@ -80,13 +69,13 @@ def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
     for embedding, loss in ((1, 1), (1, 0), (0, 1)):
         whole = (layers[0] + embedding, *layers[1:-1], layers[-1] + loss)
         if len(set(whole)) == 1:
-            # Not at one stage per rank, whose ends two numbers say.
+            # With one stage per rank, numbers for the ends came first.
             return [LAYERS_OF_A_CHUNK, str(whole[0]), *[COUNT_EMBEDDING] * embedding, *[COUNT_LOSS] * loss]
     return ends or [LAYOUT, layout_text(layers)]
 
 
 def _first_and_last(layers: tuple[int, ...], pipeline: int) -> list[str] | None:
-    """Return two numbers, where every rank's chunks are alike and so are the ranks between the ends."""
+    """Return flags for the first and last rank, if each rank's chunks are equal and so are the ranks between."""
     if (
         pipeline < 2
         or any(len(set(layers[rank::pipeline])) > 1 for rank in range(pipeline))
@@ -111,7 +100,7 @@ def layout_text(layers: tuple[int, ...]) -> str:
 
 
 def read_split(split: Split, num_layers: int, pipeline: int) -> tuple[int, ...]:
-    """Return the layers of every stage as Megatron would lay them. Raises ValueError where it would refuse."""
+    """Return the layers of every stage as Megatron places them. Raises ValueError for what it would refuse."""
     if split.layout is not None:
         return _read_layout(split.layout, num_layers, pipeline)
     ranks = _rank_layers(split, num_layers, pipeline)
@@ -133,28 +122,18 @@ def read_split(split: Split, num_layers: int, pipeline: int) -> tuple[int, ...]:
 
 
 def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
-    """Of every rank, with embedding and loss where they count."""
+    """Return the layers of every rank, with embedding and loss if they count as layers."""
     first, last = ([] if end is None else [end] for end in (split.first, split.last))
     left = num_layers - sum(first) - sum(last) + split.count_embedding + split.count_loss
     ranks = pipeline - len(first) - len(last)
     if ranks < 0 or left < 0 or (not ranks and left) or (ranks and left % ranks):
-        given = _given(split)
-        besides = f" with {given}" if given else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
+        given = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
+        given += [COUNT_EMBEDDING] * split.count_embedding + [COUNT_LOSS] * split.count_loss
+        besides = f" with {' '.join(given)}" if given else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
         raise ValueError(
             f"--num-layers {num_layers} cannot be divided evenly over --pipeline-model-parallel-size {pipeline}{besides}"
         )
     return [*first, *([left // ranks] * ranks if ranks else []), *last]
-
-
-def _given(split: Split) -> str:
-    """Return the flags of uneven ranks, as they were given."""
-    ends = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
-    return " ".join(
-        [
-            *ends,
-            *(flag for flag, on in ((COUNT_EMBEDDING, split.count_embedding), (COUNT_LOSS, split.count_loss)) if on),
-        ]
-    )
 
 
 def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
@@ -162,15 +141,15 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
         raise ValueError(f"{LAYOUT} {text[:40]}... has {len(text)} characters, but a layout has at most {MOST_LAYERS}")
     spelled = text.replace(",", "")
     for repeated in (r"\(([^()]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
-        times = [
-            len(found[1]) * int(found[2]) if len(found[2]) < 6 else math.inf for found in re.finditer(repeated, spelled)
+        lengths = [
+            len(match[1]) * int(match[2]) if len(match[2]) < 6 else math.inf for match in re.finditer(repeated, spelled)
         ]
-        # Beside every layer of any model there may be a |.
-        if sum(times) > 2 * MOST_LAYERS:
+        # Every layer may be followed by a |.
+        if sum(lengths) > 2 * MOST_LAYERS:
             raise ValueError(
                 f"{LAYOUT} {text[:40]} repeats more than {MOST_LAYERS} layers, the most that a model may have"
             )
-        spelled = re.sub(repeated, lambda found: found[1] * int(found[2]), spelled)
+        spelled = re.sub(repeated, lambda match: match[1] * int(match[2]), spelled)
     if "m" in spelled:
         raise ValueError(f"{LAYOUT} {text[:60]}: multi-token prediction (m) is not modelled")
     if set(spelled) - set("EtL|") or not re.fullmatch("E[t|]*L", spelled):

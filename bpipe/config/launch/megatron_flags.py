@@ -1,9 +1,7 @@
-"""Write a configuration as Megatron's flags, those of 0.19 and this project's own.
+"""Write a configuration as flags of Megatron 0.19 and of this project.
 
-In: a Setup. Out: a list of arguments.
-
-The vocabulary's size is there for a tokenizer that has no other. Says nothing of data, learning rate or iterations:
-those are the user's. Imports no Megatron; a test holds the flags to the real parser.
+The size of the vocabulary is for a tokenizer that has none. Data, learning rate and iterations are left to the user.
+Imports no Megatron; a test holds the flags to the real parser.
 """
 
 from __future__ import annotations
@@ -11,19 +9,21 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.config.flags.budgets import budget_text
 from bpipe.config.flags.launches import words
 from bpipe.config.launch.expert_flags import flags_of_parts
 from bpipe.config.launch.hybrid_flags import flags_of_hybrid
 from bpipe.config.launch.layer_split import split_flags
-from bpipe.config.launch.recompute_flags import recompute_flags
 from bpipe.predict.layout import Setup
+from bpipe.predict.recompute import Recompute
 from bpipe.predict.training import SWITCHES, WHOLE
 from bpipe.schedule.families.families import default_family
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
 
-# Megatron's --make-vocab-size-divisible-by where nobody says another.
+# Default of Megatron's --make-vocab-size-divisible-by.
 _PADDED = 128
 
 
@@ -35,6 +35,7 @@ def megatron_flags(setup: Setup) -> list[str]:
 def _model(setup: Setup) -> list[str]:
     model = setup.model
     grouped = model.num_query_groups != model.num_attention_heads
+    position = "none" if model.no_positions else "rope"
     dropout = None if model.dropout else 0.0
     return words(
         {
@@ -48,11 +49,7 @@ def _model(setup: Setup) -> list[str]:
             "sequence": setup.sequence,
             "max_position_embeddings": setup.sequence,
             "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
-            "position_embedding_type": "learned_absolute"
-            if model.learned_positions
-            else "none"
-            if model.no_positions
-            else "rope",
+            "position_embedding_type": "learned_absolute" if model.learned_positions else position,
             "swiglu": model.gated,
             "squared_relu": model.squared_relu,
             "disable_bias_linear": not model.linear_bias,
@@ -75,59 +72,51 @@ def _parallel(setup: Setup) -> list[str]:
         "global_batch": setup.global_batch,
         "sequence_parallel": setup.tensor > 1 and setup.sequence_parallel,
     }
-    # A hybrid model's pattern says it.
+    # A hybrid model's pattern has the layers of stages.
     layers = split_flags(setup.layers, setup.pipeline) if setup.model.hybrid is None else []
     return [
         *words(cut),
         *layers,
         *words({"bpipe": setup.balance is not None}),
-        *hosts_flags(setup),
-        *schedule_flags(setup),
+        *(() if setup.balance is None else _balance_flags(setup, setup.balance)),
+        *_schedule_flags(setup),
     ]
 
 
-def hosts_flags(setup: Setup) -> list[str]:
-    """Return flags of hosts and bounds; none for pairs that hold as little as they can."""
-    if setup.balance is None:
-        return []
-    how = setup.balance
+def _balance_flags(setup: Setup, balance: BalanceConfig) -> list[str]:
     return words(
         {
-            "hosts": None if how.hosts == PAIR else how.hosts,
-            "bound": None if how.bounds is None else ",".join(map(str, how.bounds)),
-            "memory": None if how.activation_budget is None else budget_text(setup.limit_bytes),
+            "hosts": None if balance.hosts == PAIR else balance.hosts,
+            "bound": None if balance.bounds is None else ",".join(map(str, balance.bounds)),
+            "memory": None if balance.activation_budget is None else budget_text(setup.limit_bytes),
         }
     )
 
 
-def schedule_flags(setup: Setup) -> list[str]:
-    """Return flags of a schedule that Megatron's own loops do not run, and of what the trainer must be told; none
-    otherwise."""
+def _schedule_flags(setup: Setup) -> list[str]:
+    """Return flags of the schedule, as far as it is not the one that Megatron's own loops run."""
+    lengths = setup.slice_lengths
+    lengths_text = lengths if isinstance(lengths, str) else ",".join(map(str, lengths))
+    # Megatron pads to a multiple of 128 per tensor-parallel rank, which not every number of ranks divides.
+    pads = setup.is_sharded and _PADDED % setup.pipeline
     of_its_own = setup.schedule != default_family(setup.num_chunks)
+    order = {
+        name: None if getattr(setup, name) == option.default else getattr(setup, name) for name, option in TAKEN.items()
+    }
     return words(
         {
-            "slices": setup.slices if setup.slices > 1 else None,
-            "slice_lengths": _lengths(setup),
+            "slices": order.pop("slices"),
+            "slice_lengths": None if lengths == EVEN else lengths_text,
             "vocabulary_parallel": setup.vocabulary.value if setup.is_sharded else None,
             "input_shards": setup.is_sharded and setup.input_shards,
-            # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal
-            # parts.
-            "make_vocab_size_divisible_by": math.lcm(_PADDED, setup.pipeline)
-            if setup.is_sharded and _PADDED % setup.pipeline
-            else None,
+            "make_vocab_size_divisible_by": math.lcm(_PADDED, setup.pipeline) if pads else None,
             "schedule": setup.schedule if of_its_own else None,
-            "group": setup.group_size if of_its_own else None,
-            "delay": setup.delay or None if of_its_own else None,
+            **(order if of_its_own else {}),
             "keep_weights_halves": setup.keep_weights_halves
             if of_its_own and setup.splits and not setup.keeps_halves
             else None,
         }
     )
-
-
-def _lengths(setup: Setup) -> str | None:
-    lengths = setup.slice_lengths
-    return None if lengths == EVEN else lengths if isinstance(lengths, str) else ",".join(map(str, lengths))
 
 
 def _memory(setup: Setup) -> list[str]:
@@ -140,9 +129,21 @@ def _memory(setup: Setup) -> list[str]:
         "fp8_param_gather": fp8 is not None and fp8.param_gather,
         "use_distributed_optimizer": setup.distributed_optimizer,
         **{name: None if value == WHOLE else value for name, value in asdict(setup.state_types).items()},
-        # Of one tensor-parallel rank there is nothing to overlap, and Megatron refuses to.
+        # One tensor-parallel rank has nothing to overlap, and Megatron refuses the flag.
         **{
             name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES
         },
     }
-    return [*recompute_flags(setup.recomputed), *words(values)]
+    return [*_recompute_flags(setup.recomputed), *words(values)]
+
+
+def _recompute_flags(recompute: Recompute) -> list[str]:
+    """Return recomputation flags; none where nothing is recomputed."""
+    if recompute.method is not None:
+        layers = {"recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+        return words({"recompute_granularity": "full", **layers})
+    return (
+        words({"recompute_granularity": "selective", "recompute_modules": tuple(recompute.modules)})
+        if recompute.modules
+        else []
+    )

@@ -1,8 +1,6 @@
-"""Say what flags of Megatron do that no option of this package covers: what is refused, and what changes neither memory
-nor time.
+"""Flags of Megatron that no option of this package covers: those that are refused, and those without influence.
 
-In: a flag and its value. Out: a reason, or whether it matters. A test holds the tables to the parser of the installed
-Megatron.
+A test holds the tables to the parser of the installed Megatron.
 """
 
 from __future__ import annotations
@@ -13,13 +11,14 @@ _OFFLOAD, _FSDP = "offloading", "sharding by FSDP"
 _LOW = "4-bit training, or 8-bit training of only some layers or of more than matrices"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _GRAPHS = "CUDA graphs, which keep what they capture in memory of their own"
-# Flags that take a value are refused where it is none of these, or of what stands here for a flag.
+# Values with which a refused flag may be given; further ones by flag.
 _NEUTRAL = ("0", "None", "none")
 _NEUTRAL_OF = {
     "--tensor-parallel-num-weight-shards": "1",
     "--expert-tensor-parallel-num-weight-shards": "1",
     "--num-distributed-optimizer-instances": "1",
     "--optimizer": "adam",
+    "--muon-scalar-optimizer": "adam",
     "--cross-entropy-fusion-impl": "native",
 }
 REFUSED = {
@@ -68,13 +67,13 @@ REFUSED = {
     "--bpipe-kept": "a share of a micro-batch other than the model's",
 }
 
-# Of these, what kernels `cpu` are: a setup with those holds what such a training does.
+# Refused flags that describe the kernels `cpu`, which are modelled.
 OF_A_CPU = ("--no-bias-swiglu-fusion",)
 
 # Flags that are predicted as if they were not given, and why.
 PREDICTED_WITHOUT = {
     "--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without the flag",
-    # By reading Megatron's modules: what is fused keeps its input, what is not the sum of input and bias.
+    # By Megatron's modules: fused kernels keep their input, the others the sum of input and bias.
     "--no-bias-gelu-fusion": "keeps one input of the GELU, as without the flag: same memory, but it takes longer",
     "--no-bias-dropout-fusion": "keeps the same mask of one byte per value: same memory, but it takes longer",
 }
@@ -171,14 +170,14 @@ WITHOUT_INFLUENCE = [
 
 
 def refused_for(flag: str, value: str, own_group: str) -> str | None:
-    """Return what is not modelled of a flag with this value, None where it may be given.
+    """Return what is not modelled of a flag with this value; None if nothing is.
 
-    `own_group`: the size that groups of micro-batches have anyway, as many as there are ranks.
+    `own_group`: the default size of groups of micro-batches, the number of ranks.
     """
     neutral = (*_NEUTRAL, own_group if flag == GROUP else _NEUTRAL_OF.get(flag))
     return None if value in neutral else REFUSED.get(flag)
 
 
 def is_without_influence(flag: str) -> bool:
-    """Return whether a flag changes neither memory nor time."""
+    """Whether a flag changes neither memory nor time."""
     return any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)

@@ -1,9 +1,6 @@
-"""Say in flags what launches a row of a plan: what differs from a launch, or all that the search chose.
+"""Write the flags that launch a row of a plan: changes of a launch, or all that the search chose.
 
-In: a Setup. Out: flags.
-
-What the search decides stands in one table, `CHOSEN`; all else is the model's and the user's, and the same in every
-row. Predicts nothing.
+The search chooses the flags in `CHOSEN`; all others are the model's and the user's, and the same in every row.
 """
 
 from __future__ import annotations
@@ -15,47 +12,43 @@ from typing import NamedTuple
 
 from bpipe.config.flags.launches import READ
 from bpipe.config.launch.hybrid_flags import OLD_PATTERN, PATTERN
+from bpipe.config.launch.layer_split import (
+    CHUNKS,
+    COUNT_EMBEDDING,
+    COUNT_LOSS,
+    FIRST,
+    LAST,
+    LAYERS_OF_A_CHUNK,
+    LAYOUT,
+)
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.predict.layout import Setup
 from bpipe.predict.training import StateTypes, flag_of
 
-_SPLIT = (
-    *(
-        "--num-layers-per-virtual-pipeline-stage",
-        "--num-virtual-stages-per-pipeline-rank",
-        "--pipeline-model-parallel-layout",
-    ),
-    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", PATTERN, OLD_PATTERN),
-    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
-)
+_SPLIT = (LAYERS_OF_A_CHUNK, CHUNKS, LAYOUT, FIRST, LAST, PATTERN, OLD_PATTERN, COUNT_EMBEDDING, COUNT_LOSS)
 _RECOMPUTED = (
-    *(
-        "--recompute-granularity",
-        "--recompute-method",
-        "--recompute-num-layers",
-        "--recompute-modules",
-        "--recompute-activations",
-    ),
+    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules"),
+    "--recompute-activations",
 )
-# Of these a row that does not have them says nothing: they are the user's as well.
+# A row without these leaves the launch's own: they are the user's as well.
 _KEPT = ("--bpipe-min-bytes", "--bpipe-differing-sizes", "--make-vocab-size-divisible-by")
 CHOSEN = frozenset(
     (
+        *("--tensor-model-parallel-size", "--context-parallel-size", "--cp-comm-type", "--micro-batch-size"),
+        *("--pipeline-model-parallel-size", "--sequence-parallel", "--expert-model-parallel-size"),
         *(
-            "--tensor-model-parallel-size",
-            "--context-parallel-size",
-            "--cp-comm-type",
-            "--pipeline-model-parallel-size",
+            "--expert-tensor-parallel-size",
+            "--overlap-grad-reduce",
+            "--overlap-param-gather",
+            "--no-overlap-p2p-communication",
         ),
-        *("--micro-batch-size", "--sequence-parallel", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
-        *("--overlap-grad-reduce", "--overlap-param-gather", "--no-overlap-p2p-communication"),
         *("--tp-comm-overlap", "--make-vocab-size-divisible-by", *_SPLIT, *_RECOMPUTED),
         *(flag for flag in READ if flag.startswith("--bpipe")),
     )
 )
 
-# What a change of a launch may say besides (`bpipe fit`); the search leaves it as it is.
+# Further flags that a change of a launch may have (`bpipe fit`); the search leaves them as they are.
 _CHANGED = CHOSEN | {
     *("--use-distributed-optimizer", "--grad-reduce-in-bf16", "--fp8-param-gather"),
     *(flag_of(each.name) for each in fields(StateTypes)),
@@ -66,7 +59,7 @@ Group = tuple[str, tuple[str, ...]]
 
 
 class LaunchDifference(NamedTuple):
-    """Difference of a launch and a row: flags to give in place of its own, and flags of its own to leave out."""
+    """Difference of a launch and a row: flags that replace its own, and flags to leave out."""
 
     given: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -80,15 +73,15 @@ class LaunchDifference(NamedTuple):
 
 
 def groups(flags: Sequence[str]) -> list[Group]:
-    """Return each flag with the words behind it."""
-    found: list[tuple[str, list[str]]] = []
+    """Return each flag with its values."""
+    parts: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
-            found.append((flag, [value] if equals else []))
-        elif found:
-            found[-1][1].append(word)
-    return [(flag, tuple(values)) for flag, values in found]
+            parts.append((flag, [value] if equals else []))
+        elif parts:
+            parts[-1][1].append(word)
+    return [(flag, tuple(values)) for flag, values in parts]
 
 
 def _joined(parts: Sequence[Group]) -> tuple[str, ...]:
@@ -97,17 +90,17 @@ def _joined(parts: Sequence[Group]) -> tuple[str, ...]:
 
 def chosen_flags(setup: Setup) -> tuple[str, ...]:
     """Return all flags of a row that the search chose."""
-    return _joined([one for one in groups(megatron_flags(setup)) if one[0] in CHOSEN])
+    return _joined([part for part in groups(megatron_flags(setup)) if part[0] in CHOSEN])
 
 
 def common_flags(setup: Setup) -> tuple[str, ...]:
-    """Return the rest, which is the same in every row."""
-    return _joined([one for one in groups(megatron_flags(setup)) if one[0] not in CHOSEN])
+    """Return the other flags, which are the same in every row."""
+    return _joined([part for part in groups(megatron_flags(setup)) if part[0] not in CHOSEN])
 
 
 def difference(setup: Setup, reading: Reading) -> LaunchDifference:
-    """Return what to change of a launch."""
-    same = _said_alike(setup, reading)
+    """Return the changes of a launch that give this setup."""
+    same = _equal_parts(setup, reading)
     before = {flag: values for flag, values in groups(reading.flags) if flag in _CHANGED and flag not in same}
     after = {flag: values for flag, values in groups(megatron_flags(setup)) if flag in _CHANGED and flag not in same}
     given = [(flag, values) for flag, values in after.items() if not _means(before.get(flag, _default(flag)), values)]
@@ -116,31 +109,27 @@ def difference(setup: Setup, reading: Reading) -> LaunchDifference:
     return LaunchDifference(_joined(given), tuple(left_out))
 
 
-def _means(said: tuple[str, ...] | None, values: tuple[str, ...]) -> bool:
-    """Return whether words say these values: 70 is 70.0."""
+def _means(words: tuple[str, ...] | None, values: tuple[str, ...]) -> bool:
+    """Whether words mean these values: 70 is 70.0."""
     try:
-        return said == values or [float(word) for word in said or ()] == [float(value) for value in values] != []
+        return words == values or [float(word) for word in words or ()] == [float(value) for value in values] != []
     except ValueError:
         return False
 
 
-def _said_alike(setup: Setup, reading: Reading) -> frozenset[str]:
-    """Return the flags of parts that the launch has as the row does, whichever way it says them."""
-    said = reading.options
-    is_cut_so = (said.get("pipeline"), said.get("layers")) == (setup.pipeline, setup.layers)
-    # Chunks that nobody but the launch's own schedule says go with it.
-    is_cut_so &= (
-        setup.num_chunks == 1
-        or said.get("schedule") == setup.schedule
-        or any(flag in _SPLIT for flag, _ in groups(reading.flags))
-    )
-    return frozenset(
-        (*(_SPLIT if is_cut_so else ()), *(_RECOMPUTED if said.get("recompute") == setup.recompute else ()))
-    )
+def _equal_parts(setup: Setup, reading: Reading) -> frozenset[str]:
+    """Return the flags of layers and recomputation, if launch and row have the same, however they are written."""
+    options = reading.options
+    cut = (options.get("pipeline"), options.get("layers")) == (setup.pipeline, setup.layers)
+    # Chunks that follow only from the launch's schedule change with it.
+    stays = setup.num_chunks == 1 or options.get("schedule") == setup.schedule
+    cut &= stays or any(flag in _SPLIT for flag, _ in groups(reading.flags))
+    recomputed = options.get("recompute") == setup.recompute
+    return frozenset((*(_SPLIT if cut else ()), *(_RECOMPUTED if recomputed else ())))
 
 
 def _default(flag: str) -> tuple[str, ...] | None:
-    """What is meant where a launch does not have it; None where it has to be said."""
+    """Return the values that a launch has without the flag; None if there is no default."""
     row = READ.get(flag)
     if row is None or row.is_switch or row.default is None:
         return None

@@ -1,9 +1,7 @@
-"""Have the Megatron that is installed here judge a launch.
+"""Have the installed Megatron judge a launch.
 
-In: the flags of a launch and its devices. Out: a `Judgement`.
-
-Megatron's own parser and validation, and the trainer's refusals, run in a process of their own, because importing
-Megatron takes seconds and torch: `megatron.scheduling.start.validation`. Imports neither.
+Megatron's own parser and validation, and the trainer's refusals, run in a process of their own
+(`megatron.scheduling.start.validation`), because importing Megatron takes seconds and torch.
 """
 
 from __future__ import annotations
@@ -20,22 +18,22 @@ from bpipe.extras import install_command
 
 PROGRAM = "megatron.scheduling.start.validation"
 _TIMEOUT_S = 120.0
-# Without these, flags that stand alone are a part of a launch.
+# Flags alone without these are only a part of a launch.
 _SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
-# Flags alone need not say these: Megatron wants them, and no prediction depends on them.
+# Megatron requires these, and no prediction depends on them: flags alone need not have them.
 _ASSUMED = {"--micro-batch-size": "1", "--max-position-embeddings": "10000000"}
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the Megatron that is installed here says of a launch.
+    """Judgement of a launch by the installed Megatron.
 
     Attributes:
-        by: who judged, in a line, or why Megatron did not.
-        refused: why Megatron would end the launch at its start, in its words.
-        trainer: why this project's trainer would, a line per reason.
-        unknown: flags that Megatron's parser does not have; None if it was not asked.
+        by: A line on who judged, or why Megatron did not.
+        refused: Why Megatron would end the launch at its start, in its words.
+        trainer: Why this project's trainer would, a line per reason.
+        unknown: Flags that Megatron's parser does not have; None if it was not asked.
     """
 
     by: str
@@ -67,11 +65,6 @@ def judge(flags: tuple[str, ...], devices: tuple[int, int] | None, is_whole: boo
         if missing:
             return Judgement(f"judged without Megatron: flags without {', '.join(missing)} are no whole launch")
         flags += tuple(word for name, value in _ASSUMED.items() if name not in given for word in (name, value))
-    return _asked(flags, devices)
-
-
-def _asked(flags: tuple[str, ...], devices: tuple[int, int] | None) -> Judgement:
-    """Have the process judge that can import Megatron, and say why it did not if it cannot."""
     print("asking Megatron's own parser and validation, about five seconds", file=sys.stderr, flush=True)
     try:
         ended = subprocess.run(

@@ -49,9 +49,11 @@ def _names(condition: Callable[[Family], bool]) -> str:
     return ", ".join(name for name, family in FAMILIES.items() if condition(family))
 
 
-families_with_groups = partial(_names, lambda family: family.takes_groups)
-families_with_deferral = partial(_names, lambda family: family.takes_delay)
-families_with_slices = partial(_names, lambda family: family.takes_slices)
+def families_that_take(option: str) -> str:
+    """Return the names of the families that take one of the `TAKEN` options."""
+    return _names(lambda family: family.takes(option))
+
+
 families_with_shards = partial(_names, lambda family: family.sharded is not None)
 families_with_interlacing = partial(_names, lambda family: family.interlaces)
 families_with_chunks = partial(_names, lambda family: family.max_chunks is None)

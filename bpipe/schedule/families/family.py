@@ -6,8 +6,9 @@ Nobody outside of this package compares a schedule's name: fields here tell fami
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from typing import Any
 
 from bpipe.schedule.families.turns import WarmUp
 from bpipe.schedule.families.unit_grid import Order, place
@@ -61,17 +62,22 @@ class RankLimit:
     after_input: Fraction = Fraction(1)
 
 
+def _taken_by(family_field: str, lack: str, default: object) -> Any:
+    """Declare an option for families whose `family_field` is true; `lack` is said of the others."""
+    return field(default=default, metadata={"taken_by": family_field, "lack": lack})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyOptions:
-    """What a family is asked besides sizes. Each takes the options that its fields in `Family` name."""
+    """Options of a family besides sizes. Their flags are the rows `ORDER` of `bpipe.config.flags.schedules`."""
 
-    group_size: int | None = None
+    group_size: int | None = _taken_by("takes_groups", "has no groups of micro-batches", None)
     """Micro-batches that go through a chunk before the next chunk's turn; by default the family's usual group."""
 
-    delay: int = 0
+    delay: int = _taken_by("takes_delay", "does not delay weight gradients", 0)
     """Micro-batches whose I comes before a W, slices if micro-batches are cut."""
 
-    slices: int = 1
+    slices: int = _taken_by("takes_slices", "does not cut micro-batches into slices", 1)
     """Slices into which each micro-batch's sequence is cut; orders are then of slices (`turns.in_slices`)."""
 
     costs: UnitCosts = ALIKE
@@ -79,6 +85,8 @@ class FamilyOptions:
 
 
 NO_OPTIONS = FamilyOptions()
+# The options that only some families take, by name.
+TAKEN = {option.name: option for option in fields(FamilyOptions) if option.metadata}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,10 @@ class Family:
         orders = self.orders(num_ranks, num_microbatches, num_chunks, options)
         layout = replace(self.layout(num_ranks, num_chunks), slices=options.slices)
         return place(self.name, num_microbatches * options.slices, layout, orders)
+
+    def takes(self, option: str) -> bool:
+        """Whether one of the `TAKEN` options may be given."""
+        return bool(getattr(self, TAKEN[option].metadata["taken_by"]))
 
     def filling(self, num_ranks: int) -> int:
         """Return how many micro-batches fill the pipeline; one per rank if it never is full."""

@@ -1,7 +1,4 @@
-"""Which Megatron runs in this process, and what this project reads of its arguments and configuration.
-
-Importing this module imports no Megatron.
-"""
+"""The Megatron of this process, and the arguments and settings that this project reads. Importing it imports no Megatron."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def running() -> Running:
 
 
 def describe(megatron: Running) -> list[str]:
-    """Return the lines for the log: version and place, and what is unusual about them."""
+    """Return lines for the log: version, place, and anything unusual about them."""
     wheel = _installed()
     shadowed = (
         f", not the installed wheel ({wheel[0]}), because it comes first on sys.path"
@@ -186,7 +183,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 
 
-# Settings that are None if they are missing (`bpipe.config.features.Settings`), by what is assumed then.
+# By assumption, the settings that may be missing (`bpipe.config.features.Settings` reads them as None).
 _ASSUMED = {
     "linear layers without biases": "add_bias_linear",
     "rotary embeddings are not fused": "apply_rope_fusion",
@@ -266,7 +263,7 @@ def require(source: object, module: str) -> None:
 
 
 def say_absent(source: object, *, configuration: bool) -> None:
-    """Print which settings a version that was never tested lacks, and what is assumed: it may have renamed one."""
+    """Print the settings that an untested version lacks, and the assumptions: it may have renamed one."""
     megatron = running()
     if megatron.tried:
         return

@@ -20,8 +20,7 @@ from megatron.core.utils import get_model_config
 from bpipe.build import ScheduleConfig
 from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import reasons_of
-from bpipe.config.features.slices import SLICED
-from bpipe.config.features.table import SHARDED
+from bpipe.config.features.table import SHARDED, SLICED
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
 from bpipe.runtime.streams import beside

@@ -1,8 +1,4 @@
-"""Turn Megatron's parsed arguments into one frozen configuration, or refuse with the reason.
-
-In: Megatron's parsed arguments, ours (`flags`) among them. Out: `SchedulingConfig`. Knows no tensors and starts
-nothing.
-"""
+"""Turn Megatron's parsed arguments, with ours, into one frozen configuration, or refuse them with the reasons."""
 
 from __future__ import annotations
 
@@ -24,19 +20,12 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs
 from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.schedule_choice import (
-    own_schedule,
-    requested_balance,
-    requested_costs,
-    unplaced,
-    vocabulary_of,
-)
+from megatron.scheduling.options.schedule_choice import Requested, requested, unplaced, vocabulary_of
 from megatron.scheduling.options.sizes import Sizes
 from megatron.scheduling.placement.positions import Positions
 from megatron.scheduling.start.refusals import differ, end_where, refuse, slices_differ
 
-# What Megatron's trainer alone can be given, by the field that asks for it: what it is made of, and what to do in a
-# loop of one's own.
+# Fields that need Megatron's own trainer: why, and what to do instead in a loop of one's own.
 _BY_LAUNCHER = "launch a script that calls Megatron's pretrain with python -m megatron.scheduling.launch and"
 _OF_REPORT = f"a record is written around Megatron's train_step: {_BY_LAUNCHER} --bpipe-report"
 BY_TRAINER = {
@@ -50,7 +39,7 @@ BY_TRAINER = {
     "audit": f"stages are audited around Megatron's own training: {_BY_LAUNCHER} --terra-audit",
 }
 
-# Megatron's --timing-log-level from which on our timers run: the one for what happens many times per iteration.
+# Megatron's --timing-log-level from which our timers run: that of events that happen many times per iteration.
 TIMERS_LEVEL = 2
 
 
@@ -68,7 +57,7 @@ class SchedulingConfig:
     """How activations move, None if none do; a schedule in `own` says it itself."""
 
     own: ScheduleConfig | None = None
-    """What our own loop runs, each iteration with its own number of micro-batches; None if Megatron's loops run."""
+    """Schedule of our own loop, each iteration with its own number of micro-batches; None if Megatron's loops run."""
 
     transfers: TransferConfig = TransferConfig()
     """How activations travel. A model's configuration may also say that micro-batches differ in size."""
@@ -77,13 +66,13 @@ class SchedulingConfig:
     """Lines that explain the balance."""
 
     memory: MemoryBudget | None = None
-    """The budget that was asked for."""
+    """The budget, if there is one."""
 
     costs: Costs | None = None
-    """What to plan in time by, once the budget's bytes are measured."""
+    """Costs of a plan in time, once the budget's bytes are measured."""
 
     keep_weights_halves: str = "linear"
-    """What of a split backward W is deferred for: "linear" or "none"."""
+    """Layers whose W of a split backward is deferred: "linear" or "none"."""
 
     message_timeout_s: float = 600.0
     """Seconds after which a message between stages of our own loop is given up."""
@@ -128,20 +117,21 @@ class SchedulingConfig:
     """Micro-batches of each chunk that are compared."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where `own` says otherwise."""
-        for name in ("num_ranks", "num_chunks") if self.own is not None else ():
+        """Take the balance of `own`. Raises ValueError if `own` contradicts another field."""
+        if self.own is None:
+            return
+        for name in ("num_ranks", "num_chunks"):
             if getattr(self, name) != getattr(self.own, name):
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, but {getattr(self.own, name)} in the schedule given as own: "
                     "give both the same"
                 )
-        if self.own is not None and self.balance not in (None, self.own.balance):
+        if self.balance not in (None, self.own.balance):
             raise ValueError(
                 "balance is given in the configuration, but own is a schedule with another balance or none: give it "
                 "in own only"
             )
-        if self.own is not None:
-            object.__setattr__(self, "balance", self.own.balance)
+        object.__setattr__(self, "balance", self.own.balance)
 
     @property
     def active(self) -> bool:
@@ -158,8 +148,7 @@ class SchedulingConfig:
         )
 
     def first_schedule(self) -> Schedule:
-        """Return the schedule of `own`, or with as many micro-batches as fill the pipeline; its pairs are those of
-        all others."""
+        """Return the schedule of `own`, or Megatron's with a full pipeline, which has the pairs of all others."""
         if self.own is not None:
             return built(self.own)
         name = default_family(self.num_chunks)
@@ -167,7 +156,7 @@ class SchedulingConfig:
         return built(ScheduleConfig(name, self.num_ranks, full, num_chunks=self.num_chunks, balance=self.balance))
 
     def refuse_what_needs_the_trainer(self) -> None:
-        """Raise ValueError, a line each, for what a loop of one's own would never see happen."""
+        """Raise ValueError, a line each, for fields without an effect in a loop of one's own."""
         end_where(
             [f"{name} in the configuration: {reason}" for name, reason in BY_TRAINER.items() if getattr(self, name)]
         )
@@ -178,27 +167,25 @@ class SchedulingConfig:
 
 
 def config_from_args(args: Any) -> SchedulingConfig:
-    """Return the configuration, once Megatron has validated its own arguments.
-
-    Raises ValueError with one line a reason.
-    """
+    """Return the configuration of arguments that Megatron has validated. Raises ValueError with a line per reason."""
     if not hasattr(args, "bpipe"):
-        # Megatron gives what the file says instead of what was parsed, so nobody knows whether --bpipe was asked for.
+        # Megatron returns a YAML file's values instead of what was parsed, so --bpipe may have been given or not.
         refuse(args, balance=True)
     upstream.require(args, "arguments")
-    own, balance, plan = _asked(args)
+    asked = _asked(args)
+    own = asked.own
     sizes = Sizes.of(args, 1 if own is None else own.layout.num_pipes)
     differing = differ(args) or slices_differ(args, 1 if own is None else own.slices)
-    transfers = _transfers(args)
-    metrics_interval, timers_interval = _intervals(args)
+    values = {name: vars(args)[flag[2:].replace("-", "_")] for flag, name in FIELD_OF_FLAG.items()}
+    transfers = TransferConfig(**{name: value for name, value in values.items() if value is not None})
     return SchedulingConfig(
-        balance=balance,
-        plan=plan,
+        balance=asked.config.balance,
+        plan=asked.lines,
         memory=args.bpipe_memory,
-        costs=None if args.bpipe_cluster is None else requested_costs(args),
+        costs=asked.costs,
         transfers=replace(transfers, differing=transfers.differing or differing),
         message_timeout_s=args.bpipe_timeout or 60.0 * args.distributed_timeout_minutes,
-        guarded=tuple(one.name for one in guarded(args, args.bpipe, own is not None)),
+        guarded=tuple(feature.name for feature in guarded(args, args.bpipe, own is not None)),
         strict=args.bpipe_strict,
         slice_lengths=args.bpipe_slice_lengths,
         report=args.bpipe_report,
@@ -207,10 +194,11 @@ def config_from_args(args: Any) -> SchedulingConfig:
         own=own,
         keep_weights_halves=args.bpipe_keep_weights_halves,
         report_iterations=_iterations(args),
-        last_iteration=_last_iteration(args),
+        # Unknown if the length is given in samples, as batches may have several sizes.
+        last_iteration=args.train_iters or None,
         peak_tflops=args.bpipe_peak_tflops,
-        metrics_interval=metrics_interval,
-        timers_interval=timers_interval,
+        metrics_interval=args.tensorboard_log_interval or None,
+        timers_interval=args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
         flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
@@ -218,40 +206,25 @@ def config_from_args(args: Any) -> SchedulingConfig:
     )
 
 
-def _transfers(args: Any) -> TransferConfig:
-    """Return what the flags say of transfers; what they leave open keeps its default."""
-    values = {name: vars(args)[flag[2:].replace("-", "_")] for flag, name in FIELD_OF_FLAG.items()}
-    return TransferConfig(**{name: value for name, value in values.items() if value is not None})
-
-
-def _intervals(args: Any) -> tuple[int | None, int | None]:
-    """Return after how many iterations scalars are written, and timers printed; None: never."""
-    return (
-        args.tensorboard_log_interval or None,
-        args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
-    )
-
-
-def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]]:
-    """What our own loop runs, how to balance whatever runs, and lines that say why; ends where anything is in the
-    way."""
-    problems = list(_out_of_range(args))
-    own, balance, plan = None, None, ()  # type: ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]
+def _asked(args: Any) -> Requested:
+    """Return the schedule that is asked for. Raises ValueError with everything that prevents it."""
+    problems, asked, own_loop = list(_out_of_range(args)), None, False
     try:
-        own = own_schedule(args)
-        balance, plan = requested_balance(args)
-        problems += [] if own is None else unplaced(args, own)
+        asked = requested(args)
+        own_loop = asked.own_loop
+        problems += unplaced(args, asked.config) if own_loop else []
     except ValueError as error:
         problems.append(str(error))
-    if args.bpipe or own is not None or args.bpipe_report is not None:
-        problems += reasons(args, args.bpipe, own is not None, args.bpipe_strict)
-    problems += _audited(args, own is not None)
+    if args.bpipe or own_loop or args.bpipe_report is not None:
+        problems += reasons(args, args.bpipe, own_loop, args.bpipe_strict)
+    problems += _audited(args, own_loop)
     end_where(problems)
-    return own, balance, plan
+    assert asked is not None
+    return asked
 
 
 def _audited(args: Any, own: bool) -> Iterator[str]:
-    """Return a line for everything that `--terra-audit` cannot stand beside."""
+    """Yield the flags that `--terra-audit` does not go with."""
     if args.terra_audit is None:
         return
     if args.terra_audit < 2:
@@ -265,9 +238,9 @@ def _audited(args: Any, own: bool) -> Iterator[str]:
 
 
 def _out_of_range(args: Any) -> Iterator[str]:
-    """Return a line for every one of our flags whose value cannot be."""
+    """Yield the flags of ours that have an impossible value."""
     if args.bpipe:
-        # Not at the top: who only reads the flags needs no torch.
+        # Not at the top: reading the flags needs no torch.
         from bpipe.transport.connect import candidates
         from megatron.scheduling.start import startup
 
@@ -275,7 +248,7 @@ def _out_of_range(args: Any) -> Iterator[str]:
             candidates(args.bpipe_transport, startup.device_type())
         except ValueError as error:
             yield str(error)
-    chosen, end = _iterations(args), _last_iteration(args)
+    chosen, end = _iterations(args), args.train_iters or None
     if chosen is not None and not 1 <= chosen[0] <= chosen[1]:
         yield (
             f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be one number, or two with a hyphen, "
@@ -289,18 +262,11 @@ def _out_of_range(args: Any) -> Iterator[str]:
 
 
 def _iterations(args: Any) -> tuple[int, int] | None:
-    """Return the first and the last iteration to record; (0, 0) where the text names none, None where there is no
-    text."""
+    """Return the first and the last iteration to record; (0, 0) for a text that names none, None without a text."""
     if args.bpipe_report_iterations is None:
         return None
     chosen = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", args.bpipe_report_iterations)
     return (int(chosen[1]), int(chosen[2] or chosen[1])) if chosen else (0, 0)
-
-
-def _last_iteration(args: Any) -> int | None:
-    """Return the training's, where its length is given in iterations; one given in samples may have batches of
-    several sizes."""
-    return args.train_iters or None
 
 
 def _logits_per_microbatch(args: Any) -> int | None:
@@ -313,7 +279,7 @@ def _logits_per_microbatch(args: Any) -> int | None:
 
 def _flops_per_microbatch(args: Any, sizes: Sizes) -> float | None:
     if args.padded_vocab_size is None:
-        # No tokenizer yet, so nothing will train: the arguments are only being looked at.
+        # Without a tokenizer nothing will train.
         return None
     # Not at the top: the CPU stand-in has to come before Megatron.
     from megatron.training.training import num_floating_point_operations

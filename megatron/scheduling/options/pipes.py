@@ -1,10 +1,9 @@
-"""Give Megatron the sizes that several pipes over the same ranks are to it.
+"""Describe several pipes over the same ranks to Megatron, before it validates its arguments.
 
-In: Megatron's parsed arguments, before it judges them, and the number of pipes. Out: the same with Megatron's sizes,
-and a line in the log; a ValueError for what cannot be cut so. Two pipes in opposite directions over p ranks, with v
-stages per rank each, are to Megatron pipelines of p/2 ranks with 2v virtual stages, and twice as many replicas: ranks i
-and p-1-i have the same stages and are neighbours in data parallelism, so gradients, norms, the optimizer, samples and
-checkpoints of both are Megatron's own affair. Imports no Megatron.
+Two pipes in opposite directions over p ranks, with v stages per rank each, are to Megatron pipelines of p/2 ranks with
+2v virtual stages, and twice as many replicas: ranks i and p-1-i have the same stages and are neighbours in data
+parallelism, so Megatron itself handles gradients, norms, the optimizer, samples and checkpoints of both. Imports no
+Megatron.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from megatron.scheduling.hooks import upstream
 
 
 def share(args: Any, num_pipes: int) -> None:
-    """Give Megatron the sizes that `num_pipes` over the ranks asked for are to it.
-
-    Does nothing for one, nor a second time.
-    """
+    """Set Megatron's sizes of `num_pipes` pipes, once. Raises ValueError for sizes that they cannot have."""
     if num_pipes == 1 or getattr(args, "bpipe_num_pipes", 1) == num_pipes:
         return
     upstream.require(args, "pipes")
@@ -29,7 +25,7 @@ def share(args: Any, num_pipes: int) -> None:
     num_ranks, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
     args.bpipe_num_pipes = num_pipes
     args.pipeline_model_parallel_size = num_ranks // num_pipes
-    # Layers of a virtual stage, and a layout of layers, say the same of either sizes.
+    # Layers per virtual stage and a layout of layers are the same for both.
     if chunks is not None:
         args.num_virtual_stages_per_pipeline_rank = chunks * num_pipes
     upstream.remark(
@@ -40,7 +36,7 @@ def share(args: Any, num_pipes: int) -> None:
 
 
 def _unfit(args: Any, num_pipes: int) -> Iterator[str]:
-    """Why these arguments cannot have so many pipes: a line each, or none."""
+    """Yield why these arguments cannot have that many pipes."""
     num_ranks = args.pipeline_model_parallel_size
     if num_ranks < 2 * num_pipes:
         # Megatron knows virtual stages only where a pipeline has two ranks or more.
@@ -60,8 +56,17 @@ def _unfit(args: Any, num_pipes: int) -> Iterator[str]:
             f"times context {args.context_parallel_size} times pipeline {num_ranks}): launch {block}, or a multiple "
             "of it"
         )
-    else:
-        yield from _uneven_batch(args, num_pipes, args.world_size // block)
+    elif args.global_batch_size is not None and args.micro_batch_size is not None:
+        replicas = args.world_size // block
+        together = args.micro_batch_size * num_pipes * replicas
+        below, rest = divmod(args.global_batch_size, together)
+        if rest:
+            nearest = " or ".join(str(count * together) for count in (below, below + 1) if count)
+            yield (
+                f"all pipes need the same number of micro-batches, but {args.global_batch_size} samples are not a "
+                f"multiple of {together} ({num_pipes} micro-batches of {args.micro_batch_size} on each of {replicas} "
+                f"replicas): use --global-batch-size {nearest}"
+            )
     if args.use_tp_pp_dp_mapping:
         yield (
             "replicas of the two pipes must be neighbours in data parallelism, and this rank order separates them: "
@@ -71,18 +76,4 @@ def _unfit(args: Any, num_pipes: int) -> Iterator[str]:
         yield (
             "a checkpoint stores Megatron's sizes, which differ from the sizes of its pipes: drop "
             "--use-mp-args-from-checkpoint-args and give --pipeline-model-parallel-size and the other sizes"
-        )
-
-
-def _uneven_batch(args: Any, num_pipes: int, replicas: int) -> Iterator[str]:
-    if args.global_batch_size is None or args.micro_batch_size is None:
-        return
-    together = args.micro_batch_size * num_pipes * replicas
-    below, rest = divmod(args.global_batch_size, together)
-    if rest:
-        nearest = " or ".join(str(count * together) for count in (below, below + 1) if count)
-        yield (
-            f"all pipes need the same number of micro-batches, but {args.global_batch_size} samples are not a "
-            f"multiple of {together} ({num_pipes} micro-batches of {args.micro_batch_size} on each of {replicas} "
-            f"replicas): use --global-batch-size {nearest}"
         )

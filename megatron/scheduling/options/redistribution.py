@@ -1,8 +1,7 @@
-"""Give the last stage fewer layers, as its output layer takes as long as several: a layout, in Megatron's own flag.
+"""Give the last stage fewer layers, because its output layer takes as long as several.
 
-In: Megatron's parsed arguments, before it judges them. Out: the same with --pipeline-model-parallel-layout. Raises
-ValueError where that flag cannot say it. Whoever splits the output layer should beat this: it needs no loop of ours.
-Imports no Megatron.
+This sets Megatron's --pipeline-model-parallel-layout, before Megatron validates it. It needs no loop of ours, so it is the
+baseline for splitting the output layer. Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -29,12 +28,15 @@ _WANTED = f"--bpipe-vocabulary {REDISTRIBUTE}"
 
 
 def redistribute(args: Any) -> None:
-    """Choose the layout and say it once. Where the layers are best as they are, nothing is set."""
+    """Choose the layout and log it once; equal layers are left. Raises ValueError with a line per reason."""
     upstream.require(args, "redistribution")
-    problems = list(_in_the_way(args))
+    problems = list(_problems(args))
     if problems:
         raise ValueError("\n  ".join(f"{_WANTED}: {problem}" for problem in problems))
-    worth = output_in_layers(_vocabulary(args), args.hidden_size, args.seq_length)
+    vocabulary = args.padded_vocab_size or padded_vocabulary(
+        args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )
+    worth = output_in_layers(int(vocabulary), args.hidden_size, args.seq_length)
     num_stages = args.pipeline_model_parallel_size
     layers = redistribute_layers(args.num_layers, num_stages, worth)
     if layers is None:
@@ -42,32 +44,21 @@ def redistribute(args: Any) -> None:
             f"{_WANTED}: {args.num_layers} layers are fewer than the {num_stages - 1} stages that would share them: "
             "drop the flag"
         )
-    said = f"{_WANTED}: the output layer takes as long as {worth:.1f} layers"
+    cost = f"{_WANTED}: the output layer takes as long as {worth:.1f} layers"
     if len(set(layers)) == 1:
-        upstream.remark(f"{said}, and the last stage keeps its own")
+        upstream.remark(f"{cost}, and the last stage keeps its own")
         return
     layout = layout_text(layers)
-    # What a checkpoint of such a run says of itself is the same.
+    # A checkpoint of such a run has the same layout.
     if args.pipeline_model_parallel_layout not in (None, layout):
         raise ValueError(
             f"{_WANTED}: {LAYOUT} {args.pipeline_model_parallel_layout} already places every layer: drop one of them"
         )
     args.pipeline_model_parallel_layout = layout
-    upstream.remark(f"{said}, so stages have {', '.join(map(str, layers))}: {LAYOUT} {layout}")
+    upstream.remark(f"{cost}, so stages have {', '.join(map(str, layers))}: {LAYOUT} {layout}")
 
 
-def _not_told(args: Any) -> list[str]:
-    """Return the flags without which nobody knows how much the output layer computes."""
-    given = {
-        "--num-layers": args.num_layers,
-        "--hidden-size": args.hidden_size,
-        "--seq-length": args.seq_length,
-        "--vocab-size": args.padded_vocab_size or args.vocab_size,
-    }
-    return [flag for flag, value in given.items() if not value]
-
-
-def _in_the_way(args: Any) -> Iterator[str]:
+def _problems(args: Any) -> Iterator[str]:
     if args.pipeline_model_parallel_size < 2:
         yield "a pipeline of one rank has no other rank to take layers: drop the flag"
     uneven = {
@@ -79,15 +70,11 @@ def _in_the_way(args: Any) -> Iterator[str]:
     for flag, value in uneven.items():
         if value:
             yield f"{flag} also sets how many layers a stage has: drop one of them"
-    chunks = {
-        LAYERS_OF_A_CHUNK: args.num_layers_per_virtual_pipeline_stage,
-        CHUNKS: args.num_virtual_stages_per_pipeline_rank,
-    }
-    for flag, value in chunks.items():
+    chunks = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
+    for flag, value in zip((LAYERS_OF_A_CHUNK, CHUNKS), chunks, strict=True):
         if value:
-            yield (
-                f"{flag}: it does not work with several stages per rank; drop one of them, or split the output layer"
-            )
+            remedy = "drop one of them, or split the output layer"
+            yield f"{flag}: it does not work with several stages per rank; {remedy}"
     if args.mtp_num_layers:
         yield (
             "the last stage also has the layers that predict further tokens, which are not counted: drop "
@@ -98,13 +85,8 @@ def _in_the_way(args: Any) -> Iterator[str]:
     family = FAMILIES.get(args.bpipe_schedule)
     if family is not None and (family.min_chunks > 1 or family.num_pipes > 1):
         yield f"--bpipe-schedule {family.name} has several stages per rank and its own layout: drop one of them"
-    missing = _not_told(args)
+    sizes = {"--num-layers": args.num_layers, "--hidden-size": args.hidden_size, "--seq-length": args.seq_length}
+    sizes["--vocab-size"] = args.padded_vocab_size or args.vocab_size
+    missing = [flag for flag, value in sizes.items() if not value]
     if missing:
-        yield (f"the cost of the output layer depends on {', '.join(missing)}, which is not given: add it")
-
-
-def _vocabulary(args: Any) -> int:
-    known = args.padded_vocab_size or padded_vocabulary(
-        args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-    )
-    return int(known)
+        yield f"the cost of the output layer depends on {', '.join(missing)}, which is not given: add it"

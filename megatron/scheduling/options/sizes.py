@@ -1,8 +1,4 @@
-"""Count a run's sizes as its schedule and its user do.
-
-In: Megatron's arguments, once it has judged them, and the number of pipes. Out: `Sizes`. Several pipes over the same
-ranks are to Megatron more replicas of a shorter pipeline (`pipes`). Imports no Megatron.
-"""
+"""Sizes of a run as its schedule counts them: Megatron counts several pipes as more, shorter pipelines (`pipes`)."""
 
 from __future__ import annotations
 
@@ -14,19 +10,20 @@ from megatron.scheduling.hooks import upstream
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run: `num_ranks` of a pipeline, `num_chunks` of a rank in each pipe, `num_replicas` of the pipeline
-    with all its pipes.
-
-    `num_microbatches` are those of all pipes in an iteration; None where the first one's are not known before the run.
-    """
+    """Sizes of a run."""
 
     num_ranks: int
+    """Ranks of a pipeline."""
     num_chunks: int
+    """Chunks of a rank in each pipe."""
     num_replicas: int
+    """Pipelines, each with all its pipes."""
     num_microbatches: int | None
+    """Micro-batches of all pipes in an iteration; None if the first iteration's are unknown before the run."""
 
     @classmethod
     def of(cls, args: Any, num_pipes: int) -> Sizes:
+        """Return the sizes of arguments that Megatron has validated."""
         upstream.require(args, "sizes")
         replicas = args.data_parallel_size // num_pipes
         known = args.global_batch_size is not None and args.step_batch_size_schedule is None

@@ -1,8 +1,6 @@
-"""End a program that cannot start: one error, from one rank, and the same status from all.
+"""End a program that cannot start: one error, from rank 0, and the same status, that of argparse, from all ranks.
 
-In: the reason, or the parser that refuses. Out: SystemExit with the status that argparse has for what the user did.
-What all ranks see alike only rank 0 says; the others leave without a word. There are no process groups yet to ask.
-Knows no flag and no Megatron.
+There are no process groups yet to ask.
 """
 
 from __future__ import annotations
@@ -21,40 +19,33 @@ STATUS = 2
 
 
 def end(reason: object) -> NoReturn:
-    """End the run for a reason that every rank sees alike."""
+    """End the run for a reason that is the same on every rank."""
     if _rank() == 0:
         print(f"bpipe: error: {reason}", file=sys.stderr, flush=True)
     sys.exit(STATUS)
 
 
 def refuse_once(parser: argparse.ArgumentParser) -> None:
-    """Let this parser refuse with one usage and one error in the whole world, and the flag that a mistyped one is
-    nearest to."""
+    """Let a parser print errors on rank 0 only, with the nearest flags to mistyped ones."""
 
     def error(message: str) -> NoReturn:
         if _rank() == 0:
+            known = [flag for action in parser._actions for flag in action.option_strings]
+            unknown = re.findall(r"(?<!\S)--?[^\s=]+", message) if message.startswith("unrecognized arguments:") else []
+            for flag in unknown:
+                for near in difflib.get_close_matches(flag, known, n=1):
+                    message += f"\n  instead of {flag}, did you mean {near}?"
             parser.print_usage(sys.stderr)
-            print(f"\n{parser.prog}: error: {message}{_nearest(parser, message)}", file=sys.stderr, flush=True)
+            print(f"\n{parser.prog}: error: {message}", file=sys.stderr, flush=True)
         sys.exit(STATUS)
 
     parser.error = error  # type: ignore[method-assign]
 
 
-def _nearest(parser: argparse.ArgumentParser, message: str) -> str:
-    if not message.startswith("unrecognized arguments:"):
-        return ""
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    found = []
-    for flag in re.findall(r"(?<!\S)--?[^\s=]+", message):
-        found += [f"instead of {flag}, did you mean {near}?" for near in difflib.get_close_matches(flag, known, n=1)]
-    return "".join(f"\n  {line}" for line in found)
-
-
 def need_folder(folder: str) -> None:
-    """End the program where nothing can be written into the folder of a report, which is made where it is not there.
+    """Make the folder of a report, or end the program if nothing can be written into it.
 
-    Every node may see another file system: the first node's first process speaks for it, as does every other node's for
-    its own.
+    Nodes may have different file systems, so the first process of each node prints the error.
     """
     try:
         path = Path(folder)

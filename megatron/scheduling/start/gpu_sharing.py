@@ -1,9 +1,7 @@
-"""Let the ranks of a node share its GPUs (--bpipe-share-gpus), or end a run that has too few of them.
+"""Let the ranks of a node share its GPUs (--bpipe-share-gpus), or refuse a run with too few of them.
 
-In: Megatron's parsed arguments, and the process's environment as torchrun sets it. Out: the GPU of this rank, and what
-NCCL needs for several ranks on one. NCCL refuses two ranks on one device if the hash of their host is the same.
-`NCCL_HOSTID` sets that hash, so that NCCL takes every rank for a node of its own and talks through loopback sockets.
-Call before CUDA and the process groups are initialized.
+NCCL refuses two ranks on one device if their hosts have the same hash. `NCCL_HOSTID` sets that hash, so that every rank
+is a node of its own for NCCL, which then uses loopback sockets. Call it before CUDA and process groups are initialized.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def apply(args: Any, num_gpus: int | None, environment: MutableMapping[str, str]
 
 
 def make_node_of_its_own(local_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let NCCL take this process for a node, so that it may share its GPU with others. What the user set stays."""
+    """Let NCCL take this process for a node, so that its GPU can be shared. The user's own settings stay."""
     environment["NCCL_HOSTID"] = f"bpipe-{local_rank}"
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_IB_DISABLE", "1")

@@ -1,7 +1,6 @@
-"""Make this process ready to import and run Megatron: the CPU stand-in where there is no GPU, and the repairs.
+"""Prepare a process for Megatron: the CPU stand-in if there is no GPU, and the repairs.
 
-In: a fresh process. Out: one where `megatron.training` runs. Must be called before `megatron.core` is imported.
-Importing this module imports no torch, so that whoever starts without it is told how to install it.
+Call it before `megatron.core` is imported. Importing this module imports no torch, so that a missing one can be named.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from typing import Any
 
 
 def prepare(*, repairing: bool = True) -> None:
-    """Install what this machine needs. Rank 0 says what was done, a line each.
+    """Install what this machine needs, with a line in the log for each change.
 
-    `repairing`: mend Megatron, too. Whoever parses --bpipe-no-repairs calls `repair` once that is known.
+    `repairing`: whether to repair Megatron. A program that parses --bpipe-no-repairs calls `repair` after that.
     """
-    # Without this, importing megatron.core appends the commit of whatever git checkout the process stands in to its
-    # version.
+    # Otherwise megatron.core appends the commit of the current folder's git checkout to its version.
     os.environ.setdefault("NO_VCS_VERSION", "1")
     import torch
 
@@ -37,8 +35,7 @@ def prepare(*, repairing: bool = True) -> None:
 
 @functools.cache
 def repair() -> None:
-    """Mend what of the installed Megatron would stop a run, once in a process: a second time would wrap the
-    wrappers."""
+    """Repair the installed Megatron, once in a process: a second time would wrap the wrappers."""
     from megatron.scheduling.hooks import repairs
 
     for line in repairs.apply():
@@ -46,9 +43,9 @@ def repair() -> None:
 
 
 def leave_unrepaired() -> None:
-    """Leave Megatron as it is, and say what nobody sees to then.
+    """Leave Megatron as it is, and log what is then left to it.
 
-    Raises ValueError where it has been mended in this process.
+    Raises ValueError if it was repaired in this process.
     """
     from megatron.scheduling.hooks import repairs
 
@@ -61,7 +58,7 @@ def leave_unrepaired() -> None:
 
 
 def device_type() -> str:
-    """Return what activations lie on here: "cuda", or the type of what only stands in for it."""
+    """Return the type of the device of activations: "cuda", or what stands in for it."""
     stand_in = _stand_in()
     if stand_in is not None:
         return str(stand_in.standing_in())
@@ -71,20 +68,16 @@ def device_type() -> str:
 
 
 def complete_arguments() -> None:
-    """Add to the command line what a machine without a GPU needs; what the user gives wins."""
+    """Add the flags that a machine without a GPU needs in front of the user's, which override them."""
     stand_in = _stand_in()
     if stand_in is not None and tuple(sys.argv[1 : len(stand_in.ARGUMENTS) + 1]) != stand_in.ARGUMENTS:
-        # In front: argparse lets the last value win, and that is the user's.
         sys.argv[1:1] = stand_in.ARGUMENTS
         where = "the CPU" if device_type() == "cpu" else f"{device_type()} devices"
         _say(f"no CUDA device: running on {where} with {' '.join(stand_in.ARGUMENTS)}")
 
 
 def share_gpus(args: Any) -> None:
-    """Give this rank a GPU that others may have, too, if the arguments ask for it.
-
-    Raises ValueError if there are fewer GPUs than ranks and they do not.
-    """
+    """Give this rank a shared GPU if the arguments ask for it, or raise ValueError if there are too few GPUs."""
     import torch
 
     from megatron.scheduling.start import gpu_sharing
@@ -95,12 +88,12 @@ def share_gpus(args: Any) -> None:
 
 
 def _stand_in() -> Any:
-    """The module that answers for the CUDA runtime, where one does."""
+    """Return the module that replaces the CUDA runtime, if it does."""
     module = sys.modules.get("megatron.scheduling.cpu")
     return module if module is not None and module.standing_in() else None
 
 
 def _say(line: str) -> None:
-    """One line to the training log, from rank 0 (there is no process group yet to ask)."""
+    """Print a line to the training log, from rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"bpipe: {line}", flush=True)

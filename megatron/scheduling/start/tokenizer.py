@@ -1,8 +1,7 @@
-"""Let `--tokenizer-type ByteLevelTokenizer` reach the byte-level tokenizer that megatron-core already has.
+"""Offer megatron-core's byte-level tokenizer as `--tokenizer-type ByteLevelTokenizer`.
 
-In: the Megatron that runs. Out: its argument parser and its tokenizer builder know one more choice. Knows nothing of
-schedules. The core library ships the class, but its command line does not offer it and its builder passes keywords the
-class refuses. Where another version has its tokenizers elsewhere, the choice is not offered.
+The core library has the class, but its command line does not offer it, and its builder passes keywords that the class
+refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ DEFAULT_VOCABULARY = 512
 
 
 def install_byte_level_tokenizer() -> str | None:
-    """Add the choice to Megatron's parser and builder, or say why not. Safe to call twice."""
+    """Add the choice to Megatron's parser and builder; return why that is impossible, or None."""
     # This name is both a function and the module that holds it; import the module itself.
     import importlib
 
@@ -52,8 +51,7 @@ def install_byte_level_tokenizer() -> str | None:
 
 
 def _byte_level(vocab_size: int) -> Any:
-    """Ids 0..255 are bytes; end of document, padding and begin of sequence follow, so that no byte of a text can be
-    mistaken for them."""
+    """Return a tokenizer whose ids 0..255 are bytes; end of document, padding and begin of sequence follow."""
     from megatron.core.tokenizers import MegatronTokenizer
     from megatron.core.tokenizers.text.libraries.bytelevel_tokenizer import ByteLevelTokenizer
 

@@ -1,14 +1,14 @@
-"""Have Megatron's own parser and validation, and the trainer's, judge launches without a GPU.
-
-In: on stdin, as JSON, the flags of each launch and its nodes and devices of each, or null. Out: on stdout, as JSON, the
-version of Megatron and a judgement of each launch.
+"""Judge launches by Megatron's own parser and validation, and by the trainer's, without a GPU.
 
     python -m megatron.scheduling.start.validation
 
-Only arguments are judged: no file is read but a schedule's, and what the machine of the training has (Transformer
-Engine, environment variables) is taken to be there. Beyond `validate_args` this asks the code that would refuse later
-in a start: the number of micro-batches, the process groups, the model's configuration, the layers of each stage and
-the first lines of the interleaved loop. `bpipe.config.launch.validation` starts this.
+It reads, as JSON, the flags of each launch with its nodes and devices of each, or null, and writes the version of
+Megatron and a judgement of each launch. `bpipe.config.launch.validation` starts it.
+
+Only arguments are judged: no file is read except a schedule, and the training's machine is taken to have Transformer
+Engine and its environment variables. Beyond `validate_args` this asks the code that would refuse later in a start: the
+number of micro-batches, the process groups, the model's configuration, the layers of each stage and the first lines of
+the interleaved loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup
 
-# What Megatron raises for arguments that it refuses. Anything else is a fault of this program, or of the machine.
+# Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError)
 _SIZES = (
     "tensor_model_parallel_size",
@@ -48,12 +48,12 @@ _SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-# What a model's configuration calls otherwise than the arguments.
+# Arguments that have another name in a model's configuration.
 _FIELDS = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-# Variables that Megatron asks for with some flags. The training's own are not known here.
+# Variables that Megatron requires with some flags: the training's own are unknown here.
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUDA_GRAPHS_USE_NODE_PRIORITY": "1",
@@ -99,7 +99,7 @@ def prepare() -> None:
 
 
 def _assume_transformer_engine() -> None:
-    """Let Megatron's checks find Transformer Engine where it is not installed; nothing of it runs."""
+    """Let Megatron's checks find Transformer Engine if it is not installed; nothing of it runs."""
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
@@ -143,7 +143,7 @@ class _Launch:
     def __init__(self, flags: Sequence[str]) -> None:
         self.flags = flags
         self.unknown: list[str] = []
-        # What each flag of Megatron's is called by its parser, and how it was given.
+        # By argument, the flag of Megatron's parser, and the words that were given.
         self._names: dict[str, str] = {}
         self._given: dict[str, str] = {}
 

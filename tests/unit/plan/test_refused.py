@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
-from bpipe.config.features.slices import SLICED
-from bpipe.config.features.table import FEATURES, PLACED, SHARDED
+from bpipe.config.features.table import FEATURES, PLACED, SHARDED, SLICED
 from bpipe.plan.refusals import Launchable, refused, runs_ours, without_overlap
 from bpipe.plan.search import search
 from bpipe.plan.space import Space

@@ -24,8 +24,8 @@ from bpipe.schedule.memory import memory_of, num_transfers
 from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from megatron.scheduling.options.schedule_choice import own_schedule, requested_balance, requested_costs
-from tests.unit.scheduling.test_choosing import args
+from megatron.scheduling.options.schedule_choice import requested
+from tests.unit.scheduling.test_choosing import args, own_schedule
 
 # What `args` stand for.
 WORDS = [
@@ -37,19 +37,38 @@ WORDS = [
 ]
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, memory: str, *words: str, **more: Any) -> Any:
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *WORDS, *words])
+SIZES = {
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "seq_length": 1024,
+    "transformer_impl": "local",
+}
+SIZES |= {"world_size": 24, "vocab_size": 1024, "bpipe": True, "bpipe_min_bytes": 65536}
+
+
+@pytest.fixture(autouse=True)
+def nodes_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    sizes = {"world_size": 24, "vocab_size": 1024, "bpipe_min_bytes": 65536}
-    return args(**{**sizes, "bpipe": True, "bpipe_memory": read_budget(memory), **more})
+    # Arguments say everything, whoever made them: a program of one's own has another command line.
+    monkeypatch.setattr(sys, "argv", ["program.py", "--num-layers", "wrong"])
 
 
-def test_the_plan_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def asked(memory: str, **more: Any) -> Any:
+    return args(**{**SIZES, "bpipe_memory": read_budget(memory), **more})
+
+
+def requested_balance(given: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
+    asked = requested(given)
+    return asked.config.balance, asked.lines
+
+
+def test_the_plan_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """By the same function, of the same words: the lines in the log are those that `bpipe simulate --memory` prints."""
     simulate = ["simulate", "--cluster", "h100-80g:3x8", "--kernels", "cpu", "--attention", "unfused"]
     moved = []
     for memory in ("2.8", "2.4", "2.2"):
-        how, told = requested_balance(asked(monkeypatch, memory))
+        how, told = requested_balance(asked(memory))
         assert cli.main([*simulate, "--memory", memory, "--", *WORDS]) == 0
         assert told
         assert " ".join(told) in " ".join(capsys.readouterr().out.split())
@@ -61,7 +80,7 @@ def test_the_plan_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """By a cluster whose links are slow; without it the plan is by bytes alone."""
     slow = tmp_path / "slow.toml"
@@ -82,8 +101,8 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
         "--",
         *WORDS,
     ]
-    by_bytes, _ = requested_balance(asked(monkeypatch, "2.6"))
-    how, told = requested_balance(asked(monkeypatch, "2.6", "--bpipe-cluster", str(slow), bpipe_cluster=str(slow)))
+    by_bytes, _ = requested_balance(asked("2.6"))
+    how, told = requested_balance(asked("2.6", bpipe_cluster=str(slow)))
     assert cli.main(simulate) == 0
     assert " ".join(told) in " ".join(capsys.readouterr().out.split())
     assert by_bytes is not None
@@ -98,14 +117,14 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
     assert [num_transfers(timed, rank) for rank in range(4)] == [num_transfers(plain, rank) for rank in range(4)]
 
 
-def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds() -> None:
     """The first iteration's plan is by bytes alone.
 
     A budget that is given is planned for once; what is not predicted has no seconds.
     """
 
-    def costs(memory: str, *words: str, cluster: str | None = "h100-80g") -> Costs | None:
-        return requested_costs(asked(monkeypatch, memory, *words, bpipe_cluster=cluster))
+    def costs(memory: str, cluster: str | None = "h100-80g", **more: Any) -> Costs | None:
+        return requested(asked(memory, bpipe_cluster=cluster, **more)).costs
 
     found, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
     assert found is not None
@@ -113,14 +132,14 @@ def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds(monkey
     assert found.stages[0].forward_s < slower.stages[0].forward_s
     assert costs("auto:2.6", cluster=None) is None
     assert costs("2.6") is None
-    assert costs("auto:2", "--moe-latent-size", "8") is None
-    how, told = requested_balance(asked(monkeypatch, "auto:2.6", bpipe_cluster="h100-80g"))
-    assert (how, told) == requested_balance(asked(monkeypatch, "auto:2.6"))
-    _, told = requested_balance(asked(monkeypatch, "auto:2", "--moe-latent-size", "8", bpipe_cluster="h100-80g"))
+    assert costs("auto:2", moe_latent_size=8) is None
+    how, told = requested_balance(asked("auto:2.6", bpipe_cluster="h100-80g"))
+    assert (how, told) == requested_balance(asked("auto:2.6"))
+    _, told = requested_balance(asked("auto:2", moe_latent_size=8, bpipe_cluster="h100-80g"))
     assert told[0].endswith("keeps the smallest bound, and plans are made from bytes alone")
 
 
-def test_links_are_said_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_said_for_a_budget() -> None:
     with pytest.raises(
         ValueError,
         match="--bpipe-cluster h100-80g says how long transfers take within a budget: give --bpipe-memory too",
@@ -135,56 +154,35 @@ def plain_config() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("memory", "words", "more", "reason"),
+    ("memory", "more", "reason"),
     [
-        (
-            "1.2",
-            [],
-            {},
-            "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB per device. The smallest budget "
-            "that one keeps",
-        ),
-        ("1.2", [], {}, r"`bpipe fit` with the same launch lists .*With auto:GIB the run starts anyway and measures"),
-        (
-            "2",
-            [],
-            {"bpipe_bound": (3,)},
-            "--bpipe-memory and --bpipe-bound both say how to balance: give only one of them",
-        ),
-        ("2,2", [], {}, "2 budgets for 4 ranks: give one for all or one for each"),
-        (
-            "2",
-            ["--moe-latent-size", "8"],
-            {},
-            r"the memory of this run cannot be predicted \(--moe-latent-size 8 is not modelled: experts of a smaller.*\): "
-            "let it be measured with auto",
-        ),
-        ("auto", [], {}, "--bpipe-memory auto: a CPU has no device memory .* --bpipe-memory auto:GIB"),
+        ("1.2", {}, "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB.* The smallest budget"),
+        ("1.2", {}, r"`bpipe fit` with the same launch lists .*With auto:GIB the run starts anyway and measures"),
+        ("2", {"bpipe_bound": (3,)}, "--bpipe-memory and --bpipe-bound both say how to balance: give only one of them"),
+        ("2,2", {}, "2 budgets for 4 ranks: give one for all or one for each"),
+        ("2", {"moe_latent_size": 8}, r"predicted \(--moe-latent-size 8 is not modelled.*measured with auto"),
+        ("auto", {}, "--bpipe-memory auto: a CPU has no device memory .* --bpipe-memory auto:GIB"),
     ],
 )
-def test_what_cannot_be_kept_is_said_before_training(
-    memory: str, words: list[str], more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_kept_is_said_before_training(memory: str, more: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){reason}"):
-        own_schedule(asked(monkeypatch, memory, *words, **more))
+        own_schedule(asked(memory, **more))
 
 
-def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the_smallest_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    how, told = requested_balance(asked(monkeypatch, "auto:1"))
+def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the_smallest_bound() -> None:
+    how, told = requested_balance(asked("auto:1"))
     assert how is not None
     assert how.activation_budget is not None
     schedule = build(replace(plain_config(), balance=how))
     assert num_transfers(schedule, 0).evictions > 0, "even a budget that is too small by prediction is tried"
     assert told[0] == "the first iteration moves as much as helps, until bytes are measured:"
-    how, told = requested_balance(asked(monkeypatch, "auto:2", "--moe-latent-size", "8"))
+    how, told = requested_balance(asked("auto:2", moe_latent_size=8))
     assert how == BalanceConfig()
     assert told[0].endswith(": the first iteration keeps the smallest bound")
 
 
-def test_before_there_is_a_tokenizer_pairs_are_the_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert requested_balance(asked(monkeypatch, "2", vocab_size=None, padded_vocab_size=None)) == (BalanceConfig(), ())
+def test_before_there_is_a_tokenizer_pairs_are_the_usual() -> None:
+    assert requested_balance(asked("2", vocab_size=None, padded_vocab_size=None)) == (BalanceConfig(), ())
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "70;80", "auto:", "auto:x", "70,", "0.0000000001"])

@@ -16,8 +16,7 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.config.features.feature import Feature, State
-from bpipe.config.features.slices import SLICED
-from bpipe.config.features.table import FEATURES, PLACED, SHARDED
+from bpipe.config.features.table import FEATURES, PLACED, SHARDED, SLICED
 from bpipe.plan.launch_states import SUPPORTED
 from bpipe.schedule.families.families import FAMILIES
 from megatron.scheduling.hooks.repairs import REPAIRS

@@ -109,28 +109,13 @@ def test_two_pipes_halve_the_pipeline_once(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (
-            {"pipeline_model_parallel_size": 2},
-            "2 pipes need 4 ranks or more, not 2: use --pipeline-model-parallel-size 4",
-        ),
-        (
-            {"pipeline_model_parallel_size": 5, "world_size": 10},
-            "an even number of ranks, not 5: use --pipeline-model-parallel-size 4 or 6",
-        ),
-        (
-            {"world_size": 6},
-            "6 processes are not a multiple of 4 \\(tensor 1 times context 1 times pipeline 4\\): launch 4, or a multiple",
-        ),
-        (
-            {"global_batch_size": 20},
-            "20 samples are not a multiple of 8 \\(2 micro-batches of 2 on each of 2 replicas\\): .*-size 16 or 24",
-        ),
+        ({"pipeline_model_parallel_size": 2}, "2 pipes need 4 ranks or more, not 2: use .*size 4"),
+        ({"pipeline_model_parallel_size": 5, "world_size": 10}, "even number of ranks, not 5: .*size 4 or 6"),
+        ({"world_size": 6}, "6 processes are not a multiple of 4 \\(tensor 1 times context 1 times pipeline 4\\)"),
+        ({"global_batch_size": 20}, "20 samples are not a multiple of 8 .*-size 16 or 24"),
         ({"global_batch_size": 4}, "use --global-batch-size 8$"),
         ({"use_tp_pp_dp_mapping": True}, "drop --use-tp-pp-dp-mapping"),
-        (
-            {"use_mp_args_from_checkpoint_args": True},
-            "drop --use-mp-args-from-checkpoint-args and give --pipeline-model-parallel-size",
-        ),
+        ({"use_mp_args_from_checkpoint_args": True}, "drop --use-mp-args-from-checkpoint-args and give"),
         ({"num_layers": 6}, "6 layers cannot be divided into 4 equal stages: use --num-layers 4 or 8"),
     ],
 )

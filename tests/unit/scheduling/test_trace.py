@@ -85,7 +85,7 @@ OTHERS = (*QUICK, LAUNCH, FUSED, GATHERED, *FURTHER.values(), *(flags for flags,
 
 def launch_of(flags: str) -> Any:
     parser, _ = parsers("trace")
-    return trace._subject(options_of(parser, ["trace", *flags.split()]))
+    return trace._launch(options_of(parser, ["trace", *flags.split()]))
 
 
 def traced(flags: str) -> Any:

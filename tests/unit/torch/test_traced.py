@@ -91,7 +91,7 @@ def test_the_command_says_it_of_a_file(
     half = 256 * 512 * 4
     assert [stage["saved_bytes"] for stage in found["stages"]] == [half, 2 * half, 2 * half, 2 * half]
     assert found["alone_bytes"] == [4 * half, 6 * half, 4 * half, 2 * half]
-    monkeypatch.setattr(trace, "_ended", lambda *given: found)
+    monkeypatch.setattr(trace, "_answer_of", lambda *given: found)
     assert main(asked) == 0
     lines = capfd.readouterr().out.splitlines()
     at = lines.index("rank  peak MiB  balanced MiB")

@@ -59,7 +59,7 @@ def test_words_come_back_as_values() -> None:
         "bound": "4,2",
         "recompute_modules": ("mlp", "moe"),
         "swiglu": False,
-        "group": None,
+        "group_size": None,
     }
     written = words(values)
     assert written == ("--tensor-model-parallel-size 4 --bpipe --bpipe-bound 4,2 --recompute-modules mlp moe").split()

@@ -8,9 +8,12 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from subprocess import run
 from typing import Any
+
+from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
+from bpipe.plan.options import setup_from
 
 YOURS = "--lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --eval-interval 100"
 NAMES = """
@@ -23,8 +26,17 @@ recompute_method recompute_num_layers vocab_size
 
 
 def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]]:
-    """Return what Megatron makes of each launch's flags, in a process of its own: importing Megatron takes seconds, and
-    changes the process where there is no GPU."""
+    """Return Megatron's arguments for each launch, a number of processes and flags."""
+    return [{name: value for name, value in reading.items() if name != "setups"} for reading in _readings(launches)]
+
+
+def predicted(launches: Sequence[tuple[int, Sequence[str]]]) -> list[list[str]]:
+    """Return the setup of each launch by its flags, by Megatron's arguments, and by the log of these."""
+    return [reading["setups"] for reading in _readings(launches)]
+
+
+def _readings(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]]:
+    """Read launches in a process of its own: importing Megatron takes seconds, and changes the process without a GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ended = run(
         [sys.executable, "-m", __name__],
@@ -38,6 +50,17 @@ def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]
     assert ended.returncode == 0, ended.stderr[-3000:]
     lines = [line for line in ended.stdout.splitlines() if line.startswith("PARSED ")]
     return [json.loads(line.removeprefix("PARSED ")) for line in lines]
+
+
+def _setup(launch: Callable[[], Sequence[str] | MegatronSettings | None], world_size: int) -> str:
+    """Return the setup of a launch, or why there is none."""
+    nodes = max(1, world_size // 8)
+    try:
+        settings = launch()
+        assert settings is not None
+        return repr(setup_from(settings, f"h100-80g:{nodes}x{world_size // nodes}", 50257, "cpu"))
+    except ValueError as error:
+        return str(error)
 
 
 def main() -> None:
@@ -55,7 +78,7 @@ def main() -> None:
             RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(min(world_size, 8))
         )
         sys.argv = ["pretrain_gpt.py", *YOURS.split(), *flags]
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as log:
             args = arguments.parse_args()
             arguments.validate_args(args, {})
         read = {name: getattr(args, name) for name in NAMES.split()}
@@ -68,6 +91,11 @@ def main() -> None:
             else layout.layout[rank][chunk].count(LayerType.decoder)
             for chunk in range(chunks)
             for rank in ranks
+        ]
+        read["setups"] = [
+            _setup(lambda: sys.argv[1:], world_size),
+            _setup(lambda: MegatronSettings.from_args(args), world_size),  # noqa: B023
+            _setup(lambda: read_log(log.getvalue()).settings, world_size),
         ]
         # A budget is planned for this machine's own kernels, which are a CPU's.
         balanced = args.bpipe if args.bpipe_memory else config_from_args(args).balance is not None

@@ -123,10 +123,7 @@ def test_what_megatron_takes_for_granted() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            "--hybrid-layer-pattern M*/M/M",
-            r"--hybrid-layer-pattern M\*/M/M: .* prediction of further tokens \(/\) cannot be modelled",
-        ),
+        ("--hybrid-layer-pattern M*/M/M", r"--hybrid-layer-pattern M\*/M/M: .* prediction of further tokens \(/\)"),
         ("--hybrid-layer-pattern MG", "gated delta nets"),
         pytest.param(
             "--hybrid-layer-pattern=--",
@@ -151,15 +148,9 @@ def test_what_megatron_takes_for_granted() -> None:
             "--hybrid-layer-pattern M|* --decoder-first-pipeline-num-layers 1 --pipeline-model-parallel-size 2",
             "drop the other flags",
         ),
-        (
-            "--hybrid-layer-pattern M|*|M --pipeline-model-parallel-size 2",
-            "has 3 stages, not a multiple of --pipeline-model-parallel-size 2",
-        ),
+        ("--hybrid-layer-pattern M|*|M --pipeline-model-parallel-size 2", "has 3 stages, not a multiple of"),
         ("--hybrid-layer-pattern M||* --pipeline-model-parallel-size 3", "stage 1 has no layer"),
-        (
-            "--hybrid-layer-pattern M*M --pipeline-model-parallel-size 2",
-            "cannot be divided evenly over --pipeline-model-parallel-size 2",
-        ),
+        ("--hybrid-layer-pattern M*M --pipeline-model-parallel-size 2", "cannot be divided evenly over"),
         ("--hybrid-layer-pattern M* --num-experts 8", r"no layer of --hybrid-layer-pattern has experts \(E\)"),
         ("--hybrid-layer-pattern M* --mamba-head-dim 48", "--mamba-head-dim 48 does not divide"),
         (

@@ -3,13 +3,13 @@ tables held to Megatron."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.cli import main
-from bpipe.commands.shared import cluster_of
-from bpipe.config.flags.launches import READ
+from bpipe.config.flags.budgets import read_budget
+from bpipe.config.flags.launches import READ, SWITCHED_OFF
 from bpipe.config.flags.parser import parser_of_launch
-from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.megatron_names import names
+from bpipe.config.launch.megatron_settings import MegatronSettings, argument_of, read_log
 from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
-from bpipe.plan.options import filled, setup_of
+from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import EVENLY, Setup
@@ -62,26 +63,12 @@ def setups(draw: st.DrawFn) -> Setup:
     # Of eight devices, and of no more than two query groups.
     context = draw(st.sampled_from([1, 2])) if attention == "flash" and pipeline * tensor < 8 else 1
     ways = ["p2p", "all_gather", *(["a2a"] if groups % (tensor * context) == 0 else [])]
-    sizes = (
-        sum(layers),
-        512,
-        heads,
-        groups,
-        draw(st.sampled_from([32, 64])),
-        draw(st.sampled_from([1024, 2048])),
-        1000,
-        256,
-    )
+    drawn = (draw(st.sampled_from([32, 64])), draw(st.sampled_from([1024, 2048])))
+    sizes = (sum(layers), 512, heads, groups, *drawn, 1000, 256)
     switches = (gated, draw(st.booleans()), draw(st.booleans()), not rotary, draw(st.booleans()), dropout)
     fp8 = draw(st.none() | recipes) if precision != "fp32" else None
-    scopes = [
-        "none",
-        "selective",
-        "full",
-        "full:uniform:2",
-        "full:block:3",
-        *(["selective:core_attn+layernorm"] if fp8 is None else []),
-    ]
+    scopes = ["none", "selective", "full", "full:uniform:2", "full:block:3"]
+    scopes += ["selective:core_attn+layernorm"] if fp8 is None else []
     return Setup(
         model=Model("custom", *sizes, *switches),
         cluster=parse_cluster("h100-80g:1x8"),
@@ -105,29 +92,6 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
-OPTIONS = argparse.Namespace(
-    cluster="h100-80g:1x8",
-    model=None,
-    schedule=None,
-    kernels="gpu",
-    flops_formula="megatron",
-    profile=None,
-    calibration=None,
-)
-NOT_GIVEN = (
-    *(
-        "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size sequence vocabulary"
-    ).split(),
-    *(
-        "swiglu rms_norm disable_bias_linear rotary untie_embeddings_and_output_weights no_dropout layers chunks"
-    ).split(),
-    *("tensor", "pipeline", "micro_batch", "global_batch", "recompute", "balance", "attention", "precision"),
-    *(
-        "no_distributed_optimizer no_sequence_parallel context cp_comm_type fp8_format fp8_recipe fp8_param_gather"
-    ).split(),
-)
-
-
 @settings(deadline=None, max_examples=150)
 @given(setups())
 def test_what_we_write_we_read(setup: Setup) -> None:
@@ -135,27 +99,51 @@ def test_what_we_write_we_read(setup: Setup) -> None:
     words = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *megatron_flags(setup), "--vocab-size", "1000"]
     reading = read_command(words)
     assert (reading.not_considered, reading.devices) == ((), (1, 8))
-    options = filled(argparse.Namespace(**{**dict.fromkeys(NOT_GIVEN), **vars(OPTIONS)}), reading, ())
-    assert setup_of(options, cluster_of(options)) == setup
+    assert setup_from(words, setup.cluster, 1000, "gpu") == setup
+
+
+def arguments(**more: object) -> SimpleNamespace:
+    """Megatron's, for the flags of SMALL and more."""
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 1000}
+    return SimpleNamespace(**sizes, **more)
+
+
+def test_arguments_and_their_log_are_read_as_the_flags_are() -> None:
+    """Validation replaces types by torch's, and sets what bf16 implies; switches make arguments false."""
+    by_flags = read(*"--disable-bias-linear --fp8-format hybrid --bf16 --bpipe --bpipe-memory 70".split()).options
+    args = arguments(
+        add_bias_linear=False,
+        fp8="hybrid",
+        bf16=True,
+        accumulate_allreduce_grads_in_fp32=True,
+        main_grads_dtype="torch.float32",
+        optimizer="adam",
+        muon_scalar_optimizer="adam",
+        num_query_groups=None,
+        bpipe=True,
+        bpipe_memory=read_budget("70"),
+    )
+    assert read_settings(MegatronSettings.from_args(args)).options == by_flags
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in vars(args).items()]
+    log = "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 21}"])
+    settings = read_log(log).settings
+    assert settings is not None
+    assert read_settings(settings).options == by_flags
+
+
+def test_two_pipes_of_arguments_are_counted_as_the_schedule_counts_them() -> None:
+    by_flags = read("--pipeline-model-parallel-size", "4", "--bpipe-schedule", "chimera").options
+    pipes = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "bpipe_num_pipes": 2}
+    args = arguments(**pipes, bpipe_schedule="chimera")
+    assert read_settings(MegatronSettings.from_args(args)).options == by_flags
 
 
 def test_the_rows_of_the_presets_come_back() -> None:
     model = PRESETS["llama3-405b"]
     layers = split_layers(126, 64, allow_uneven=True)
     assert layers is not None
-    setup = Setup(
-        model,
-        parse_cluster("h100-80g:16x8"),
-        8,
-        16,
-        1,
-        64,
-        8192,
-        layers,
-        "full",
-        schedule="interleaved-1f1b",
-        num_chunks=4,
-    )
+    cut = (parse_cluster("h100-80g:16x8"), 8, 16, 1, 64, 8192, layers, "full")
+    setup = Setup(model, *cut, schedule="interleaved-1f1b", num_chunks=4)
     options = read_command([*megatron_flags(setup), "--vocab-size", "128256"]).options
     assert options["layers"] == layers
     assert (options["chunks"], options["num_query_groups"], options["ffn_hidden_size"]) == (4, 8, 53248)
@@ -198,10 +186,7 @@ def test_megatrons_defaults() -> None:
     ("flags", "message"),
     [
         ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
-        (
-            "--recompute-activations --recompute-granularity full",
-            "--recompute-activations and --recompute-granularity full",
-        ),
+        ("--recompute-activations --recompute-granularity full", "--recompute-granularity full exclude each other"),
         ("--recompute-granularity full", "needs --recompute-method"),
         ("--moe-latent-size 8", "--moe-latent-size 8 is not modelled: experts of a smaller hidden size"),
         ("--num-experts 8 --moe-layer-freq [2]", "is not a pattern of layers"),
@@ -212,27 +197,15 @@ def test_megatrons_defaults() -> None:
         ("--heterogeneous-layers-config-encoded-json {}", "layers of different kinds"),
         ("--attention-output-gate", "--attention-output-gate is not modelled: a gate after attention"),
         ("--fp4-format e2m1", "--fp4-format e2m1 is not modelled: 4-bit training"),
-        (
-            "--fp8-format hybrid --first-last-layers-bf16",
-            "--first-last-layers-bf16 is not modelled: 4-bit training, or 8-bit training of only some layers",
-        ),
+        ("--fp8-format hybrid --first-last-layers-bf16", "--first-last-layers-bf16 is not modelled: 4-bit training"),
         ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom is not modelled"),
         ("--fp8-format e5m2", "argument --fp8-format"),
-        (
-            "--context-parallel-size 2 --cp-comm-type a2a+p2p",
-            "--cp-comm-type a2a.p2p: only one of p2p, all_gather, a2a",
-        ),
+        ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a.p2p: only one of p2p, all_gather"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a p2p", "--cp-comm-type p2p a2a p2p: only one of"),
-        (
-            "--hybrid-context-parallel",
-            "--hybrid-context-parallel is not modelled: context parallelism whose size differs by sequence",
-        ),
+        ("--hybrid-context-parallel", "--hybrid-context-parallel is not modelled: context parallelism whose size"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp is not modelled: sharding by FSDP"),
         ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2", "exclude each other"),
-        (
-            "--pipeline-model-parallel-size 3",
-            "--num-layers 8 cannot be divided evenly over --pipeline-model-parallel-size 3",
-        ),
+        ("--pipeline-model-parallel-size 3", "--num-layers 8 cannot be divided evenly over"),
         ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size: '0' must be"),
         ("--hidden-size x", "argument --hidden-size: 'x' must be a whole number"),
         ("--normalization Batch", "argument --normalization"),
@@ -248,12 +221,8 @@ def test_contradictions_and_what_is_not_modelled_are_refused(flags: str, message
 
 
 def test_neutral_values_of_refused_flags_are_none() -> None:
-    assert (
-        read(
-            "--context-parallel-size", "1", "--expert-model-parallel-size=1", "--cpu-offloading-num-layers", "0"
-        ).not_considered
-        == ()
-    )
+    neutral = ("--context-parallel-size", "1", "--expert-model-parallel-size=1", "--cpu-offloading-num-layers", "0")
+    assert read(*neutral).not_considered == ()
     pipeline = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "2")
     assert read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "2").options["chunks"] == 2
     with pytest.raises(ValueError, match="larger groups of micro-batches"):
@@ -304,10 +273,7 @@ def test_what_nobody_says_is_asked_for(capsys: pytest.CaptureFixture[str]) -> No
         (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[:-2]], "give --vocab-size N"),
         (["simulate", "--cluster", "a100-80g", "--", *SMALL], "is not DEVICE:NODESxDEVICES"),
         (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[2:]], "Megatron's flags lack --num-layers"),
-        (
-            ["simulate", "--cluster", "a100-80g:8", "--", "bash", "run.sh"],
-            "'bash' is not a flag, and no training script (.py, -m) follows",
-        ),
+        (["simulate", "--cluster", "a100-80g:8", "--", "bash", "run.sh"], "'bash' is not a flag, and no training"),
         (["simulate", "--cluster", "a100-80g:8", "--launch", "launch.json", "--", *SMALL], "say the same"),
     ):
         assert main(arguments) == 2
@@ -352,6 +318,7 @@ def plain(value):
     return getattr(value, "name", value)
 print("FLAGS", json.dumps({
     flag: {
+        "dest": action.dest,
         "nargs": action.nargs,
         "type": getattr(action.type, "__name__", None),
         "default": plain(action.default),
@@ -394,6 +361,14 @@ def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, 
             kind,
             {"positive": "int", "factor": "float", None: "str"}.get(kind),
         ), flag
+
+
+@pytest.mark.timeout(120)
+def test_arguments_have_the_names_by_which_settings_are_read(megatrons: dict[str, dict[str, Any]]) -> None:
+    for flag in (*READ, *REFUSED):
+        switches_off = megatrons[flag]["switch"] == "_StoreFalseAction"
+        assert switches_off == (flag in SWITCHED_OFF), flag
+        assert megatrons[flag]["dest"] == (SWITCHED_OFF[flag] if switches_off else argument_of(flag)), flag
 
 
 @pytest.mark.timeout(120)

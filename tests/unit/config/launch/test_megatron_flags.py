@@ -16,7 +16,7 @@ from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import PRESETS
 from bpipe.schedule.layout import Vocabulary
-from tests.unit.config.launch.megatron_parser import parsed
+from tests.unit.config.launch.megatron_parser import parsed, predicted
 
 
 def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
@@ -119,6 +119,18 @@ def test_megatron_validates_them_and_means_the_same() -> None:
     found = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
     for row, args in zip(rows, found, strict=True):
         assert args == expected(row), " ".join(megatron_flags(row))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_validated_arguments_and_their_log_are_predicted_as_the_flags_are() -> None:
+    """Validation sets further arguments, and some otherwise than the flags."""
+    more = ("--bpipe --bpipe-memory 70", "--bpipe-schedule bitpipe")
+    launches = [(row.cluster.num_devices, megatron_flags(row)) for row in SETUPS]
+    launches += [(8, [*megatron_flags(SETUPS[4]), *words.split()]) for words in more]
+    for by_flags, by_args, by_log in predicted(launches):
+        assert by_args == by_flags
+        assert by_log == by_flags
 
 
 def expected(setup: Setup) -> dict[str, Any]:

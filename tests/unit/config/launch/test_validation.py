@@ -89,7 +89,7 @@ REFUSED = {
 REFUSED_BY_THE_TRAINER = {
     "--pipeline-model-parallel-size 6 --bpipe-bound 3": "--bpipe-bound 3 says how to balance: give --bpipe too",
     "--pipeline-model-parallel-size 6 --bpipe-schedule v-half --num-layers 40": "cannot be divided into 12 equal",
-    "--pipeline-model-parallel-size 6 --bpipe --bpipe-schedule 1f1b --bpipe-delay 2": "1f1b has no delay",
+    "--pipeline-model-parallel-size 6 --bpipe --bpipe-schedule 1f1b --bpipe-delay 2": "1f1b does not delay weight gradients",
 }
 # Flags behind BASE with which it starts.
 ACCEPTED = (

@@ -68,7 +68,7 @@ def test_a_delay_is_for_those_that_take_it(capfd: pytest.CaptureFixture[str]) ->
     assert main(["schedule", "--schedule", "1f1b-split", *sizes]) == 0
     assert "# peak=6,5,4,3 " in capfd.readouterr().out
     assert main(["schedule", "--schedule", "1f1b", *sizes]) == 2
-    assert "schedule 1f1b does not delay weights' halves" in (error := capfd.readouterr().err)
+    assert "schedule 1f1b does not delay weight gradients" in (error := capfd.readouterr().err)
     assert "choose from 1f1b-split" in error
     with pytest.raises(ValueError, match="delay is -1"):
         build(ScheduleConfig("1f1b-split", 4, 8, delay=-1))
