@@ -209,7 +209,8 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
     is_timed = getattr(options, "slice_lengths", EVEN) == TIME
     if is_timed:
         others["slice_lengths"] = EVEN
-    setup = Setup(**{**{name: value for name, value in vars(options).items() if name in _SETUP_FIELDS}, **others})
+    values = {**vars(options), **others}
+    setup = Setup(**{name: value for name, value in values.items() if name in _SETUP_FIELDS})
     if is_timed:
         setup = replace(setup, slice_lengths=lengths_of_equal_seconds(setup))
     slice_bounds(setup)
