@@ -205,10 +205,7 @@ def test_a_bound_of_its_own_for_each_rank() -> None:
     balanced = balance(plain, [3, 3, 2, 3])
     check(balanced)
     assert peak_counts(balanced) == (3, 3, 2, 3)
-    with pytest.raises(
-        ValueError,
-        match=r"rank 3, which hosts for rank 0, holds up to 3 micro-batches, but its bound is 2\. The smallest bound",
-    ):
+    with pytest.raises(ValueError, match=r"rank 3, which hosts for rank 0, holds up to 3 .* is 2\. The smallest bound"):
         balance(plain, [3, 3, 3, 2])
 
 
@@ -272,10 +269,7 @@ def test_a_pairing_that_is_none_is_refused(partners: tuple[int, ...], reason: st
 
 
 def test_a_rank_without_partner_cannot_be_balanced() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"rank 0 has no partner and holds up to 4 micro-batches, but its bound is 3\. Give it 4, or a partner",
-    ):
+    with pytest.raises(ValueError, match=r"rank 0 has no partner and holds up to 4 .* is 3\. Give it 4, or a partner"):
         balance(generate("1f1b", 4, 8), [3] * 4, (0, 1, 2, 3))
 
 

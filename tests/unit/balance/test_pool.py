@@ -236,13 +236,9 @@ def test_whom_it_refuses() -> None:
     for activation_budget, reason in cases.items():
         with pytest.raises(BudgetTooSmall, match=reason):
             balance_over_pool(plain, ActivationBudget(activation_budget, memory))
-    with pytest.raises(
-        BudgetTooSmall, match="rank 0 has no room for its own micro-batches, and no other rank to host them"
-    ):
+    with pytest.raises(BudgetTooSmall, match=r"rank 0 has no room for its own micro-batches, and no other rank"):
         balance_over_pool(generate("gpipe", 1, 4), ActivationBudget((399,), memory_of([100])))
-    with pytest.raises(
-        ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3 micro-batches"
-    ):
+    with pytest.raises(ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3"):
         balance_over_hosts_within(plain, POOL, [2] * 4)
 
 

@@ -302,9 +302,7 @@ def test_a_loop_that_does_not_say_what_was_sent_is_refused() -> None:
     engine.begin()
     engine.before(Action(0, Kind.FORWARD, 0))
     engine.after(Action(0, Kind.FORWARD, 0))
-    with pytest.raises(
-        RuntimeFault, match=r"rank 0: 0F1 is about to run, but sent\(\) was not called for the outputs of 0F0"
-    ):
+    with pytest.raises(RuntimeFault, match=r"rank 0: 0F1 is about to run, but sent\(\) was not called for the .* 0F0"):
         engine.before(Action(0, Kind.FORWARD, 1))
 
 

@@ -25,14 +25,7 @@ from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.text import TextError, read_csv, write_csv
 from bpipe.schedule.layout import one_pipe
-from bpipe.schedule.memory import (
-    Memory,
-    StageMemory,
-    live_bytes,
-    memory_of,
-    peak_counts,
-    with_after_input,
-)
+from bpipe.schedule.memory import Memory, StageMemory, live_bytes, memory_of, peak_counts, with_after_input
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate

@@ -205,11 +205,7 @@ def a_run_that_would_stand_still_is_refused() -> None:
         mock.patch("megatron.scheduling.loop.driver.pipelines", return_value=[range(10)]),
         mock.patch("megatron.scheduling.loop.driver.built", return_value=STILL),
         mock.patch("torch.distributed.get_rank", return_value=0),
-        pytest.raises(
-            ValueError,
-            match="with --bpipe-sync-transfers, ranks can wait for each other for ever: drop it, or use "
-            "--bpipe-transport peer",
-        ),
+        pytest.raises(ValueError, match=r"with --bpipe-sync-transfers, ranks can wait for each other for ever: drop"),
     ):
         Driver(config)._engine(
             ScheduleConfig(STILL.name, STILL.num_ranks, STILL.num_microbatches, num_chunks=2), Stage()

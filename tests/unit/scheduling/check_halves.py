@@ -435,9 +435,7 @@ def halves_out_of_turn_are_refused() -> None:
 
 def a_weight_that_is_used_otherwise_too_is_refused() -> None:
     of = case(Besides)
-    with pytest.raises(
-        RuntimeFault, match=r"a weight of \(64, 64\) is used by a linear layer.*--bpipe-keep-weights-halves none"
-    ):
+    with pytest.raises(RuntimeFault, match=r"a weight of \(64, 64\) is used by a linear"):
         split(of, LATE)
     same(gradients(whole(of, LATE)), gradients(split(of, LATE, Halves(Keep.NONE))), "besides")
 
@@ -460,9 +458,7 @@ def a_module_that_keeps_its_own_halves_is_called_in_its_order() -> None:
     stage = Stage(case(Mixed).make(), halves)
     with installed(halves):
         halves.begin({0: delaying(stage.model.modules())})
-        with pytest.raises(
-            RuntimeFault, match="micro-batch 1: its W comes before that of micro-batch 0, whose I came first"
-        ):
+        with pytest.raises(RuntimeFault, match=r"micro-batch 1: its W comes before that of micro-batch 0, whose I"):
             stage.run("F0 F1 I0 I1 W1")
 
 

@@ -185,10 +185,7 @@ def a_model_that_nobody_placed_is_refused() -> None:
     wrapped = [SimpleNamespace(module=SimpleNamespace(module=chunk)) for chunk in chunks]
     for models in (chunks, wrapped):
         require_built_here(Positions.of(V), models)
-    with pytest.raises(
-        ValueError,
-        match=r"^chunk 1 of the model has the layers .* build it with megatron.training.training.get_model or",
-    ):
+    with pytest.raises(ValueError, match=r"^chunk 1 of the model has the layers .* build"):
         require_built_here(Positions.of(V), [wrapped[0], SimpleNamespace(module=Chunk(False, True))])
     require_built_here(Positions.of(LOOPS), [Chunk(True, False), Chunk(False, True)])
 
@@ -196,10 +193,7 @@ def a_model_that_nobody_placed_is_refused() -> None:
 def nothing_can_be_sent_in_a_view() -> None:
     view = View(1, RANKS)
     assert (view.rank(), view.size()) == (1, RANKS)
-    with pytest.raises(
-        AttributeError,
-        match=r"a view of the pipeline has no allreduce: .* communicate through the model's own pg_collection.pp",
-    ):
+    with pytest.raises(AttributeError, match=r"a view of the pipeline has no allreduce: .* communicate through"):
         view.allreduce()  # type: ignore[operator]
 
 
@@ -348,9 +342,7 @@ def another_choice_than_megatrons_is_refused_with_the_difference() -> None:
         chosen(get_embedding_ranks=lambda ranks: ranks[1::2])
     with pytest.raises(Refused, match=r"chooses none, where"):
         chosen(get_embedding_ranks=lambda ranks: [])
-    with pytest.raises(
-        Refused, match=r"^get_position_embedding_ranks: .* chooses 2, 14, where Megatron's own function chooses 2\."
-    ):
+    with pytest.raises(Refused, match=r"^get_position_embedding_ranks: .* chooses 2, 14, where Megatron's own .* 2\."):
         chosen(get_position_embedding_ranks=first_and_last)
 
 
@@ -475,10 +467,7 @@ def state_that_is_filed_by_rank_is_refused() -> None:
         with outcome:
             assert wraps[patches.CHECKPOINT_FORMAT](lambda name, args, form=form: form)("iter_1", None) == "torch_dist"
     for patch in (patches.STATE_BY_BUFFER, patches.STATE_BY_RANK):
-        with pytest.raises(
-            ValueError,
-            match="save it there with --dist-ckpt-optim-fully-reshardable, or continue without it with --no-load-optim",
-        ):
+        with pytest.raises(ValueError, match=r"save it there with --dist-ckpt-optim-fully-reshardable, or continue"):
             wraps[patch](print)("self", {}, True)
 
 

@@ -466,9 +466,7 @@ def what_is_out_of_order_is_refused() -> None:
         at, cut = slicing.cutting.at, slicing.cutting.cut
         with (
             at(1),
-            pytest.raises(
-                RuntimeFault, match="slice 1 of micro-batch 0 reached a layer that has not seen the slice before it"
-            ),
+            pytest.raises(RuntimeFault, match=r"slice 1 of micro-batch 0 reached a layer that has not seen the slice"),
         ):
             losses_of(model, {name: cut(one) for name, one in row.items()})
         with at(0), pytest.raises(ValueError, match=r"the model requests positions of 96 tokens in a slice of 48"):
@@ -479,10 +477,7 @@ def what_is_out_of_order_is_refused() -> None:
             first.backward()
         with (
             at(1),
-            pytest.raises(
-                RuntimeFault,
-                match=r"the last stage returned \(2, 96\), but with slices .* \(batch, 48\): pass the model",
-            ),
+            pytest.raises(RuntimeFault, match=r"the last stage returned \(2, 96\), but with slices .* \(batch, 48\)"),
         ):
             slicing.cutting.pad(torch.zeros(2, 96))
 
@@ -502,9 +497,7 @@ def lengths_are_whole_units() -> None:
     assert even_bounds(20, 3, 4) == (0, 4, 12, 20)
     with pytest.raises(ValueError, match="a sequence of 63 tokens is not a multiple of 2"):
         even_bounds(63, 4, 2)
-    with pytest.raises(
-        ValueError, match="a sequence of 8 tokens cannot be cut into 4 slices of 4 or more: use at most 2 slices"
-    ):
+    with pytest.raises(ValueError, match=r"a sequence of 8 tokens .* into 4 slices of 4 or more: use at most 2 slices"):
         even_bounds(8, 4, 4)
 
 
@@ -523,21 +516,14 @@ def layers_that_see_their_own_slice_alone_are_refused() -> None:
         model = model_of(USUAL, torch.float32)
         state.judge([model])
         model.decoder.layers[1].self_attention.core_attention = _Alone()
-        with pytest.raises(
-            ValueError,
-            match="this model cannot be cut:\n  _Alone sees only the keys of its own slice: use Megatron's",
-        ):
+        with pytest.raises(ValueError, match="this model cannot be cut:\n  _Alone sees only the keys of its own"):
             state.judge([model])
         model.decoder.layers[1].self_attention = _Alone()
-        with pytest.raises(
-            ValueError, match="_Alone is not one of Megatron's attention classes and sees only its own slice"
-        ):
+        with pytest.raises(ValueError, match=r"_Alone is not one of Megatron's attention classes and sees"):
             state.judge([model])
         model = model_of(USUAL, torch.float32)
         model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
-        with pytest.raises(
-            ValueError, match="SelfAttention has the mask padding, but earlier slices cannot see later ones"
-        ):
+        with pytest.raises(ValueError, match=r"SelfAttention has the mask padding, but earlier slices cannot see"):
             state.judge([model])
         model.decoder.layers[0].cross_attention = _Alone()
         with pytest.raises(ValueError, match="TransformerLayer attends to another sequence"):

@@ -42,12 +42,7 @@ def test_what_stayed_is_told_and_added_up(lines: list[str]) -> None:
         found.sums.stayed_bytes,
         found.sums.passed_microbatches,
         found.sums.passed_bytes,
-    ) == (
-        3,
-        7_000_000,
-        2,
-        3_000_000,
-    )
+    ) == (3, 7_000_000, 2, 3_000_000)
     assert (found.sums.largest_bytes, found.sums.times_grown) == ({0: 4096}, 1)
 
 

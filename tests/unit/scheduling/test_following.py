@@ -44,9 +44,7 @@ def test_a_pattern_of_layers_says_the_stages_itself() -> None:
     args = parsed(hybrid_layer_pattern="M|*|-|M|*|-|M|*/M")
     follow(args, V)
     assert args.num_virtual_stages_per_pipeline_rank is None
-    with pytest.raises(
-        ValueError, match=r"--hybrid-layer-pattern M\*M- has 1 stages, but the schedule has 8: separate .* with 7 \|"
-    ):
+    with pytest.raises(ValueError, match=r"--hybrid-layer-pattern M\*M- has 1 stages, .* has 8: separate .* with 7 \|"):
         follow(parsed(hybrid_layer_pattern="M*M-"), V)
 
 
@@ -127,10 +125,7 @@ def test_two_pipes_halve_the_pipeline_once(
         ),
         ({"global_batch_size": 4}, "use --global-batch-size 8$"),
         ({"use_tp_pp_dp_mapping": True}, "drop --use-tp-pp-dp-mapping"),
-        (
-            {"use_mp_args_from_checkpoint_args": True},
-            "drop --use-mp-args-from-checkpoint-args and give --pipeline-model-parallel-size",
-        ),
+        ({"use_mp_args_from_checkpoint_args": True}, "drop --use-mp-args-from-checkpoint-args and give"),
         ({"num_layers": 6}, "6 layers cannot be divided into 4 equal stages: use --num-layers 4 or 8"),
     ],
 )

@@ -45,9 +45,7 @@ def test_megatrons_own_placement_is_left_as_it_is(ways: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 2, 1, 3), (0, 1, 2, 0, 2, 1)])
 def test_a_chunk_that_jumps_is_refused(placement: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=r"stages \d to \d are on ranks .* goes through ranks 0 to \d in ascending or descending order"
-    ):
+    with pytest.raises(ValueError, match=r"stages \d to \d are on ranks .* goes through ranks 0 to \d in ascending"):
         Positions.of(one_pipe(placement))
 
 
@@ -89,8 +87,5 @@ def test_two_pipes_are_two_replicas_of_half_as_many_ranks(num_ranks: int, ways: 
     "layout", [opposite(2, 1), Layout(((0, 1, 2, 3), (0, 1, 2, 3))), Layout(((0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 2, 3)))]
 )
 def test_other_pipes_are_refused(layout: Layout) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"[23] pipes over \d ranks: only two pipes in opposite directions can be trained, over an even number of 4 or more",
-    ):
+    with pytest.raises(ValueError, match=r"[23] pipes over \d ranks: only two pipes in .* an even number of 4 or more"):
         Positions.of(layout)

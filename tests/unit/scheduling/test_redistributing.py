@@ -58,21 +58,12 @@ def test_a_small_vocabulary_moves_nothing() -> None:
     ("given", "message"),
     [
         ({"pipeline_model_parallel_size": 1}, "a pipeline of one rank has no other"),
-        (
-            {"decoder_last_pipeline_num_layers": 2},
-            "--decoder-last-pipeline-num-layers also sets how many layers a stage has",
-        ),
+        ({"decoder_last_pipeline_num_layers": 2}, "--decoder-last-pipeline-num-layers also sets how many layers"),
         ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split also sets"),
-        (
-            {"num_virtual_stages_per_pipeline_rank": 2},
-            "--num-virtual-stages-per-pipeline-rank: it does not work with several stages per rank",
-        ),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank: it does not work"),
         ({"bpipe_schedule": "v-half"}, "--bpipe-schedule v-half has several stages per rank"),
         ({"mtp_num_layers": 1}, "drop --mtp-num-layers, or give a layout"),
-        (
-            {"hybrid_layer_pattern": "M*M-"},
-            r"--hybrid-layer-pattern itself says where stages begin: move its \| further back",
-        ),
+        ({"hybrid_layer_pattern": "M*M-"}, r"--hybrid-layer-pattern itself says where stages begin: move its \|"),
         ({"pipeline_model_parallel_layout": "Et*4|(t*4|)*6t*4L"}, "already places every layer: drop one of them"),
         ({"vocab_size": None}, "depends on --vocab-size, which is not given"),
         ({"num_layers": None}, "depends on --num-layers, which"),

@@ -201,9 +201,7 @@ def test_a_trace_is_refused_for_another_cut(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_trace_of_what_the_formulas_do_not_know_is_not_written(tmp_path: Path) -> None:
     flags = FURTHER["further tokens"]
-    with pytest.raises(
-        ValueError, match=r"--output: simulate and plan cannot use a trace of this launch: .*mtp-num-layers"
-    ):
+    with pytest.raises(ValueError, match=r"--output: simulate and plan cannot use a trace of this launch"):
         trace.write_profile(str(tmp_path / "traced.json"), traced(flags), launch_of(flags))
 
 

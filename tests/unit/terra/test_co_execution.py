@@ -36,10 +36,7 @@ pytestmark = [
 def co_executed(
     build: Build, kind: Any = "threaded", steps: int = STEPS, seed: int = 0, ahead: bool = True
 ) -> tuple[Difference | None, terra.Session]:
-    with (
-        contextlib.closing(terra.Session(kind)) as beside,
-        beside.ahead() if ahead else contextlib.nullcontext(),
-    ):
+    with contextlib.closing(terra.Session(kind)) as beside, beside.ahead() if ahead else contextlib.nullcontext():
 
         def run(step: Callable[[], torch.Tensor]) -> torch.Tensor:
             with beside:

@@ -16,9 +16,7 @@ def test_halves_of_a_stage_that_recomputes_are_refused() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     stage = SimpleNamespace(stage_index=3, dw_builder=None)
     out = checkpoint(torch.exp, torch.sin(x), use_reentrant=False)
-    with pytest.raises(
-        ValueError, match=r"stage 3 recomputes \(torch\.utils\.checkpoint\) and zb-v splits its backward.* dw_builder"
-    ):
+    with pytest.raises(ValueError, match=r"stage 3 recomputes \(torch\.utils\.checkpoint\) and zb-v splits"):
         refuse_split_recomputation(stage, [out], "zb-v")
     refuse_split_recomputation(stage, [torch.exp(torch.sin(x))], "zb-v")
     stage.dw_builder = lambda: lambda: None

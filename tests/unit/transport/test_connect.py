@@ -40,9 +40,7 @@ def _allowed(name: str, device: str) -> bool:
 
 
 def test_what_cannot_reach_the_memory_is_refused_with_the_way_out() -> None:
-    with pytest.raises(
-        ValueError, match="--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"
-    ):
+    with pytest.raises(ValueError, match=r"--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer"):
         candidates("nccl", "cpu")
 
 

@@ -199,8 +199,6 @@ def test_what_fails_says_how_long_it_would_have_waited(step: str, ends: tuple[Ed
         low.send(forward(1), (made(1),))
         high.post(forward(1))
     wire.is_broken = True
-    with pytest.raises(
-        ConnectionError, match="the time-out is 7 s, --bpipe-timeout: Connection closed by peer"
-    ) as caught:
+    with pytest.raises(ConnectionError, match=r"the time-out is 7 s, --bpipe-timeout: Connection closed") as caught:
         calls[step]()
     assert str(caught.value).count("time-out") == 1

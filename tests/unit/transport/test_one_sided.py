@@ -72,9 +72,7 @@ def test_what_was_put_comes_back(pair: tuple[OneSidedCopies, OneSidedCopies]) ->
 def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
     evictor.put(0, tensors(1)).wait()
-    with pytest.raises(
-        RuntimeError, match="host buffer 0 is holding, but must be free for this transfer: the program uses it twice"
-    ):
+    with pytest.raises(RuntimeError, match=r"host buffer 0 is holding, but must be free for this transfer"):
         evictor.put(0, tensors(2))
     back = tensors()
     evictor.get(0, back).wait()
@@ -163,10 +161,7 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
     announce(evictor).wait()
     with pytest.raises(OSError, match="Cannot allocate memory"):
         lend(acceptor)
-    with pytest.raises(
-        RuntimeError,
-        match=r"the partner could not allocate the host buffers that it lends: OSError: .* Cannot allocate memory",
-    ):
+    with pytest.raises(RuntimeError, match=r"the partner could not allocate the host buffers that it lends: OSError"):
         evictor.put(0, tensors(1)).wait()
 
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.record.report.memory import (
-    own_peak,
-    peak_of_rule,
-    rule_by_slice,
-    whole_peaks,
-)
+from bpipe.record.report.memory import own_peak, peak_of_rule, rule_by_slice, whole_peaks
 from bpipe.schedule.memory import StageMemory
 
 BALANCED = build(ScheduleConfig("1f1b", 8, 16, balance=BalanceConfig()))

@@ -32,8 +32,7 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
     )
     first, second, *_, last = hosting[:-1].split(". ")
     assert re.fullmatch(
-        r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all",
-        first,
+        r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all", first
     )
     assert second == "Stage 0 would hold 84.0 MiB without balancing and may hold at most 5 micro-batches"
     assert last == "Stage 2 would hold 63.0 MiB without balancing and may hold at most 5 micro-batches"

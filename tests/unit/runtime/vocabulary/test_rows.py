@@ -14,9 +14,7 @@ def test_a_pipeline_shares_out_what_its_tensor_rank_holds() -> None:
 
 
 def test_what_does_not_divide_is_refused_with_the_way_out() -> None:
-    with pytest.raises(
-        ValueError, match=r"50304 rows .* 14 equal shards, of 2 tensor- times 7 .* --make-vocab-size-divisible-by 896"
-    ):
+    with pytest.raises(ValueError, match=r"50304 rows .* 14 equal shards, of 2 tensor- times 7 .* 896"):
         Rows(50304, 2, 7)
     # Megatron pads to that times the tensor-parallel size.
     assert Rows(29 * 2 * 896, 2, 7).each == 29 * 128

