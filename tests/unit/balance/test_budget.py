@@ -124,7 +124,6 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
 
 
 # -- against trying everything
-# ------------------------------------------------------------------------------------------------------------
 
 
 def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:

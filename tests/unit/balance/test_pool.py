@@ -31,7 +31,6 @@ def moved(schedule: Schedule, sizes: Sequence[int]) -> int:
 
 
 # -- against trying everything
-# ------------------------------------------------------------------------------------------------------------
 
 # Of one sender: the most of its own micro-batches it holds, the host buffers it needs on every rank, and how many
 # micro-batches leave.
@@ -184,7 +183,6 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
 
 
 # -- against pairs
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])

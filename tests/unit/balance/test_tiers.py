@@ -48,7 +48,6 @@ def in_own(schedule: Schedule, rank: int) -> list[Residency]:
 
 
 # -- every family
-# ----------------------------------------------------------------------------------------------------------------------
 
 # Sizes and chunks that each family knows.
 SHAPES = {name: (4, 8, max(1, family.min_chunks)) for name, family in FAMILIES.items()}
@@ -106,7 +105,6 @@ def test_what_an_arrangement_is_called() -> None:
 
 
 # -- buffers
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hosts", [HOST, ALL])
@@ -154,7 +152,6 @@ def _away(schedule: Schedule, stay: Residency) -> tuple[int, int]:
 
 
 # -- against trying everything
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +245,6 @@ def _taken(stays: Sequence[tuple[int, int, int]], chosen: Sequence[int | None], 
 
 
 # -- simulated
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def times(schedule: Schedule, links: Links) -> Simulation:

@@ -252,7 +252,6 @@ def test_eight_bit_payloads_and_their_scales_come_back(bits: int) -> None:
 
 
 # -- wrong ones
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Reaching(LateTransport):

@@ -242,7 +242,6 @@ def test_sizes_that_cannot_be(memory: Memory, reason: str) -> None:
 
 
 # -- V-Half of 4 ranks, by hand
-# -----------------------------------------------------------------------------------------------------------
 
 
 def v_half(num_microbatches: int = 8) -> Schedule:

@@ -2,8 +2,6 @@
 its own: importing takes seconds. The loop is not Megatron's and its neighbours are not there; which engine's calls
 it makes when, is. Ends with 0 when all is well."""
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import contextlib
@@ -14,12 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from bpipe.transport.config import TransferConfig
-from megatron.scheduling.start import startup
-
-startup.prepare()
-
-# isort: split
 import pytest
 import torch
 from megatron.core import timers as megatron_timers
@@ -31,6 +23,7 @@ from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import one_f_one_b
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop import measurements
@@ -123,7 +116,7 @@ def computing(driver: Driver, rank: int) -> None:
     run_iteration(calls, PLAN, new_weight(), rank=rank)
 
 
-def last_transfers_start_before_gradients_are_finalised() -> None:
+def check_last_transfers_start_before_gradients_are_finalised() -> None:
     """The acceptor's last RETURN used to start in front of its last message to a neighbour; after finalising it
     would be too late."""
     log: list[str] = []
@@ -147,7 +140,7 @@ def last_transfers_start_before_gradients_are_finalised() -> None:
             assert model.config.finalize_model_grads_func is finalize
 
 
-def a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back() -> None:
+def check_a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back() -> None:
     log: list[str] = []
     model = Stage(finalize_model_grads_func=lambda *_: log.append("finalised"))
     finalize = model.config.finalize_model_grads_func
@@ -163,7 +156,7 @@ def a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back() -
     assert model.config.finalize_model_grads_func is finalize
 
 
-def megatrons_timers_never_run_around_a_transfer() -> None:
+def check_megatrons_timers_never_run_around_a_transfer() -> None:
     """Starting and stopping one synchronises the device: every transfer would be waited for where it starts, and
     ranks for each other."""
     timers = megatron_timers.Timers(2, "minmax")
@@ -194,7 +187,7 @@ def megatrons_timers_never_run_around_a_transfer() -> None:
         assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5}
 
 
-def a_run_that_would_stand_still_is_refused() -> None:
+def check_a_run_that_would_stand_still_is_refused() -> None:
     """test_waiting.py says which; here that the driver asks, once it knows the links."""
     config = SchedulingConfig(
         num_ranks=10, num_chunks=2, balance=BalanceConfig(), transfers=TransferConfig(synchronous=True)
@@ -212,7 +205,7 @@ def a_run_that_would_stand_still_is_refused() -> None:
         )
 
 
-def a_loop_of_ones_own_drives_the_same_iteration() -> None:
+def check_a_loop_of_ones_own_drives_the_same_iteration() -> None:
     """It names its operations itself, and makes an engine's calls on the driver."""
     log: list[str] = []
     with driver_of(5, Told(log)) as driver:
@@ -226,7 +219,7 @@ def a_loop_of_ones_own_drives_the_same_iteration() -> None:
     assert log == ["RETURN"] * 5 * 2
 
 
-def all_programs_share_their_streams() -> None:
+def check_all_programs_share_their_streams() -> None:
     """Each made two of its own. torch has 32 of a priority: from 16 numbers of micro-batches on transfers stood
     behind NCCL's kernels."""
     with (
@@ -238,7 +231,7 @@ def all_programs_share_their_streams() -> None:
     assert (len(driver._engines), made.call_count) == (8, 1)
 
 
-def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
+def check_the_loop_that_is_called_says_which_schedule_it_runs() -> None:
     """Not the number of chunks: a configuration that another loop would need is refused before anything runs."""
     called: list[str] = []
     with driver_of(0, LateTransport()) as driver:
@@ -251,13 +244,3 @@ def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
         with pytest.raises(ValueError, match="schedule 1f1b takes at most 1 chunk per rank, not 2"):
             wrapped(driver, lambda **_: called.append("1F1B"))(model=Stage(), num_microbatches=MICROBATCHES)
     assert not called
-
-
-if __name__ == "__main__":
-    a_run_that_would_stand_still_is_refused()
-    last_transfers_start_before_gradients_are_finalised()
-    a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back()
-    megatrons_timers_never_run_around_a_transfer()
-    a_loop_of_ones_own_drives_the_same_iteration()
-    all_programs_share_their_streams()
-    the_loop_that_is_called_says_which_schedule_it_runs()

@@ -2,8 +2,6 @@
 own, because importing Megatron takes seconds. A group of ranks is a pair of numbers here, and a model says what it
 was built as. Ends with 0 when all is well."""
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import contextlib
@@ -13,16 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-
-from megatron.scheduling.start import startup
-
-startup.prepare()
-
-# isort: split
-import pytest
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -33,6 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.training import training
 from megatron.training.models import dist_utils
 from megatron.training.utils import is_first_or_last_pipeline_stage
+from torch._C._distributed_c10d import HashStore
 
 from bpipe.schedule.layout import Layout, one_pipe
 from megatron.scheduling.hooks import patches, repairs
@@ -146,7 +138,7 @@ CUTS: list[tuple[Layout, dict[str, Any], list[int]]] = [
 ]
 
 
-def every_stage_is_built_as_what_it_is() -> None:
+def check_every_stage_is_built_as_what_it_is() -> None:
     for layout, settings, sizes in CUTS:
         positions = Positions.of(layout)
         chunks = [built(layout, rank, config(layout, **settings)) for rank in range(RANKS)]
@@ -162,7 +154,7 @@ def every_stage_is_built_as_what_it_is() -> None:
         assert [layer for chunk in by_stage for layer in chunk.built.layers] == list(range(sum(sizes))), settings
 
 
-def a_scripts_own_model_is_built_so_too() -> None:
+def check_a_scripts_own_model_is_built_so_too() -> None:
     """`get_model` calls the script's function with names only, and with some that are not ours."""
 
     def get_model(provider: Callable[..., Chunk], **given: Any) -> list[Chunk]:
@@ -179,7 +171,7 @@ def a_scripts_own_model_is_built_so_too() -> None:
         assert [(chunk.pre_process, chunk.post_process) for chunk in chunks] == [(rank == 3, False), (False, rank == 3)]
 
 
-def a_model_that_nobody_placed_is_refused() -> None:
+def check_a_model_that_nobody_placed_is_refused() -> None:
     """One that a loop of one's own builds by itself would have its layers in another order, and say nothing."""
     chunks = built(V, 3, config(V))
     wrapped = [SimpleNamespace(module=SimpleNamespace(module=chunk)) for chunk in chunks]
@@ -190,14 +182,14 @@ def a_model_that_nobody_placed_is_refused() -> None:
     require_built_here(Positions.of(LOOPS), [Chunk(True, False), Chunk(False, True)])
 
 
-def nothing_can_be_sent_in_a_view() -> None:
+def check_nothing_can_be_sent_in_a_view() -> None:
     view = View(1, RANKS)
     assert (view.rank(), view.size()) == (1, RANKS)
     with pytest.raises(AttributeError, match=r"a view of the pipeline has no allreduce: .* communicate through"):
         view.allreduce()  # type: ignore[operator]
 
 
-def megatrons_own_placement_is_left_alone() -> None:
+def check_megatrons_own_placement_is_left_alone() -> None:
     assert wraps_of(Positions.of(LOOPS)) == {}
     # With the first stage and the last on different ranks, embeddings, data and checkpoints are where Megatron has
     # them.
@@ -206,7 +198,7 @@ def megatrons_own_placement_is_left_alone() -> None:
     assert not {patches.EMBEDDING_RANKS, patches.TIED_GRADIENTS, patches.INITIALIZE} & set(of_a_wave)
 
 
-def the_last_rank_has_the_first_stages_data() -> None:
+def check_the_last_rank_has_the_first_stages_data() -> None:
     """And the first one, of the world, writes its indices; of packed rows all have them."""
     asked: list[bool] = []
 
@@ -233,7 +225,7 @@ def the_last_rank_has_the_first_stages_data() -> None:
         assert found == (([None, None], None) if none else (["of a chunk", "of another"], "one"))
 
 
-def a_chunk_that_computes_is_first_or_last_itself() -> None:
+def check_a_chunk_that_computes_is_first_or_last_itself() -> None:
     """Upstream's pretrain_gpt.py asks so, without a stage, in its forward step: the last stage of a V, on the rank of
     the first, was given tokens and no labels."""
 
@@ -270,7 +262,7 @@ def a_chunk_that_computes_is_first_or_last_itself() -> None:
                     assert ends() == outside == (rank == first[0], rank == last[0]), "the rank's again"
 
 
-def two_pipes_read_each_their_samples() -> None:
+def check_two_pipes_read_each_their_samples() -> None:
     """The last of an odd number of chunks serves the other's pipe, and so reads what the other half's first does."""
 
     def build(build_train_valid_test_datasets_provider: Any) -> Any:
@@ -316,14 +308,14 @@ def chosen(**choices: Callable[[list[int]], list[int]]) -> dict[str, list[int]]:
     return told
 
 
-def one_rank_has_both_embeddings() -> None:
+def check_one_rank_has_both_embeddings() -> None:
     with of_rank(V, 0):
         assert parallel_state.default_embedding_ranks(PIPELINE) == [14]
         assert parallel_state.default_position_embedding_ranks(PIPELINE) == [14]
     assert parallel_state.default_embedding_ranks(PIPELINE) == [2, 14]
 
 
-def it_takes_the_place_of_what_megatron_would_choose() -> None:
+def check_it_takes_the_place_of_what_megatron_would_choose() -> None:
     """Upstream's pretrain_gpt.py gives the ranks of the first stage and of the last: no V could be trained by it."""
     assert chosen(get_embedding_ranks=first_and_last) == {"get_embedding_ranks": [14]}
     assert chosen(get_embedding_ranks=lambda ranks: ranks[-1:]) == {"get_embedding_ranks": [14]}, (
@@ -332,7 +324,7 @@ def it_takes_the_place_of_what_megatron_would_choose() -> None:
     assert chosen(get_position_embedding_ranks=lambda ranks: ranks[:1]) == {"get_position_embedding_ranks": [14]}
 
 
-def another_choice_than_megatrons_is_refused_with_the_difference() -> None:
+def check_another_choice_than_megatrons_is_refused_with_the_difference() -> None:
     refusal = (
         r"^get_embedding_ranks: in the pipeline of ranks 2, 6, 10, 14 the script chooses 6, 14, "
         r"where Megatron's own function chooses 2, 14\. In "
@@ -346,7 +338,7 @@ def another_choice_than_megatrons_is_refused_with_the_difference() -> None:
         chosen(get_position_embedding_ranks=first_and_last)
 
 
-def a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
+def check_a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
     """Upstream's script leaves the last stage out where no weight is tied.
 
     A tied one would go apart in stock, and not here.
@@ -365,7 +357,7 @@ def a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
             dist_utils.build_virtual_pipeline_stages(provide(shared=True), groups, 2)
 
 
-def two_ranks_that_add_up_one_weight_are_refused() -> None:
+def check_two_ranks_that_add_up_one_weight_are_refused() -> None:
     """A script's own groups: in a V one of the two would wait for the other, for ever.
 
     Where they are given, and where they are used.
@@ -385,7 +377,7 @@ def two_ranks_that_add_up_one_weight_are_refused() -> None:
     refuse_group(Positions.of(WAVE), both)
 
 
-def copies_of_a_tied_weight_stay_equal() -> None:
+def check_copies_of_a_tied_weight_stay_equal() -> None:
     chunks = built(V, 3, config(V))
     assert torch.equal(chunks[0].weight, chunks[1].weight)
     assert chunks[0].weight.data_ptr() != chunks[1].weight.data_ptr()
@@ -409,7 +401,7 @@ def copies_of_a_tied_weight_stay_equal() -> None:
         assert torch.equal(first.weight.grad, torch.ones(3, 2)), "two weights of their own"
 
 
-def a_copy_is_saved_once_and_loaded_apart() -> None:
+def check_a_copy_is_saved_once_and_loaded_apart() -> None:
     def shard(replica: int) -> ShardedTensor:
         return ShardedTensor.from_rank_offsets("word_embeddings", torch.zeros(4, 2), replica_id=(0, replica, 0))
 
@@ -426,7 +418,7 @@ def a_copy_is_saved_once_and_loaded_apart() -> None:
     assert apart["step"] == 3
 
 
-def state_behind_a_padded_bucket_is_saved_as_its_own() -> None:
+def check_state_behind_a_padded_bucket_is_saved_as_its_own() -> None:
     """Of three parameters in two buckets, the first of which is padded from 5 to 8."""
     buckets = [SimpleNamespace(numel_unpadded=5), SimpleNamespace(numel_unpadded=3)]
     buffer = SimpleNamespace(
@@ -440,7 +432,7 @@ def state_behind_a_padded_bucket_is_saved_as_its_own() -> None:
     assert not repairs._cuts_as_with_padding(mended)
 
 
-def a_repair_whose_stand_in_lacks_what_a_newer_megatron_reads_is_left_out() -> None:
+def check_a_repair_whose_stand_in_lacks_what_a_newer_megatron_reads_is_left_out() -> None:
     """As 0.20's function reads it: every run ended there with an AttributeError, with --bpipe and without."""
 
     def newer(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
@@ -457,7 +449,7 @@ def a_repair_whose_stand_in_lacks_what_a_newer_megatron_reads_is_left_out() -> N
     assert "'grad_data'" in said
 
 
-def state_that_is_filed_by_rank_is_refused() -> None:
+def check_state_that_is_filed_by_rank_is_refused() -> None:
     wraps = wraps_of(Positions.of(V))
     known = {
         "torch": pytest.raises(ValueError, match="has the format torch, which stores weights by rank"),
@@ -471,24 +463,5 @@ def state_that_is_filed_by_rank_is_refused() -> None:
             wraps[patch](print)("self", {}, True)
 
 
-if __name__ == "__main__":
-    # Megatron asks groups for their size only where there are processes.
+def setup() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    every_stage_is_built_as_what_it_is()
-    a_scripts_own_model_is_built_so_too()
-    a_model_that_nobody_placed_is_refused()
-    nothing_can_be_sent_in_a_view()
-    megatrons_own_placement_is_left_alone()
-    the_last_rank_has_the_first_stages_data()
-    a_chunk_that_computes_is_first_or_last_itself()
-    two_pipes_read_each_their_samples()
-    one_rank_has_both_embeddings()
-    it_takes_the_place_of_what_megatron_would_choose()
-    another_choice_than_megatrons_is_refused_with_the_difference()
-    a_copy_that_the_script_leaves_out_must_not_be_there()
-    two_ranks_that_add_up_one_weight_are_refused()
-    copies_of_a_tied_weight_stay_equal()
-    a_copy_is_saved_once_and_loaded_apart()
-    state_behind_a_padded_bucket_is_saved_as_its_own()
-    a_repair_whose_stand_in_lacks_what_a_newer_megatron_reads_is_left_out()
-    state_that_is_filed_by_rank_is_refused()

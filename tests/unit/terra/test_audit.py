@@ -91,7 +91,6 @@ def _raises() -> None:
 
 
 # -- one defect a step
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def growing_rate() -> Step:
@@ -448,7 +447,6 @@ def test_a_collective_is_said(tmp_path: Path) -> None:
 
 
 # -- what is said
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_text_has_a_line_for_each_and_says_what_it_cannot_see() -> None:
@@ -471,7 +469,6 @@ def test_what_changes_needs_two_steps(num_steps: int, warm_up: int) -> None:
 
 
 # -- memory
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_two_steps_may_be_under_way_and_come_in_parts() -> None:

@@ -17,14 +17,11 @@ from terra.run import guards, runner
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.programs import grammar
 from tests.unit.terra.programs.judge import Build, Difference, compare
-from tests.unit.terra.programs.oracle import counts
-from tests.unit.terra.programs.paths import paths
+from tests.unit.terra.programs.paths import counts, paths
 from tests.unit.terra.programs.program import Program
-from tests.unit.terra.programs.registry import GRAMMAR, PROGRAMS
+from tests.unit.terra.programs.trainings import PROGRAMS
 
 STEPS = 8
-# A grammar's programs that are tried each time; all of them in the slow tests.
-FEW = GRAMMAR[::20]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
@@ -46,7 +43,6 @@ def co_executed(
 
 
 # -- programs
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -58,20 +54,15 @@ def test_a_program_is_computed_to_the_bit_and_traced_as_often_as_it_must_be(name
     assert (beside.traces, beside.fallbacks) == counts(paths(PROGRAMS[name], STEPS))
 
 
-@pytest.mark.parametrize("seed", FEW)
+@pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_a_drawn_program_is_computed_to_the_bit(seed: int) -> None:
-    is_drawn_program_right(seed, "threaded", 10)
-
-
-def is_drawn_program_right(seed: int, kind: str, steps: int) -> None:
-    difference, beside = co_executed(grammar.build, kind, steps, seed)
-    assert difference is None, f"program {seed}: {difference}"
-    assert beside.co_executed > 0, f"program {seed} was never co-executed"
-    assert (beside.traces, beside.fallbacks) == counts(paths(grammar.build, steps, seed)), f"program {seed}"
+    difference, beside = co_executed(grammar.build, steps=10, seed=seed)
+    assert difference is None
+    assert beside.co_executed > 0
+    assert (beside.traces, beside.fallbacks) == counts(paths(grammar.build, 10, seed))
 
 
 # -- delays
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Delays:
@@ -99,14 +90,12 @@ def test_with_delays_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 # -- what would be wrong is seen
-# ---------------------------------------------------------------------------------------------------------
 
 
 class HostNumbers(Program):
     """One number in the CPU's memory that operations read, one that they write, and Python goes on with both."""
 
     name = "host numbers"
-    features = frozenset()
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -143,7 +132,6 @@ class ReadsWeights(Program):
     """Memory of a tensor from outside, as an array, while operations on it are pending."""
 
     name = "reads weights"
-    features = frozenset()
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -21,7 +21,6 @@ from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.equal import KINDS, Step, is_equal, opened
 
 # -- other threads
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def trained(weight: torch.nn.Parameter) -> torch.Tensor:
@@ -107,7 +106,6 @@ def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
 
 
 # -- other processes
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

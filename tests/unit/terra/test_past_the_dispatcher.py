@@ -22,7 +22,6 @@ from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.equal import KINDS, STEPS, Step, is_equal, opened
 
 # -- copies
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def best_weights() -> Step:
@@ -104,7 +103,6 @@ def parameters_made_in_the_step() -> Step:
 
 
 # -- memory that is lent, swapped and written
-# ----------------------------------------------------------------------------------------------
 
 
 def capsules() -> Step:

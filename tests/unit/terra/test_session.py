@@ -43,7 +43,6 @@ def until_co_executed(session: terra.Session, step: Callable[[], object]) -> Non
 
 
 # -- errors
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_operation_s_error_is_raised_with_the_line_that_issued_it(session: terra.Session) -> None:
@@ -86,7 +85,6 @@ def test_steps_do_not_nest(session: terra.Session) -> None:
 
 
 # -- placeholders
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def placeholder(session: terra.Session, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -141,7 +139,6 @@ def test_a_tensor_s_memory_is_exchanged_when_what_is_pending_has_run(session: te
 
 
 # -- what it leaves alone
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_python_hands_its_lock_on_soon_as_long_as_a_session_is_open() -> None:

@@ -101,7 +101,6 @@ class FakeCuda:
         return call
 
     # -- the calls
-    # ------------------------------------------------------------------------------------------------------------------
 
     @c_function(ADDRESS)
     def cudaRuntimeGetVersion(self, found: int) -> None:
@@ -201,7 +200,6 @@ class FakeCuda:
         return self.failing.get("cudaMemcpyBatchAsync", 0)
 
     # -- what stands on it
-    # -----------------------------------------------------------------------------------------------------------
 
     def runtime(self) -> CudaRuntime:
         return CudaRuntime(self.library)

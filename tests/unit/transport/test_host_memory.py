@@ -80,7 +80,6 @@ def test_a_group_of_version_1_limits_and_no_limit_does_not(tmp_path: Path) -> No
 
 
 # -- what fits
-# ----------------------------------------------------------------------------------------------------------------------
 
 NODE = MemoryLimit("boot-1", "node-a's memory (MemAvailable)", 40 * GIB)
 

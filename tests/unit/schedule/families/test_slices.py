@@ -163,7 +163,6 @@ def test_groups_of_interleaved_slices_are_whole_micro_batches() -> None:
 
 
 # -- rules
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_backwards_in_the_order_of_forwards_are_refused() -> None:
@@ -202,7 +201,6 @@ def test_every_pair_of_slices_that_changes_places_is_refused(name: str) -> None:
 
 
 # -- text
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_says_how_many_slices_there_are() -> None:
@@ -233,7 +231,6 @@ def test_a_document_with_no_number_of_slices_is_refused() -> None:
 
 
 # -- memory
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_split_backwards_frees_keys_with_the_first_slices_input_half() -> None:
