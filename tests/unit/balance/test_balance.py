@@ -2,112 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from itertools import combinations
-
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, balance_within
 from bpipe.balance.config import BalanceConfig
-from bpipe.balance.evict import OverBound, plan_evictions
 from bpipe.balance.pairs import balance, own_bytes
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import FamilyOptions
-from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.host_buffers import Residency, host_buffers, num_host_buffers, slots_away
 from bpipe.schedule.hosts import default_partners, mirrored_pairs, pairing
-from bpipe.schedule.layout import one_pipe
 from bpipe.schedule.memory import counts_of, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
 from bpipe.schedule.schedule import Schedule
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     return FAMILIES[name].generate(num_stages, num_microbatches, num_chunks)
-
-
-def fewest_evictions(schedule: Schedule, rank: int, bound: int) -> int | None:
-    """Try every set of micro-batches, smallest first; each leaves right after its forward and stays away as long as it
-    can.
-
-    To leave later only makes the others' room smaller, so no other plan of this set can do better. None: no set keeps
-    the bound.
-    """
-    forward, need = {}, {}
-    for slot, cell in enumerate(schedule.ranks[rank]):
-        if cell.compute is not None:
-            key = (cell.compute.stage, cell.compute.microbatch)
-            (forward if cell.compute.kind is Kind.FORWARD else need)[key] = slot
-    counts = live_counts(schedule, rank)
-    movable = [key for key in forward if need[key] - forward[key] > 3]
-    for size in range(len(movable) + 1):
-        for chosen in combinations(movable, size):
-            left = list(counts)
-            for key in chosen:
-                for slot in range(forward[key] + 2, need[key] - 1):
-                    left[slot] -= 1
-            if max(left) <= bound:
-                return size
-    return None
-
-
-def random_schedule(seed: int) -> Schedule:
-    """Two ranks; the first runs its forwards and backwards in any order that the second can follow."""
-    rng = random.Random(seed)
-    m = rng.randint(3, 8)
-    order: list[Action] = []
-    done, waiting = 0, []
-    while done < m or waiting:
-        if done < m and (not waiting or rng.random() < 0.55):
-            order.append(Action(0, Kind.FORWARD, done))
-            waiting.append(done)
-            done += 1
-        else:
-            order.append(Action(0, Kind.BACKWARD, waiting.pop(rng.randrange(len(waiting)))))
-    behind = []
-    for action in order:
-        if action.kind is Kind.FORWARD:
-            behind.append(Action(1, Kind.FORWARD, action.microbatch))
-        else:
-            behind.append(Action(1, Kind.BACKWARD, action.microbatch))
-    return place("random", m, one_pipe((0, 1)), [order, behind])
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int) -> None:
-    schedule = random_schedule(seed)
-    for bound in range(1, max(live_counts(schedule, 0))):
-        expected = fewest_evictions(schedule, 0, bound)
-        try:
-            plan = plan_evictions(schedule, 0, bound, memory_of((1, 1)))
-        except OverBound:
-            assert expected is None
-            continue
-        assert sum(action.kind is Kind.EVICT for actions in plan.values() for action in actions) == expected
-
-
-# (p, m) -> evictions of each rank that sends.
-FEWEST = {
-    (4, 4): [1],
-    (4, 5): [2],
-    (4, 8): [3],
-    (5, 8): [2],
-    (6, 6): [2, 1],
-    (6, 10): [4, 3],
-    (8, 8): [3, 2, 1],
-    (8, 10): [3, 3, 2],
-}
-
-
-@pytest.mark.parametrize(("p", "m"), FEWEST)
-def test_1f1b_takes_as_few_evictions_as_trying_all(p: int, m: int) -> None:
-    plain = generate("1f1b", p, m)
-    bound = -(-(p + 2) // 2)
-    assert [fewest_evictions(plain, rank, bound) for rank in range(len(FEWEST[p, m]))] == FEWEST[p, m]
-    balanced = balance(plain, [bound] * p)
-    assert [num_transfers(balanced, rank).evictions for rank in range(len(FEWEST[p, m]))] == FEWEST[p, m]
 
 
 @pytest.mark.parametrize("hosts", ["pair", "pool", "host"])

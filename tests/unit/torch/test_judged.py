@@ -8,7 +8,6 @@ import torch
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.memory import without_transfers
-from bpipe.runtime.config import wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.program import Exchange
 from bpipe.torch.checks import received_in, refuse_standstill, why_unmoved
@@ -21,19 +20,6 @@ from tests.unit.torch.test_torch_exchange import balanced_schedules, torchs
 TRANSFERS = TransferConfig()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def test_what_the_environment_says_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (BLOCKING, CONNECTIONS):
-        monkeypatch.delenv(name, raising=False)
-    assert wait_level(TRANSFERS, CUDA)[0] is WaitLevel.AT_ISSUE
-    monkeypatch.setenv(CONNECTIONS, "1")
-    assert wait_level(TRANSFERS, CUDA) == (WaitLevel.ONE_QUEUE, "CUDA_DEVICE_MAX_CONNECTIONS=1")
-    monkeypatch.setenv(BLOCKING, "1")
-    assert wait_level(TRANSFERS, CUDA) == (WaitLevel.BLOCKING_LAUNCHES, "CUDA_LAUNCH_BLOCKING=1")
-    assert wait_level(TRANSFERS, CPU)[0] is WaitLevel.IN_EVERY_OPERATION
-    monkeypatch.setenv(BLOCKING, "0")
-    assert wait_level(TRANSFERS, CUDA)[0] is WaitLevel.ONE_QUEUE
 
 
 def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,10 +245,6 @@ def test_no_family_stands_still_in_our_own_loop_however_strictly_it_waits(name: 
         assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in STOOD)
 
 
-def test_gpipe_does_not_deadlock() -> None:
-    assert not blocked_ranks(FAMILIES["gpipe"].generate(5, 7, 1))
-
-
 def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """An acceptor that starts its half only at its first computation waits there for what waits for it."""
     monkeypatch.setattr(lower, "each_step", steps_without_start)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.rules import check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.files.text import read_csv
-from bpipe.schedule.schedule import Schedule
-from tests.support.hand_made import v_flat
 
 # Each is sound; in each one pass of one stage takes micro-batch 1 before 0.
 FORWARDS = """\
@@ -63,17 +60,3 @@ FAMILY_SIZES = [(name, 4, m, max(family.min_chunks, 1)) for name, family in FAMI
 @pytest.mark.parametrize(("name", "p", "m", "v"), FAMILY_SIZES)
 def test_every_family_takes_micro_batches_in_order(name: str, p: int, m: int, v: int) -> None:
     check_microbatch_order(build(ScheduleConfig(name, p, m, num_chunks=v)))
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        build(ScheduleConfig("v-half", 4, 8, num_chunks=2)),
-        build(ScheduleConfig("v-min", 4, 8, num_chunks=2)),
-        v_flat(3, 5),
-        build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig())),
-    ],
-    ids=["v-half", "v-min", "v-flat", "balanced"],
-)
-def test_so_do_the_hand_made_ones(schedule: Schedule) -> None:
-    check_microbatch_order(schedule)

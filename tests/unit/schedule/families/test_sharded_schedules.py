@@ -206,6 +206,8 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
         ScheduleConfig("1f1b", 4, 8, input_shards=True)
     with pytest.raises(ValueError, match="1 rank cannot share the vocabulary"):
         ScheduleConfig("1f1b", 1, 8, vocabulary=ONE)
+    with pytest.raises(ScheduleError, match="S belongs to a split vocabulary, but here it is whole"):
+        check(read_csv("# bpipe schedule=a microbatches=1 stage_to_rank=0\n0F0,0S0,0B0\n"))
     with pytest.raises(ValueError, match="computations are more than"):
         ScheduleConfig("1f1b", 1024, 2000, vocabulary=ONE, input_shards=True)
 

@@ -189,12 +189,6 @@ def test_damaged_files_are_read_or_refused(
     survives(reader, writer, text)
 
 
-@settings(max_examples=60)
-@given(st.binary(max_size=60))
-def test_any_document_is_read_or_refused(data: bytes) -> None:
-    survives(read_json, write_json, data.decode("latin-1"))
-
-
 VALUES = st.recursive(
     st.none()
     | st.booleans()
