@@ -1,5 +1,4 @@
-"""The audit of a stage with micro-batches under way as in 1F1B, by steps that are called as Megatron's, in a process
-that may import it. Ends with 0 when all is well."""
+"""The audit of a stage with micro-batches under way as in 1F1B, by steps that are called as Megatron's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the hooks and their driver do around a loop, with Megatron's own timers and configuration, in a process of
-its own: importing takes seconds. The loop is not Megatron's and its neighbours are not there; which engine's calls
-it makes when, is. Ends with 0 when all is well."""
+"""What the hooks and their driver do around a loop, with Megatron's own timers and configuration."""
 
 from __future__ import annotations
 

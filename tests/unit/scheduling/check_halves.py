@@ -1,6 +1,4 @@
-"""Backwards of Megatron's own layers whole and in halves, side by side, in a process of its own: importing takes
-seconds. What comes out is the same in every bit, and what does not belong together is refused. Ends with 0 when all
-is well."""
+"""Backwards of Megatron's own layers, whole and in halves: the same in every bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the patch table does to a real Megatron.
-
-Ends with 0 when all is well.
-"""
+"""What the patch table does to a real Megatron."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a placement that is not Megatron's own does to Megatron's answers, without a pipeline: in a process of its
-own, because importing Megatron takes seconds. A group of ranks is a pair of numbers here, and a model says what it
-was built as. Ends with 0 when all is well."""
+"""What a placement of our own changes in Megatron's answers; process groups are pairs of numbers here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Stages of Megatron's own model under `terra.Session`, three micro-batches in flight, in a process that may import
-it: gradients, what is sent and random states are those without a session, in every byte. Ends with 0 when all is
-well."""
+"""Stages of Megatron's own model under `terra.Session`: every byte is the same as without a session."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The output layer of a real Megatron model as one shard.
-
-One rank's shard has all rows, so what comes out is Megatron's but for the order in which a softmax is added up. Ends
-with 0 when all is well.
-"""
+"""The output layer of a real Megatron model as one shard: Megatron's results but for the order of sums."""
 
 from __future__ import annotations
 

@@ -5,13 +5,16 @@ It shows which calls are made, with which addresses, and what becomes of their e
 
 from __future__ import annotations
 
+import ctypes
 import json
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bpipe.transport import memory
+from bpipe.transport.cuda_runtime import SIGNATURES, CudaError, CudaRuntime, runtime
 from bpipe.transport.memory import DeviceMemory, own_memory
 from tests.unit.transport.fake_cuda import Error, FakeCuda
 
@@ -182,3 +185,37 @@ def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: 
     copied_to = weakref.ref(pinned._owner)  # type: ignore[attr-defined]
     del pinned, region
     assert copied_to() is not None, "what copies may still reach is gone"
+
+
+with_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
+
+
+@with_cuda
+def test_it_is_torchs_own() -> None:
+    """A package of bindings brought a second one, made for a CUDA of its own: without a driver for that, `peer` and
+    `host` were gone."""
+    major, minor = (int(part) for part in (torch.version.cuda or "").split(".")[:2])
+    assert runtime().version == 1000 * major + 10 * minor
+    with open("/proc/self/maps") as maps:
+        assert len({line.split()[-1] for line in maps if "libcudart" in line}) <= 1
+
+
+@with_cuda
+def test_every_function_that_is_called_is_there() -> None:
+    library = ctypes.CDLL(torch._C.__file__)
+    for name in (*SIGNATURES, "cudaGetErrorName"):
+        assert getattr(library, name)
+    if runtime().version >= 12080:
+        assert library.cudaMemcpyBatchAsync
+
+
+@with_cuda
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_error_has_cudas_name() -> None:
+    with pytest.raises(CudaError, match=r"cudaMemGetInfo failed: cudaError(InsufficientDriver|NoDevice|StubLibrary)"):
+        runtime().memory()
+
+
+def test_a_torch_without_cuda_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"this torch \(.*\) includes no CUDA runtime"):
+        CudaRuntime(SimpleNamespace())
