@@ -23,8 +23,7 @@ def mu_opt(num_stages: int) -> int:
 
 
 def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]]]:
-    """Kim et al. 2023, Algorithm 1, line by line; "latest finished forward" in place of the index of slot i-3, which
-    may be a bubble."""
+    """Kim et al. 2023, Algorithm 1; "latest finished forward" for the index of slot i-3, which may be a bubble."""
     p, m = schedule.num_stages, schedule.num_microbatches
     row = [slot.compute for slot in schedule.ranks[stage]]
     plan: dict[int, set[tuple[str, int]]] = {}

@@ -187,8 +187,7 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
 def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None:
-    """1F1B with equal stages: what two mirror images hold together is the same for all pairs, so nobody else has
-    more room."""
+    """With equal stages of 1F1B every pair of mirror images holds as much, so nobody else has more room."""
     plain = generate("1f1b", p, m)
     pooled, paired = balance_over_hosts_within(plain, POOL, None), balance(plain)
     assert pooled.bounds == paired.bounds
@@ -210,8 +209,7 @@ def test_one_sends_to_several_and_several_to_one() -> None:
 
 
 def test_no_host_buffer_serves_two_ranks() -> None:
-    """Whoever puts something into it would have to wait for whoever takes something out, and neither knows of the
-    other."""
+    """The rank that fills it would have to wait for the one that empties it, and neither knows the other."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
     of = {rank: {buffer for stay, buffer in host_buffers(gathered, 3).items() if stay.stage == rank} for rank in (0, 1)}

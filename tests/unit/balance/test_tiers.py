@@ -158,8 +158,7 @@ def _away(schedule: Schedule, stay: Residency) -> tuple[int, int]:
     ("p", "m", "num_rooms"), [(3, 5, 200), (4, 4, 150), pytest.param(4, 5, 200, marks=pytest.mark.slow)]
 )
 def test_nothing_moves_less_and_nothing_of_it_stays_off_devices_needlessly(p: int, m: int, num_rooms: int) -> None:
-    """Of all plans none moves fewer bytes; and of what moves so, no choice of hosts leaves fewer bytes to the nodes'
-    memory."""
+    """No plan moves fewer bytes, and no choice of hosts leaves fewer bytes to host memory."""
     plain = generate("1f1b", p, m)
     ways = [every_way(plain, rank) for rank in range(p)]
     rng = random.Random(p * m)
@@ -188,8 +187,7 @@ def test_nothing_moves_less_and_nothing_of_it_stays_off_devices_needlessly(p: in
 
 
 def every_way(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
-    """The most a rank holds and how many leave, of every set of its micro-batches, each from every slot to every
-    later one."""
+    """Peak and number of evictions of every set of the rank's micro-batches, at every time."""
     own = live_bytes(schedule, rank, memory_of([1] * schedule.num_ranks))
     slots = {
         (one.kind, one.microbatch): slot for slot, cell in enumerate(schedule.ranks[rank]) for one in cell.computations

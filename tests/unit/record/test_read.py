@@ -152,8 +152,7 @@ def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
 def test_a_value_that_no_run_has_is_refused(
     folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str
 ) -> None:
-    """A number replaced by a list, null, infinity or text was a traceback somewhere in the report, or a report of
-    nonsense."""
+    """Lists, null, infinity or text in place of a number gave a traceback or a senseless report."""
     path = folder / "record_00001.jsonl"
     edit(path, change)
     with pytest.raises(ValueError) as raised:

@@ -148,8 +148,7 @@ def test_in_place_resizing_restores_what_autograd_sees() -> None:
 
 
 class Stashing(torch.autograd.Function):
-    """As a compiled Function keeps what the one that it was made from set on its `ctx`: in a list, and some of it
-    saved too."""
+    """A Function that keeps tensors in a list on its `ctx`, as compiled Functions do, and saves one of them."""
 
     kept: ClassVar[list[torch.Tensor]] = []
 
@@ -196,8 +195,7 @@ WEIGHT, MASK = torch.nn.Parameter(torch.randn(8, 8)), torch.rand(4, 8)
 
 
 def layers(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
-    """A micro-batch with everything that is told apart: inputs, outputs of their own node, views and what they are
-    views of, lists."""
+    """Everything that is told apart: inputs, outputs of their own node, views and their bases, lists."""
     hidden = torch.relu(x @ WEIGHT) * MASK
     held.append(hidden)
     first, second = torch.exp(hidden).split(4, -1)

@@ -147,8 +147,7 @@ def test_what_an_older_torch_saves_with_the_arguments_is_none_of_them() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Of one rank, whose messages nothing carries: a thread of gloo's holds a message's tensor for a moment after the
-    message has arrived, and on a busy machine a test found it held."""
+    """Of one rank, without messages: gloo's threads hold a message's tensor for a moment after it has arrived."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

@@ -273,8 +273,7 @@ def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
 
 
 def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
-    """What they would cost can only be seen if nothing runs beside them; and an eviction has freed its memory by
-    then."""
+    """Their cost is only visible if nothing overlaps; an eviction has freed its memory by then."""
     log: list[str] = []
 
     class Logged(LateTransport):

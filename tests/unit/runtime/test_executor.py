@@ -60,8 +60,7 @@ def test_every_family_computes_what_the_model_in_one_piece_does(config: Schedule
 
 
 def test_an_engine_stands_around_each_of_the_two() -> None:
-    """It took them for one, and ended every run of DualPipeV: it stands around a run's computations where nothing
-    moves, too."""
+    """It took both for one, which ended every run of DualPipeV."""
     engine = engine_for(OVERLAPPED, rank=0)
     for _ in range(2):
         Executor(OVERLAPPED, 0, Small(OVERLAPPED, 0, new_weight()), drawn()).run(engine)

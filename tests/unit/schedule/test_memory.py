@@ -110,10 +110,7 @@ def random_schedule(seed: int, halves: float = 0.6) -> Schedule:
 
 
 def overlapping(schedule: Schedule, rng: random.Random) -> Schedule:
-    """Some forwards of rank 0 with the backward behind them in one slot, where those are of two micro-batches.
-
-    Only rank 0 is kept.
-    """
+    """Only rank 0, with some forwards and the backwards after them (of other micro-batches) in one slot."""
     row = [cell for cell in schedule.ranks[0] if cell.compute is not None]
     merged = []
     while row:
@@ -194,8 +191,7 @@ def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, m
 
 
 def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
-    """Try every set of micro-batches of rank 0, smallest first; each leaves right after its forward and stays away
-    as long as it can."""
+    """Try every set of rank 0's micro-batches, smallest first; each is away as long as it can be."""
     slots = {kind: {} for kind in (FORWARD, INPUT)}
     for slot, cell in enumerate(schedule.ranks[0]):
         if cell.compute is not None and cell.compute.kind is not WEIGHT:
@@ -245,10 +241,7 @@ def test_sizes_that_cannot_be(memory: Memory, reason: str) -> None:
 
 
 def v_half(num_microbatches: int = 8) -> Schedule:
-    """Rank i computes stages i and 7-i.
-
-    Its F, f, B, b start in slots 2i, 10-i, 14+2i, 25-i, every 6 anew; W fill the rest, in order.
-    """
+    """Rank i has stages i and 7-i; F, f, B, b start in slots 2i, 10-i, 14+2i, 25-i, every 6; W fill the rest."""
     orders = []
     for rank in range(4):
         row: dict[int, Action] = {}

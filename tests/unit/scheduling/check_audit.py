@@ -115,8 +115,7 @@ def check_a_training_too_short_says_so() -> None:
 
 
 def check_what_stands_in_for_a_gpu_is_looked_at_unchanged() -> None:
-    """A mode of torch's finds a replaced method by the plain one's name: a type was called torch.cuda.cuda, which
-    the optimizer refuses."""
+    """A torch mode finds a replaced method by the plain name: a type was once called torch.cuda.cuda."""
     with Recorder().running():
         assert torch.ones(2).type() == "torch.cuda.FloatTensor"
     # Known by its path: where there is a GPU, importing it would say that there is none.

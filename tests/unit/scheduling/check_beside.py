@@ -37,8 +37,7 @@ STAGES, MICROBATCHES = 6, 12
 
 
 def with_a_late_return(plan: Schedule) -> Schedule:
-    """The plan, but the last activations that stage 5 hosts go back as late as stage 0 can take them, which is after
-    stage 5's last backward. Our own plans let them go back earlier."""
+    """The plan, with the last RETURN of stage 5 as late as stage 0 can take it: after stage 5's last backward."""
     rows = [list(row) for row in plan.ranks]
     *_, late = (action for slot in rows[-1] for action in slot.transfers if action.kind is Kind.RETURN)
     backward = next(
@@ -115,8 +114,7 @@ def computing(driver: Driver, rank: int) -> None:
 
 
 def check_last_transfers_start_before_gradients_are_finalised() -> None:
-    """The acceptor's last RETURN used to start in front of its last message to a neighbour; after finalising it
-    would be too late."""
+    """The acceptor's last RETURN once started before its last message; after finalising is too late."""
     log: list[str] = []
     model = Stage(finalize_model_grads_func=lambda *_, **__: log.append("finalised"))
     finalize = model.config.finalize_model_grads_func
@@ -155,8 +153,7 @@ def check_a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_ba
 
 
 def check_megatrons_timers_never_run_around_a_transfer() -> None:
-    """Starting and stopping one synchronises the device: every transfer would be waited for where it starts, and
-    ranks for each other."""
+    """A Megatron timer synchronises the device, so every transfer would be waited for at its start."""
     timers = megatron_timers.Timers(2, "minmax")
     model = Stage(timers=timers)
     logged: dict[str, float] = {}
@@ -218,8 +215,7 @@ def check_a_loop_of_ones_own_drives_the_same_iteration() -> None:
 
 
 def check_all_programs_share_their_streams() -> None:
-    """Each made two of its own. torch has 32 of a priority: from 16 numbers of micro-batches on transfers stood
-    behind NCCL's kernels."""
+    """torch has 32 streams per priority: with 16 batch sizes transfers queued behind NCCL's kernels."""
     with (
         driver_of(5, Told([])) as driver,
         mock.patch("bpipe.runtime.streams.Streams.__init__", autospec=True, return_value=None) as made,

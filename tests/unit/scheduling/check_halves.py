@@ -102,8 +102,7 @@ class Whole(torch.nn.Module):
 
 
 class Engines(torch.nn.Module):
-    """As a module of Transformer Engine's that delays: its W are a queue of its own, and only it knows what is in
-    there."""
+    """A module that delays its weight gradients in a queue of its own, as Transformer Engine's do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,8 +362,7 @@ def check_every_parameter_is_told_once_a_micro_batch() -> None:
 
 
 def check_only_what_linear_layers_need_is_left_between() -> None:
-    """Their inputs and the gradients of their outputs: 16 numbers a hidden one, four linear layers of 1 to 3, 1 to
-    1, 1 to 4 and 4 to 1."""
+    """Inputs and output gradients of four linear layers (1 to 3, 1 to 1, 1 to 4, 4 to 1): 16 per hidden unit."""
     halves = Halves()
     stage = Stage(case(num_layers=1).make(), halves)
     with installed(halves):

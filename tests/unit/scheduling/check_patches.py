@@ -97,8 +97,7 @@ def check_another_signature_is_refused_with_nothing_replaced() -> None:
 
 
 def said_with_version(version: str) -> str:
-    """What installing and removing twice prints where the megatron-core that runs calls itself so, whatever pip says
-    of its wheel."""
+    """What two installations print if the running megatron-core reports this version."""
     said = io.StringIO()
     upstream.remark.cache_clear()
     with mock.patch.object(megatron.core, "__version__", version), contextlib.redirect_stdout(said):
@@ -143,8 +142,7 @@ def check_further_parameters_need_defaults() -> None:
 
 
 def check_a_further_parameter_is_handed_on_or_has_its_default() -> None:
-    """What a wrapper of a fixed signature does not know it must not ignore, and what Megatron gives it is no error of
-    Python's."""
+    """A wrapper of a fixed signature must not ignore a parameter that it does not know."""
 
     def later(input_tensor: str, output_tensor: str, output_tensor_grad: str, config: str, scale: int = 1) -> str:
         return f"{input_tensor} {config} {scale}"

@@ -69,8 +69,7 @@ class Chunk(torch.nn.Module):
 
 @contextlib.contextmanager
 def of_rank(layout: Layout, rank: int) -> Iterator[SimpleNamespace]:
-    """Inside, this process is one of Megatron's pipeline ranks, with the placement's patches in; gives the groups of
-    its model."""
+    """Make this process one of Megatron's pipeline ranks, with the placement's patches; yields its groups."""
     groups = SimpleNamespace(pp=Ranks(rank), tp=Ranks(0, 1))
     state = {
         "_PIPELINE_MODEL_PARALLEL_GROUP": groups.pp,
@@ -224,8 +223,7 @@ def check_the_last_rank_has_the_first_stages_data() -> None:
 
 
 def check_a_chunk_that_computes_is_first_or_last_itself() -> None:
-    """Upstream's pretrain_gpt.py asks so, without a stage, in its forward step: the last stage of a V, on the rank of
-    the first, was given tokens and no labels."""
+    """Upstream's pretrain_gpt.py asks without a stage: the last stage of a V received tokens without labels."""
 
     def ends(**stage: Any) -> tuple[bool, bool]:
         return parallel_state.is_pipeline_first_stage(**stage), parallel_state.is_pipeline_last_stage(**stage)
@@ -290,8 +288,7 @@ def first_and_last(pp_ranks: list[int]) -> list[int]:
 
 
 def chosen(**choices: Callable[[list[int]], list[int]]) -> dict[str, list[int]]:
-    """What Megatron is told of a V where a script gives these functions; its own set-up asks for every pipeline in
-    turn."""
+    """What Megatron's set-up of a V receives if a script passes these functions."""
     told: dict[str, list[int]] = {}
 
     def initialize(get_embedding_ranks: Any = None, get_position_embedding_ranks: Any = None) -> None:
@@ -337,10 +334,7 @@ def check_another_choice_than_megatrons_is_refused_with_the_difference() -> None
 
 
 def check_a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
-    """Upstream's script leaves the last stage out where no weight is tied.
-
-    A tied one would go apart in stock, and not here.
-    """
+    """Upstream's script leaves out the last stage if no weight is tied; a tied one would diverge in stock."""
 
     def initialize(get_embedding_ranks: Any, get_position_embedding_ranks: Any = None) -> None:
         assert get_embedding_ranks(PIPELINE) == [14]
@@ -356,10 +350,7 @@ def check_a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
 
 
 def check_two_ranks_that_add_up_one_weight_are_refused() -> None:
-    """A script's own groups: in a V one of the two would wait for the other, for ever.
-
-    Where they are given, and where they are used.
-    """
+    """With a script's own groups one rank of a V would wait for ever for the other."""
     both, alone, outside = (
         SimpleNamespace(pp=Ranks(3), tp=Ranks(0, 1), embd=embd) for embd in (Ranks(0, 2), Ranks(0, 1), -100)
     )

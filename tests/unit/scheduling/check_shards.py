@@ -167,8 +167,7 @@ def check_splitting_changes_no_weight_and_draws_nothing() -> None:
 
 
 def check_logits_are_computed_through_the_module() -> None:
-    """Its hooks gather its weight where the distributed optimizer overlaps that: without them the weight would be
-    stale, silently."""
+    """Its hooks gather its weight if the distributed optimizer overlaps that; without them it would be stale."""
     inner = model()
     split(inner, inner)
     called_for: list[torch.Size] = []
@@ -293,8 +292,7 @@ def check_an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
 
 
 def check_an_embedding_of_another_chunk_leaves_the_first_stage_no_rows() -> None:
-    """Both layers' shards are in the last chunk, which its first stage has not got; a weight that they share is one
-    parameter there."""
+    """Both shards are in the last chunk; if tied, they are one parameter there."""
     for tied in (False, True):
         first, last = (
             model(share_embeddings_and_output_weights=tied, **{without: False})

@@ -287,8 +287,7 @@ def in_slices(
     rows: Sequence[Row],
     slicing: Slicing,
 ) -> float:
-    """All forwards of a micro-batch, then its backwards reversed; two micro-batches are under way at once, as in a
-    pipeline."""
+    """All forwards of a micro-batch, then its backwards reversed, with two micro-batches in flight."""
     cutting_of, total = slicing.cutting, 0.0
     number = cutting_of.slices
     back = tuple(reversed(range(number)))
@@ -392,8 +391,7 @@ def check_logged_losses_of_experts_add_up() -> None:
 
 
 def check_logged_losses_of_further_tokens_add_up() -> None:
-    """What Megatron logs of each of two further tokens over two micro-batches: losses, and predictions that are right,
-    of how many."""
+    """Losses, correct predictions and their number, for each of two further tokens."""
     model, rows = model_of(CASES["two further tokens"], torch.float64), rows_of(LENGTH, False)
     tracker, names = MTPLossLoggingHelper.tracker, ("loss_values", "correct_values", "total_values")
     tracker.clear()
@@ -547,8 +545,7 @@ def check_transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> Non
 
 
 def _attended(query: Any, key: Any, value: Any, first: int | None = None) -> Any:
-    """Attention of groups of heads; the first query sees the keys before it, by default as where masks end bottom
-    right."""
+    """Attention of groups of heads; by default the causal mask ends at the bottom right."""
     tokens, heads = query.size(0), query.size(2)
     before = key.size(0) - tokens if first is None else first
     key, value = (one.repeat_interleave(heads // one.size(2), 2) for one in (key, value))

@@ -80,8 +80,7 @@ STATE, MOMENTS, OUTSIDE, HELD, HOSTED, WORKING, UPDATING = (n * GIB for n in (20
 
 
 def seen_with(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> ProcessMemory:
-    """Return what a device with the host buffers above shows, of which so many bytes lie outside of torch's
-    allocator."""
+    """What a device with these host buffers reports if `lent_bytes` are outside torch's allocator."""
     inside = HOSTED - lent_bytes
     allocated = STATE + HELD + inside + WORKING
     updated = STATE + MOMENTS + UPDATING + inside
@@ -101,8 +100,7 @@ def seen_with(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> ProcessMemory
 
 @pytest.mark.parametrize("lent_bytes", [0, HOSTED])
 def test_lent_buffers_are_counted_once(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `peer` they were somebody else's memory, and came on top of the micro-batches' peak: 37 GiB in place of
-    27."""
+    """With `peer` they were counted on top of the micro-batches' peak: 37 GiB instead of 27."""
     found = seen_with(lent_bytes, monkeypatch)
     assert (found.fixed_bytes, found.working_bytes, found.fragmentation) == (STATE + MOMENTS + OUTSIDE, WORKING, 0)
 

@@ -43,8 +43,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, **sizes: int | bool | SchedulingConfi
 
 
 def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the one that is installed: a V counts its positions from the other end, and what moves nothing has no
-    pairs."""
+    """A V counts its positions from the other end, and a schedule that moves nothing has no pairs."""
     pairs = (4, 5, 7, 6, 0, 1, 3, 2)
     for schedule, chunks in (("1f1b-split", 1), ("grouped-interleaved", 2)):
         own = ScheduleConfig(schedule, 8, 16, num_chunks=chunks, balance=BalanceConfig(None, pairs))
@@ -68,8 +67,7 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
 def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever feeds all chunks alike would give the last of an odd number of chunks labels of other samples than its
-    tokens."""
+    """Otherwise the last of an odd number of chunks would get labels of other samples."""
     config = SchedulingConfig(8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
     with pytest.raises(ValueError, match=r"samples of the data-parallel replica samples_of\(config, c\), and call"):
         install(config)

@@ -146,8 +146,7 @@ def test_dimensions_come_in_order_from_the_innermost(pipeline_before_data: bool,
 
 
 def test_the_sixteen_stages_of_the_paper() -> None:
-    """On two nodes of eight GPUs, GPU 1 of the first node takes the last stage, and the last GPU of the second stage
-    8."""
+    """On two nodes of eight GPUs, GPU 1 of the first node takes the last stage."""
     topology = Topology(tensor=1, context=1, pipeline=16, data=1, gpus_per_node=8)
     ranks = [rank_of(part, topology, False) for part in pair_adjacent(topology)]
     assert ranks == [0, 15, 1, 14, 2, 13, 3, 12, 4, 11, 5, 10, 6, 9, 7, 8]

@@ -109,8 +109,7 @@ def test_a_shard_of_the_output_layer_reduces_in_its_last_t() -> None:
 
 
 def test_a_shard_of_the_embedding_ends_the_iteration_on_every_rank() -> None:
-    """Behind the first stage's last backward all ranks add up their rows, so nowhere is anything left to reduce
-    beside."""
+    """After the first stage's last backward all ranks add their rows, so nothing is left to overlap with."""
     log, texts = Log(1), ["2IF0", "2IF1", "2F0", "2S0", "2B0", "2IB0", "2F1", "2T0", "2S1", "2T1", "2B1", "2IB1"]
     walked(
         [read_action(one) for one in texts],
@@ -122,8 +121,7 @@ def test_a_shard_of_the_embedding_ends_the_iteration_on_every_rank() -> None:
 
 
 def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
-    """It is in the last of a rank's chunks, whose stage computes later: weights are gathered in the order in which
-    they are read."""
+    """It is in the rank's last chunk, whose stage computes later, so that chunk is gathered first."""
     texts = ["1IF0", "1IF1", "1F0", "1F1", "2F0", "1S0", "1T0", "2I0", "2W0", "1I0", "1W0", "1IB0"]
     log, order = Log(2), [read_action(one) for one in texts]
     functions = [log.start("gather", chunk) for chunk in range(2)]
@@ -138,8 +136,7 @@ def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
 
 
 def test_an_aligned_reduction_of_the_first_stage_starts_inside() -> None:
-    """Nothing is computed behind its last backward that a reduction could run beside; shards and halves have a last
-    of their own."""
+    """Nothing that a reduction could overlap with follows the first stage's last backward."""
     for behind, text in ((1, "1F0 1F1 1S0 1T0 1S1 1B0 1T1 1B1"), (0, "0F0 0F1 0I0 0I1 0W0 0W1")):
         log, order = Log(1), [read_action(one) for one in text.split()]
         walked(order, {behind: 0}, log, log.config(no_sync_func=log.no_sync, grad_sync_func=log.start("reduce", 0)))

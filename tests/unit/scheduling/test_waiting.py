@@ -76,8 +76,7 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
 
 
 def test_first_messages_that_cross_are_trained_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pipes stood still where the first messages stood in the queue, and were refused: these pass by way of the
-    hosts."""
+    """First messages pass through the hosts; in the queue they deadlocked, so two pipes were refused."""
     posted = Exchange.POSTED
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, chunks in (("chimera", 1), ("mixpipe", 1), ("bitpipe", 2)):

@@ -11,8 +11,10 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from bpipe.transport import memory
 from bpipe.transport.cuda_runtime import CudaRuntime
 from bpipe.transport.memory import Device
 
@@ -215,3 +217,12 @@ class FakeCuda:
             raise AssertionError("memory asks nothing of the kind")
 
         return Device(torch.device("cuda", index), unused, unused, stream, self.empty_cache)
+
+
+def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The runtime that memory is asked of."""
+    runtime = cuda.runtime()
+    cuda.calls.clear()
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "_abandoned", [])
+    return cuda

@@ -119,8 +119,7 @@ def gradient(microbatch: int) -> Message:
 
 
 def test_all_get_what_one_makes(ranks: list[Collectives]) -> None:
-    """The first tells the shapes of all, whatever they are, and by way of the hosts: until all have come to it, it
-    stands in no queue."""
+    """The first message carries all shapes through the hosts, so it waits in no queue."""
     for microbatch in range(3):
         made = torch.arange(6.0).reshape(2, 3) + microbatch, torch.tensor([microbatch])
         for rank in (0, 1):

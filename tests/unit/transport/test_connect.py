@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from bpipe.transport.connect import Connection, Location, MeasuredLink, candidat
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from bpipe.transport.table import describe, sufficiency
-from tests.unit.transport.loopback import controls
+from tests.unit.transport.loopback import controls, together
 
 HERE = Location("boot-1", "pid:[1]", "node-a")
 
@@ -74,11 +74,7 @@ def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(mon
         facts = replace(HERE, no_room="too little") if rank else HERE
         found[rank] = connect._find_link(connection, ("peer", "host"), rank, None, facts)  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=end, args=each) for each in enumerate(controls(rendezvous=True))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
+    together(*(partial(end, *each) for each in enumerate(controls(rendezvous=True))))
     assert found[0] == found[1] == MeasuredLink((0, 1), "peer", {"peer": 1e9}, {"host": "too little"})
 
 

@@ -13,23 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bpipe.transport import memory
 from bpipe.transport.cuda_runtime import SIGNATURES, CudaError, CudaRuntime, runtime
 from bpipe.transport.memory import DeviceMemory, own_memory
-from tests.unit.transport.fake_cuda import Error, FakeCuda
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return installed(FakeCuda(), monkeypatch)
-
-
-def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    runtime = cuda.runtime()
-    cuda.calls.clear()
-    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
-    monkeypatch.setattr(memory, "_abandoned", [])
-    return cuda
+from tests.unit.transport.fake_cuda import Error, FakeCuda, installed
 
 
 def lender(cuda: FakeCuda, index: int = 0) -> DeviceMemory:
@@ -110,8 +96,7 @@ def test_pages_that_cannot_be_locked_are_an_error(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("index", [0, 3])
 def test_memory_is_made_and_opened_on_this_ranks_device(cuda: FakeCuda, index: int) -> None:
-    """Whatever device the runtime thinks of: it used to be device 0 for every rank, unless something had set it
-    before."""
+    """It was device 0 for every rank unless something had set another one."""
     handle, _ = lender(cuda, index).make(100)
     cuda.current_device = 7
     lender(cuda, index).open(handle)
@@ -129,8 +114,7 @@ def test_what_torch_keeps_unused_is_given_back_before_lending_fails(cuda: FakeCu
 
 
 def test_an_error_is_taken_off_the_record(cuda: FakeCuda) -> None:
-    """torch looks there after each kernel it starts: it would raise, in the middle of the model, what a probe had
-    already dealt with."""
+    """torch checks it after each kernel and would raise in mid-model what a probe had already handled."""
     cuda.failing["cudaIpcGetMemHandle"] = Error.cudaErrorMapBufferObjectFailed
     with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
         lender(cuda).make(100)
@@ -148,10 +132,7 @@ def pieces(*lengths: int) -> list[tuple[int, torch.Tensor]]:
 def test_a_transfer_is_one_call_where_cuda_has_one(
     version: int, driver: int, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """340 storages of 20 layers took 340 calls, milliseconds of the host's time.
-
-    CUDA 12.8 has one call for all; 13.0 changed it.
-    """
+    """340 storages took 340 calls and milliseconds of the host; CUDA 12.8 batches them, 13.0 otherwise."""
     cuda = installed(FakeCuda(version, driver), monkeypatch)
     _, lent = lender(cuda).make(4096)
     lent.write(pieces(10, 1000, 7))
@@ -170,10 +151,7 @@ def test_a_batch_that_cuda_refuses_is_an_error(cuda: FakeCuda) -> None:
 
 
 def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: FakeCuda) -> None:
-    """A kernel that waits for a partner that is gone never ends: the error used to wait for it, unread.
-
-    And the partner may be copying.
-    """
+    """A kernel that waits for a lost partner never ends, and the partner may be copying."""
     handle, lent = lender(cuda).make(4096)
     opened, pinned = lender(cuda).open(handle), own_memory(4096, cuda.device())
     for region in (lent, opened, pinned):
@@ -192,8 +170,7 @@ with_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="torch was bui
 
 @with_cuda
 def test_it_is_torchs_own() -> None:
-    """A package of bindings brought a second one, made for a CUDA of its own: without a driver for that, `peer` and
-    `host` were gone."""
+    """A second runtime, made for another CUDA, came with a package of bindings: `peer` and `host` were gone."""
     major, minor = (int(part) for part in (torch.version.cuda or "").split(".")[:2])
     assert runtime().version == 1000 * major + 10 * minor
     with open("/proc/self/maps") as maps:

@@ -22,8 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Wire:
-    """One directed edge. What is received is there once it was waited for, and what is sent may not change before
-    that."""
+    """A directed edge: data arrive when they are waited for, and a sender may not change them before."""
 
     def __init__(self) -> None:
         self.under_way: deque[Sequence[torch.Tensor]] = deque()

@@ -17,10 +17,7 @@ V1_MOUNT = "35 31 0:32 {base} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup 
 
 
 def machine(root: Path, groups: str = "", mounts: str = "", **files: str) -> Path:
-    """A machine with 64 GiB available.
-
-    `files` are those of cgroups: their folder, with __ for slashes, and what is in each.
-    """
+    """A machine with 64 GiB available; `files` are those of cgroups, by folder (__ for slashes)."""
     proc = root / "proc"
     (proc / "self/ns").mkdir(parents=True)
     (proc / "self/ns/cgroup").symlink_to("cgroup:[4026531835]")

@@ -85,8 +85,7 @@ def test_the_pipeline_that_left_most_is_shown(tmp_path: Path) -> None:
 
 
 def test_one_program_at_a_time(tmp_path: Path) -> None:
-    """A batch size that grows changes the number of micro-batches: the last program is reported on, or that of the
-    iteration asked for."""
+    """A growing batch changes the program: the last one is reported, or that of the requested iteration."""
     write_run(tmp_path, num_microbatches=8, iterations=(3, 4))
     small = {path.name: path.read_text().splitlines()[1:] for path in tmp_path.glob("record_*")}
     write_run(tmp_path, num_microbatches=16, iterations=(5, 6))
@@ -132,8 +131,7 @@ def test_whole_peaks_need_every_size() -> None:
 
 
 def test_slices_that_differ_in_size_are_each_counted_as_it_is() -> None:
-    """Slices of 1 and 10 bytes: taken for the largest, a rank that holds two of each was said to hold 40 bytes, where
-    22 were measured."""
+    """Slices of 1 and 10 bytes, taken for the largest, were reported as 40 bytes instead of 22."""
     schedule = build(ScheduleConfig("gpipe", 2, 2, slices=2))
     saved = {(0, number): 10 if number % 2 else 1 for number in range(4)}
     assert peak_of_rule(schedule, 0, rule_by_slice(schedule, saved, {}, {}), 0) == 22

@@ -159,10 +159,7 @@ def test_opposite_orders_on_a_pair_are_refused() -> None:
 
 
 def test_a_rank_that_runs_too_far_ahead_deadlocks_when_sends_block() -> None:
-    """Four forwards ahead of a stage that takes one: rank 0 sits in its send of F2, rank 1 in its send of B0.
-
-    Posted ones pass.
-    """
+    """Rank 0 blocks in its send of F2 and rank 1 in its send of B0; posted messages pass."""
     ahead = listing("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3")
     behind = listing("1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
     schedule = place("ahead", 4, one_pipe((0, 1)), [ahead, behind])

@@ -112,8 +112,7 @@ def test_the_checker_sees_both(schedule: Schedule, rule: str, reason: str) -> No
 
 
 def test_neither_may_need_what_the_slot_itself_makes() -> None:
-    """Both inputs are there before the pair begins, both outputs only when it is over: as torch's runtime sends
-    them."""
+    """Both inputs exist before the pair begins, both outputs only after it, as torch's runtime sends them."""
     ahead = read_csv("0F0,,0F1,,0B0,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1\n")
     with pytest.raises(ScheduleError, match="rank 1, slot 2, 1F1: needs 0F1, which rank 0 computes in slot 2"):
         check(ahead)
@@ -143,8 +142,7 @@ def test_align_moves_the_pair_as_one() -> None:
 
 
 def slow_times(schedule: Schedule, forward_s: int, backward_s: int, message_s: int) -> dict[Action, tuple[int, int]]:
-    """Start and end of every computation, by asking again and again: when is what it needs over? Weights' halves
-    take nothing else."""
+    """Start and end of every computation, by asking again and again whether its inputs are complete."""
     owner, last = schedule.layout.placements[0], schedule.num_stages - 1
     seconds = {
         Kind.FORWARD: forward_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.unit_grid import place
@@ -81,13 +80,6 @@ def test_pipes_in_one_direction_are_no_mirror_images() -> None:
         "stage 0 is on ranks 0 and 0, but the second pipe must be the first one's mirror image: put it on ranks 0 and 1"
         in str(error)
     )
-
-
-@pytest.mark.parametrize("m", [1, 3, 7, 9, 13])
-def test_with_one_micro_batch_more_in_the_first_pipe_sums_still_meet(m: int) -> None:
-    for name, v in (("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 3)):
-        for p in (2, 4, 6, 8):
-            build(ScheduleConfig(name, p, m, num_chunks=v))
 
 
 def test_one_pipe_is_asked_nothing() -> None:

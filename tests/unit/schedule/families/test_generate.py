@@ -75,8 +75,7 @@ def test_length(name: str, p: int, m: int) -> None:
     ],
 )
 def test_interleaved_saves_what_the_formula_says(p: int, m: int, v: int, g: int) -> None:
-    """A group of g micro-batches passes every chunk but the last before its first backward: (v - 1) (g - p) more
-    than a group of p."""
+    """A group of g passes every chunk but the last before its first backward: (v - 1)(g - p) more than p."""
     schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(group_size=g))
     check(schedule)
     assert peak_counts(schedule) == tuple(min(g * (v - 1) + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
@@ -96,8 +95,7 @@ def test_a_group_outside_what_can_be_is_refused(g: int) -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
-    """Megatron's warm-up formula makes ranks wait for each other at p=8, v=2, m=10: it refuses what leaves a small
-    last group."""
+    """Megatron's warm-up formula deadlocks at p=8, v=2, m=10: it refuses a small last group."""
     for m in range(1, 3 * p + 1):
         schedule = generate("interleaved-1f1b", p, m, v)
         check(schedule)
@@ -238,10 +236,7 @@ def test_ranks_hold_as_many_slices_at_their_first_backward_as_is_said(name: str)
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.warm_up is not None])
 def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> None:
-    """Searches count with it before any schedule is made.
-
-    Sizes of stages are anything, and what halves hold between them, too.
-    """
+    """Searches rely on it before any schedule is generated; sizes of stages are drawn."""
     family, sizes = FAMILIES[name], random.Random(5)
     assert family.warm_up is not None
     for p, v, m in (

@@ -273,8 +273,7 @@ def occupied(schedule: Schedule) -> list[int]:
     "size", [(4, 8, 2, 5), (4, 8, 2, 8), (4, 16, 4, 12), (8, 32, 4, 18), (8, 32, 4, 20), (8, 32, 4, 29)]
 )
 def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
-    """A rank that hosts early and is full late has room for both; what is fastest while buffers come and go takes a
-    little more."""
+    """A rank that hosts early and is full late needs room for both."""
     p, m, v, bound = size
     there, gone = (
         build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,), buffers_stay=stay)))

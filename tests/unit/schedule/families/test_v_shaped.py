@@ -31,8 +31,7 @@ def generate(name: str, p: int, m: int, costs: UnitCosts = ALIKE) -> Schedule:
 
 
 def more_slots(name: str, p: int) -> int:
-    """What an iteration takes beyond the six slots of every micro-batch, in slots of half a micro-batch; as the
-    files' docstrings say."""
+    """Slots of half a micro-batch beyond the six per micro-batch, as in the families' docstrings."""
     if name == "zb-v" or p <= 2:
         return p - 1
     if name == "v-half":
@@ -52,8 +51,7 @@ def test_it_holds_and_takes_what_its_formulas_say(name: str, p: int) -> None:
 
 @pytest.mark.parametrize("p", range(4, 17))
 def test_the_last_rank_of_zb_v_never_waits_between_its_first_computation_and_its_last(p: int) -> None:
-    """Nothing is shorter than its 6 m slots behind the p - 1 until it can begin; earlier ranks begin before it and
-    wait no longer."""
+    """Nothing is shorter than its 6 m slots after the p - 1 until it can begin."""
     m = 2 * p
     schedule = generate("zb-v", p, m)
     assert max(peak_counts(schedule)) == 2 * p

@@ -147,8 +147,7 @@ TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_cs
 
 
 def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
-    """What a reader takes must come out as a text that it reads as the same schedule, and be judged; everything else
-    is a TextError."""
+    """A text is either refused with a TextError or read, judged, written and read again as the same schedule."""
     try:
         schedule = reader(text)
     except TextError:

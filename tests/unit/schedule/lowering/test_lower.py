@@ -206,10 +206,7 @@ def test_megatrons_interleaved_program_where_it_waits() -> None:
 
 @pytest.mark.parametrize(("p", "v", "m"), [(3, 2, 3), (3, 2, 9), (4, 2, 8), (4, 3, 12), (5, 2, 10)])
 def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v: int, m: int) -> None:
-    """A forward and a backward take as long on every rank.
-
-    Waiting behind each computation alone, the shorter waits for the longer.
-    """
+    """A forward and a backward take as long on every rank."""
     schedule = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v))
     free, gaps = Links(), Links(Link(gap_s=Fraction(1, 10)))
     posted, turns, waiting = (
@@ -337,10 +334,7 @@ def test_no_two_messages_of_one_way_can_change_places(name: str, op: Op) -> None
 
 @st.composite
 def orders(draw: st.DrawFn) -> Schedule:
-    """Any order that respects the needs: computations that are ready, drawn by lot.
-
-    Shards keep one order on all ranks.
-    """
+    """Any order of ready computations, drawn at random; shards keep one order on all ranks."""
     p, chunks, pipes, m = (
         draw(st.integers(1, 4)),
         draw(st.integers(1, 2)),

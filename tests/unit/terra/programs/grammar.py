@@ -106,8 +106,7 @@ def _indented(lines: list[str], depth: int) -> str:
 
 @dataclass
 class _Writer:
-    """Draws statements. `values` are names of matrices that every path has by now; all but the first depend on a
-    weight."""
+    """Draws statements; `values` are matrices that exist on every path, and all but x0 depend on a weight."""
 
     random: random.Random
     features: set[str] = field(default_factory=set)

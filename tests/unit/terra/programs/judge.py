@@ -39,8 +39,7 @@ class Difference:
 
 @dataclass
 class History:
-    """What was seen after each step that was looked at; a step's loss is kept as it was returned and read at the
-    end."""
+    """What was seen after each step; losses are read at the end."""
 
     program: Program
     losses: list[torch.Tensor] = field(default_factory=list)
