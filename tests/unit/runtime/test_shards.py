@@ -93,7 +93,7 @@ def test_evaluation_computes_losses_and_nothing_else(p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
-def test_what_a_shard_holds_is_listed_and_gone_behind_t(vocabulary: Vocabulary) -> None:
+def test_what_a_shard_holds_is_listed_and_gone_after_t(vocabulary: Vocabulary) -> None:
     """Logits, input, labels and token gradients; with algorithm 2 also statistics and part of the gradient."""
     shard = ShardedModel(1, 1).shard(0, vocabulary)
     received = (

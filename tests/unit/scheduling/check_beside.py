@@ -182,7 +182,7 @@ def check_megatrons_timers_never_run_around_a_transfer() -> None:
         assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5}
 
 
-def check_a_run_that_would_stand_still_is_refused() -> None:
+def check_a_run_that_would_deadlock_is_refused() -> None:
     """test_waiting.py says which; here that the driver asks, once it knows the links."""
     config = SchedulingConfig(
         num_ranks=10, num_chunks=2, balance=BalanceConfig(), transfers=TransferConfig(synchronous=True)

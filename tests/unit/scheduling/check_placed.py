@@ -407,7 +407,7 @@ def check_a_copy_is_saved_once_and_loaded_apart() -> None:
     assert apart["step"] == 3
 
 
-def check_state_behind_a_padded_bucket_is_saved_as_its_own() -> None:
+def check_state_after_a_padded_bucket_is_saved_as_its_own() -> None:
     """Of three parameters in two buckets, the first of which is padded from 5 to 8."""
     buckets = [SimpleNamespace(numel_unpadded=5), SimpleNamespace(numel_unpadded=3)]
     buffer = SimpleNamespace(

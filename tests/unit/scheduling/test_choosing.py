@@ -343,7 +343,7 @@ def test_an_output_layer_in_shards_is_run_by_our_own_loop() -> None:
     assert own_schedule(chunks) == replace(found, schedule="interleaved-1f1b", num_chunks=2)
 
 
-def test_an_embedding_in_shards_stands_beside_the_output_layer() -> None:
+def test_an_embedding_in_shards_joins_the_output_layer() -> None:
     found = own_schedule(args(bpipe_vocabulary="2", bpipe_vocabulary_input=True))
     assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.TWO, input_shards=True, exchange=Exchange.POSTED)
     for vocabulary in (None, "redistribute"):

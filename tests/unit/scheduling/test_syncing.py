@@ -154,7 +154,7 @@ def test_an_aligned_reduction_of_the_first_stage_starts_inside() -> None:
     assert two == ["reduce 0"]
 
 
-def test_an_aligned_reduction_starts_behind_the_last() -> None:
+def test_an_aligned_reduction_starts_after_the_last() -> None:
     log = Log(2)
     order = order_of(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2), 1)
     functions = {"no_sync_func": [lambda: log.no_sync(0), lambda: log.no_sync(1)]}

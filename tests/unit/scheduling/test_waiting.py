@@ -52,7 +52,7 @@ def test_what_makes_a_run_wait(
     assert wait_level(config, device)[0] is waits
 
 
-def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_would_deadlock_is_refused_with_what_makes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     assert not blocked_ranks(STILL, WaitLevel.IN_EVERY_OPERATION)
     over_nccl, by_copies = (

@@ -130,7 +130,7 @@ def test_an_eviction_holds_up_the_next_computation_and_not_the_output(exchange: 
     assert report.peak_bytes(0) == max(live_counts(schedule, 0))
 
 
-def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None:
+def test_what_follows_the_last_computation_waits_for_its_message() -> None:
     """Stage 5, on another node, sends its last gradient longer than stage 0 takes to request micro-batch 10."""
     schedule = with_late_loads(build(ScheduleConfig("1f1b", 6, 12, balance=BalanceConfig())))
     links = Links(Link(2, 1), Link(2, 20), (0, 0, 0, 0, 0, 1))

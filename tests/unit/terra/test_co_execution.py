@@ -16,7 +16,7 @@ import terra
 from terra.run import guards, runner
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.programs import grammar
-from tests.unit.terra.programs.judge import Build, Difference, compare
+from tests.unit.terra.programs.judge import Build, compare
 from tests.unit.terra.programs.paths import counts, paths
 from tests.unit.terra.programs.program import Program
 from tests.unit.terra.programs.trainings import PROGRAMS
@@ -32,7 +32,7 @@ pytestmark = [
 
 def co_executed(
     build: Build, kind: Any = "threaded", steps: int = STEPS, seed: int = 0, ahead: bool = True
-) -> tuple[Difference | None, terra.Session]:
+) -> tuple[str | None, terra.Session]:
     with contextlib.closing(terra.Session(kind)) as beside, beside.ahead() if ahead else contextlib.nullcontext():
 
         def run(step: Callable[[], torch.Tensor]) -> torch.Tensor:

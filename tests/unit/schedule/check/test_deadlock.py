@@ -65,7 +65,7 @@ def default_plans(
 
 
 @pytest.mark.parametrize("chunks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_no_default_plan_stands_still_however_strictly_it_waits(chunks: int) -> None:
+def test_no_default_plan_deadlocks_however_strictly_it_waits(chunks: int) -> None:
     """With one queue 13 of these 60 deadlocked: a pair's last transfers came before the last gradient."""
     for schedule in default_plans((4, 6, 8, 12, 16), chunks, (1, 2, 4, 8)):
         assert not any(blocked_ranks(schedule, waits) for waits in STOOD)
@@ -74,7 +74,7 @@ def test_no_default_plan_stands_still_however_strictly_it_waits(chunks: int) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 6])
-def test_no_default_plan_of_up_to_16_stages_stands_still(chunks: int) -> None:
+def test_no_default_plan_of_up_to_16_stages_deadlocks(chunks: int) -> None:
     plans = default_plans(range(2, 17), chunks, (1, 2, 3, 4, 5, 8), (-1, 1, 2, 17, 30) if chunks == 1 else ())
     assert not any(blocked_ranks(schedule, waits) for schedule in plans for waits in STOOD)
 
@@ -207,7 +207,7 @@ def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_default_plan_stands_still_on_account_of_lengths(name: str, p: int, m: int) -> None:
+def test_no_default_plan_deadlocks_on_account_of_lengths(name: str, p: int, m: int) -> None:
     """Whoever waits for each transfer at its start also waits for its lengths."""
     for exchange in exchanges(name):
         for hosts in ("pair", "pool"):
@@ -232,7 +232,7 @@ POSTED = [
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), POSTED)
-def test_no_family_stands_still_in_our_own_loop_however_strictly_it_waits(name: str, p: int, m: int, v: int) -> None:
+def test_no_family_deadlocks_in_our_own_loop_however_strictly_it_waits(name: str, p: int, m: int, v: int) -> None:
     for balancing in (None, BalanceConfig()):
         schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=balancing, exchange=Exchange.POSTED))
         assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in STOOD)
