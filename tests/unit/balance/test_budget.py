@@ -123,9 +123,6 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
             balance_within(plain, ActivationBudget(tuple(tight), memory), partners)
 
 
-# -- against trying everything
-
-
 def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
     """Every set of the sender's micro-batches, each leaving in every slot after its forward and coming back in every
     one before its need.

@@ -30,8 +30,6 @@ def moved(schedule: Schedule, sizes: Sequence[int]) -> int:
     return sum(sizes[one.stage] for one in every if one.kind is Kind.EVICT)
 
 
-# -- against trying everything
-
 # Of one sender: the most of its own micro-batches it holds, the host buffers it needs on every rank, and how many
 # micro-batches leave.
 Way = tuple[int, tuple[int, ...], int]
@@ -180,9 +178,6 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
             taken[host] += item.num_bytes
         if all(one <= room for one, room in zip(taken, spare, strict=True)):
             yield hosts
-
-
-# -- against pairs
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])

@@ -47,8 +47,6 @@ def in_own(schedule: Schedule, rank: int) -> list[Residency]:
     return [stay for stay, host in hosts_of(schedule, rank).items() if not host.on_device]
 
 
-# -- every family
-
 # Sizes and chunks that each family knows.
 SHAPES = {name: (4, 8, max(1, family.min_chunks)) for name, family in FAMILIES.items()}
 
@@ -104,9 +102,6 @@ def test_what_an_arrangement_is_called() -> None:
         BalanceConfig(partners=(3, 2, 1, 0), hosts=ALL)
 
 
-# -- buffers
-
-
 @pytest.mark.parametrize("hosts", [HOST, ALL])
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("chimera", 1)])
 def test_as_many_buffers_as_are_full_at_once(name: str, v: int, hosts: str) -> None:
@@ -149,9 +144,6 @@ def _away(schedule: Schedule, stay: Residency) -> tuple[int, int]:
         if (one.stage, one.microbatch) == stay[:2] and one.kind in (Kind.EVICT, Kind.LOAD)
     }
     return slots[Kind.EVICT], slots[Kind.LOAD]
-
-
-# -- against trying everything
 
 
 @pytest.mark.parametrize(
@@ -240,9 +232,6 @@ def _taken(stays: Sequence[tuple[int, int, int]], chosen: Sequence[int | None], 
         ]
         total += sizes[sender] * max((sum(out <= at <= back for out, back in mine) for at, _ in mine), default=0)
     return total
-
-
-# -- simulated
 
 
 def times(schedule: Schedule, links: Links) -> Simulation:

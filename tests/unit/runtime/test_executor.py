@@ -114,8 +114,6 @@ def test_what_no_stage_computes_is_refused_before_anything_runs(monkeypatch: pyt
         Executor(plan, 0, TorchStages({}), Alone())
 
 
-# -- stages in plain torch
-
 FORWARD, BACKWARD = Action(1, Kind.FORWARD, 0), Action(1, Kind.BACKWARD, 0)
 
 

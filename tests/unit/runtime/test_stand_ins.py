@@ -246,9 +246,6 @@ def test_eight_bit_payloads_and_their_scales_come_back(bits: int) -> None:
     assert verifier.certificate.storages > other.certificate.storages
 
 
-# -- wrong ones
-
-
 class Reaching(LateTransport):
     """Does what an owner or a link would do wrong, once, at the second transfer of its kind."""
 

@@ -237,9 +237,6 @@ def test_sizes_that_cannot_be(memory: Memory, reason: str) -> None:
         balance_within(random_schedule(0), ActivationBudget((99, 99), memory))
 
 
-# -- V-Half of 4 ranks, by hand
-
-
 def v_half(num_microbatches: int = 8) -> Schedule:
     """Rank i has stages i and 7-i; F, f, B, b start in slots 2i, 10-i, 14+2i, 25-i, every 6; W fill the rest."""
     orders = []

@@ -91,9 +91,6 @@ def _raises() -> None:
     raise RuntimeError("on purpose")
 
 
-# -- one defect a step
-
-
 def growing_rate() -> Iterator[None]:
     weight, steps = torch.ones(3), count(1)
     while True:
@@ -378,9 +375,6 @@ def test_a_collective_is_said(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-# -- what is said
-
-
 def test_the_text_has_a_line_for_each_and_says_what_it_cannot_see() -> None:
     audit = terra.audit(partial(next, growing_rate()))
     ((line, _),) = marked(growing_rate)
@@ -397,9 +391,6 @@ def test_the_text_has_a_line_for_each_and_says_what_it_cannot_see() -> None:
 def test_what_changes_needs_two_steps(num_steps: int, warm_up: int) -> None:
     with pytest.raises(ValueError, match="needs 2 or more"):
         terra.audit(partial(next, growing_rate()), num_steps, warm_up)
-
-
-# -- memory
 
 
 def test_two_steps_may_be_under_way_and_come_in_parts() -> None:

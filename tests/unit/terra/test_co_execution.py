@@ -42,9 +42,6 @@ def co_executed(
         return compare(build, steps, run, seed=seed, each_step=not ahead), beside
 
 
-# -- programs
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("kind", ["threaded", "lazy"])
 def test_a_program_is_computed_to_the_bit_and_traced_as_often_as_it_must_be(name: str, kind: str) -> None:
@@ -60,9 +57,6 @@ def test_a_drawn_program_is_computed_to_the_bit(seed: int) -> None:
     assert difference is None
     assert beside.co_executed > 0
     assert (beside.traces, beside.fallbacks) == counts(paths(grammar.build, 10, seed))
-
-
-# -- delays
 
 
 class Delays:
@@ -87,9 +81,6 @@ class Delays:
 def test_with_delays_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Delays(monkeypatch, 1)
     assert co_executed(PROGRAMS[name])[0] is None
-
-
-# -- what would be wrong is seen
 
 
 class HostNumbers(Program):

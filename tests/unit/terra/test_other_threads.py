@@ -20,8 +20,6 @@ import terra
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.equal import KINDS, Steps, is_equal, opened
 
-# -- other threads
-
 
 def trained(weight: torch.nn.Parameter) -> torch.Tensor:
     """Some operations that write a parameter, of which a block is pending."""
@@ -102,9 +100,6 @@ def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
                 weight.fill_(number).add_(1)
             losses.put(weight.square().mean())
     assert logged == [(float((number + 1) ** 2), str(torch.tensor(2.0 * (number + 1) ** 2))) for number in range(40)]
-
-
-# -- other processes
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

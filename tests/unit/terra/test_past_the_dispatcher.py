@@ -23,8 +23,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.equal import KINDS, STEPS, is_equal, opened
 
-# -- copies
-
 
 def best_weights() -> Iterator[Any]:
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
@@ -94,9 +92,6 @@ def parameters_made_in_the_step() -> Iterator[Any]:
     while True:
         loaded = pickle.loads(pickle.dumps([torch.nn.Parameter(weight + 1), weight * 2]))
         yield isinstance(loaded[0], torch.nn.Parameter), loaded
-
-
-# -- memory that is lent, swapped and written
 
 
 def capsules() -> Iterator[Any]:

@@ -42,9 +42,6 @@ def until_co_executed(session: terra.Session, step: Callable[[], object]) -> Non
     assert (session.traces, session.fallbacks, session.co_executed) == (2, 0, 1)
 
 
-# -- errors
-
-
 def test_an_operation_s_error_is_raised_with_the_line_that_issued_it(session: terra.Session) -> None:
     table, places = torch.arange(5.0), iter([1, 2, 3, 4, 99, 0])
 
@@ -82,9 +79,6 @@ def test_steps_do_not_nest(session: terra.Session) -> None:
             pass
     with pytest.raises(ValueError, match="'threaded' or 'lazy'"):
         terra.Session("eager")  # type: ignore[arg-type]
-
-
-# -- placeholders
 
 
 def placeholder(session: terra.Session, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -136,9 +130,6 @@ def test_a_tensor_s_memory_is_exchanged_when_what_is_pending_has_run(session: te
         now = 2.0 * (place + 1)
     assert [float(each) for each in sums] == plain
     assert kept.tolist() == [1.0] * 3
-
-
-# -- what it leaves alone
 
 
 def test_python_hands_its_lock_on_soon_as_long_as_a_session_is_open() -> None:

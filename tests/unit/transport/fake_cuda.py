@@ -102,8 +102,6 @@ class FakeCuda:
 
         return call
 
-    # -- the calls
-
     @c_function(ADDRESS)
     def cudaRuntimeGetVersion(self, found: int) -> None:
         _write(found, INT, self.version)
@@ -200,8 +198,6 @@ class FakeCuda:
         self.batches.append(number)
         self.streams.append(stream)
         return self.failing.get("cudaMemcpyBatchAsync", 0)
-
-    # -- what stands on it
 
     def runtime(self) -> CudaRuntime:
         return CudaRuntime(self.library)

@@ -76,8 +76,6 @@ def test_a_group_of_version_1_limits_and_no_limit_does_not(tmp_path: Path) -> No
     assert memory_limits(root)[1].name == "the 16 GiB of cgroup /slurm/job (memory.limit_in_bytes)"
 
 
-# -- what fits
-
 NODE = MemoryLimit("boot-1", "node-a's memory (MemAvailable)", 40 * GIB)
 
 

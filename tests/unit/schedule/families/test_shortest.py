@@ -16,8 +16,6 @@ from tests.support.shortest import shortest
 LIMIT_S = 60.0
 
 
-# -- the table
-
 COSTS = (ALIKE, UnitCosts(5, 6, 4))
 # By family, for p = 4 and m = 8: chunks, the most that a rank holds, and for both costs the length of the family's order
 # and of the shortest order that holds no more. docs/schedules.md sums it up.

@@ -273,9 +273,6 @@ CONDITIONS = ("i % 2", "i % 3 == 1", "self.python.random() < 0.5", "{x}.mean() >
 COUNTS = ("2", "i % 3", "1 + i % 2", "self.python.randint(0, 2)")
 
 
-# -- rules: each writes the lines of one statement
-
-
 def in_place(w: _Writer, depth: int) -> list[str]:
     name = w.new()
     lines = w.filled("{n} = {x}.clone(memory_format=torch.contiguous_format)", name)
