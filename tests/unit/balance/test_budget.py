@@ -1,5 +1,4 @@
-"""Balancing in bytes: only what must leaves, host buffers count all the time, and nothing that was tried does with
-less."""
+"""Balancing in bytes: only what must leaves, host buffers count all the time, and no plan tried needs less."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What must leave goes to any rank with room: no other choice of all moves less, and where pairs have room enough it
-is theirs."""
+"""Balancing over any rank with room: no other choice moves less, and where pairs suffice it is their plan."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The smallest bound of a pair, beside an oracle that tries every eviction and load in every slot.
-
-Of families it is the smallest there is. Of drawn orders, as files may have them, it is the smallest found: seldom one
-less can be kept.
-"""
+"""The smallest bound of a pair, against an oracle that tries every eviction and load in every slot."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What must leave goes to a node's own memory, alone or behind all devices with room: as little as can be, and never
-two in one place."""
+"""Evictions to host memory, alone or after all devices with room: as few as possible, one buffer each."""
 
 from __future__ import annotations
 

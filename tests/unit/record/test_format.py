@@ -1,5 +1,4 @@
-"""A record has one definition: what it says is what is written and what is read, also of a run that was recorded
-before there was one."""
+"""A record has one definition for writing and reading, also of runs recorded before there was one."""
 
 from __future__ import annotations
 

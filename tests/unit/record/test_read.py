@@ -1,5 +1,4 @@
-"""Reading a folder: what a killed run leaves is accepted and noted, what cannot be of one run is refused with the
-way out."""
+"""Reading a folder: a killed run is accepted with a note, and what is not of one run is refused."""
 
 from __future__ import annotations
 

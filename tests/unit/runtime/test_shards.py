@@ -1,5 +1,4 @@
-"""Shards of the output layer in our own loop: what they compute is what the layer in one piece does, whatever the
-schedule."""
+"""Shards of the output layer in our own loop compute what the layer in one piece does, in any schedule."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The memory rule against sums that look at every micro-batch in every slot: overlapped cells, split backwards, and
-shares held after I."""
+"""The memory rule against sums over every micro-batch in every slot: overlaps, split backwards, shares after I."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A budget before training: the command's own prediction, the same plan and lines, and what is refused; and when a
-plan changes over."""
+"""Budgets before training: the command's own prediction and plan, what is refused, and when a plan changes over."""
 
 from __future__ import annotations
 

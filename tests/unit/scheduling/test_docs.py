@@ -1,7 +1,4 @@
-"""The pages on Megatron say what the code does: what it supports, guards, refuses and repairs.
-
-Nothing here imports Megatron, and neither may what it reads.
-"""
+"""The pages on Megatron agree with the code: what it supports, guards, refuses and repairs. Imports no Megatron."""
 
 from __future__ import annotations
 

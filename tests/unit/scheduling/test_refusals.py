@@ -1,5 +1,4 @@
-"""Every refusal applies to what it names, in Megatron's arguments and in a model's configuration, and to nothing
-else."""
+"""Every refusal applies to its feature, in Megatron's arguments and a model's configuration, and to nothing else."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Gradients are reduced behind a chunk's last backward and never earlier, parameters gathered before their chunk
-computes."""
+"""Gradients are reduced after a chunk's last backward, and parameters gathered before their chunk computes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What is read of Megatron's arguments and configuration is what the tables in `upstream` say, and what is missing is
-named in one line.
-
-Megatron is not imported: that 0.19.2 has these names is looked at in check_patches.py.
-"""
+"""The settings read of Megatron, without Megatron: what is missing is named in one line (see check_patches.py)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The audit of single steps: each defect at its own line, nothing where there is none, and the program computes what it
-would.
-
-A step marks the line of its defect by a comment, and the test reads the line's number from the source.
-"""
+"""The audit of single steps: each defect is found at the line that a comment marks, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The audit over programs of all kinds: what a program's features say is found, and nothing is found that no feature
-says."""
+"""The audit of whole programs finds what their features say, and nothing else."""
 
 from __future__ import annotations
 

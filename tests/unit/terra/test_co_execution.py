@@ -1,5 +1,4 @@
-"""Co-execution of whole programs: to the last bit what plain execution computes, threaded and lazy, and as often
-traced as must be."""
+"""Co-execution of whole programs: bit-equal to plain execution, and traced as often as necessary."""
 
 from __future__ import annotations
 

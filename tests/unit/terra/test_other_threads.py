@@ -1,5 +1,4 @@
-"""What other threads and processes see of a step's tensors: what they would see without a session, and nothing
-hangs."""
+"""Other threads and processes see a step's tensors as without a session, and nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What programs do with a step's tensors that is no operation: they copy, swap, lend and write them, and what torch
-itself reads of them.
-
-Every step here is run plainly and with a session; what it gives must be equal in every bit, with its type.
-"""
+"""Uses of a step's tensors that are no operations (copies, swaps, lent memory): bit-equal with a session."""
 
 from __future__ import annotations
 

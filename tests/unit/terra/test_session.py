@@ -1,5 +1,4 @@
-"""What a session does besides whole programs: who runs what, errors, what stays of placeholders, and what it leaves
-alone."""
+"""Sessions besides whole programs: errors, nesting, placeholders, and what they leave unchanged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The table of torch's names: the installed torch has them all, the code uses no other, and a torch without one is
-refused in words."""
+"""The installed torch has every name in the table, and a torch without one is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What all ranks have a part in, in groups that deliver only what is waited for: what comes of it where, and how its
-first passes."""
+"""Collectives in groups that deliver only what is waited for, and how the first message of each passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The calls by which one GPU's memory is lent and reached, against a CUDA runtime made of this process's own memory.
-
-It shows which calls are made, with which addresses, and what becomes of their errors. It shows nothing of CUDA.
-"""
+"""Lending and reaching GPU memory: the calls, their addresses and errors, against a fake CUDA runtime."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The two-sided transport's calls: which group, which order, how many at once, and what is waited for.
-
-Processes are in tests/gloo.
-"""
+"""The two-sided transport: which group, which order, how many operations at once, and what is waited for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages over edges, on a wire that delivers only what is waited for: what passes by way of the hosts, and the
-order of it all."""
+"""Messages over edges, on a wire that delivers only what is waited for: first messages pass through the hosts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Host buffers in one piece of memory: nothing overlaps, everything is aligned, and both ends of a pair lay out the
-same."""
+"""Host buffers in one allocation: aligned, disjoint, and laid out alike by both ends of a pair."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a trial of a link leaves behind when it fails: nothing, since another transport takes over and needs the
-room."""
+"""A failed trial of a link leaves nothing behind, since another transport takes over and needs the memory."""
 
 from __future__ import annotations
 

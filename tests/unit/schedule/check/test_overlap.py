@@ -1,5 +1,4 @@
-"""A forward and a backward in one place of the grid, as torch's DualPipeV has them: read, written, checked, counted,
-timed and drawn."""
+"""A forward and a backward in one slot, as in torch's DualPipeV: files, rules, memory, time and pictures."""
 
 from __future__ import annotations
 

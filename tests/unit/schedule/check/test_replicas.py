@@ -1,5 +1,4 @@
-"""What two pipes must keep beside what every schedule must: one order of sums and of reductions on a pair, and
-mirror images."""
+"""Rules of two pipes: one order of gradient sums and of reductions on a pair, and mirror images."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The shortest order of a schedule's computations: as short as the best of all orders, and how far families are from
-it."""
+"""How long the families' orders are, and how far from the shortest order of the same computations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What each rank does, written out by hand where a person can, and held to the rule of dependencies where nobody
-can."""
+"""What each rank does: by hand for small schedules, and against the rule of dependencies for all others."""
 
 from __future__ import annotations
 
