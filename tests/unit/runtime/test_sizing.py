@@ -1,4 +1,4 @@
-"""Room for micro-batches of differing sizes: a reserve at first, then the largest seen (bits: tests/gloo, tests/late)."""
+"""Room for micro-batches of differing sizes: a reserve at first, then the largest seen (bits: gloo, late)."""
 
 from __future__ import annotations
 
