@@ -110,15 +110,8 @@ def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_order_is_megatrons(p: int, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    for m, g in (
-        (p, p),
-        (2 * p, p),
-        (5 * p, p),
-        (3 * p, 3 * p),
-        (5 * p, 2 * p),
-        (4 * p + 1, p + 1),
-        (5 * p + 2, 2 * p + 1),
-    ):
+    sizes = (p, p), (2 * p, p), (5 * p, p), (3 * p, 3 * p), (5 * p, 2 * p), (4 * p + 1, p + 1), (5 * p + 2, 2 * p + 1)
+    for m, g in sizes:
         if 0 < m % g < p:
             continue  # Megatron refuses
         table = schedules.get_schedule_table(m, v, g)
@@ -149,18 +142,10 @@ def test_aligning_gives_a_plain_listing_its_bubbles() -> None:
     assert align(squeezed) == plain
 
 
-@pytest.mark.parametrize(
-    ("name", "v"),
-    [
-        ("gpipe", 1),
-        ("1f1b", 1),
-        ("interleaved-1f1b", 2),
-        ("interleaved-1f1b", 3),
-        ("chimera", 1),
-        ("mixpipe", 1),
-        ("bitpipe", 2),
-    ],
-)
+FULL = ("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("chimera", 1), ("mixpipe", 1)
+
+
+@pytest.mark.parametrize(("name", "v"), [*FULL, ("bitpipe", 2)])
 def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -> None:
     fill, pipes = FAMILIES[name].fill, FAMILIES[name].num_pipes
     for p in (pipes * one for one in (1, 2, 3, 4, 6)):
@@ -181,18 +166,8 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
     """Searches count with it before any schedule is made."""
     family = FAMILIES[name]
     assert family.ahead is not None
-    for p, v, m in (
-        (2, 2, 2),
-        (2, 2, 7),
-        (4, 2, 4),
-        (4, 2, 7),
-        (4, 2, 12),
-        (4, 2, 17),
-        (5, 3, 5),
-        (5, 3, 19),
-        (8, 4, 8),
-        (8, 4, 26),
-    ):
+    sizes = [(p, v, m) for p, v in ((2, 2), (4, 2), (5, 3), (8, 4)) for m in (p, 2 * p - 1, 3 * p, 4 * p + 1)]
+    for p, v, m in sizes:
         if family.num_pipes == 2 and p in (2, 5):
             continue
         chunks = v if family.max_chunks is None else family.max_chunks
@@ -234,22 +209,15 @@ def test_ranks_hold_as_many_slices_at_their_first_backward_as_is_said(name: str)
                 assert any(said.lengths) or m % (group or 1)
 
 
+SIZES = (4, 2, 4), (4, 3, 8), (4, 2, 13), (5, 3, 15), (5, 2, 20), (6, 4, 12), (8, 3, 24), (8, 5, 32), (8, 2, 25)
+
+
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.warm_up is not None])
 def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> None:
     """Searches rely on it before any schedule is generated; sizes of stages are drawn."""
     family, sizes = FAMILIES[name], random.Random(5)
     assert family.warm_up is not None
-    for p, v, m in (
-        (4, 2, 4),
-        (4, 3, 8),
-        (4, 2, 13),
-        (5, 3, 15),
-        (5, 2, 20),
-        (6, 4, 12),
-        (8, 3, 24),
-        (8, 5, 32),
-        (8, 2, 25),
-    ):
+    for p, v, m in SIZES:
         for group in (family.usual_group(p), p) if family.splits else (p,):
             schedule, said = family.generate(p, m, v, FamilyOptions(group_size=group)), family.warm_up(p, m, v, group)
             for rank in range(p):
