@@ -2,112 +2,23 @@
 
 from __future__ import annotations
 
-import random
-from itertools import combinations
-
 import pytest
 
-from bpipe.balance.budget import ActivationBudget, balance_within
 from bpipe.balance.config import BalanceConfig
-from bpipe.balance.evict import OverBound, plan_evictions
 from bpipe.balance.pairs import balance, own_bytes
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import FamilyOptions
-from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.host_buffers import Residency, host_buffers, num_host_buffers, slots_away
 from bpipe.schedule.hosts import default_partners, mirrored_pairs, pairing
-from bpipe.schedule.layout import one_pipe
-from bpipe.schedule.memory import counts_of, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
+from bpipe.schedule.memory import counts_of, live_counts, num_transfers, peak_counts
 from bpipe.schedule.schedule import Schedule
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     return FAMILIES[name].generate(num_stages, num_microbatches, num_chunks)
-
-
-def fewest_evictions(schedule: Schedule, rank: int, bound: int) -> int | None:
-    """Try every set of micro-batches, smallest first; each leaves right after its forward and stays away as long as it
-    can.
-
-    To leave later only makes the others' room smaller, so no other plan of this set can do better. None: no set keeps
-    the bound.
-    """
-    forward, need = {}, {}
-    for slot, cell in enumerate(schedule.ranks[rank]):
-        if cell.compute is not None:
-            key = (cell.compute.stage, cell.compute.microbatch)
-            (forward if cell.compute.kind is Kind.FORWARD else need)[key] = slot
-    counts = live_counts(schedule, rank)
-    movable = [key for key in forward if need[key] - forward[key] > 3]
-    for size in range(len(movable) + 1):
-        for chosen in combinations(movable, size):
-            left = list(counts)
-            for key in chosen:
-                for slot in range(forward[key] + 2, need[key] - 1):
-                    left[slot] -= 1
-            if max(left) <= bound:
-                return size
-    return None
-
-
-def random_schedule(seed: int) -> Schedule:
-    """Two ranks; the first runs its forwards and backwards in any order that the second can follow."""
-    rng = random.Random(seed)
-    m = rng.randint(3, 8)
-    order: list[Action] = []
-    done, waiting = 0, []
-    while done < m or waiting:
-        if done < m and (not waiting or rng.random() < 0.55):
-            order.append(Action(0, Kind.FORWARD, done))
-            waiting.append(done)
-            done += 1
-        else:
-            order.append(Action(0, Kind.BACKWARD, waiting.pop(rng.randrange(len(waiting)))))
-    behind = []
-    for action in order:
-        if action.kind is Kind.FORWARD:
-            behind.append(Action(1, Kind.FORWARD, action.microbatch))
-        else:
-            behind.append(Action(1, Kind.BACKWARD, action.microbatch))
-    return place("random", m, one_pipe((0, 1)), [order, behind])
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int) -> None:
-    schedule = random_schedule(seed)
-    for bound in range(1, max(live_counts(schedule, 0))):
-        expected = fewest_evictions(schedule, 0, bound)
-        try:
-            plan = plan_evictions(schedule, 0, bound, memory_of((1, 1)))
-        except OverBound:
-            assert expected is None
-            continue
-        assert sum(action.kind is Kind.EVICT for actions in plan.values() for action in actions) == expected
-
-
-# (p, m) -> evictions of each rank that sends.
-FEWEST = {
-    (4, 4): [1],
-    (4, 5): [2],
-    (4, 8): [3],
-    (5, 8): [2],
-    (6, 6): [2, 1],
-    (6, 10): [4, 3],
-    (8, 8): [3, 2, 1],
-    (8, 10): [3, 3, 2],
-}
-
-
-@pytest.mark.parametrize(("p", "m"), FEWEST)
-def test_1f1b_takes_as_few_evictions_as_trying_all(p: int, m: int) -> None:
-    plain = generate("1f1b", p, m)
-    bound = -(-(p + 2) // 2)
-    assert [fewest_evictions(plain, rank, bound) for rank in range(len(FEWEST[p, m]))] == FEWEST[p, m]
-    balanced = balance(plain, [bound] * p)
-    assert [num_transfers(balanced, rank).evictions for rank in range(len(FEWEST[p, m]))] == FEWEST[p, m]
 
 
 @pytest.mark.parametrize("hosts", ["pair", "pool", "host"])
@@ -165,25 +76,9 @@ def test_interleaved_sends_ahead_what_the_paper_says(p: int, v: int, ahead: list
         assert expected - 1 <= sent <= expected
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
-def test_any_bound_from_the_smallest_up_is_kept(name: str) -> None:
-    plain = generate(name, 6, 13, 1 if name == "1f1b" else 2)
-    (least,) = set(balance(plain).bounds or ())
-    evictions = []
-    for bound in range(least, max(peak_counts(plain)) + 1):
-        balanced = balance(plain, [bound] * 6)
-        check(balanced)
-        evictions.append(sum(num_transfers(balanced, rank).evictions for rank in range(6)))
-    assert evictions == sorted(evictions, reverse=True)
-    assert evictions[-1] == 0
-    with pytest.raises(ValueError, match=f"both keep is {least} micro-batches"):
-        balance(plain, [least - 1] * 6)
-
-
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (3, 3), (4, 2), (5, 2), (6, 3), (8, 2)])
 def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_full(p: int, v: int) -> None:
-    """A pair saves 2 * ((v - 1) * g + p) chunk micro-batches together, and one more place serves an eviction and a
-    load at once."""
+    """A pair saves 2 ((v - 1) g + p) together; one more place serves an eviction and a load."""
     for m, g in ((p, p), (p + 1, p), (2 * p, p), (3 * p + 1, p), (2 * p, 2 * p), (4 * p, 2 * p)):
         (bound,) = set(
             balance(FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(group_size=g))).bounds or ()
@@ -205,10 +100,7 @@ def test_a_bound_of_its_own_for_each_rank() -> None:
     balanced = balance(plain, [3, 3, 2, 3])
     check(balanced)
     assert peak_counts(balanced) == (3, 3, 2, 3)
-    with pytest.raises(
-        ValueError,
-        match=r"rank 3, which hosts for rank 0, holds up to 3 micro-batches, but its bound is 2\. The smallest bound",
-    ):
+    with pytest.raises(ValueError, match=r"rank 3, which hosts for rank 0, holds up to 3 .* is 2\. The smallest bound"):
         balance(plain, [3, 3, 3, 2])
 
 
@@ -218,17 +110,6 @@ def test_a_bound_that_the_rank_itself_cannot_keep() -> None:
         match=r"rank 0 cannot keep to 1 micro-batches: it needs 2 at once in slot 1, and at least 2 over all slots",
     ):
         balance(generate("1f1b", 4, 8), [1] * 4)
-
-
-def test_a_pairing_of_the_users() -> None:
-    plain = generate("1f1b", 8, 16)
-    balanced = balance(plain, [6] * 8, partners=(6, 7, 5, 4, 3, 2, 0, 1))
-    check(balanced)
-    assert balanced.partners == (6, 7, 5, 4, 3, 2, 0, 1)
-    assert num_transfers(balanced, 6).hosts == num_transfers(balanced, 0).evictions > 0
-    assert num_transfers(balanced, 7).hosts == num_transfers(balanced, 1).evictions > 0
-    with pytest.raises(ValueError, match="smallest bound found that ranks 0 and 6 can both keep is 6"):
-        balance(plain, [5] * 8, partners=(6, 7, 5, 4, 3, 2, 0, 1))
 
 
 @pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
@@ -272,10 +153,7 @@ def test_a_pairing_that_is_none_is_refused(partners: tuple[int, ...], reason: st
 
 
 def test_a_rank_without_partner_cannot_be_balanced() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"rank 0 has no partner and holds up to 4 micro-batches, but its bound is 3\. Give it 4, or a partner",
-    ):
+    with pytest.raises(ValueError, match=r"rank 0 has no partner and holds up to 4 .* is 3\. Give it 4, or a partner"):
         balance(generate("1f1b", 4, 8), [3] * 4, (0, 1, 2, 3))
 
 
@@ -288,13 +166,6 @@ def test_gpipe_has_no_room_to_share() -> None:
     plain = generate("gpipe", 4, 8)
     assert balance(plain).bounds == (8,) * 4
     assert build(ScheduleConfig("gpipe", 4, 8, balance=BalanceConfig())).ranks == plain.ranks
-
-
-def test_moved_bytes_cannot_exceed_saved_bytes() -> None:
-    with pytest.raises(ValueError, match="moved_bytes 11 must lie between 0 and saved_bytes 10"):
-        peak_bytes(generate("1f1b", 2, 2), memory_of([10, 10], [10, 11]))
-    with pytest.raises(ValueError, match="moved_bytes 11 must lie between 0 and saved_bytes 10"):
-        balance_within(generate("1f1b", 2, 2), ActivationBudget((99, 99), memory_of([10, 10], [10, 11])))
 
 
 def test_host_buffers_are_reused_only_in_the_next_slot() -> None:

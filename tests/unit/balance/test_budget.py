@@ -1,5 +1,4 @@
-"""Balancing in bytes: only what must leaves, host buffers count all the time, and nothing that was tried does with
-less."""
+"""Balancing in bytes: only what must leaves, host buffers count all the time, and no plan tried needs less."""
 
 from __future__ import annotations
 
@@ -120,10 +119,6 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
         tight = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level - 1).room_bytes)]
         with pytest.raises(BudgetTooSmall):
             balance_within(plain, ActivationBudget(tuple(tight), memory), partners)
-
-
-# -- against trying everything
-# ------------------------------------------------------------------------------------------------------------
 
 
 def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:

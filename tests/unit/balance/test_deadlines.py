@@ -1,5 +1,4 @@
-"""Transfers that end in time: never more waiting than without by simulation, every room kept, and nothing changed
-where links are fast."""
+"""Transfers issued in time: never more waiting by simulation, all budgets kept, no change with fast links."""
 
 from __future__ import annotations
 

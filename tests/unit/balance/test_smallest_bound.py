@@ -1,8 +1,4 @@
-"""The smallest bound of a pair, beside an oracle that tries every eviction and load in every slot.
-
-Of families it is the smallest there is. Of drawn orders, as files may have them, it is the smallest found: seldom one
-less can be kept.
-"""
+"""The smallest bound of a pair, against an oracle that tries every eviction and load in every slot."""
 
 from __future__ import annotations
 
@@ -63,8 +59,7 @@ def subsets(items: list[Key]) -> Iterator[Keys]:
 
 
 def can_keep(schedule: Schedule, pair: tuple[int, int], bound: int) -> bool:
-    """Whether any evictions and loads keep both ranks within so many micro-batches, each of which leaves once at
-    most."""
+    """Whether any evictions and loads keep both ranks within the bound, if each micro-batch leaves at most once."""
     spans = [spans_of(schedule, rank) for rank in pair]
     states: set[State] = {((NOTHING, NOTHING), (NOTHING, NOTHING))}
     for slot in range(len(schedule.ranks[0])):
@@ -139,8 +134,7 @@ def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chun
 
 
 def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
-    """Loads always stood right before their backwards, so that partners hosted longer than they had to: 2 % of these
-    kept one less."""
+    """Loads right before their backwards made partners host too long: 2 % of these can keep one less."""
     every = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
     assert len(every) > 700
     assert max(found - least for found, least in every) <= 1

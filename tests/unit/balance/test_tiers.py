@@ -1,5 +1,4 @@
-"""What must leave goes to a node's own memory, alone or behind all devices with room: as little as can be, and never
-two in one place."""
+"""Evictions to host memory, alone or after all devices with room: as few as possible, one buffer each."""
 
 from __future__ import annotations
 
@@ -46,9 +45,6 @@ def balanced(
 def in_own(schedule: Schedule, rank: int) -> list[Residency]:
     return [stay for stay, host in hosts_of(schedule, rank).items() if not host.on_device]
 
-
-# -- every family
-# ----------------------------------------------------------------------------------------------------------------------
 
 # Sizes and chunks that each family knows.
 SHAPES = {name: (4, 8, max(1, family.min_chunks)) for name, family in FAMILIES.items()}
@@ -105,10 +101,6 @@ def test_what_an_arrangement_is_called() -> None:
         BalanceConfig(partners=(3, 2, 1, 0), hosts=ALL)
 
 
-# -- buffers
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("hosts", [HOST, ALL])
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("chimera", 1)])
 def test_as_many_buffers_as_are_full_at_once(name: str, v: int, hosts: str) -> None:
@@ -153,16 +145,11 @@ def _away(schedule: Schedule, stay: Residency) -> tuple[int, int]:
     return slots[Kind.EVICT], slots[Kind.LOAD]
 
 
-# -- against trying everything
-# ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("p", "m", "num_rooms"), [(3, 5, 200), (4, 4, 150), pytest.param(4, 5, 200, marks=pytest.mark.slow)]
 )
 def test_nothing_moves_less_and_nothing_of_it_stays_off_devices_needlessly(p: int, m: int, num_rooms: int) -> None:
-    """Of all plans none moves fewer bytes; and of what moves so, no choice of hosts leaves fewer bytes to the nodes'
-    memory."""
+    """No plan moves fewer bytes, and no choice of hosts leaves fewer bytes to host memory."""
     plain = generate("1f1b", p, m)
     ways = [every_way(plain, rank) for rank in range(p)]
     rng = random.Random(p * m)
@@ -191,8 +178,7 @@ def test_nothing_moves_less_and_nothing_of_it_stays_off_devices_needlessly(p: in
 
 
 def every_way(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
-    """The most a rank holds and how many leave, of every set of its micro-batches, each from every slot to every
-    later one."""
+    """Peak and number of evictions of every set of the rank's micro-batches, at every time."""
     own = live_bytes(schedule, rank, memory_of([1] * schedule.num_ranks))
     slots = {
         (one.kind, one.microbatch): slot for slot, cell in enumerate(schedule.ranks[rank]) for one in cell.computations
@@ -245,10 +231,6 @@ def _taken(stays: Sequence[tuple[int, int, int]], chosen: Sequence[int | None], 
         ]
         total += sizes[sender] * max((sum(out <= at <= back for out, back in mine) for at, _ in mine), default=0)
     return total
-
-
-# -- simulated
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def times(schedule: Schedule, links: Links) -> Simulation:

@@ -1,5 +1,4 @@
-"""Reading a folder: what a killed run leaves is accepted and noted, what cannot be of one run is refused with the
-way out."""
+"""Reading a folder: a killed run is accepted with a note, and what is not of one run is refused."""
 
 from __future__ import annotations
 
@@ -152,8 +151,7 @@ def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
 def test_a_value_that_no_run_has_is_refused(
     folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str
 ) -> None:
-    """A number replaced by a list, null, infinity or text was a traceback somewhere in the report, or a report of
-    nonsense."""
+    """Lists, null, infinity or text in place of a number gave a traceback or a senseless report."""
     path = folder / "record_00001.jsonl"
     edit(path, change)
     with pytest.raises(ValueError) as raised:
@@ -204,9 +202,7 @@ def test_a_value_beside_the_records_that_no_run_has_is_refused(
 def test_a_record_of_another_size_is_refused_before_its_program_is_built(folder: Path) -> None:
     for path in folder.glob("record_*.jsonl"):
         edit(path, line(program=PROGRAM | {"num_microbatches": 100_000}))
-    with pytest.raises(
-        ValueError, match="iteration 5 of rank 0 has 10 actions, but its program has 200000 computations"
-    ):
+    with pytest.raises(ValueError, match=r"iteration 5 of rank 0 has 10 actions, but its program has 200000"):
         read_run(folder)
 
 
@@ -263,18 +259,9 @@ RECORDS = {f"record_{rank:05d}.jsonl": "cafe" for rank in range(4)}
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (
-            {**RECORDS, "record_00002.jsonl": "beef"},
-            "the record of rank 0 is of run cafe, the record of rank 2 is of run beef. The folder has files of two runs",
-        ),
-        (
-            {"record_00002.jsonl": "beef"},
-            "rank 0 is of an older run, the record of rank 2 is of run beef. The folder has files of two runs",
-        ),
-        (
-            {**RECORDS, "run.json": "beef"},
-            "run.json is of run beef, the record of rank 0 is of run cafe. The folder has files of two runs",
-        ),
+        ({**RECORDS, "record_00002.jsonl": "beef"}, "the record of rank 0 is of run cafe, the record of rank 2"),
+        ({"record_00002.jsonl": "beef"}, "rank 0 is of an older run, the record of rank 2 is of run beef. The folder"),
+        ({**RECORDS, "run.json": "beef"}, "run.json is of run beef, the record of rank 0 is of run cafe. The folder"),
     ],
 )
 def test_records_of_two_runs_are_not_one(folder: Path, names: dict[str, str], message: str) -> None:

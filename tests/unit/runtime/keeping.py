@@ -1,7 +1,4 @@
-"""Save what one is told to, for micro-batches whose sizes differ.
-
-In: bytes. Out: a gradient that depends on all of them.
-"""
+"""A Function that saves the given bytes, for micro-batches of differing sizes; its gradient depends on all of them."""
 
 from __future__ import annotations
 

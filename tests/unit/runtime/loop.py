@@ -47,10 +47,7 @@ Rows = Callable[[int], int]
 
 
 class Small(TorchStages):
-    """A rank's stages, all of one weight.
-
-    `computing` is called inside every forward and backward, to hold the computation up.
-    """
+    """A rank's stages, all of one weight; `computing` runs inside every forward and backward."""
 
     def __init__(
         self,

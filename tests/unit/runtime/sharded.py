@@ -26,8 +26,7 @@ VOCABULARY = 6
 
 
 class SharedPost(Post):
-    """Also the parts of collectives, by value and rank, and in which order each rank sent its own, by what makes
-    them."""
+    """Adds the parts of collectives by value and rank, and the order in which each rank sent its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,16 @@
-"""Which storages of a graph may leave: what is whose, by small graphs where the answer can be seen."""
+"""Which storages of a graph may leave, and how those of the next micro-batch are found."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from bpipe.runtime.capture import Claims, SavedStorage, find
+from bpipe.runtime.graph import Pieces
+from bpipe.runtime.retrace import Retrace
 
 CPU = torch.device("cpu")
 
@@ -146,8 +148,7 @@ def test_in_place_resizing_restores_what_autograd_sees() -> None:
 
 
 class Stashing(torch.autograd.Function):
-    """As a compiled Function keeps what the one that it was made from set on its `ctx`: in a list, and some of it
-    saved too."""
+    """A Function that keeps tensors in a list on its `ctx`, as compiled Functions do, and saves one of them."""
 
     kept: ClassVar[list[torch.Tensor]] = []
 
@@ -186,3 +187,111 @@ def test_what_was_saved_through_a_hook_is_refused() -> None:
         offloaded = Twice.apply(torch.exp(x))
     with pytest.raises(ValueError, match=r"saved a tensor through a hook of torch\.autograd\.graph \(save_on_cpu"):
         find([offloaded.grad_fn], [x], CPU)
+
+
+Layers = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
+# Held by Python code all the time, as weights and a cached mask are.
+WEIGHT, MASK = torch.nn.Parameter(torch.randn(8, 8)), torch.rand(4, 8)
+
+
+def layers(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+    """Everything that is told apart: inputs, outputs of their own node, views and their bases, lists."""
+    hidden = torch.relu(x @ WEIGHT) * MASK
+    held.append(hidden)
+    first, second = torch.exp(hidden).split(4, -1)
+    return Twice.apply(torch.cat([first * second, torch.softmax(second, -1)], -1)) * Stashing.apply(hidden)
+
+
+def run_layers(of: Layers = layers) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return the output of the layers, what it received, and what somebody still holds: nothing, once the list is cleared."""
+    received, held = torch.randn(4, 8, requires_grad=True), []
+    return of(received, held), received, held
+
+
+def recorded(of: Layers = layers) -> Retrace | None:
+    output, received, held = run_layers(of)
+    held.clear()
+    leaving = [item.storage for item in find([output.grad_fn], [received], CPU) if item.alone]
+    assert leaving
+    return Retrace.of([output.grad_fn], leaving)
+
+
+def test_what_somebody_holds_is_not_found() -> None:
+    """By the very tensor that was saved [2], and by a view of it [1]; then everything is looked at."""
+    retrace = recorded()
+    assert retrace is not None
+    output, received, held = run_layers()
+    assert retrace.find([output.grad_fn], [received]) is None
+    held[0] = held[0][1:].detach()
+    assert retrace.find([output.grad_fn], [received]) is None
+    held.clear()
+    assert retrace.find([output.grad_fn], [received]) is not None
+    elsewhere = received[:]
+    assert retrace.find([output.grad_fn], [received]) is None
+    del elsewhere
+    assert retrace.find([output.grad_fn], []) is None, "the received input is the loop's"
+
+
+def test_tensors_that_share_a_storage_now_or_no_longer_are_not_found() -> None:
+    def shared(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        both = torch.rand(8, 8)
+        return (x * both[:4] * both[4:]).sum()
+
+    def separate(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        return (x * torch.rand(8, 8)[:4] * torch.rand(8, 8)[4:]).sum()
+
+    for before, then in ((shared, separate), (separate, shared)):
+        retrace = recorded(before)
+        assert retrace is not None
+        for of, found in ((before, True), (then, False)):
+            output, received, _ = run_layers(of)
+            assert (retrace.find([output.grad_fn], [received]) is not None) == found
+
+
+TALL, WIDE = 64, 32
+TALL_BYTES = TALL * WIDE * 4
+
+
+class Chain:
+    """A forward of three parts, as a loop keeps it: of each what it was given, detached, and what it made."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.received = torch.randn(TALL, WIDE, requires_grad=True)
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        passed = self.received
+        for part in (lambda x: (x * 2).tanh(), lambda x: x.sin().exp(), lambda x: x.sigmoid().sum()):
+            given = passed.detach().requires_grad_()
+            passed = part(given)
+            self.inputs.append(given)
+            self.outputs.append(passed)
+
+    def pieces(self) -> Pieces:
+        return Pieces([made.grad_fn for made in self.outputs], (*self.inputs, *self.outputs))
+
+    def backward(self) -> torch.Tensor:
+        gradient: Any = None
+        for given, made in zip(reversed(self.inputs), reversed(self.outputs), strict=True):
+            torch.autograd.backward(made, gradient)
+            gradient = given.grad
+        return gradient
+
+
+def found_in(chain: Chain, pieces: Pieces) -> tuple[SavedStorage, ...]:
+    return find(pieces.roots, [chain.received], CPU, pieces.held)
+
+
+def test_a_backward_in_pieces_reads_what_was_emptied_and_filled_again() -> None:
+    expected = Chain(1).backward()
+    chain = Chain(1)
+    pieces = chain.pieces()
+    storages = [item.storage for item in found_in(chain, pieces) if item.alone and item.nbytes >= TALL_BYTES]
+    del pieces
+    kept = [storage.clone() for storage in storages]
+    for storage in storages:
+        storage.resize_(0)
+    for storage, copy in zip(storages, kept, strict=True):
+        storage.resize_(copy.nbytes())
+        storage.copy_(copy)
+    assert torch.equal(chain.backward(), expected)

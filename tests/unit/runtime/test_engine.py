@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 
+from bpipe.runtime.acceptor import HostBuffer, HostBufferState
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.ranges import name_of
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock
 from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.hosts import read_hosts
 from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
-from bpipe.schedule.schedule import Schedule
+from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.layout import Sizes
 from tests.unit.runtime.loop import WIDTH, gradient, new_weight, run_iteration, schedule, stage
@@ -266,8 +273,7 @@ def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
 
 
 def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
-    """What they would cost can only be seen if nothing runs beside them; and an eviction has freed its memory by
-    then."""
+    """Their cost is only visible if nothing overlaps; an eviction has freed its memory by then."""
     log: list[str] = []
 
     class Logged(LateTransport):
@@ -302,9 +308,7 @@ def test_a_loop_that_does_not_say_what_was_sent_is_refused() -> None:
     engine.begin()
     engine.before(Action(0, Kind.FORWARD, 0))
     engine.after(Action(0, Kind.FORWARD, 0))
-    with pytest.raises(
-        RuntimeFault, match=r"rank 0: 0F1 is about to run, but sent\(\) was not called for the outputs of 0F0"
-    ):
+    with pytest.raises(RuntimeFault, match=r"rank 0: 0F1 is about to run, but sent\(\) was not called for the .* 0F0"):
         engine.before(Action(0, Kind.FORWARD, 1))
 
 
@@ -323,3 +327,67 @@ def test_where_it_stands_is_said_at_the_end_too() -> None:
     run_iteration(engine, plan, new_weight())
     # Once from the loop, once from the engine's own end.
     assert where == ["rank 0, stage 0, after 0B7"] * 4
+
+
+def test_a_range_ends_with_the_error_of_its_computation() -> None:
+    """Everything behind it would stand within it."""
+    plan = schedule(balance="none")
+    engine = Engine(plan, 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
+
+    def failing(weight: torch.nn.Parameter, received: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such token")
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(ValueError, match="no such token"):
+            run_iteration(engine, plan, new_weight(), forward=failing)
+        engine.abandon()
+        torch.ones(2).sum()
+    events = profiler.events() or []
+    (forward,) = (event for event in events if event.name.startswith("bpipe "))
+    after = max(event.time_range.start for event in events if event.name == "aten::sum")
+    assert forward.time_range.end < after
+
+
+def test_a_slice_is_named_by_its_micro_batch() -> None:
+    assert name_of(Action(1, Kind.BACKWARD_INPUT, 7), 4) == "bpipe dgrad stage 1 micro-batch 1 slice 3"
+    assert name_of(Action(2, Kind.SHARD_FORWARD, 5)) == "bpipe output shard forward rank 2 micro-batch 5"
+
+
+def test_a_micro_batch_goes_to_one_host_only() -> None:
+    """A file may say otherwise; what leaves a second time is still known to whoever sent it first."""
+    plain = FAMILIES["1f1b"].generate(4, 4, 1)
+    rows = [list(row) for row in plain.ranks]
+    for slot, host, kinds in ((2, 2, "EH"), (3, 2, "LR"), (4, 3, "EH"), (5, 3, "LR")):
+        own, other = (Kind.EVICT, Kind.HOST) if kinds == "EH" else (Kind.LOAD, Kind.RETURN)
+        for rank, kind in ((0, own), (host, other)):
+            rows[rank][slot] = Slot(rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(0, kind, 1)))
+    schedule = replace(plain, ranks=tuple(map(tuple, rows)), hosts=read_hosts("2+3,none,none,none"))
+    check(schedule)
+    with pytest.raises(ValueError, match=r"rank 0: micro-batch 1 of stage 0 is evicted both to rank 2 and to rank 3"):
+        Engine(
+            schedule, 0, {}, EngineConfig("rank 0", torch.device("cpu"), TransferConfig(minimum_bytes=1, timeout_s=1.0))
+        )
+
+
+HOSTED, RETURNED = Action(0, Kind.HOST, 5), Action(0, Kind.RETURN, 5)
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "message"),
+    [
+        ([], HostBufferState.EMPTYING, "host buffer 0, holding None: FREE -> EMPTYING on 0RETURN5, but only FILLING"),
+        ([HostBufferState.FILLING], HostBufferState.EMPTYING, "holding 0HOST5: FILLING -> EMPTYING on 0RETURN5"),
+        ([HostBufferState.FILLING, HostBufferState.FULL], HostBufferState.FILLING, "FULL -> FILLING"),
+        (
+            [HostBufferState.FILLING, HostBufferState.FULL, HostBufferState.EMPTYING],
+            HostBufferState.FILLING,
+            "EMPTYING -> FILLING on 0RETURN5, but only FREE may follow",
+        ),
+    ],
+)
+def test_any_other_step_is_refused(before: list[HostBufferState], step: HostBufferState, message: str) -> None:
+    buffer = HostBuffer(0)
+    for state in before:
+        buffer.move(state, HOSTED)
+    with pytest.raises(RuntimeFault, match=message):
+        buffer.move(step, RETURNED)

@@ -60,8 +60,7 @@ def test_every_family_computes_what_the_model_in_one_piece_does(config: Schedule
 
 
 def test_an_engine_stands_around_each_of_the_two() -> None:
-    """It took them for one, and ended every run of DualPipeV: it stands around a run's computations where nothing
-    moves, too."""
+    """It took both for one, which ended every run of DualPipeV."""
     engine = engine_for(OVERLAPPED, rank=0)
     for _ in range(2):
         Executor(OVERLAPPED, 0, Small(OVERLAPPED, 0, new_weight()), drawn()).run(engine)
@@ -114,9 +113,6 @@ def test_what_no_stage_computes_is_refused_before_anything_runs(monkeypatch: pyt
     with pytest.raises(ValueError, match="rank 0: 0S0 is not a computation of a stage"):
         Executor(plan, 0, TorchStages({}), Alone())
 
-
-# -- stages in plain torch
-# --------------------------------------------------------------------------------------------------------------
 
 FORWARD, BACKWARD = Action(1, Kind.FORWARD, 0), Action(1, Kind.BACKWARD, 0)
 

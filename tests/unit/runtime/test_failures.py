@@ -1,7 +1,4 @@
-"""Every rank learns which one failed first; those that are stuck are ended.
-
-Ranks are threads, and their store is in this process.
-"""
+"""Every rank learns which one failed first, and stuck ranks are ended. Ranks are threads of this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What of a forward's activations leaves: counted by an allocator or by the graph, and named where it is little.
-
-The allocator is one of the CPU's own: it counts every storage that an operation makes, as long as that lives.
-"""
+"""How much of a forward's activations leaves, counted by an allocator on the CPU or by the graph."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ def run_holding(meter: Meter, plan: Schedule, forward: Layer = stage) -> None:
 
 
 def test_what_is_left_after_its_backward_is_no_micro_batch() -> None:
-    """Where a stage saves only what it receives (one layer, recomputed in full) one micro-batch more was counted
-    than it held."""
+    """One micro-batch too many was counted if a stage saves only its input."""
     plan, meter = schedule(8, 16, "none"), Meter()
     run_holding(meter, plan, lambda weight, received: received @ weight)
     nbytes = inputs_of(0).untyped_storage().nbytes()
@@ -70,10 +69,7 @@ def test_between_the_halves_of_its_backward_a_micro_batch_is_here_with_what_is_l
 
 
 def test_what_waits_for_the_second_half_counts_whether_it_was_saved_or_is_new() -> None:
-    """A linear layer's input was saved, unless it was recomputed; the gradient of its output is new.
-
-    What all share is nobody's.
-    """
+    """A linear layer's input was saved, unless recomputed; its output's gradient is new."""
     meter = Meter()
     common = torch.zeros(1000)
     for iteration in range(2):

@@ -1,5 +1,4 @@
-"""Shards of the output layer in our own loop: what they compute is what the layer in one piece does, whatever the
-schedule."""
+"""Shards of the output layer in our own loop compute what the layer in one piece does, in any schedule."""
 
 from __future__ import annotations
 
@@ -93,9 +92,8 @@ def test_evaluation_computes_losses_and_nothing_else(p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
-def test_what_a_shard_holds_is_listed_and_gone_behind_t(vocabulary: Vocabulary) -> None:
-    """Logits, input, labels and the tokens' gradients, in 64 bit here; by algorithm 2 also its statistics and its
-    part of the gradient."""
+def test_what_a_shard_holds_is_listed_and_gone_after_t(vocabulary: Vocabulary) -> None:
+    """Logits, input, labels and token gradients; with algorithm 2 also statistics and part of the gradient."""
     shard = ShardedModel(1, 1).shard(0, vocabulary)
     received = (
         torch.randn(ROWS, WIDTH, dtype=torch.float64),

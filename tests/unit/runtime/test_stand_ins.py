@@ -73,9 +73,8 @@ def trained(
     """The gradient after a few iterations, with an engine where there is something to check it."""
     plan, weight, engine = schedule(), new_weight(), None
     if verifier is not None:
-        config = EngineConfig(
-            "rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0, poison=True), verifier=verifier
-        )
+        transfers = TransferConfig(minimum_bytes=1, timeout_s=1.0, poison=True)
+        config = EngineConfig("rank 0", CPU, transfers, verifier=verifier, links={3: "gloo"})
         engine = Engine(plan, 0, transport or LateTransport(), config)
     for _ in range(ITERATIONS):
         run_iteration(engine, plan, weight, forward=layer)
@@ -115,8 +114,7 @@ def test_a_buffer_that_somebody_holds_stays() -> None:
 
 
 def test_memory_without_an_allocator_stays() -> None:
-    """As userbuffers, which are made from a pointer: nobody but the graph holds the tensor, and still it cannot be
-    given back."""
+    """Userbuffers are made from a pointer: only the graph holds the tensor, but it cannot be freed."""
     engine, _ = moves_right(lambda: Owner(without_an_allocator, holds=False).layer)
     assert staying(engine) >= LENT_BYTES
     # The same memory of torch's own moves.
@@ -126,8 +124,7 @@ def test_memory_without_an_allocator_stays() -> None:
 
 
 class Offloading:
-    """Takes what a part of a layer saves by hooks of autograd: to the host, as a copy, or it holds the tensor itself.
-    Each is given back once."""
+    """Hooks of autograd that take what part of a layer saves: a copy, or the tensor itself."""
 
     def __init__(self, copies: bool) -> None:
         self.copies = copies
@@ -172,8 +169,7 @@ def test_what_hooks_keep_elsewhere_stays_and_the_rest_moves(copies: bool, monkey
 
 
 class Graphed:
-    """A captured part: static inputs and outputs, a set for each micro-batch in flight, written again at each replay,
-    forward and backward."""
+    """A captured part: static inputs, outputs and gradients per micro-batch in flight, rewritten at each replay."""
 
     def __init__(self) -> None:
         self.inputs, self.outputs, self.gradients = ([empty() for _ in range(SLOTS)] for _ in range(3))
@@ -213,8 +209,7 @@ def test_a_static_pool_stays() -> None:
 
 
 class Quantized(torch.autograd.Function):
-    """A product whose operands are kept in few bits: payloads, two of them in a byte where it is 4 bits, and scales a
-    row; the weight's copy is the module's."""
+    """A product that saves its operands in 8 or 4 bits with a scale per row; the module owns the weight's copy."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, cached: torch.Tensor, bits: int) -> torch.Tensor:
@@ -249,10 +244,6 @@ def test_eight_bit_payloads_and_their_scales_come_back(bits: int) -> None:
     quantized = engine.moved_bytes[0] - plain.moved_bytes[0]
     assert quantized >= 16 * WIDTH * bits // 8 + 16 * 4
     assert verifier.certificate.storages > other.certificate.storages
-
-
-# -- wrong ones
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Reaching(LateTransport):
@@ -318,13 +309,14 @@ WRONG = (
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_hypothesis_is_noticed_before_weights_are_updated(wrong: str) -> None:
-    with pytest.raises(RuntimeFault, match=r"iteration 1 since the start, micro-batch \d of stage 0, storage \d+ of "):
+    what = "memory being evicted to" if wrong in WRONG[:2] else "data that came back from"
+    place = r"iteration 1 since the start, micro-batch \d of stage 0, storage \d+ of .*\(float32 \[.*\], saved by "
+    with pytest.raises(RuntimeFault, match=f"^rank 0: {what} stage 3 over gloo .*{place}"):
         trained(stage, Verifier("rank 0", CPU, 1), Reaching(wrong))
 
 
 def test_memory_of_two_micro_batches_is_nobodys_alone() -> None:
-    """An owner that lends one buffer twice and holds it with no tensor: the count alone would let it leave with the
-    first."""
+    """An owner lends one buffer twice and holds no tensor of it: a count alone would let it leave."""
 
     def layer_of() -> Layer:
         shared: list[torch.Tensor] = []

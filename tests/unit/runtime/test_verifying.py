@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 from bpipe.runtime.checksums import SENDING, Certificate, Checksums, Verifier, weights
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Action, Kind
 from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.loop import gradient, schedule
-from tests.unit.runtime.test_engine import Late, LateTransport
+from tests.unit.runtime.test_engine import LateTransport
 
 CPU = torch.device("cpu")
 # Two chunks and a bit, whose last word is not whole.
@@ -54,36 +52,6 @@ def test_sums_are_those_of_a_slow_and_obvious_loop() -> None:
     assert sums(tensor) == found
 
 
-Damage = Callable[[list[torch.Tensor]], None]
-
-
-class Damaging(LateTransport):
-    """Damages one transfer: what lies in the host buffer, or what is being sent."""
-
-    def __init__(self, damage: Damage, at: int, source: bool = False) -> None:
-        super().__init__()
-        self._damage, self._at, self._source = damage, at, source
-
-    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
-        pending, self._at = super().put(host_buffer, tensors), self._at - 1
-        if self._at != -1:
-            return pending
-
-        def late() -> None:
-            pending.wait()
-            self._damage(list(tensors) if self._source else self.taken[host_buffer])
-
-        return Late(late)
-
-
-def flipped(tensors: list[torch.Tensor]) -> None:
-    tensors[1][7] ^= 64
-
-
-def exchanged(tensors: list[torch.Tensor]) -> None:
-    tensors[1][:512], tensors[1][512:1024] = tensors[1][512:1024].clone(), tensors[1][:512].clone()
-
-
 def engine(transport: Any, verifier: Verifier | None, rank: int = 0, **named: Any) -> Engine:
     transfers = TransferConfig(minimum_bytes=1, timeout_s=1.0, **named)
     config = EngineConfig(f"rank {rank}", CPU, transfers, verifier=verifier, links={3: "gloo"})
@@ -102,36 +70,6 @@ def test_what_came_back_is_certified_and_nothing_changes(synchronous: bool, diff
     assert certificate.storages % 6 == 0
     assert certificate.nbytes > 10_000
     assert not verifier.on
-
-
-@pytest.mark.parametrize(
-    ("damage", "source", "message"),
-    [
-        (
-            flipped,
-            False,
-            "data that came back from stage 3 over gloo differs from what was evicted: iteration 1 since the start, ",
-        ),
-        (
-            exchanged,
-            False,
-            "data that came back from stage 3 over gloo differs from what was evicted: iteration 1 since the start, ",
-        ),
-        (
-            flipped,
-            True,
-            "memory being evicted to stage 3 over gloo changed during the transfer, so something else writes to it",
-        ),
-    ],
-)
-def test_what_differs_ends_the_iteration_with_its_name(damage: Damage, source: bool, message: str) -> None:
-    plan = schedule()
-    with pytest.raises(RuntimeFault, match=r"^rank 0: ") as raised:
-        gradient(engine(Damaging(damage, 1, source), Verifier("rank 0", CPU, 2)), plan)
-    assert message in str(raised.value)
-    # The second to leave.
-    assert "micro-batch 3 of stage 0, storage 2 of " in str(raised.value)
-    assert "(float32 [16, 32], saved by " in str(raised.value)
 
 
 def test_a_rank_that_moves_nothing_is_certified_of_nothing() -> None:

@@ -1,7 +1,4 @@
-"""The audit of a stage with micro-batches under way as in 1F1B, by steps that are called as Megatron's, in a process
-that may import it. Ends with 0 when all is well."""
-
-# ruff: noqa: E402
+"""The audit of a stage with micro-batches under way as in 1F1B, by steps that are called as Megatron's."""
 
 from __future__ import annotations
 
@@ -12,11 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from megatron.scheduling.start import startup
-
-startup.prepare()
-
-# isort: split
 import torch
 from torch.autograd import Variable
 
@@ -98,21 +90,21 @@ def said_of(stage: Stage, num_microbatches: int, looking: StageAudit, iterations
     return log.getvalue()
 
 
-def what_comes_from_neighbours_is_no_finding() -> None:
+def check_what_comes_from_neighbours_is_no_finding() -> None:
     said = said_of(Stage(), 5, StageAudit(4))
     assert said.startswith(
         "bpipe: terra: rank 0, chunk 0: 4 micro-batches of 14 operations: nothing found that a CUDA graph would"
     ), said
 
 
-def a_number_of_the_forward_is_found_there_and_in_its_backward() -> None:
+def check_a_number_of_the_forward_is_found_there_and_in_its_backward() -> None:
     said = said_of(Stage(lambda number: 1 / number), 5, StageAudit(3))
     assert "/check_audit.py:" in said
     assert "scalar changes: mul: other is 0.166667 then 0.142857 then 0.125\n" in said
     assert "scalar changes: mul: other is 0.166667 then 0.142857 then 0.125 (backward, MulBackward0)\n" in said
 
 
-def a_training_too_short_says_so() -> None:
+def check_a_training_too_short_says_so() -> None:
     said = said_of(Stage(), 3, StageAudit(4))
     assert (
         said
@@ -122,18 +114,10 @@ def a_training_too_short_says_so() -> None:
     assert said == "bpipe: --terra-audit compares micro-batches of the second iteration, but there was none\n"
 
 
-def what_stands_in_for_a_gpu_is_looked_at_unchanged() -> None:
-    """A mode of torch's finds a replaced method by the plain one's name: a type was called torch.cuda.cuda, which
-    the optimizer refuses."""
+def check_what_stands_in_for_a_gpu_is_looked_at_unchanged() -> None:
+    """A torch mode finds a replaced method by the plain name: a type was once called torch.cuda.cuda."""
     with Recorder().running():
         assert torch.ones(2).type() == "torch.cuda.FloatTensor"
     # Known by its path: where there is a GPU, importing it would say that there is none.
     assert cpu_runtime.__file__ == audit._STAND_IN
     assert "cpu" not in vars(audit)
-
-
-if __name__ == "__main__":
-    what_stands_in_for_a_gpu_is_looked_at_unchanged()
-    what_comes_from_neighbours_is_no_finding()
-    a_number_of_the_forward_is_found_there_and_in_its_backward()
-    a_training_too_short_says_so()

@@ -1,9 +1,4 @@
-"""What the patch table does to a real Megatron, in a process of its own: importing it takes seconds.
-
-Ends with 0 when all is well.
-"""
-
-# ruff: noqa: E402
+"""What the patch table does to a real Megatron."""
 
 from __future__ import annotations
 
@@ -21,11 +16,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from megatron.scheduling.start import startup
-
-startup.prepare()
-
-# isort: split
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -57,7 +47,7 @@ def functions() -> list[object]:
     ]
 
 
-def a_class_gets_back_what_it_had() -> None:
+def check_a_class_gets_back_what_it_had() -> None:
     """A static method is called through its class, and one of an instance would be handed that."""
     kind = layers.LinearWithGradAccumulationAndAsyncCommunication
     before = inspect.getattr_static(kind, "backward")
@@ -70,7 +60,7 @@ def a_class_gets_back_what_it_had() -> None:
     assert patches.differences(gone) == ["megatron.core.tensor_parallel.layers.LinearWithout.backward is missing"]
 
 
-def removing_restores_megatrons_own() -> None:
+def check_removing_restores_megatrons_own() -> None:
     before = functions()
     installed = megatron.scheduling.install(CONFIG)
     assert schedules.forward_step is not before[0]
@@ -79,7 +69,7 @@ def removing_restores_megatrons_own() -> None:
     assert functions() == before
 
 
-def what_a_training_has_is_given_back_once_and_told_how_it_ended() -> None:
+def check_what_a_training_has_is_given_back_once_and_told_how_it_ended() -> None:
     for failed in (False, True):
         installed, ended = patches.install({}), []
         installed.closing(ended.append)
@@ -88,11 +78,11 @@ def what_a_training_has_is_given_back_once_and_told_how_it_ended() -> None:
         assert ended == [failed]
 
 
-def signatures_are_those_that_were_read() -> None:
+def check_signatures_are_those_that_were_read() -> None:
     assert [problem for patch in (*PATCHES, *patches.LEAVES) for problem in patches.differences(patch)] == []
 
 
-def another_signature_is_refused_with_nothing_replaced() -> None:
+def check_another_signature_is_refused_with_nothing_replaced() -> None:
     before = functions()
     changed = replace(patches.BACKWARD_STEP, parameters=("input_tensor", "output_tensor", "gradient", "config"))
     missing = replace(patches.FORWARD_STEP, name="forward_leap")
@@ -107,8 +97,7 @@ def another_signature_is_refused_with_nothing_replaced() -> None:
 
 
 def said_with_version(version: str) -> str:
-    """What installing and removing twice prints where the megatron-core that runs calls itself so, whatever pip says
-    of its wheel."""
+    """What two installations print if the running megatron-core reports this version."""
     said = io.StringIO()
     upstream.remark.cache_clear()
     with mock.patch.object(megatron.core, "__version__", version), contextlib.redirect_stdout(said):
@@ -117,7 +106,7 @@ def said_with_version(version: str) -> str:
     return said.getvalue()
 
 
-def the_megatron_that_runs_is_named_once() -> None:
+def check_the_megatron_that_runs_is_named_once() -> None:
     place = Path(megatron.core.__file__).parent
     tried = f"bpipe: megatron-core 0.19.2 from {place}\n"
     assert said_with_version("0.19.2") == tried
@@ -131,14 +120,14 @@ def the_megatron_that_runs_is_named_once() -> None:
     )
 
 
-def what_is_only_observed_may_have_other_parameters() -> None:
+def check_what_is_only_observed_may_have_other_parameters() -> None:
     """0.18 calls the trainer's functions with fewer parameters, none of which is read."""
     fewer = replace(patches.BACKWARD_STEP, parameters=("config",), observes=True)
     assert patches.differences(fewer) == []
     assert "missing parameters grad" in patches.differences(replace(fewer, parameters=("config", "grad")))[0]
 
 
-def further_parameters_need_defaults() -> None:
+def check_further_parameters_need_defaults() -> None:
     """Megatron's main adds some, each with a default, and every call of ours leaves them out."""
 
     def later(input_tensor, output_tensor, output_tensor_grad, config, scale=None): ...  # type: ignore[no-untyped-def]
@@ -152,9 +141,8 @@ def further_parameters_need_defaults() -> None:
             assert patches.differences(patch)[0].endswith("backward_step: new parameters scale")
 
 
-def a_further_parameter_is_handed_on_or_has_its_default() -> None:
-    """What a wrapper of a fixed signature does not know it must not ignore, and what Megatron gives it is no error of
-    Python's."""
+def check_a_further_parameter_is_handed_on_or_has_its_default() -> None:
+    """A wrapper of a fixed signature must not ignore a parameter that it does not know."""
 
     def later(input_tensor: str, output_tensor: str, output_tensor_grad: str, config: str, scale: int = 1) -> str:
         return f"{input_tensor} {config} {scale}"
@@ -178,7 +166,7 @@ def a_further_parameter_is_handed_on_or_has_its_default() -> None:
         installed.remove()
 
 
-def a_roll_may_be_asked_for_no_sum() -> None:
+def check_a_roll_may_be_asked_for_no_sum() -> None:
     """Megatron's main of 2026-08-22 has `return_sum`: slices ended there as unfit."""
 
     def roll_tensor(
@@ -197,7 +185,7 @@ def a_roll_may_be_asked_for_no_sum() -> None:
         installed.remove()
 
 
-def a_script_that_imported_a_name_asks_the_replacement() -> None:
+def check_a_script_that_imported_a_name_asks_the_replacement() -> None:
     """Public scripts import `is_pipeline_last_stage` by its name, before anything is replaced."""
     own = parallel_state.is_pipeline_last_stage
     script = ModuleType("a_script")
@@ -255,7 +243,7 @@ HARMLESS = {
 }
 
 
-def every_flag_near_the_pipeline_is_in_a_table() -> None:
+def check_every_flag_near_the_pipeline_is_in_a_table() -> None:
     """A flag that a new Megatron brings is read before it is taken for harmless."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
@@ -277,7 +265,7 @@ def every_flag_near_the_pipeline_is_in_a_table() -> None:
     assert not gone, f"docs/supported.md or HARMLESS names flags that Megatron does not have: {gone}"
 
 
-def what_may_be_missing_is_there() -> None:
+def check_what_may_be_missing_is_there() -> None:
     """A setting that a new Megatron calls otherwise would never be refused again."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
@@ -297,19 +285,3 @@ def what_may_be_missing_is_there() -> None:
     for module, required in upstream.REQUIRED.items():
         has = configuration if module in upstream.OF_CONFIGURATION else arguments
         assert set(required) <= has, f"{module}: Megatron does not have {set(required) - has}"
-
-
-if __name__ == "__main__":
-    removing_restores_megatrons_own()
-    what_a_training_has_is_given_back_once_and_told_how_it_ended()
-    a_class_gets_back_what_it_had()
-    signatures_are_those_that_were_read()
-    another_signature_is_refused_with_nothing_replaced()
-    the_megatron_that_runs_is_named_once()
-    what_is_only_observed_may_have_other_parameters()
-    further_parameters_need_defaults()
-    a_further_parameter_is_handed_on_or_has_its_default()
-    a_roll_may_be_asked_for_no_sum()
-    a_script_that_imported_a_name_asks_the_replacement()
-    every_flag_near_the_pipeline_is_in_a_table()
-    what_may_be_missing_is_there()

@@ -1,10 +1,4 @@
-"""The output layer of a real Megatron model as one shard, in a process of its own: importing takes seconds.
-
-One rank's shard has all rows, so what comes out is Megatron's but for the order in which a softmax is added up. Ends
-with 0 when all is well.
-"""
-
-# ruff: noqa: E402
+"""The output layer of a real Megatron model as one shard: Megatron's results but for the order of sums."""
 
 from __future__ import annotations
 
@@ -13,21 +7,15 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-
-from megatron.scheduling.start import startup
-
-startup.prepare()
-
-# isort: split
-import pytest
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch._C._distributed_c10d import HashStore
 
 from bpipe.runtime.shards import EarlyShard
 from bpipe.runtime.vocabulary.rows import Rows
@@ -137,7 +125,7 @@ def sharded(inner: GPTModel, call: Call, early: bool = False) -> ShardedStages:
     return stages
 
 
-def one_shard_trains_what_the_whole_layer_does() -> None:
+def check_one_shard_trains_what_the_whole_layer_does() -> None:
     scaled = {"use_mup": True, "mup_output_mult": 0.25}
     for loss, settings, early in product(
         (mean, summed), ({}, {"calculate_per_token_loss": True}, scaled), (False, True)
@@ -161,7 +149,7 @@ def one_shard_trains_what_the_whole_layer_does() -> None:
             assert distance < 3e-6, f"{name}: {distance}"
 
 
-def splitting_changes_no_weight_and_draws_nothing() -> None:
+def check_splitting_changes_no_weight_and_draws_nothing() -> None:
     plain, after = model(), torch.rand(1)
     inner = model()
     split(inner, inner)
@@ -178,9 +166,8 @@ def splitting_changes_no_weight_and_draws_nothing() -> None:
     assert list(inner.state_dict()) == list(plain.state_dict())
 
 
-def logits_are_computed_through_the_module() -> None:
-    """Its hooks gather its weight where the distributed optimizer overlaps that: without them the weight would be
-    stale, silently."""
+def check_logits_are_computed_through_the_module() -> None:
+    """Its hooks gather its weight if the distributed optimizer overlaps that; without them it would be stale."""
     inner = model()
     split(inner, inner)
     called_for: list[torch.Size] = []
@@ -190,7 +177,7 @@ def logits_are_computed_through_the_module() -> None:
     assert called_for == [x.shape]
 
 
-def evaluation_calls_the_loss_function_once() -> None:
+def check_evaluation_calls_the_loss_function_once() -> None:
     seen: list[torch.Tensor] = []
 
     def watched(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
@@ -217,7 +204,7 @@ def evaluation_calls_the_loss_function_once() -> None:
         )
 
 
-def what_shards_cannot_compute_is_refused() -> None:
+def check_what_shards_cannot_compute_is_refused() -> None:
     inner = model()
     split(inner, inner)
     with pytest.raises(ValueError, match="the weight of each token depends on the losses"):
@@ -242,7 +229,7 @@ def what_shards_cannot_compute_is_refused() -> None:
         output_shard(torch.nn.Linear(1, 1))
 
 
-def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
+def check_a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     """By the first rank all of it, and by every rank the rows that it has a copy of."""
     rows, whole = Rows(12, 1, 3), torch.arange(24.0).view(12, 2)
     key = "embedding.word_embeddings.weight"
@@ -284,7 +271,7 @@ def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     assert checkpoints.first_replicas(alone) == alone
 
 
-def an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
+def check_an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
     inner, tokens = model(), next(batches())
     table = inner.embedding.word_embeddings.weight.detach().clone()
     split(inner, inner, 0)
@@ -304,9 +291,8 @@ def an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
     torch.testing.assert_close(shard.weight.grad, again.grad, rtol=1e-6, atol=0)
 
 
-def an_embedding_of_another_chunk_leaves_the_first_stage_no_rows() -> None:
-    """Both layers' shards are in the last chunk, which its first stage has not got; a weight that they share is one
-    parameter there."""
+def check_an_embedding_of_another_chunk_leaves_the_first_stage_no_rows() -> None:
+    """Both shards are in the last chunk; if tied, they are one parameter there."""
     for tied in (False, True):
         first, last = (
             model(share_embeddings_and_output_weights=tied, **{without: False})
@@ -325,7 +311,7 @@ def an_embedding_of_another_chunk_leaves_the_first_stage_no_rows() -> None:
             assert first.shared_embedding_or_output_weight() is None
 
 
-def steps_are_noted_before_anything_is_computed() -> None:
+def check_steps_are_noted_before_anything_is_computed() -> None:
     inner = model()
     steps, expected = noted_steps(called(inner, mean), 0), batches()
     assert len(steps) == MICROBATCHES
@@ -336,9 +322,7 @@ def steps_are_noted_before_anything_is_computed() -> None:
         "doubles what the model returns": lambda data, module: (2 * module(next(data), None, None), mean),
         "never calls it": lambda data, module: (torch.zeros(()), mean),
     }.items():
-        with pytest.raises(
-            ValueError, match="must call its model exactly once and return the model's output unchanged"
-        ):
+        with pytest.raises(ValueError, match=r"must call its model exactly once and return the model's output"):
             noted_steps(called(inner, mean, forward_step_func=wrong), 0)
         assert "forward" not in vars(inner), what
     untold = noted_steps(
@@ -348,19 +332,8 @@ def steps_are_noted_before_anything_is_computed() -> None:
         gather_tokens(untold, inner.pg_collection.pp, 0)
 
 
-if __name__ == "__main__":
+def setup() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    one_shard_trains_what_the_whole_layer_does()
-    splitting_changes_no_weight_and_draws_nothing()
-    logits_are_computed_through_the_module()
-    evaluation_calls_the_loss_function_once()
-    what_shards_cannot_compute_is_refused()
-    a_tied_weight_is_filed_in_pieces_of_one_size()
-    an_embedding_in_shards_is_looked_up_before_the_model_asks()
-    an_embedding_of_another_chunk_leaves_the_first_stage_no_rows()
-    steps_are_noted_before_anything_is_computed()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()

@@ -44,9 +44,7 @@ def test_a_pattern_of_layers_says_the_stages_itself() -> None:
     args = parsed(hybrid_layer_pattern="M|*|-|M|*|-|M|*/M")
     follow(args, V)
     assert args.num_virtual_stages_per_pipeline_rank is None
-    with pytest.raises(
-        ValueError, match=r"--hybrid-layer-pattern M\*M- has 1 stages, but the schedule has 8: separate .* with 7 \|"
-    ):
+    with pytest.raises(ValueError, match=r"--hybrid-layer-pattern M\*M- has 1 stages, .* has 8: separate .* with 7 \|"):
         follow(parsed(hybrid_layer_pattern="M*M-"), V)
 
 

@@ -1,5 +1,4 @@
-"""Which ranks are put on one node is the schedule's to say: its pairs, wherever their stages are among Megatron's
-ranks."""
+"""The schedule's pairs decide which ranks share a node, wherever their stages are among Megatron's ranks."""
 
 from __future__ import annotations
 

@@ -43,21 +43,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch, **sizes: int | bool | SchedulingConfi
 
 
 def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the one that is installed: a V counts its positions from the other end, and what moves nothing has no
-    pairs."""
+    """A V counts its positions from the other end, and a schedule that moves nothing has no pairs."""
     pairs = (4, 5, 7, 6, 0, 1, 3, 2)
     for schedule, chunks in (("1f1b-split", 1), ("grouped-interleaved", 2)):
         own = ScheduleConfig(schedule, 8, 16, num_chunks=chunks, balance=BalanceConfig(None, pairs))
-        assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, chunks, own=own)) == [
-            0,
-            4,
-            1,
-            5,
-            2,
-            7,
-            3,
-            6,
-        ]
+        assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, chunks, own=own)) == [0, 4, 1, 5, 2, 7, 3, 6]
     of_a_file = eager(build(ScheduleConfig("v-min", 8, 16, num_chunks=2)))
     own = config_of_schedule(of_a_file, BalanceConfig())
     capsys.readouterr()
@@ -77,13 +67,9 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
 def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever feeds all chunks alike would give the last of an odd number of chunks labels of other samples than its
-    tokens."""
+    """Otherwise the last of an odd number of chunks would get labels of other samples."""
     config = SchedulingConfig(8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
-    with pytest.raises(
-        ValueError,
-        match=r"samples of the data-parallel replica samples_of\(config, c\), and call install\(config, samples_by",
-    ):
+    with pytest.raises(ValueError, match=r"samples of the data-parallel replica samples_of\(config, c\), and call"):
         install(config)
     # Mirror images are neighbours, as of Megatron's replicas 0 and 1; partners are of a half, and each pair of pairs is
     # on one node.
@@ -96,9 +82,7 @@ def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
 
 
 def test_what_is_not_the_configurations_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"pipeline 8 differs from num_ranks 4 of the configuration: give place\(\) the same number"
-    ):
+    with pytest.raises(ValueError, match=r"pipeline 8 differs from num_ranks 4 of the configuration: give place\(\)"):
         place(pipeline=8, config=SchedulingConfig(4, 1, BalanceConfig()))
     assert os.environ["RANK"] == "1"
     with pytest.raises(ValueError, match="num_chunks is 1, but 2 in the schedule given as own: give both the same"):
@@ -108,9 +92,7 @@ def test_what_is_not_the_configurations_is_refused() -> None:
 
 
 def test_sizes_must_divide_the_world() -> None:
-    with pytest.raises(
-        ValueError, match="tensor 1 times context 1 times pipeline 5 does not divide the world size of 8 processes"
-    ):
+    with pytest.raises(ValueError, match=r"tensor 1 times context 1 times pipeline 5 .* the world size of 8 processes"):
         place(pipeline=5)
     with pytest.raises(ValueError, match="context 0"):
         place(pipeline=4, context=0)
@@ -119,9 +101,7 @@ def test_sizes_must_divide_the_world() -> None:
 
 def test_a_second_call_would_move_the_rank_again() -> None:
     place(pipeline=8)
-    with pytest.raises(
-        RuntimeError, match=r"place\(\) was already called in this process, whose rank was 1: call it only once"
-    ):
+    with pytest.raises(RuntimeError, match=r"place\(\) was already called in this process, whose rank was 1: call"):
         place(pipeline=8)
     assert os.environ["RANK"] == "7"
 

@@ -58,9 +58,9 @@ def test_a_small_vocabulary_moves_nothing() -> None:
     ("given", "message"),
     [
         ({"pipeline_model_parallel_size": 1}, "a pipeline of one rank has no other"),
-        ({"decoder_last_pipeline_num_layers": 2}, "--decoder-last-pipeline-num-layers also sets how many layers a"),
+        ({"decoder_last_pipeline_num_layers": 2}, "--decoder-last-pipeline-num-layers also sets how many layers"),
         ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split also sets"),
-        ({"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank: it does not work with"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank: it does not work"),
         ({"bpipe_schedule": "v-half"}, "--bpipe-schedule v-half has several stages per rank"),
         ({"mtp_num_layers": 1}, "drop --mtp-num-layers, or give a layout"),
         ({"hybrid_layer_pattern": "M*M-"}, r"--hybrid-layer-pattern itself says where stages begin: move its \|"),

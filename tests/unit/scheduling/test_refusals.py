@@ -1,5 +1,4 @@
-"""Every refusal applies to what it names, in Megatron's arguments and in a model's configuration, and to nothing
-else."""
+"""Every refusal applies to its feature, in Megatron's arguments and a model's configuration, and to nothing else."""
 
 from __future__ import annotations
 
@@ -49,10 +48,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     ],
     "FP8": [{"fp8": "hybrid"}],
     "FP4": [{"fp4": "e2m1"}],
-    "activation offloading": [
-        {"cpu_offloading": True},
-        {"cpu_offloading_num_layers": 1},
-    ],
+    "activation offloading": [{"cpu_offloading": True}, {"cpu_offloading_num_layers": 1}],
     "fine-grained activation offloading": [{"fine_grained_activation_offloading": True}],
     "fine-grained offloading in our loop": [{"fine_grained_activation_offloading": True}],
     "combined 1F1B": [COMBINED],
@@ -151,9 +147,7 @@ def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
     """BPipe would look for the memory of placeholders."""
     with contextlib.closing(terra.Session()):
         refuse(SimpleNamespace(), balance=False)
-        with pytest.raises(
-            ValueError, match=r"a terra\.Session is open: .* close the session, or train without --bpipe"
-        ):
+        with pytest.raises(ValueError, match=r"a terra\.Session is open: .* close the session, or train without"):
             refuse(SimpleNamespace(), balance=True)
     refuse(SimpleNamespace(), balance=True)
 

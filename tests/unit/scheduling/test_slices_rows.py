@@ -76,10 +76,7 @@ def test_rows_are_cut_and_losses_padded_by_the_slice_that_is_computed() -> None:
         assert cutting.cut(hidden) is hidden
         assert cutting.cut(None) is None
         assert cutting.pad(torch.ones(2, 2)).tolist() == [[0, 0, 0, 1, 1]] * 2
-        with pytest.raises(
-            RuntimeFault,
-            match=r"the last stage returned \(2, 5\), but with slices .* \(batch, 2\): pass the model its labels",
-        ):
+        with pytest.raises(RuntimeFault, match=r"the last stage returned \(2, 5\), but with slices .* \(batch, 2\)"):
             cutting.pad(torch.ones(2, 5))
         with pytest.raises(AssertionError, match="is still computed"), cutting.at(0):
             pass

@@ -1,16 +1,23 @@
-"""A program that cannot start says so once, and ends with the same status on every rank."""
+"""How a run starts: what is refused, repaired and shared, said once, with the same status on every rank."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megatron.scheduling import launch
+from bpipe.balance.config import BalanceConfig
+from bpipe.config.flags.budgets import MemoryBudget
+from bpipe.simulate.cost import Costs
+from megatron.scheduling import install, launch
+from megatron.scheduling.hooks import repairs
+from megatron.scheduling.options.arguments import BY_TRAINER, SchedulingConfig
 from megatron.scheduling.options.flags import add_arguments
-from megatron.scheduling.start import exits
+from megatron.scheduling.start import exits, gpu_sharing, startup
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,3 +91,121 @@ def test_a_pipeline_takes_one_packed_row_at_a_time(flag: str, capsys: pytest.Cap
     launch.refuse_packed_batches(SimpleNamespace(**packed, micro_batch_size=1))
     launch.refuse_packed_batches(SimpleNamespace(sft=True, micro_batch_size=2, pipeline_model_parallel_size=1))
     launch.refuse_packed_batches(SimpleNamespace(sft=False, micro_batch_size=2, pipeline_model_parallel_size=2))
+
+
+ASKED: dict[str, Any] = {
+    "report": "runs/mine",
+    "report_iterations": (3, 5),
+    "peak_tflops": 989.0,
+    "metrics_interval": 10,
+    "memory": MemoryBudget((None,), True),
+    "costs": Costs(()),
+    "audit": 2,
+}
+
+
+@pytest.mark.parametrize("name", BY_TRAINER)
+def test_what_needs_megatrons_trainer_is_refused_by_its_name(name: str) -> None:
+    """It was ignored: a run ended without its report."""
+    with pytest.raises(
+        ValueError, match=rf"\n  {name} in the configuration: .* python -m megatron.scheduling.launch"
+    ) as refused:
+        install(SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig(), **{name: ASKED[name]}))
+    assert str(refused.value).count("in the configuration") == 1
+
+
+def missing_attribute() -> bool:
+    return bool(SimpleNamespace().grad_data)
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made = repairs.Repair(("megatron.core.made",), "what was broken works", lambda: True)
+    sound = repairs.Repair(("megatron.core.sound",), "nothing was broken", lambda: False)
+    untried = repairs.Repair(("megatron.core.changed", "megatron.core.other"), "state is saved", missing_attribute)
+    last = repairs.Repair(("megatron.core.last",), "the last works", lambda: True)
+    monkeypatch.setattr(repairs, "REPAIRS", (made, sound, untried, last))
+    monkeypatch.delenv("RANK", raising=False)
+    startup.repair.cache_clear()
+    yield
+    startup.repair.cache_clear()
+
+
+def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that prepares the process itself and is launched, too, wrapped the wrappers."""
+    startup.repair()
+    startup.repair()
+    said = capsys.readouterr().out
+    assert (
+        said.count("bpipe: repaired in memory, without editing files: megatron.core.made: what was broken works\n") == 1
+    )
+    assert "megatron.core.sound" not in said
+
+
+def test_without_repairs_none_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    startup.leave_unrepaired()
+    assert capsys.readouterr().out == (
+        "bpipe: --bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that what was broken works; "
+        "nothing was broken; "
+        "state is saved; the last works\n"
+    )
+
+
+def test_repairs_that_were_made_cannot_be_left_out_any_more() -> None:
+    startup.repair()
+    with pytest.raises(ValueError, match=r"^--bpipe-no-repairs: this process repaired Megatron before"):
+        startup.leave_unrepaired()
+
+
+def environment(local_rank: int = 0, local_world: int = 8, world: int = 8) -> dict[str, str]:
+    return {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_world), "WORLD_SIZE": str(world)}
+
+
+def arguments(local_rank: int = 0, shares: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(local_rank=local_rank, bpipe_share_gpus=shares)
+
+
+def test_ranks_take_the_gpus_in_turn_and_are_nodes_of_their_own_for_nccl() -> None:
+    hosts, gpus = set(), []
+    for rank in range(8):
+        args, variables = arguments(rank), environment(rank)
+        line = gpu_sharing.apply(args, 3, variables)
+        assert line is not None
+        assert line.startswith("WARNING: 8 ranks share 3 GPUs (--bpipe-share-gpus)")
+        gpus.append(args.local_rank)
+        hosts.add(variables["NCCL_HOSTID"])
+        assert variables["NCCL_SOCKET_IFNAME"] == "lo"
+        assert variables["NCCL_IB_DISABLE"] == "1"
+    assert gpus == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert len(hosts) == 8, "NCCL refuses two ranks of one host on one GPU"
+
+
+def test_what_the_user_sets_for_nccl_stays() -> None:
+    variables = environment() | {"NCCL_SOCKET_IFNAME": "eth0"}
+    gpu_sharing.apply(arguments(), 1, variables)
+    assert variables["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.mark.parametrize("num_gpus", [8, None])
+def test_where_nothing_is_to_be_shared_nothing_changes(num_gpus: int | None) -> None:
+    args, variables = arguments(5), environment(5)
+    line = gpu_sharing.apply(args, num_gpus, variables)
+    assert line is not None
+    assert "WARNING" not in line
+    assert args.local_rank == 5
+    assert variables == environment(5)
+    assert gpu_sharing.apply(arguments(shares=False), num_gpus, environment()) is None
+
+
+def test_too_few_gpus_are_refused_with_the_flag_that_shares_them() -> None:
+    """Megatron ended with "invalid device ordinal"."""
+    variables = environment(7)
+    with pytest.raises(ValueError, match=r"^8 ranks on this node, but torch sees 1 GPUs: .* add --bpipe-share-gpus"):
+        gpu_sharing.apply(arguments(7, shares=False), 1, variables)
+    assert variables == environment(7)
+
+
+def test_ranks_of_several_nodes_are_refused() -> None:
+    """Loopback reaches one node."""
+    with pytest.raises(ValueError, match="16 ranks, of which 8 are on this node"):
+        gpu_sharing.apply(arguments(), 1, environment(world=16))

@@ -1,5 +1,4 @@
-"""Gradients are reduced behind a chunk's last backward and never earlier, parameters gathered before their chunk
-computes."""
+"""Gradients are reduced after a chunk's last backward, and parameters gathered before their chunk computes."""
 
 from __future__ import annotations
 
@@ -59,10 +58,33 @@ def order_of(config: ScheduleConfig, rank: int) -> list[Action]:
     return [slot.compute for slot in build(config).ranks[rank] if slot.compute is not None]
 
 
-def test_one_chunk_reduces_in_its_last_backward() -> None:
+def of_one_chunk(text: str, stage: int, aligned: bool) -> list[str]:
     log = Log(1)
-    walked(order_of(ScheduleConfig("1f1b", 2, 3), 0), {0: 0}, log, log.config(no_sync_func=log.no_sync))
-    assert log == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2 alone"]
+    functions = {"no_sync_func": log.no_sync} | ({"grad_sync_func": log.start("reduce", 0)} if aligned else {})
+    walked([read_action(one) for one in text.split()], {stage: 0}, log, log.config(**functions))
+    return list(log)
+
+
+HALVES, SHARDS = "0F0 0F1 0I0 0I1 0W0 0W1", "0F0 0F1 0S0 0T0 0S1 0B0 0T1 0B1"
+
+
+@pytest.mark.parametrize(
+    ("stage", "text", "aligned", "alone"),
+    [
+        (0, "0F0 0F1 0B0 0F2 0B1 0B2", False, "0B2"),
+        # Nothing that a reduction could overlap with follows the first stage's last backward.
+        *((0, HALVES, aligned, "0I1 0W1") for aligned in (False, True)),
+        # A shard's weight has gradients from T alone, the others from B alone.
+        *((0, SHARDS, aligned, "0T1 0B1") for aligned in (False, True)),
+        # After the first stage's last backward all ranks add their rows of the embedding.
+        (2, "2IF0 2IF1 2F0 2S0 2B0 2IB0 2F1 2T0 2S1 2T1 2B1 2IB1", True, "2T1 2B1 2IB1"),
+    ],
+)
+def test_a_chunk_reduces_in_the_last_that_gives_each_weight_a_gradient(
+    stage: int, text: str, aligned: bool, alone: str
+) -> None:
+    expected = [f"{one} alone" if one in alone.split() else one for one in text.split()]
+    assert of_one_chunk(text, stage, aligned) == expected
 
 
 def test_chunks_reduce_each_in_its_own_last_backward() -> None:
@@ -87,43 +109,8 @@ def test_chunks_that_share_a_function_are_inside_of_it_again() -> None:
     assert not log.inside
 
 
-def test_halves_reduce_in_the_last_of_each() -> None:
-    """Between them another micro-batch's weights come, whose gradients are not the last."""
-    log = Log(1)
-    order = [read_action(text) for text in ("0F0", "0F1", "0I0", "0I1", "0W0", "0W1")]
-    walked(order, {0: 0}, log, log.config(no_sync_func=log.no_sync))
-    assert log == ["0F0", "0F1", "0I0", "0I1 alone", "0W0", "0W1 alone"]
-
-
-def test_a_shard_of_the_output_layer_reduces_in_its_last_t() -> None:
-    """Its weight has no gradient from B, and what has one from B has none from T."""
-    log = Log(1)
-    order = [read_action(text) for text in ("0F0", "0F1", "0S0", "0T0", "0S1", "0B0", "0T1", "0B1")]
-    walked(order, {0: 0}, log, log.config(no_sync_func=log.no_sync))
-    assert log == ["0F0", "0F1", "0S0", "0T0", "0S1", "0B0", "0T1 alone", "0B1 alone"]
-    aligned = Log(1)
-    walked(
-        order, {0: 0}, aligned, aligned.config(no_sync_func=aligned.no_sync, grad_sync_func=aligned.start("reduce", 0))
-    )
-    assert aligned == log
-
-
-def test_a_shard_of_the_embedding_ends_the_iteration_on_every_rank() -> None:
-    """Behind the first stage's last backward all ranks add up their rows, so nowhere is anything left to reduce
-    beside."""
-    log, texts = Log(1), ["2IF0", "2IF1", "2F0", "2S0", "2B0", "2IB0", "2F1", "2T0", "2S1", "2T1", "2B1", "2IB1"]
-    walked(
-        [read_action(one) for one in texts],
-        {2: 0},
-        log,
-        log.config(no_sync_func=log.no_sync, grad_sync_func=log.start("reduce", 0)),
-    )
-    assert log == [*texts[:-3], "2T1 alone", "2B1 alone", "2IB1 alone"]
-
-
 def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
-    """It is in the last of a rank's chunks, whose stage computes later: weights are gathered in the order in which
-    they are read."""
+    """It is in the rank's last chunk, whose stage computes later, so that chunk is gathered first."""
     texts = ["1IF0", "1IF1", "1F0", "1F1", "2F0", "1S0", "1T0", "2I0", "2W0", "1I0", "1W0", "1IB0"]
     log, order = Log(2), [read_action(one) for one in texts]
     functions = [log.start("gather", chunk) for chunk in range(2)]
@@ -137,14 +124,9 @@ def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
     assert log == ["gather 1", "gather 0"]
 
 
-def test_an_aligned_reduction_of_the_first_stage_starts_inside() -> None:
-    """Nothing is computed behind its last backward that a reduction could run beside; shards and halves have a last
-    of their own."""
-    for behind, text in ((1, "1F0 1F1 1S0 1T0 1S1 1B0 1T1 1B1"), (0, "0F0 0F1 0I0 0I1 0W0 0W1")):
-        log, order = Log(1), [read_action(one) for one in text.split()]
-        walked(order, {behind: 0}, log, log.config(no_sync_func=log.no_sync, grad_sync_func=log.start("reduce", 0)))
-        inside = [*text.split()[:3], "0I1 alone", "0W0", "0W1 alone"]
-        assert log == ([*text.split(), "reduce 0"] if behind else inside)
+def test_an_aligned_reduction_starts_after_the_last_of_a_later_stage() -> None:
+    text = "1F0 1F1 1S0 1T0 1S1 1B0 1T1 1B1"
+    assert of_one_chunk(text, 1, aligned=True) == [*text.split(), "reduce 0"]
     two, order = Log(1), [read_action(one) for one in ("0F0", "0B0")]
     syncing = Syncing(
         Marks.of(order, {0: 0}, num_pipes=2), two.config(grad_sync_func=two.start("reduce", 0)), two.models
@@ -157,7 +139,7 @@ def test_an_aligned_reduction_of_the_first_stage_starts_inside() -> None:
     assert two == ["reduce 0"]
 
 
-def test_an_aligned_reduction_starts_behind_the_last() -> None:
+def test_an_aligned_reduction_starts_after_the_last() -> None:
     log = Log(2)
     order = order_of(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2), 1)
     functions = {"no_sync_func": [lambda: log.no_sync(0), lambda: log.no_sync(1)]}

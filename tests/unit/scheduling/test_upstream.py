@@ -1,8 +1,4 @@
-"""What is read of Megatron's arguments and configuration is what the tables in `upstream` say, and what is missing is
-named in one line.
-
-Megatron is not imported: that 0.19.2 has these names is looked at in check_patches.py.
-"""
+"""The settings read of Megatron, without Megatron: what is missing is named in one line (see check_patches.py)."""
 
 from __future__ import annotations
 
@@ -34,8 +30,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def parsed(**more: Any) -> SimpleNamespace:
-    """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on
-    one node."""
+    """What Megatron's parser returns, as far as it is read before a process group exists: rank 1 of 4 stages."""
     needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["schedule_choice"], *upstream.REQUIRED["sizes"])
     ours = (
         f"bpipe_{name}"
@@ -68,8 +63,7 @@ def parsed(**more: Any) -> SimpleNamespace:
 def test_the_development_branch_is_placed_without_its_shards(
     megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its signatures equal 0.19.2's, and its arguments have no tensor_parallel_num_weight_shards: that was a bare
-    AttributeError."""
+    """It lacks tensor_parallel_num_weight_shards, which was a bare AttributeError."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     args = parsed()

@@ -79,8 +79,7 @@ def test_eagerly_one_reduction_is_exposed_and_lazily_one_for_each_chunk(name: st
 
 
 def test_a_reduction_waits_for_the_later_of_a_pair() -> None:
-    """Rank 7 is on another node, behind slow links: its mirror image, rank 0, has long completed what the two reduce
-    together."""
+    """Rank 7 is on another node with slow links; its mirror image, rank 0, is complete long before."""
     schedule = build(ScheduleConfig("bitpipe", 8, 16, num_chunks=2))
     links = Links(Link(latency_s=1), Link(latency_s=7), (0, 0, 0, 0, 0, 0, 0, 1))
     found = simulate(schedule, Costs((StageCost(2, 4, reduction_s=1),) * 16, links, eager=True))

@@ -34,8 +34,7 @@ def times(simulation: Simulation, kind: Kind, microbatch: int) -> list[tuple[Num
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_one_micro_batch_by_hand(vocabulary: Vocabulary) -> None:
-    """Forwards until 3, what the last made is with the others at 4, S until 5, statistics until 7, with algorithm 2
-    reduced until 10."""
+    """Forwards until 3, broadcast until 4, S until 5, statistics until 7, with algorithm 2 reduced until 10."""
     simulation = simulate(
         sharded(3, 1, vocabulary), Costs((StageCost(1, 2),) * 3, shards=(ALL_ONE,), collectives=COLLECTIVES)
     )
@@ -46,8 +45,7 @@ def test_one_micro_batch_by_hand(vocabulary: Vocabulary) -> None:
 
 
 def test_shards_of_the_embedding_by_hand() -> None:
-    """IF until 1, embeddings with the first stage at 5; with links of half a second each way, half a second more for
-    everything."""
+    """IF until 1, embeddings at the first stage at 5; links of half a second add half a second."""
     for latency, begin in ((0, 5), (0.5, 5.5)):
         costs = Costs(
             (StageCost(1, 2),) * 3, Links(Link(latency_s=latency)), shards=(ALL_ONE,), collectives=COLLECTIVES
@@ -61,8 +59,7 @@ def test_shards_of_the_embedding_by_hand() -> None:
 
 
 def test_collectives_of_a_sort_take_turns() -> None:
-    """Statistics of 10 seconds: S0 and S1 end sooner after each other than that, and T1 waits for the second
-    gathering all the same."""
+    """Statistics take 10 seconds, longer than S0 and S1 are apart, so T1 waits for the second gathering."""
     costs = Costs((StageCost(1, 2),) * 3, shards=(ShardCost(1, 1),), collectives=CollectiveCost(gather_s=10))
     simulation = simulate(sharded(3, 6, ONE), costs)
     begun = [times(simulation, Kind.SHARD_BACKWARD, k)[0][0] for k in range(6)]
@@ -96,8 +93,7 @@ def test_each_rank_may_have_a_cost_of_its_own() -> None:
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_logits_are_held_from_s_to_t_on_every_rank(vocabulary: Vocabulary) -> None:
-    """In slots as in seconds, beside what stages save: never more than one micro-batch's, for T follows S
-    everywhere."""
+    """In slots as in seconds, and never of more than one micro-batch."""
     p, m = 4, 12
     schedule = sharded(p, m, vocabulary)
     for rank, row in enumerate(schedule.ranks):

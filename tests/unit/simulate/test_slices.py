@@ -77,7 +77,5 @@ def test_a_transfer_lasts_as_its_slice_has_bytes() -> None:
 def test_slices_and_shards_of_the_vocabulary_are_not_predicted_together() -> None:
     """They train together. Costs of shards are of whole micro-batches: a table of them was read beyond its end."""
     schedule = build(ScheduleConfig("1f1b", 2, 1, slices=2, vocabulary=Vocabulary.ONE))
-    with pytest.raises(
-        ValueError, match=r"costs of 2 slices together with shards of the vocabulary: .* leave the slices out"
-    ):
+    with pytest.raises(ValueError, match=r"costs of 2 slices together with shards of the vocabulary: .* leave"):
         simulate(schedule, replace(TWO, shards=(ShardCost(1, 1),)))

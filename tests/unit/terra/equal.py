@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import terra
 
-Step = Callable[[], Any]
+# A step for every value that it yields.
+Steps = Iterator[Any]
 STEPS = 6
 KINDS = ("threaded", "lazy")
 
@@ -28,21 +29,21 @@ def bits(made: Any) -> Any:
     return [bits(each) for each in made] if isinstance(made, (list, tuple)) else made
 
 
-def plainly(build: Callable[[], Step]) -> list[Any]:
-    step = build()
-    return [bits(step()) for _ in range(STEPS)]
+def plainly(build: Callable[[], Steps]) -> list[Any]:
+    steps = build()
+    return [bits(next(steps)) for _ in range(STEPS)]
 
 
-def in_session(session: terra.Session, build: Callable[[], Step]) -> list[Any]:
-    step, made = build(), []
+def in_session(session: terra.Session, build: Callable[[], Steps]) -> list[Any]:
+    steps, made = build(), []
     for _ in range(STEPS):
         with session:
-            made.append(step())
+            made.append(next(steps))
         made[-1] = bits(made[-1])
     return made
 
 
-def is_equal(kind: str, build: Callable[[], Step]) -> None:
+def is_equal(kind: str, build: Callable[[], Steps]) -> None:
     expected = plainly(build)
     with opened(kind) as session:
         assert in_session(session, build) == expected

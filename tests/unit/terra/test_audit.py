@@ -1,8 +1,4 @@
-"""The audit of single steps: each defect at its own line, nothing where there is none, and the program computes what it
-would.
-
-A step marks the line of its defect by a comment, and the test reads the line's number from the source.
-"""
+"""The audit of single steps: each defect is found at the line that a comment marks, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from tests.unit.terra import stand_in
 Step = Callable[[], Any]
 
 
-def marked(step: Step) -> set[tuple[int, str]]:
+def marked(step: Callable[..., Any]) -> set[tuple[int, str]]:
     """Lines of the step that a comment marks, with the kinds that it names."""
     lines, first = inspect.getsourcelines(step)
     return {
@@ -90,125 +87,99 @@ def _raises() -> None:
     raise RuntimeError("on purpose")
 
 
-# -- one defect a step
-# -----------------------------------------------------------------------------------------------------------------
-
-
-def growing_rate() -> Step:
+def growing_rate() -> Iterator[None]:
     weight, steps = torch.ones(3), count(1)
-
-    def step() -> None:
+    while True:
         weight.mul_(0.5)
         weight.add_(torch.ones(3), alpha=1 / next(steps))  # is scalar
+        yield
 
-    return step
 
-
-def carried_state() -> Step:
+def carried_state() -> Iterator[None]:
     weight, state = torch.randn(3, 3), [torch.zeros(3)]
-
-    def step() -> None:
+    while True:
         state[0] = (weight @ state[0]).tanh()  # is replaced
+        yield
 
-    return step
 
-
-def new_batch() -> Step:
+def new_batch() -> Iterator[None]:
     weight, batches = torch.randn(3, 3), iter([torch.randn(2, 3) for _ in range(9)])
-
-    def step() -> None:
+    while True:
         batch = next(batches)
         hidden = batch @ weight  # is replaced
         # The same tensor again is no other finding.
         hidden + batch @ weight
+        yield
 
-    return step
 
-
-def numbers_of_python() -> Step:
+def numbers_of_python() -> Iterator[None]:
     weight = torch.ones(2)
-
-    def step() -> None:
+    while True:
         weight.mul_(torch.tensor([0.5, 0.25]))  # is from_python
+        yield
 
-    return step
 
-
-def number_in_a_branch() -> Step:
+def number_in_a_branch() -> Iterator[None]:
     """The first step has no such operation, and the others were not held against each other."""
     weight, steps = torch.ones(3), count()
-
-    def step() -> None:
+    while True:
         number = next(steps)
         if number > 1:
             weight.mul_(1 / number)  # is scalar and sometimes
+        yield
 
-    return step
 
-
-def branch() -> Step:
+def branch() -> Iterator[None]:
     weight, steps = torch.randn(3), count()
-
-    def step() -> None:
+    while True:
         hidden = weight.sin()
         if next(steps) % 2:
             hidden = hidden.cos() + 1  # is sometimes
         hidden.exp()  # is source
+        yield
 
-    return step
 
-
-def other_operand() -> Step:
+def other_operand() -> Iterator[None]:
     """Nothing but an operand tells the two apart: the operations, their places and their order are the same."""
     weight, steps = torch.randn(3), count()
-
-    def step() -> None:
+    while True:
         sine, cosine = weight.sin(), weight.cos()
         chosen = sine if next(steps) % 2 else cosine
         (chosen + 1).exp()  # is source
+        yield
 
-    return step
 
-
-def longer_each_time() -> Step:
+def longer_each_time() -> Iterator[None]:
     weight, steps = torch.randn(20), count(3)
-
-    def step() -> None:
+    while True:
         part = weight[: next(steps)]  # is scalar
         part.sin().sum()
+        yield
 
-    return step
 
-
-def longer_batches() -> Step:
+def longer_batches() -> Iterator[None]:
     weight, batches = torch.randn(3, 3), iter([torch.randn(length, 3) for length in range(1, 9)])
-
-    def step() -> None:
+    while True:
         (next(batches) @ weight).sin()  # is shape
+        yield
 
-    return step
 
-
-def reads() -> Step:
+def reads() -> Iterator[None]:
     weight = torch.randn(3)
-
-    def step() -> None:
+    while True:
         if weight.sum() > 100:  # is host_read
             raise AssertionError
         weight.max().item()  # is host_read
         weight.tolist()  # is host_read
         weight.numpy()  # is host_read
         weight.clone()
+        yield
 
-    return step
 
-
-def options_that_are_not_always_given() -> Step:
-    """What is given as it is by default torch leaves out of an operation's arguments: alternating with it went
-    unseen."""
+def options_that_are_not_always_given() -> Iterator[None]:
+    """torch drops arguments that equal their defaults: alternating with a default went unseen."""
     weight, turns = torch.randn(1, 2, 3, 3), count()
-
-    def step() -> None:
+    while True:
         is_odd = bool(next(turns) % 2)
         torch.nn.functional.gelu(weight, approximate="tanh" if is_odd else "none")  # is attribute
         torch.add(weight, weight, alpha=3 if is_odd else 1)  # is scalar
@@ -216,15 +187,13 @@ def options_that_are_not_always_given() -> Step:
         weight.sum(-1, keepdim=is_odd).exp().sum()  # is attribute
         weight.std(dim=None if is_odd else 1).exp()  # is attribute
         torch.cat([weight] * (2 + is_odd)).exp()  # is scalar
+        yield
 
-    return step
 
-
-def prints_and_saves() -> Step:
+def prints_and_saves() -> Iterator[None]:
     weight, alone = torch.randn(3), torch.randn(())
     kept = weight.clone()
-
-    def step() -> None:
+    while True:
         print(weight)  # is host_read
         repr([weight])  # is host_read
         str.__mod__("%s", (weight,))  # is host_read
@@ -235,41 +204,35 @@ def prints_and_saves() -> Step:
         torch.save({"weight": weight}, io.BytesIO())  # is host_read
         torch.tensor([alone, 1.0]).sum()  # is host_read and from_python
         kept.apply_(lambda each: each)  # is host_read
+        yield
 
-    return step
 
-
-def checks_of_linear_algebra() -> Step:
+def checks_of_linear_algebra() -> Iterator[None]:
     weight = torch.eye(3)
-
-    def step() -> None:
+    while True:
         torch.linalg.inv(weight)  # is host_read
         torch.linalg.cholesky(weight)  # is host_read
         torch.linalg.eigh(weight)  # is host_read
         torch.linalg.svd(weight)  # is host_read
         torch.linalg.solve(weight, weight)  # is host_read
         torch.linalg.inv_ex(weight)
+        yield
 
-    return step
 
-
-def sizes_by_data() -> Step:
+def sizes_by_data() -> Iterator[None]:
     weight = torch.randn(30)
-
-    def step() -> None:
+    while True:
         weight.nonzero()  # is size
         weight[weight > 0]  # is size
         weight[torch.arange(3)]
+        yield
 
-    return step
 
-
-def places_that_are_set() -> Step:
+def places_that_are_set() -> Iterator[None]:
     """One number is filled in where a mask holds, and nobody waits for how many places there are."""
     weight, steps = torch.randn(3, 4), count(1)
     other, row, mask = weight.clone(), torch.randn(4), torch.tensor([True, False, True])
-
-    def step() -> None:
+    while True:
         weight[weight > 9] = 0.0
         weight[mask] = 1
         weight[1:, 2][mask[1:]] = 2.0
@@ -283,67 +246,55 @@ def places_that_are_set() -> Step:
         weight[weight > 0] = row.sum()  # is size
         weight[mask.byte(), 1] = row[:2]  # is size
         weight[weight > 0] += 1  # is size
+        yield
 
-    return step
 
-
-def seeding() -> Step:
-    def step() -> None:
+def seeding() -> Iterator[None]:
+    while True:
         torch.manual_seed(7)  # is seed
         torch.rand(3)
+        yield
 
-    return step
 
-
-def seeding_inside_of_a_context() -> Step:
+def seeding_inside_of_a_context() -> Iterator[None]:
     """What a context sets at its end was said to be set by Python's contextlib."""
-
-    def step() -> None:
+    while True:
         with torch.random.fork_rng(devices=[]):  # is seed
             torch.rand(3)
+        yield
 
-    return step
 
-
-def own_generator() -> Step:
+def own_generator() -> Iterator[None]:
     own = torch.Generator().manual_seed(3)
-
-    def step() -> None:
+    while True:
         torch.rand(3, generator=own)  # is generator
         torch.rand(3, generator=torch.default_generator)
+        yield
 
-    return step
 
-
-def copies() -> Step:
+def copies() -> Iterator[None]:
     """The line was that of Python's copy, and the text had every byte of the tensor."""
     weights = iter([torch.randn(30) for _ in range(9)])
-
-    def step() -> None:
+    while True:
         copy.deepcopy(next(weights))  # is replaced
+        yield
 
-    return step
 
-
-def number_or_tensor() -> Step:
+def number_or_tensor() -> Iterator[None]:
     weight, numbers = torch.ones(3), iter([2.0, torch.ones(()), 2.0, 3.0, 4.0])
-
-    def step() -> None:
+    while True:
         weight.mul(next(numbers))  # is attribute
+        yield
 
-    return step
 
-
-def gradient_of_a_number() -> Step:
+def gradient_of_a_number() -> Iterator[None]:
     """What autograd issues stands at the forward's line, not where backward was called."""
     weight, steps = torch.randn(3, requires_grad=True), count(1)
-
-    def step() -> None:
+    while True:
         loss = (weight * (1 / next(steps))).sum()  # is scalar
         weight.grad = None
         loss.backward()
-
-    return step
+        yield
 
 
 class _Scaled(torch.autograd.Function):
@@ -360,37 +311,13 @@ class _Scaled(torch.autograd.Function):
         return gradient * (1 / next(_Scaled.steps))  # is scalar
 
 
-DEFECTS = (
-    *(
-        growing_rate,
-        carried_state,
-        new_batch,
-        numbers_of_python,
-        number_in_a_branch,
-        branch,
-        other_operand,
-        longer_each_time,
-        longer_batches,
-    ),
-    *(options_that_are_not_always_given, prints_and_saves, checks_of_linear_algebra, places_that_are_set),
-    *(
-        reads,
-        sizes_by_data,
-        seeding,
-        seeding_inside_of_a_context,
-        own_generator,
-        copies,
-        number_or_tensor,
-        gradient_of_a_number,
-    ),
-)
+DEFECTS = [each for each in list(vars().values()) if inspect.isgeneratorfunction(each)]
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
-def test_a_defect_is_found_at_its_line_and_nothing_else(defect: Callable[[], Step]) -> None:
-    step = defect()
-    assert marked(step), "no line is marked"
-    assert found(terra.audit(step, num_steps=4)) == marked(step)
+def test_a_defect_is_found_at_its_line_and_nothing_else(defect: Callable[[], Iterator[None]]) -> None:
+    assert marked(defect), "no line is marked"
+    assert found(terra.audit(partial(next, defect()), num_steps=4)) == marked(defect)
 
 
 def test_a_backward_of_ones_own_is_named_at_its_line() -> None:
@@ -421,10 +348,7 @@ def test_what_stands_in_for_torch_hands_its_place_on() -> None:
 
 
 def test_beside_a_device_the_host_may_read_its_own() -> None:
-    """Adam counts its steps on the host: said to end a capture, which it does not.
-
-    What it computes of them is frozen all the same.
-    """
+    """Adam counts steps on the host, which does not end a capture; numbers computed from it are frozen."""
     weight, steps = torch.ones(3, device="meta"), torch.ones(())
 
     def step() -> None:
@@ -447,14 +371,9 @@ def test_a_collective_is_said(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-# -- what is said
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_text_has_a_line_for_each_and_says_what_it_cannot_see() -> None:
-    step = growing_rate()
-    audit = terra.audit(step)
-    ((line, _),) = marked(step)
+    audit = terra.audit(partial(next, growing_rate()))
+    ((line, _),) = marked(growing_rate)
     said = text(audit)
     assert said.startswith("3 steps of 3 operations: 1 thing that a CUDA graph would freeze, lose or break on\n")
     assert f"test_audit.py:{line}\n  scalar changes: add_: alpha is 0.5 then 0.333333 then 0.25\n" in said
@@ -467,16 +386,11 @@ def test_the_text_has_a_line_for_each_and_says_what_it_cannot_see() -> None:
 @pytest.mark.parametrize(("num_steps", "warm_up"), [(1, 1), (3, -1)])
 def test_what_changes_needs_two_steps(num_steps: int, warm_up: int) -> None:
     with pytest.raises(ValueError, match="needs 2 or more"):
-        terra.audit(growing_rate(), num_steps, warm_up)
-
-
-# -- memory
-# ----------------------------------------------------------------------------------------------------------------------
+        terra.audit(partial(next, growing_rate()), num_steps, warm_up)
 
 
 def test_two_steps_may_be_under_way_and_come_in_parts() -> None:
-    """As micro-batches of a pipeline do: what the forward of one made, its backward does not take for memory from
-    outside."""
+    """As micro-batches of a pipeline: a backward finds what its forward made."""
     recorder, weight = terra.Recorder(), torch.randn(3, requires_grad=True)
     # Else the first makes it and the others add to it.
     weight.grad = torch.zeros(3)

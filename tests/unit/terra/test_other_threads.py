@@ -1,5 +1,4 @@
-"""What other threads and processes see of a step's tensors: what they would see without a session, and nothing
-hangs."""
+"""Other threads and processes see a step's tensors as without a session, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -18,10 +17,7 @@ import torch
 
 import terra
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
-from tests.unit.terra.equal import KINDS, Step, is_equal, opened
-
-# -- other threads
-# ----------------------------------------------------------------------------------------------------------------------
+from tests.unit.terra.equal import KINDS, Steps, is_equal, opened
 
 
 def trained(weight: torch.nn.Parameter) -> torch.Tensor:
@@ -32,21 +28,21 @@ def trained(weight: torch.nn.Parameter) -> torch.Tensor:
         return weight.sum()
 
 
-def saved_beside(start: Callable[[Callable[[], None]], Callable[[], object]]) -> Step:
-    """Saves a parameter in another thread, which is waited for at the end of the step as an asynchronous checkpoint
-    is."""
+def saved_beside(start: Callable[[Callable[[], None]], Callable[[], object]]) -> Steps:
+    """Saves a parameter in another thread that is joined at the end of the step, as asynchronous checkpoints do."""
     weight = torch.nn.Parameter(torch.ones(200))
-
-    def step() -> Any:
+    while True:
         saved = []
         loss = trained(weight)
-        wait = start(lambda: saved.extend([weight.clone(), weight.detach().numpy().copy(), float(loss), loss * 2]))
+
+        def save(saved: list[Any] = saved, loss: torch.Tensor = loss) -> None:
+            saved.extend([weight.clone(), weight.detach().numpy().copy(), float(loss), loss * 2])
+
+        wait = start(save)
         hidden = weight.detach() * 2
         wait()
         trained(weight)
-        return saved[0], torch.from_numpy(saved[1]), saved[2:], hidden
-
-    return step
+        yield saved[0], torch.from_numpy(saved[1]), saved[2:], hidden
 
 
 def by_thread(save: Callable[[], None]) -> Callable[[], object]:
@@ -77,8 +73,7 @@ def test_a_thread_that_a_step_starts_reads_what_was_written_before(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
-    """It took a block out of the hands of the thread that issued it: the run ended with an error, or with other
-    numbers."""
+    """It took a block from the thread that issued it: errors, or other numbers."""
     weight, losses, logged = torch.nn.Parameter(torch.ones(50)), queue.SimpleQueue[Any](), []
 
     def log() -> None:
@@ -104,10 +99,6 @@ def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
                 weight.fill_(number).add_(1)
             losses.put(weight.square().mean())
     assert logged == [(float((number + 1) ** 2), str(torch.tensor(2.0 * (number + 1) ** 2))) for number in range(40)]
-
-
-# -- other processes
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -1,14 +1,12 @@
-"""What programs do with a step's tensors that is no operation: they copy, swap, lend and write them, and what torch
-itself reads of them.
-
-Every step here is run plainly and with a session; what it gives must be equal in every bit, with its type.
-"""
+"""Uses of a step's tensors that are no operations (copies, swaps, lent memory): bit-equal with a session."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,34 +17,26 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
-from tests.unit.terra.equal import KINDS, STEPS, Step, is_equal, opened
-
-# -- copies
-# ----------------------------------------------------------------------------------------------------------------------
+from tests.unit.terra.equal import KINDS, STEPS, is_equal, opened
 
 
-def best_weights() -> Step:
+def best_weights() -> Iterator[Any]:
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     net.load_state_dict(
         {name: torch.full_like(each, place) for place, (name, each) in enumerate(net.state_dict().items())}
     )
-
-    def step() -> Any:
+    while True:
         with torch.no_grad():
             for each in net.parameters():
                 each.add_(1)
-        return copy.deepcopy(net.state_dict())
-
-    return step
+        yield copy.deepcopy(net.state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deep_copy_of_several_has_each_of_them(kind: str) -> None:
-    """Every copy was that of the first: it was remembered by the identity of a value that was gone, which the next
-    one got."""
-    is_equal(kind, best_weights)
+    """Every copy was the first one's: it was remembered by an identity that the next value reused."""
     with opened(kind) as session, session:
-        copied = best_weights()()
+        copied = next(best_weights())
     assert {type(each) for each in copied.values()} == {torch.Tensor}
 
 
@@ -93,24 +83,16 @@ def test_a_deep_copy_of_what_has_a_history_is_refused_as_ever() -> None:
             copy.deepcopy(hidden)
 
 
-def parameters_made_in_the_step() -> Step:
+def parameters_made_in_the_step() -> Iterator[Any]:
     weight = torch.arange(3.0)
-
-    def step() -> Any:
+    while True:
         loaded = pickle.loads(pickle.dumps([torch.nn.Parameter(weight + 1), weight * 2]))
-        return isinstance(loaded[0], torch.nn.Parameter), loaded
-
-    return step
+        yield isinstance(loaded[0], torch.nn.Parameter), loaded
 
 
-# -- memory that is lent, swapped and written
-# ----------------------------------------------------------------------------------------------
-
-
-def capsules() -> Step:
+def capsules() -> Iterator[Any]:
     weight = torch.randn(4, generator=torch.Generator().manual_seed(1))
-
-    def step() -> Any:
+    while True:
         weight.mul_(1.5)
         made = weight * 2
         taken = [torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(each)) for each in (made, weight)]
@@ -120,32 +102,26 @@ def capsules() -> Step:
             torch.from_numpy(np.from_dlpack(made * 1)),
         ]
         made.add_(1)
-        return [*taken, made]
-
-    return step
+        yield [*taken, made]
 
 
-def called_on_each_number() -> Step:
+def called_on_each_number() -> Iterator[Any]:
     weight = torch.arange(4.0)
-
-    def step() -> Any:
+    while True:
         weight.mul_(1.5)
         made, other = weight * 2, weight * 3
         one = torch.ones(())
-        made.apply_(lambda each: each + float(one * 2))
+        made.apply_(lambda each, one=one: each + float(one * 2))
         weight.apply_(lambda each: each + 1)
         other.map_(made, lambda one, other: one * other)
         weight.map_(other, lambda one, other: one - other)
         other.map2_(made, weight, lambda one, two, three: one + two * three)
-        return made, other, weight * 1, made.apply_(lambda each: each) is made
-
-    return step
+        yield made, other, weight * 1, made.apply_(lambda each: each) is made
 
 
-def lists_of_tensors() -> Step:
+def lists_of_tensors() -> Iterator[Any]:
     weight, mean = torch.arange(4.0), torch.zeros(())
-
-    def step() -> Any:
+    while True:
         weight.mul_(1.5)
         loss = weight.sum()
         mean.copy_(loss)
@@ -155,7 +131,7 @@ def lists_of_tensors() -> Step:
             torch.asarray([loss]),
             weight.new_tensor([loss, 1]),
         ]
-        return [
+        yield [
             *lists,
             torch.Tensor([loss, mean]),
             weight.new([loss, mean]),
@@ -163,13 +139,10 @@ def lists_of_tensors() -> Step:
             torch.tensor(weight * 2),
         ]
 
-    return step
 
-
-def swapped() -> Step:
+def swapped() -> Iterator[Any]:
     one, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.arange(2.0))
-
-    def step() -> Any:
+    while True:
         with torch.no_grad():
             one.add_(1)
             other.mul_(3)
@@ -178,98 +151,72 @@ def swapped() -> Step:
         torch.utils.swap_tensors(made, another)
         with torch.no_grad():
             one.mul_(0.5)
-        return one * 1, other * 1, made + 1, another - 1
-
-    return step
+        yield one * 1, other * 1, made + 1, another - 1
 
 
-def set_apart_by_a_made_index() -> Step:
+def set_apart_by_a_made_index() -> Iterator[Any]:
     table, at = torch.arange(12.0).reshape(6, 2), torch.tensor([1, 3])
-
-    def step() -> Any:
+    while True:
         table.add_(1)
         at.copy_(at.flip(0).sort().values)
-        return [
+        yield [
             torch.tensor_split(table * 2, at + 1),
             (table * 2).tensor_split(at),
             torch.tensor_split(table, at, dim=0),
             table.tensor_split(3),
         ]
 
-    return step
+
+def packed(kind: str) -> Iterator[Any]:
+    torch.manual_seed(4)
+    layer = getattr(torch.nn, kind)(3, 4, batch_first=True)
+    words, batch, lengths = torch.nn.Embedding(7, 3), torch.arange(15).reshape(3, 5) % 7, torch.tensor([5, 3, 2])
+    while True:
+        made = pack_padded_sequence(words(batch) * 2, lengths * 1, batch_first=True)
+        hidden, last = layer(made)
+        again = PackedSequence(hidden.data * 2, hidden.batch_sizes + 0)
+        padded, sizes = pad_packed_sequence(hidden, batch_first=True)
+        padded = padded + pad_packed_sequence(again, batch_first=True)[0]
+        for each in (layer, words):
+            each.zero_grad()
+        padded.square().sum().backward()
+        yield padded, sizes, last, [each.grad for each in (*layer.parameters(), words.weight)]
 
 
-def packed(kind: str) -> Callable[[], Step]:
-    def build() -> Step:
-        torch.manual_seed(4)
-        layer = getattr(torch.nn, kind)(3, 4, batch_first=True)
-        words, batch, lengths = torch.nn.Embedding(7, 3), torch.arange(15).reshape(3, 5) % 7, torch.tensor([5, 3, 2])
-
-        def step() -> Any:
-            made = pack_padded_sequence(words(batch) * 2, lengths * 1, batch_first=True)
-            hidden, last = layer(made)
-            again = PackedSequence(hidden.data * 2, hidden.batch_sizes + 0)
-            padded, sizes = pad_packed_sequence(hidden, batch_first=True)
-            padded = padded + pad_packed_sequence(again, batch_first=True)[0]
-            for each in (layer, words):
-                each.zero_grad()
-            padded.square().sum().backward()
-            return padded, sizes, last, [each.grad for each in (*layer.parameters(), words.weight)]
-
-        return step
-
-    return build
-
-
-def states_of_layers(kind: str) -> Callable[[], Step]:
+def state_of(kind: str) -> Iterator[Any]:
     """A state stands where a packed batch has its sizes, and has gradients."""
-
-    def build() -> Step:
-        torch.manual_seed(4)
-        layer = getattr(torch.nn, kind)(3, 4, batch_first=True)
-        batch, state = torch.randn(2, 5, 3), torch.randn(1, 2, 4, requires_grad=True)
-
-        def step() -> Any:
-            state.grad = None
-            made, _ = layer(batch, (state * 2, state * 3) if kind == "LSTM" else state * 2)
-            made.square().sum().backward()
-            return made, state.grad
-
-        return step
-
-    return build
+    torch.manual_seed(4)
+    layer = getattr(torch.nn, kind)(3, 4, batch_first=True)
+    batch, state = torch.randn(2, 5, 3), torch.randn(1, 2, 4, requires_grad=True)
+    while True:
+        state.grad = None
+        made, _ = layer(batch, (state * 2, state * 3) if kind == "LSTM" else state * 2)
+        made.square().sum().backward()
+        yield made, state.grad
 
 
-def default_type_of_the_step() -> Step:
+def default_type_of_the_step() -> Iterator[Any]:
     numbers, turns = torch.arange(3), count()
-
-    def step() -> Any:
+    while True:
         first = torch.ones(3)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if next(turns) % 2 else before)
-        try:
-            return first, torch.ones(3) + numbers / 2
-        finally:
-            torch.set_default_dtype(before)
-
-    return step
+        made = first, torch.ones(3) + numbers / 2
+        torch.set_default_dtype(before)
+        yield made
 
 
-def truths_for_numbers() -> Step:
+def truths_for_numbers() -> Iterator[Any]:
     numbers, mask = torch.arange(3), torch.tensor([True, False, True])
-
-    def step() -> Any:
+    while True:
         one_hot = torch.nn.functional.one_hot(numbers + 0, 4)
         truths = [(numbers > 1) == True, mask.masked_fill(~mask, True), torch.full((2,), True), numbers + True]  # noqa: E712
-        return [one_hot * 2, one_hot == True, *truths, numbers.clamp(max=True) * 2]  # noqa: E712
-
-    return step
+        yield [one_hot * 2, one_hot == True, *truths, numbers.clamp(max=True) * 2]  # noqa: E712
 
 
-def singular_values() -> Step:
+def singular_values() -> Iterator[Any]:
     weight = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
-
-    def step() -> Any:
+    while True:
         weight.mul_(1.1)
         made, even = weight * 2, weight + weight.T
         norms = (
@@ -279,7 +226,7 @@ def singular_values() -> Step:
             made.norm("nuc"),
         )
         each = torch.vmap(torch.linalg.svdvals)(torch.stack([made, even]))
-        return (
+        yield (
             each,
             torch.linalg.svdvals(made),
             torch.linalg.svdvals(weight),
@@ -288,18 +235,16 @@ def singular_values() -> Step:
             *norms,
         )
 
-    return step
-
 
 PROGRAMS = {
     **{
-        each.__name__: each
-        for each in (parameters_made_in_the_step, capsules, called_on_each_number, lists_of_tensors, swapped)
+        name: each
+        for name, each in list(vars().items())
+        if inspect.isgeneratorfunction(each) and each not in (packed, state_of)
     },
-    **{each.__name__: each for each in (set_apart_by_a_made_index, default_type_of_the_step, truths_for_numbers)},
-    **{f"packed {kind}": packed(kind) for kind in ("LSTM", "GRU", "RNN")},
-    **{f"state of {kind}": states_of_layers(kind) for kind in ("LSTM", "GRU", "RNN")},
-    "singular_values": singular_values,
+    **{
+        f"{each.__name__} {kind}": partial(each, kind) for each in (packed, state_of) for kind in ("LSTM", "GRU", "RNN")
+    },
 }
 
 

@@ -46,8 +46,7 @@ def test_a_script_is_run_for_a_few_steps_of_its_first_optimizer(tmp_path: Path) 
 
 
 def test_what_a_script_prints_and_asserts_is_found(tmp_path: Path) -> None:
-    """A print, an assertion that values are close and an option that alternates with its default gave "nothing
-    found" and status 0."""
+    """A print, an allclose assertion and an alternating option gave "nothing found" and status 0."""
     lines = (
         "print(batch)",
         "assert torch.allclose(batch, batch)",

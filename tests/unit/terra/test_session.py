@@ -1,5 +1,4 @@
-"""What a session does besides whole programs: who runs what, errors, what stays of placeholders, and what it leaves
-alone."""
+"""Sessions besides whole programs: errors, nesting, placeholders, and what they leave unchanged."""
 
 from __future__ import annotations
 
@@ -42,10 +41,6 @@ def until_co_executed(session: terra.Session, step: Callable[[], object]) -> Non
     assert (session.traces, session.fallbacks, session.co_executed) == (2, 0, 1)
 
 
-# -- errors
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_an_operation_s_error_is_raised_with_the_line_that_issued_it(session: terra.Session) -> None:
     table, places = torch.arange(5.0), iter([1, 2, 3, 4, 99, 0])
 
@@ -83,10 +78,6 @@ def test_steps_do_not_nest(session: terra.Session) -> None:
             pass
     with pytest.raises(ValueError, match="'threaded' or 'lazy'"):
         terra.Session("eager")  # type: ignore[arg-type]
-
-
-# -- placeholders
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def placeholder(session: terra.Session, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -138,10 +129,6 @@ def test_a_tensor_s_memory_is_exchanged_when_what_is_pending_has_run(session: te
         now = 2.0 * (place + 1)
     assert [float(each) for each in sums] == plain
     assert kept.tolist() == [1.0] * 3
-
-
-# -- what it leaves alone
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_python_hands_its_lock_on_soon_as_long_as_a_session_is_open() -> None:

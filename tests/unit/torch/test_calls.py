@@ -106,7 +106,7 @@ def test_a_list_that_is_watched_is_copied_as_a_list() -> None:
     assert seen == [0, 1]
 
 
-def test_methods_of_a_class_are_its_again_behind_a_step() -> None:
+def test_methods_of_a_class_are_its_again_after_a_step() -> None:
     """As torch's stages have them."""
 
     class Stage:

@@ -61,9 +61,7 @@ def test_every_family_is_lowered_by_torch_and_computes_the_same(name: str) -> No
     flat = [[str(one) for action in order[rank] for one in action.sub_actions or (action,)] for rank in range(P)]
     assert flat == computations(schedule)
     lowered = schedules._add_send_recv(
-        {rank: list(row) for rank, row in order.items()},
-        schedule.layout.placements[0].__getitem__,
-        schedule.num_stages,
+        {rank: list(row) for rank, row in order.items()}, schedule.layout.placements[0].__getitem__, schedule.num_stages
     )
     assert all(len(lowered[rank]) > len(order[rank]) for rank in range(P))
 
@@ -123,9 +121,7 @@ def test_what_is_no_schedule_is_refused() -> None:
 def test_stages_elsewhere_are_refused() -> None:
     schedule = build(ScheduleConfig("v-half", P, M, num_chunks=2))
     refuse_other_places(schedule, stages_on(1, 2, v_shaped=True))
-    with pytest.raises(
-        ValueError, match="rank 1 of the pipeline has stages 1 and 5, but v-half computes 1 and 6 there: make those"
-    ):
+    with pytest.raises(ValueError, match=r"rank 1 of the pipeline has stages 1 and 5, but v-half computes 1 and 6"):
         refuse_other_places(schedule, stages_on(1, 2))
 
 

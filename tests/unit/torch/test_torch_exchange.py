@@ -62,7 +62,7 @@ LEVELS = [(waits, births) for waits in STOOD for births in (False, True)]
 
 
 @pytest.mark.timeout(300)
-def test_no_balanced_schedule_stands_still() -> None:
+def test_no_balanced_schedule_deadlocks() -> None:
     """In every level of waiting, communicators made on the way or there before."""
     for schedule in balanced_schedules(1, 30):
         for waits, births in LEVELS:

@@ -1,5 +1,4 @@
-"""The table of torch's names: the installed torch has them all, the code uses no other, and a torch without one is
-refused in words."""
+"""The installed torch has every name in the table, and a torch without one is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def test_a_stage_without_an_attribute_is_refused() -> None:
     del stages[0].submod, stages[1].fwd_cache, schedule._internal_losses
     with pytest.raises(
         upstream.UnfitTorch,
-        match=r"has no _internal_losses, stage\.submod, stage\._forward_chunk_states or stage\.fwd_cache\. ",
+        match=r"no _internal_losses, stage\.submod, stage\._forward_chunk_states or stage\.fwd_cache\.",
     ):
         upstream.require_attributes(schedule, stages)
 

@@ -1,4 +1,4 @@
-"""What holds for tests of the transports, and two lanes for those that ask."""
+"""What holds for tests of the transports, two lanes, and a fake CUDA runtime."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import pytest
 
 from bpipe.transport.lanes import ThreadLane
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
+from tests.unit.transport.fake_cuda import FakeCuda, installed
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A CUDA runtime of this process's memory, in place of torch's."""
+    return installed(FakeCuda(), monkeypatch)
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from bpipe.transport import memory
 from bpipe.transport.cuda_runtime import CudaRuntime
 from bpipe.transport.memory import Device
 
@@ -99,9 +101,6 @@ class FakeCuda:
             return status
 
         return call
-
-    # -- the calls
-    # ------------------------------------------------------------------------------------------------------------------
 
     @c_function(ADDRESS)
     def cudaRuntimeGetVersion(self, found: int) -> None:
@@ -200,9 +199,6 @@ class FakeCuda:
         self.streams.append(stream)
         return self.failing.get("cudaMemcpyBatchAsync", 0)
 
-    # -- what stands on it
-    # -----------------------------------------------------------------------------------------------------------
-
     def runtime(self) -> CudaRuntime:
         return CudaRuntime(self.library)
 
@@ -217,3 +213,12 @@ class FakeCuda:
             raise AssertionError("memory asks nothing of the kind")
 
         return Device(torch.device("cuda", index), unused, unused, stream, self.empty_cache)
+
+
+def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The runtime that memory is asked of."""
+    runtime = cuda.runtime()
+    cuda.calls.clear()
+    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(memory, "_abandoned", [])
+    return cuda

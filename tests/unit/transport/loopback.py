@@ -12,6 +12,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,8 +36,7 @@ class _Message:
 
 
 class Sending:
-    """A message under way. As with gloo, one that nobody waits for and nobody keeps may never arrive, and a wait may
-    last until it has."""
+    """A message in flight: as with gloo, it may never arrive if nobody waits for it or keeps it."""
 
     def __init__(self, message: _Message, rendezvous_s: float | None) -> None:
         self._message: _Message | None = message
@@ -57,8 +57,7 @@ class Sending:
 
 
 class LoopbackControl:
-    """One end. Like the real one it carries JSON and keeps apart what messages are about; unlike it, sending needs
-    no partner, unless `rendezvous` says so."""
+    """One end, which carries JSON by subject. Sending needs no partner unless `rendezvous` is set."""
 
     def __init__(self, outbox: Mail, inbox: Mail, timeout_s: float, rendezvous: bool) -> None:
         self._outbox = outbox
@@ -105,6 +104,13 @@ def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[Loopback
     return LoopbackControl(there, back, timeout_s, rendezvous), LoopbackControl(back, there, timeout_s, rendezvous)
 
 
+def together(*calls: Callable[[], object]) -> None:
+    """Run the calls at once, in a thread each, and raise their errors."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for ended in [pool.submit(call) for call in calls]:
+            ended.result(20.0)
+
+
 def peers(
     outbound: CopyLane,
     inbound: CopyLane,
@@ -112,8 +118,7 @@ def peers(
     timeout_s: float = 5.0,
     others: tuple[CopyLane, CopyLane] | None = None,
 ) -> tuple[OneSidedCopies, OneSidedCopies]:
-    """An evictor's transport, its copies on these lanes, and its acceptor's, which has no copies to make unless it
-    has lanes too."""
+    """The transports of an evictor, which copies on these lanes, and of its acceptor."""
     here, there = controls(timeout_s, rendezvous=others is not None)
     lanes = others or (NoLane(), NoLane())
     return Peer(here, lender(), outbound, inbound), Peer(there, lender(), *lanes)  # type: ignore[arg-type]

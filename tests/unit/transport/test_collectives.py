@@ -1,5 +1,4 @@
-"""What all ranks have a part in, in groups that deliver only what is waited for: what comes of it where, and how its
-first passes."""
+"""Collectives in groups that deliver only what is waited for, and how the first message of each passes."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ def gradient(microbatch: int) -> Message:
 
 
 def test_all_get_what_one_makes(ranks: list[Collectives]) -> None:
-    """The first tells the shapes of all, whatever they are, and by way of the hosts: until all have come to it, it
-    stands in no queue."""
+    """The first message carries all shapes through the hosts, so it waits in no queue."""
     for microbatch in range(3):
         made = torch.arange(6.0).reshape(2, 3) + microbatch, torch.tensor([microbatch])
         for rank in (0, 1):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from bpipe.runtime.streams import copying_on
+from bpipe.simulate.cost import required_bytes_per_s, steady_bytes_per_s
 from bpipe.transport import AUTO, NAMES, connect
 from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
-from tests.unit.transport.loopback import controls
+from bpipe.transport.table import describe, sufficiency
+from tests.unit.transport.loopback import controls, together
 
 HERE = Location("boot-1", "pid:[1]", "node-a")
 
@@ -40,9 +42,7 @@ def _allowed(name: str, device: str) -> bool:
 
 
 def test_what_cannot_reach_the_memory_is_refused_with_the_way_out() -> None:
-    with pytest.raises(
-        ValueError, match="--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"
-    ):
+    with pytest.raises(ValueError, match=r"--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer"):
         candidates("nccl", "cpu")
 
 
@@ -74,11 +74,7 @@ def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(mon
         facts = replace(HERE, no_room="too little") if rank else HERE
         found[rank] = connect._find_link(connection, ("peer", "host"), rank, None, facts)  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=end, args=each) for each in enumerate(controls(rendezvous=True))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
+    together(*(partial(end, *each) for each in enumerate(controls(rendezvous=True))))
     assert found[0] == found[1] == MeasuredLink((0, 1), "peer", {"peer": 1e9}, {"host": "too little"})
 
 
@@ -138,3 +134,36 @@ def test_groups_that_lost_are_destroyed_once_the_link_is_chosen(
     if gone:
         with pytest.raises(RuntimeError, match="this pair has no groups for nccl: it was connected by peer"):
             connection.transport("nccl")
+
+
+def test_pairs_of_the_same_stages_share_a_line() -> None:
+    links = [
+        MeasuredLink((0, 6), "peer", {"nccl": 200e9, "peer": 180e9}, {"host": "RuntimeError: no pinned memory"}),
+        MeasuredLink((1, 7), "peer", {"nccl": 210e9, "peer": 190e9}, {"host": "RuntimeError: no pinned memory"}),
+        MeasuredLink((2, 4), "nccl", {"nccl": 20e9}, {"peer": "a and b are different machines"}),
+    ]
+    stages = {(0, 6): (0, 3), (1, 7): (0, 3), (2, 4): (2, 1)}
+    assert describe(links, stages).split("\nbpipe: ") == [
+        "links, measured in both directions:",
+        "  stages 0 and 3, 2 pairs of ranks: peer 180 to 190 GB/s (nccl 200 to 210 GB/s; host not usable: RuntimeError: no "
+        "pinned memory)",
+        "  stages 1 and 2: nccl 20 GB/s (peer not usable: a and b are different machines)",
+    ]
+
+
+def test_the_papers_own_case() -> None:
+    """GPT-3 96B, t=4, p=8, b=2 with recomputed attention: 3.48 GB within a forward of 143.37 ms."""
+    assert required_bytes_per_s(3_477_012_480, 0.14337) / 1e9 == pytest.approx(24.25, rel=1e-3)
+    assert steady_bytes_per_s(3_477_012_480, 0.14337) / 1e9 == pytest.approx(16.17, rel=1e-3)
+
+
+def test_a_link_that_keeps_up_and_one_that_does_not() -> None:
+    enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 25e9)
+    assert enough
+    assert sentence == (
+        "stage 0 moves 3000 MB to stage 7 and back while a micro-batch computes, about 300 ms: 20 GB/s of the link's "
+        "25 GB/s, enough"
+    )
+    enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 12.5e9)
+    assert not enough
+    assert "20 GB/s of the link's 12.5 GB/s, NOT enough: transfers will delay the computation" in sentence

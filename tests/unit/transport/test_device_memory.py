@@ -1,32 +1,18 @@
-"""The calls by which one GPU's memory is lent and reached, against a CUDA runtime made of this process's own memory.
-
-It shows which calls are made, with which addresses, and what becomes of their errors. It shows nothing of CUDA.
-"""
+"""Lending and reaching GPU memory: the calls, their addresses and errors, against a fake CUDA runtime."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bpipe.transport import memory
+from bpipe.transport.cuda_runtime import SIGNATURES, CudaError, CudaRuntime, runtime
 from bpipe.transport.memory import DeviceMemory, own_memory
-from tests.unit.transport.fake_cuda import Error, FakeCuda
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return installed(FakeCuda(), monkeypatch)
-
-
-def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    runtime = cuda.runtime()
-    cuda.calls.clear()
-    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
-    monkeypatch.setattr(memory, "_abandoned", [])
-    return cuda
+from tests.unit.transport.fake_cuda import Error, FakeCuda, installed
 
 
 def lender(cuda: FakeCuda, index: int = 0) -> DeviceMemory:
@@ -107,8 +93,7 @@ def test_pages_that_cannot_be_locked_are_an_error(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("index", [0, 3])
 def test_memory_is_made_and_opened_on_this_ranks_device(cuda: FakeCuda, index: int) -> None:
-    """Whatever device the runtime thinks of: it used to be device 0 for every rank, unless something had set it
-    before."""
+    """It was device 0 for every rank unless something had set another one."""
     handle, _ = lender(cuda, index).make(100)
     cuda.current_device = 7
     lender(cuda, index).open(handle)
@@ -126,8 +111,7 @@ def test_what_torch_keeps_unused_is_given_back_before_lending_fails(cuda: FakeCu
 
 
 def test_an_error_is_taken_off_the_record(cuda: FakeCuda) -> None:
-    """torch looks there after each kernel it starts: it would raise, in the middle of the model, what a probe had
-    already dealt with."""
+    """torch checks it after each kernel and would raise in mid-model what a probe had already handled."""
     cuda.failing["cudaIpcGetMemHandle"] = Error.cudaErrorMapBufferObjectFailed
     with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
         lender(cuda).make(100)
@@ -145,10 +129,7 @@ def pieces(*lengths: int) -> list[tuple[int, torch.Tensor]]:
 def test_a_transfer_is_one_call_where_cuda_has_one(
     version: int, driver: int, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """340 storages of 20 layers took 340 calls, milliseconds of the host's time.
-
-    CUDA 12.8 has one call for all; 13.0 changed it.
-    """
+    """340 storages took 340 calls and milliseconds of the host; CUDA 12.8 batches them, 13.0 otherwise."""
     cuda = installed(FakeCuda(version, driver), monkeypatch)
     _, lent = lender(cuda).make(4096)
     lent.write(pieces(10, 1000, 7))
@@ -167,10 +148,7 @@ def test_a_batch_that_cuda_refuses_is_an_error(cuda: FakeCuda) -> None:
 
 
 def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: FakeCuda) -> None:
-    """A kernel that waits for a partner that is gone never ends: the error used to wait for it, unread.
-
-    And the partner may be copying.
-    """
+    """A kernel that waits for a lost partner never ends, and the partner may be copying."""
     handle, lent = lender(cuda).make(4096)
     opened, pinned = lender(cuda).open(handle), own_memory(4096, cuda.device())
     for region in (lent, opened, pinned):
@@ -182,3 +160,36 @@ def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: 
     copied_to = weakref.ref(pinned._owner)  # type: ignore[attr-defined]
     del pinned, region
     assert copied_to() is not None, "what copies may still reach is gone"
+
+
+with_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
+
+
+@with_cuda
+def test_it_is_torchs_own() -> None:
+    """A second runtime, made for another CUDA, came with a package of bindings: `peer` and `host` were gone."""
+    major, minor = (int(part) for part in (torch.version.cuda or "").split(".")[:2])
+    assert runtime().version == 1000 * major + 10 * minor
+    with open("/proc/self/maps") as maps:
+        assert len({line.split()[-1] for line in maps if "libcudart" in line}) <= 1
+
+
+@with_cuda
+def test_every_function_that_is_called_is_there() -> None:
+    library = ctypes.CDLL(torch._C.__file__)
+    for name in (*SIGNATURES, "cudaGetErrorName"):
+        assert getattr(library, name)
+    if runtime().version >= 12080:
+        assert library.cudaMemcpyBatchAsync
+
+
+@with_cuda
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_error_has_cudas_name() -> None:
+    with pytest.raises(CudaError, match=r"cudaMemGetInfo failed: cudaError(InsufficientDriver|NoDevice|StubLibrary)"):
+        runtime().memory()
+
+
+def test_a_torch_without_cuda_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"this torch \(.*\) includes no CUDA runtime"):
+        CudaRuntime(SimpleNamespace())

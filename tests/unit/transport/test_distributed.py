@@ -1,7 +1,4 @@
-"""The two-sided transport's calls: which group, which order, how many at once, and what is waited for.
-
-Processes are in tests/gloo.
-"""
+"""The two-sided transport: which group, which order, how many operations at once, and what is waited for."""
 
 from __future__ import annotations
 
@@ -147,10 +144,7 @@ class Group:
 def test_operations_are_started_in_one_call_where_a_backend_has_one(
     at_once: bool, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ranks of the group, not of the world.
-
-    By torch's own batch it took two thirds more of the main thread's time.
-    """
+    """With ranks of the group; torch's own batch took two thirds more of the main thread's time."""
     group = Group(at_once)
 
     @contextlib.contextmanager

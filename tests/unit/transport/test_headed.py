@@ -1,5 +1,4 @@
-"""Lengths in front of a two-sided transport: a HOST waits for them and posts nothing before, and everything is
-waited for."""
+"""A HOST waits for the lengths of a two-sided transfer, posts nothing before, and everything is waited for."""
 
 from __future__ import annotations
 

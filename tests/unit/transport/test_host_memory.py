@@ -17,10 +17,7 @@ V1_MOUNT = "35 31 0:32 {base} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup 
 
 
 def machine(root: Path, groups: str = "", mounts: str = "", **files: str) -> Path:
-    """A machine with 64 GiB available.
-
-    `files` are those of cgroups: their folder, with __ for slashes, and what is in each.
-    """
+    """A machine with 64 GiB available; `files` are those of cgroups, by folder (__ for slashes)."""
     proc = root / "proc"
     (proc / "self/ns").mkdir(parents=True)
     (proc / "self/ns/cgroup").symlink_to("cgroup:[4026531835]")
@@ -78,9 +75,6 @@ def test_a_group_of_version_1_limits_and_no_limit_does_not(tmp_path: Path) -> No
     assert available(root) == [64, 14]
     assert memory_limits(root)[1].name == "the 16 GiB of cgroup /slurm/job (memory.limit_in_bytes)"
 
-
-# -- what fits
-# ----------------------------------------------------------------------------------------------------------------------
 
 NODE = MemoryLimit("boot-1", "node-a's memory (MemAvailable)", 40 * GIB)
 

@@ -1,5 +1,4 @@
-"""Host buffers in one piece of memory: nothing overlaps, everything is aligned, and both ends of a pair lay out the
-same."""
+"""Host buffers in one allocation: aligned, disjoint, and laid out alike by both ends of a pair."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def test_buffers_take_no_more_than_their_largest_stage(
 def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
     drawn: tuple[list[frozenset[int]], dict[int, tuple[int, ...]]], data: st.DataObject
 ) -> None:
-    """Stages become known one after the other, and buffers are used in between: the acceptor's sizes came as
-    messages."""
+    """Stages become known one by one, and buffers are used in between."""
     buffers, sizes = drawn
     here, there = BufferLayout(buffers), BufferLayout(buffers)
     known: dict[int, tuple[int, ...]] = {}
@@ -84,8 +82,7 @@ def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
 
 
 def test_a_buffer_that_may_hold_something_stays_where_it_is() -> None:
-    """It was moved with the one that a larger micro-batch came for, and what it held was read from where it would
-    have been."""
+    """It moved with the one that grew, and its contents were read from the wrong place."""
     layout = BufferLayout([{0, 3}, {0, 3}])
     assert layout.make_room(0, 0, {0: (600,)}) == 2 * 1024
     assert layout.make_room(1, 3, {0: (600,), 3: (2000,)}) == 2048

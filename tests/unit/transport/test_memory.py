@@ -51,8 +51,7 @@ def test_every_byte_is_copied_and_none_beside_them(length: int) -> None:
 
 
 def test_the_memory_lives_as_long_as_either_end_has_it() -> None:
-    """An acceptor that ended must not take an evictor's mapping away: the evictor would die of SIGBUS, not of an
-    error."""
+    """Otherwise an evictor would die of SIGBUS when its acceptor ends."""
     handle, made = SharedMemory().make(5000)
     opened = SharedMemory().open(handle)
     sent, back = numbers(5000), torch.zeros(5000, dtype=torch.uint8)

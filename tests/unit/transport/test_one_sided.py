@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
 
-from bpipe.transport import memory
 from bpipe.transport.base import Pending
 from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import BufferLayout, Sizes
 from bpipe.transport.memory import DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.unit.transport.fake_cuda import FakeCuda
-from tests.unit.transport.loopback import AtOnce, alone, controls, peers
+from tests.unit.transport.loopback import AtOnce, alone, controls, peers, together
 
 SIZES: Sizes = {0: (1000, 24, 4096)}
 STAGES = (frozenset({0}), frozenset({0}))
@@ -72,9 +72,7 @@ def test_what_was_put_comes_back(pair: tuple[OneSidedCopies, OneSidedCopies]) ->
 def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
     evictor.put(0, tensors(1)).wait()
-    with pytest.raises(
-        RuntimeError, match="host buffer 0 is holding, but must be free for this transfer: the program uses it twice"
-    ):
+    with pytest.raises(RuntimeError, match=r"host buffer 0 is holding, but must be free for this transfer"):
         evictor.put(0, tensors(2))
     back = tensors()
     evictor.get(0, back).wait()
@@ -163,10 +161,7 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
     announce(evictor).wait()
     with pytest.raises(OSError, match="Cannot allocate memory"):
         lend(acceptor)
-    with pytest.raises(
-        RuntimeError,
-        match=r"the partner could not allocate the host buffers that it lends: OSError: .* Cannot allocate memory",
-    ):
+    with pytest.raises(RuntimeError, match=r"the partner could not allocate the host buffers that it lends: OSError"):
         evictor.put(0, tensors(1)).wait()
 
 
@@ -195,14 +190,8 @@ def on_a_device(cuda: FakeCuda, kind: str) -> tuple[OneSidedCopies, OneSidedCopi
 
 
 @pytest.mark.parametrize("kind", ["peer", "host"])
-def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel that waits for a partner that is gone never ends: whoever waited for the device had no traceback for
-    minutes."""
-    cuda = FakeCuda()
-    runtime = cuda.runtime()
-    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
+def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied(cuda: FakeCuda, kind: str) -> None:
+    """Waiting for a kernel that never ends kept the traceback back for minutes."""
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)
@@ -216,10 +205,7 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
 
 
 @pytest.mark.parametrize("kind", ["peer", "host"])
-def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda()
-    runtime = cuda.runtime()
-    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
+def test_parting_in_good_order_waits_for_the_device_and_frees(cuda: FakeCuda, kind: str) -> None:
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)
@@ -231,28 +217,17 @@ def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeyp
 
 
 def test_two_that_lend_to_each_other_need_not_wait_for_each_other() -> None:
-    """With gloo a message's wait lasts until it was received: both used to wait for the other to listen, when
-    lending and when parting."""
+    """A gloo send is complete once received: both waited for the other to listen."""
     ends = [Peer(control, SharedMemory(), AtOnce(), AtOnce()) for control in controls(timeout_s=2.0, rendezvous=True)]  # type: ignore[arg-type]
-    errors: list[Exception] = []
 
     def both_roles(end: OneSidedCopies, seed: int) -> None:
-        try:
-            announced = announce(end)
-            lend(end)
-            back = tensors()
-            end.put(0, tensors(seed)).wait()
-            end.get(0, back).wait()
-            announced.wait()
-            assert same(back, tensors(seed))
-            end.release()
-        except Exception as error:
-            errors.append(error)
+        announced = announce(end)
+        lend(end)
+        back = tensors()
+        end.put(0, tensors(seed)).wait()
+        end.get(0, back).wait()
+        announced.wait()
+        assert same(back, tensors(seed))
+        end.release()
 
-    threads = [threading.Thread(target=both_roles, args=(end, seed)) for seed, end in enumerate(ends)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-        assert not thread.is_alive()
-    assert errors == []
+    together(*(partial(both_roles, end, seed) for seed, end in enumerate(ends)))

@@ -1,33 +1,28 @@
-"""What a trial of a link leaves behind when it fails: nothing, since another transport takes over and needs the
-room."""
+"""A failed trial of a link leaves nothing behind, since another transport takes over and needs the memory."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from bpipe.transport import memory, probe
+from bpipe.transport import probe
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.layout import Sizes
 from bpipe.transport.memory import DeviceMemory
 from bpipe.transport.one_sided import Peer
 from bpipe.transport.probe import measure
 from tests.unit.transport.fake_cuda import Error, FakeCuda
-from tests.unit.transport.loopback import CPU, AtOnce, controls
+from tests.unit.transport.loopback import CPU, AtOnce, controls, together
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    cuda = FakeCuda()
-    runtime = cuda.runtime()
-    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "PROBE_BYTES", 1 << 16)
-    return cuda
 
 
 def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
@@ -39,14 +34,7 @@ def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
         transport = Peer(control, DeviceMemory(cuda.device()), AtOnce(), AtOnce())  # type: ignore[arg-type]
         found[evictor] = measure(transport, control, device, evictor, 20.0, lambda: None)  # type: ignore[arg-type]
 
-    threads = [
-        threading.Thread(target=end, args=each) for each in zip(controls(rendezvous=True), (True, False), strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-        assert not thread.is_alive()
+    together(*(partial(end, *each) for each in zip(controls(rendezvous=True), (True, False), strict=True)))
     return [found[True], found[False]]
 
 
@@ -66,8 +54,7 @@ def test_a_trial_that_fails_leaves_nothing_and_both_say_why(cuda: FakeCuda, call
 
 
 class Hanging:
-    """A two-sided transport of which nothing comes back until it is aborted, as of a network that loses what is
-    sent."""
+    """A two-sided transport that never answers until it is aborted, as in a network that drops messages."""
 
     one_sided: Literal[False] = False
 
@@ -111,15 +98,7 @@ def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(
         device = replace(CPU, empty_cache=lambda: emptied.append(None))
         found[evictor] = measure(transport, control, device, evictor, 0.2, transport.abort)
 
-    threads = [
-        threading.Thread(target=functools.partial(end, *each))
-        for each in zip(controls(), transports, (True, False), strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-        assert not thread.is_alive()
+    together(*(partial(end, *each) for each in zip(controls(), transports, (True, False), strict=True)))
     assert [one.num_aborts for one in transports] == [1, 1]
     assert len(emptied) == 2
     for speed, why in found.values():

@@ -196,8 +196,7 @@ class _Lookup:
 
 
 class _Times:
-    """The seconds of one stage's forwards, or backwards, micro-batch after micro-batch: the engine asks once for
-    each, in order."""
+    """The seconds of a stage's forwards or backwards: the engine asks once per micro-batch, in order."""
 
     def __init__(self, truth: Truth, number: int, first: Action, seconds: float, source: random.Random) -> None:
         self._truth, self._number, self._action, self._seconds, self._source = truth, number, first, seconds, source
@@ -211,10 +210,7 @@ class _Times:
 
 
 def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int, report: Simulation) -> dict[str, Any]:
-    """One rank's line of one iteration.
-
-    Iterations follow each other; a rank's clock may be wrong by `clock_error_s`.
-    """
+    """One rank's line of one iteration; its clock may be off by `clock_error_s`."""
     stages = schedule.layout.stages_of(place)
     moves = {action.stage for slot in schedule.ranks[place] for action in slot.transfers if action.kind is Kind.EVICT}
     host_bytes = num_host_buffers(schedule, place) * truth.moved_bytes

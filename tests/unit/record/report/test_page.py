@@ -1,7 +1,4 @@
-"""The page as text: whole, harmless, compact, and true to the view it was given.
-
-What it draws is tested in tests/browser.
-"""
+"""The page as text: complete, safe, compact, and equal to its view (its pictures: tests/browser)."""
 
 from __future__ import annotations
 

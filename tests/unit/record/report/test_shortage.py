@@ -62,8 +62,7 @@ def write(folder: Path, limit_gib: int | None = 80, **first: Any) -> Path:
 
 
 def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
-    """28 GiB beside activations with the moments to come, 2 of something else, 6 a micro-batch: 8 are 78, 5 balanced
-    are 60."""
+    """28 GiB beside activations, 2 GiB of others, 6 GiB per micro-batch: 8 need 78, 5 balanced 60."""
     found = shortage_of(held(write(tmp_path / "run", 70)))
     assert found.stages[0].need_bytes == (8 + 8 + 12 + 2 + 8 * 6) * GIB
     assert found.stages[0].other_bytes == 2 * GIB
@@ -101,10 +100,7 @@ def test_a_rank_that_ran_no_forward_hosts_too(tmp_path: Path) -> None:
 
 
 def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
-    """A rank's stages were looked for in one pipe.
-
-    Of one unit of Chimera the ranks in the middle come to 8 micro-batches.
-    """
+    """A rank's stages were looked for in one pipe only; Chimera's middle ranks hold 8 micro-batches."""
     two = {"schedule": "chimera", "num_stages": 8, "num_microbatches": 8, "num_chunks": 1, "balance": "none"}
     folder = tmp_path / "run"
     folder.mkdir()
@@ -123,10 +119,7 @@ def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
 
 
 def sharded(folder: Path, shard_gib: int = 3) -> Path:
-    """4 stages, algorithm 1.
-
-    Rank 0 held 5 micro-batches and one in its shard when it had no memory for its sixth; rank 3 had run none.
-    """
+    """4 stages, algorithm 1: rank 0 fails in its sixth forward with one micro-batch in its shard."""
     folder.mkdir()
     program = {**PROGRAM, "num_stages": 4, "vocabulary": "1"}
     for place in range(3):
@@ -149,8 +142,7 @@ def sharded(folder: Path, shard_gib: int = 3) -> Path:
 
 
 def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
-    """28 GiB beside activations, 2 of something else, 6 micro-batches of 6, and what a shard keeps of one; halved,
-    half as much."""
+    """28 GiB beside activations, 2 of others, 6 micro-batches of 6, and a shard's part of one."""
     found = shortage_of(held(sharded(tmp_path / "run")))
     assert found.stages[0].held_bytes == (5 * 6 + 3) * GIB
     assert found.stages[0].other_bytes == 2 * GIB

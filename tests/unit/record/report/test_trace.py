@@ -1,9 +1,4 @@
-"""Traces as a reader takes them: every event of the format, slices of a thread nest, time does not go back, arrows
-touch their slices.
-
-Read back here by a reader of our own that knows only the format; tests/browser/test_trace.py has Perfetto itself read
-such files.
-"""
+"""Traces by a reader that knows only the format: nested slices, ordered times, arrows that touch their slices."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
     )
     first, second, *_, last = hosting[:-1].split(". ")
     assert re.fullmatch(
-        r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all",
-        first,
+        r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all", first
     )
     assert second == "Stage 0 would hold 84.0 MiB without balancing and may hold at most 5 micro-batches"
     assert last == "Stage 2 would hold 63.0 MiB without balancing and may hold at most 5 micro-batches"
@@ -49,8 +48,7 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("speed", [None, 0.4e9], ids=["hidden", "exposed"])
 def test_where_ranks_outnumber_cores_no_time_is_judged(speed: float | None, tmp_path: Path) -> None:
-    """The quickstart on two cores printed that B took 1.252 times as long as A, and below that balancing had cost no
-    time."""
+    """On two cores B took 1.252 times as long as A, yet balancing was said to cost no time."""
     changes = {} if speed is None else {"speed": speed}
     cost = report(tmp_path, cores=2, **changes).answers[0].split("; ")[1]
     assert cost == (
@@ -150,10 +148,7 @@ def test_table_and_page_say_which_run_this_is(tmp_path: Path) -> None:
 
 
 def test_two_pipes_are_reported(tmp_path: Path) -> None:
-    """Their reports were refused: a stage was looked for on one rank.
-
-    The slow replica is named, and rows say in which order they are.
-    """
+    """Reports were refused because a stage was looked for on one rank. The slow replica is named."""
     sizes = {"schedule": "chimera", "num_microbatches": 8, "probe": None}
     slow = {(iteration, f"2B{microbatch}"): 0.004 for iteration in (5, 6, 7) for microbatch in (1, 3, 5)}
     found = report(tmp_path, slow=slow, **sizes)

@@ -11,9 +11,10 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.case import ScheduleError
-from bpipe.schedule.check.rules import RULES, check, check_no_deadlock
+from bpipe.schedule.check.rules import RULES, check, check_microbatch_order, check_no_deadlock
+from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.unit_grid import place
-from bpipe.schedule.files.text import read_action
+from bpipe.schedule.files.text import read_action, read_csv
 from bpipe.schedule.hosts import host_memory_of, in_pairs, read_hosts
 from bpipe.schedule.layout import one_pipe
 from bpipe.schedule.program import Exchange
@@ -44,198 +45,59 @@ def refused(schedule: Schedule, exchange: Exchange = Exchange.MEGATRON_1F1B) -> 
     return raised.value
 
 
+# A forward among the transfers.
+WRONG = Slot(Action(0, Kind.FORWARD, 0), (Action(0, Kind.FORWARD, 0),))
+
 BROKEN = {
-    # rule, rank, slot, action, part of the reason
-    "a computation twice": (
-        changed(BALANCED, (0, 4, "0F3")),
-        "each computation once",
-        0,
-        4,
-        "0F3",
-        "already computed in slot 3",
-    ),
-    "a computation missing": (
-        changed(BALANCED, (2, 2, "")),
-        "each computation once",
-        2,
-        21,
-        "",
-        "stage 2 has no F of micro-batch 0",
-    ),
-    "another rank's stage": (
-        changed(BALANCED, (1, 4, "2F0")),
-        "each computation once",
-        1,
-        4,
-        "2F0",
-        "stage 2 belongs to rank 2",
-    ),
-    "no such micro-batch": (
-        changed(BALANCED, (0, 4, "0F8")),
-        "each computation once",
-        0,
-        4,
-        "0F8",
-        "micro-batches 0 to 7",
-    ),
-    "backward before forward": (
-        changed(BALANCED, (3, 3, "3B0"), (3, 4, "3F0")),
-        "forward before backward",
-        3,
-        3,
-        "3B0",
-        "3F0 comes only in slot 4",
-    ),
-    "a stage ahead of the one before": (
-        changed(BALANCED, (2, 0, "2F0"), (2, 2, "")),
-        "stage order",
-        2,
-        0,
-        "2F0",
-        "needs 1F0",
-    ),
+    # The schedule, and the rule, rank, slot and action of the error.
+    "a computation twice": (changed(BALANCED, (0, 4, "0F3")), "each computation once 0 4 0F3"),
+    "a computation missing": (changed(BALANCED, (2, 2, "")), "each computation once 2 21 None"),
+    "another rank's stage": (changed(BALANCED, (1, 4, "2F0")), "each computation once 1 4 2F0"),
+    "no such micro-batch": (changed(BALANCED, (0, 4, "0F8")), "each computation once 0 4 0F8"),
+    "backward before forward": (changed(BALANCED, (3, 3, "3B0"), (3, 4, "3F0")), "forward before backward 3 3 3B0"),
+    "a stage ahead of the one before": (changed(BALANCED, (2, 0, "2F0"), (2, 2, "")), "stage order 2 0 2F0"),
     "a backward ahead of the next stage's": (
         changed(BALANCED, (0, 5, "0B0"), (0, 7, "0EVICT3")),
-        "stage order",
-        0,
-        5,
-        "0B0",
-        "needs 1B0",
+        "stage order 0 5 0B0",
     ),
-    "a transfer without its other end": (
-        changed(BALANCED, (3, 2, "")),
-        "other ends",
-        0,
-        2,
-        "0EVICT1",
-        "rank 3 has no 0HOST1",
-    ),
-    "an other end without its transfer": (
-        changed(BALANCED, (0, 8, "0F4")),
-        "other ends",
-        3,
-        8,
-        "0RETURN1",
-        "rank 0 has no 0LOAD1",
-    ),
-    "an eviction of another rank's stage": (
-        changed(BALANCED, (0, 4, "3EVICT0")),
-        "other ends",
-        0,
-        4,
-        "3EVICT0",
-        "not on rank 0",
-    ),
-    "a transfer of no micro-batch": (
-        changed(BALANCED, (0, 4, "0EVICT9")),
-        "other ends",
-        0,
-        4,
-        "0EVICT9",
-        "micro-batches 0 to 7",
-    ),
+    "a transfer without its other end": (changed(BALANCED, (3, 2, "")), "other ends 0 2 0EVICT1"),
+    "an other end without its transfer": (changed(BALANCED, (0, 8, "0F4")), "other ends 3 8 0RETURN1"),
+    "an eviction of another rank's stage": (changed(BALANCED, (0, 4, "3EVICT0")), "other ends 0 4 3EVICT0"),
+    "a transfer of no micro-batch": (changed(BALANCED, (0, 4, "0EVICT9")), "other ends 0 4 0EVICT9"),
     "a forward among the transfers": (
-        replace(
-            BALANCED,
-            ranks=(
-                (Slot(Action(0, Kind.FORWARD, 0), (Action(0, Kind.FORWARD, 0),)), *BALANCED.ranks[0][1:]),
-                *BALANCED.ranks[1:],
-            ),
-        ),
-        "other ends",
-        0,
-        0,
-        "0F0",
-        "F is not a transfer",
+        replace(BALANCED, ranks=((WRONG, *BALANCED.ranks[0][1:]), *BALANCED.ranks[1:])),
+        "other ends 0 0 0F0",
     ),
-    "a transfer of a rank without partner": (
-        replace(BALANCED, hosts=in_pairs((0, 2, 1, 3))),
-        "other ends",
-        0,
-        2,
-        "0EVICT1",
-        "no partner",
-    ),
+    "a transfer of a rank without partner": (replace(BALANCED, hosts=in_pairs((0, 2, 1, 3))), "other ends 0 2 0EVICT1"),
     "evicted beside its own forward": (
         changed(BALANCED, (0, 2, "0F2 0EVICT2"), (3, 2, "0HOST2")),
-        "activations present",
-        0,
-        2,
-        "0EVICT2",
-        "its forward ends in slot 2",
+        "activations present 0 2 0EVICT2",
     ),
     "evicted after its backward": (
         changed(BALANCED, (0, 9, "0B1 0EVICT0"), (3, 9, "3F3 0HOST0")),
-        "activations present",
-        0,
-        9,
-        "0EVICT0",
-        "its backward is in slot 7",
+        "activations present 0 9 0EVICT0",
     ),
-    "evicted twice": (
-        changed(BALANCED, (0, 4, "0EVICT1"), (3, 4, "3B0 0HOST1")),
-        "activations present",
-        0,
-        4,
-        "0EVICT1",
-        "already evicted in slot 2",
-    ),
+    "evicted twice": (changed(BALANCED, (0, 4, "0EVICT1"), (3, 4, "3B0 0HOST1")), "activations present 0 4 0EVICT1"),
     "loaded though present": (
         changed(BALANCED, (0, 1, "0F1 0LOAD0"), (3, 1, "0RETURN0")),
-        "activations present",
-        0,
-        1,
-        "0LOAD0",
-        "it is not evicted",
+        "activations present 0 1 0LOAD0",
     ),
-    "never loaded": (
-        changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4")),
-        "activations present",
-        0,
-        13,
-        "0B3",
-        "was evicted in slot 7 and is not loaded before this",
-    ),
+    "never loaded": (changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4")), "activations present 0 13 0B3"),
     "loaded beside its backward": (
         changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4"), (0, 13, "0B3 0LOAD3"), (3, 13, "3F5 0RETURN3")),
-        "activations present",
-        0,
-        13,
-        "0LOAD3",
-        "its backward is in slot 13, load before",
+        "activations present 0 13 0LOAD3",
     ),
-    "over its bound": (
-        replace(BALANCED, bounds=(3, 2, 3, 3)),
-        "bound",
-        1,
-        3,
-        "1F2",
-        "holds 3 micro-batches, but its bound is 2",
-    ),
-    "acceptor over its bound": (
-        replace(BALANCED, bounds=(3, 3, 3, 2)),
-        "bound",
-        3,
-        7,
-        "3F2",
-        "holds 3 micro-batches, but its bound is 2",
-    ),
+    "over its bound": (replace(BALANCED, bounds=(3, 2, 3, 3)), "bound 1 3 1F2"),
+    "acceptor over its bound": (replace(BALANCED, bounds=(3, 3, 3, 2)), "bound 3 7 3F2"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_rule_is_named_with_its_place(case: str) -> None:
-    schedule, rule, rank, slot, action, reason = BROKEN[case]
+    schedule, place = BROKEN[case]
     error = refused(schedule)
-    assert (error.rule, error.rank, error.slot, "" if error.action is None else str(error.action)) == (
-        rule,
-        rank,
-        slot,
-        action,
-    )
-    assert reason in str(error)
-    marked = [line for line in str(error).split("\n") if "[" in line]
-    assert marked, "the grid shows the spot"
+    assert f"{error.rule} {error.rank} {error.slot} {error.action}" == place
+    assert "[" in str(error), "the grid shows the spot"
 
 
 def test_an_error_shows_the_grid_with_the_spot_marked() -> None:
@@ -297,10 +159,7 @@ def test_opposite_orders_on_a_pair_are_refused() -> None:
 
 
 def test_a_rank_that_runs_too_far_ahead_deadlocks_when_sends_block() -> None:
-    """Four forwards ahead of a stage that takes one: rank 0 sits in its send of F2, rank 1 in its send of B0.
-
-    Posted ones pass.
-    """
+    """Rank 0 blocks in its send of F2 and rank 1 in its send of B0; posted messages pass."""
     ahead = listing("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3")
     behind = listing("1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
     schedule = place("ahead", 4, one_pipe((0, 1)), [ahead, behind])
@@ -310,3 +169,55 @@ def test_a_rank_that_runs_too_far_ahead_deadlocks_when_sends_block() -> None:
     assert "waits for the output of 0F2, which rank 1 never reaches" in str(error)
     assert "rank 0 for rank 1 at slot 3, rank 1 for rank 0 at slot 3" in str(error)
     assert check_no_deadlock in RULES
+
+
+# Each is sound; in each one pass of one stage takes micro-batch 1 before 0.
+FORWARDS = """\
+0F1,0F0,,,0B0,,0B1
+,1F1,1F0,1B0,,1B1,
+"""
+BACKWARDS = """\
+0F0,0F1,,,0B1,,0B0
+,1F0,1F1,1B1,,1B0,
+"""
+INPUTS = """\
+0F0,0F1,,,0I1,0I0,0W0,0W1
+,1F0,1F1,1I1,1I0,1W0,1W1,
+"""
+WEIGHTS = """\
+0F0,0F1,,,0B0,0B1,
+,1F0,1F1,1I0,1I1,1W1,1W0
+"""
+MIXED = """\
+0F0,0F1,,,0B0,0B1,
+,1F0,1F1,1I0,1B1,1W0,
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (FORWARDS, r"rank 0, slot 1, 0F0: comes after 0F1"),
+        (BACKWARDS, r"rank 0, slot 6, 0B0: comes after 0B1"),
+        (INPUTS, r"rank 0, slot 5, 0I0: comes after 0I1"),
+        (WEIGHTS, r"rank 1, slot 6, 1W0: comes after 1W1"),
+        (MIXED, r"rank 1, slot 5, 1W0: comes after 1B1"),
+    ],
+    ids=["forwards", "backwards", "inputs", "weights", "whole and in halves"],
+)
+def test_a_pass_out_of_order_is_sound_and_refused_for_training(text: str, place: str) -> None:
+    schedule = read_csv(text)
+    check(schedule)
+    with pytest.raises(
+        ScheduleError, match=f"order of micro-batches: {place}, but Megatron's own schedules compute"
+    ) as refused:
+        check_microbatch_order(schedule)
+    assert "[" in str(refused.value), "the grid shows the spot"
+
+
+FAMILY_SIZES = [(name, 4, m, max(family.min_chunks, 1)) for name, family in FAMILIES.items() for m in (4, 7, 8)]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), FAMILY_SIZES)
+def test_every_family_takes_micro_batches_in_order(name: str, p: int, m: int, v: int) -> None:
+    check_microbatch_order(build(ScheduleConfig(name, p, m, num_chunks=v)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance, smallest_bound
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.action import Action
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.files.document import read_json, write_json
@@ -112,19 +112,3 @@ def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, ab
         if min(tighter) >= 1:
             with pytest.raises(ValueError, match=f"both keep is {least[rank]} |Give it {least[rank]},"):
                 balance(plain, tighter, partners)
-
-
-@settings(max_examples=60)
-@given(st.integers(4, 32), st.integers(1, 64))
-def test_evictions_of_1f1b(p: int, m: int) -> None:
-    """Warm-up sends min(p - s, m) - mu_opt ahead; every load that a forward precedes makes room by one more
-    eviction."""
-    bound = -(-(p + 2) // 2)
-    schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig((bound,))))
-    for stage, row in enumerate(schedule.ranks[: p // 2]):
-        ahead = max(0, min(p - stage, m) - bound)
-        steady = 0
-        for cell in row:
-            if any(action.kind is Kind.LOAD for action in cell.transfers):
-                steady += cell.compute is not None and cell.compute.kind is Kind.FORWARD
-        assert num_transfers(schedule, stage).evictions == ahead + steady

@@ -173,12 +173,6 @@ def front() -> list[Any]:
     return [pytest.param(size, id=str(size[3]), marks=marks.get(size[3], ())) for size in FRONT]
 
 
-@pytest.mark.parametrize("size", front())
-def test_the_front_is_reached(size: tuple[int, int, int, int]) -> None:
-    for (name, costs), percent in zip(ALL.items(), FRONT[size], strict=True):
-        assert chosen(*size, costs) <= percent + 0.02, name
-
-
 def front_on_the_page() -> dict[int, list[float]]:
     page = (Path(__file__).parents[4] / "docs/schedules.md").read_text()
     rows = (
@@ -195,7 +189,9 @@ def test_the_page_shows_the_whole_front() -> None:
 
 
 @pytest.mark.parametrize("size", front())
-def test_the_page_shows_what_is_reached(size: tuple[int, int, int, int]) -> None:
+def test_the_front_is_reached_and_shown_on_the_page(size: tuple[int, int, int, int]) -> None:
+    for (name, costs), percent in zip(ALL.items(), FRONT[size], strict=True):
+        assert chosen(*size, costs) <= percent + 0.02, name
     for name, percent in zip(("1:1:1", "1:1.2:.8", "h=.05", "h=.1"), front_on_the_page()[size[3]], strict=True):
         assert chosen(*size, ALL[name]) == pytest.approx(percent, abs=0.06), name
 
@@ -223,13 +219,9 @@ def test_where_the_weights_half_holds_more_than_was_saved() -> None:
 
 
 def test_a_bound_that_no_order_keeps_names_one_that_can_be_kept() -> None:
-    with pytest.raises(
-        ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9; raise the bound"
-    ):
+    with pytest.raises(ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9"):
         build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((4,))))
-    with pytest.raises(
-        ValueError, match=r"within 4 micro-batches of a chunk, host buffers included: its groups of 2 keep 9"
-    ):
+    with pytest.raises(ValueError, match=r"within 4 micro-batches of .* host buffers included: its groups of 2 keep 9"):
         build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((4,), buffers_stay=True)))
     assert build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((9,)))).bounds == (9,) * 4
 
@@ -281,8 +273,7 @@ def occupied(schedule: Schedule) -> list[int]:
     "size", [(4, 8, 2, 5), (4, 8, 2, 8), (4, 16, 4, 12), (8, 32, 4, 18), (8, 32, 4, 20), (8, 32, 4, 29)]
 )
 def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
-    """A rank that hosts early and is full late has room for both; what is fastest while buffers come and go takes a
-    little more."""
+    """A rank that hosts early and is full late needs room for both."""
     p, m, v, bound = size
     there, gone = (
         build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,), buffers_stay=stay)))
@@ -315,14 +306,8 @@ def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--schedule", NAME, "--vp", "2", "--balance", "bpipe", "--buffers-stay"],
-            "--buffers-stay is for orders that are chosen",
-        ),
-        (
-            ["--schedule", NAME, "--group", "auto"],
-            "--group auto is chosen for a bound: give --balance bpipe and --bound N",
-        ),
+        (["--schedule", NAME, "--vp", "2", "--balance", "bpipe", "--buffers-stay"], "--buffers-stay is for orders"),
+        (["--schedule", NAME, "--group", "auto"], "--group auto is chosen for a bound: give --balance bpipe"),
         (["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "4,4,4,5"], "one for all ranks"),
         (
             ["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "9", "--partners", "3,2,1,0"],

@@ -1,5 +1,4 @@
-"""The shortest order of a schedule's computations: as short as the best of all orders, and how far families are from
-it."""
+"""How long the families' orders are, and how far from the shortest order of the same computations."""
 
 from __future__ import annotations
 
@@ -15,9 +14,6 @@ from tests.support.shortest import shortest
 
 LIMIT_S = 60.0
 
-
-# -- the table
-# ----------------------------------------------------------------------------------------------------------------------
 
 COSTS = (ALIKE, UnitCosts(5, 6, 4))
 # By family, for p = 4 and m = 8: chunks, the most that a rank holds, and for both costs the length of the family's order

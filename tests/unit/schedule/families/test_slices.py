@@ -132,45 +132,29 @@ def test_a_shard_holds_the_logits_of_few_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("k", "asked", "reason"),
     [
-        ({"vocabulary": Vocabulary.INTERLACED}, "slices 2 and vocabulary interlaced: all ranks compute a shard at one"),
-        (
-            {"vocabulary": Vocabulary.ONE, "input_shards": True},
-            "slices 2 and shards of the embedding: .* leave the embedding whole",
-        ),
+        (0, {}, "slices is 0, but must be at least 1"),
+        (2, {"vocabulary": Vocabulary.INTERLACED}, "slices 2 and vocabulary interlaced"),
+        (2, {"vocabulary": Vocabulary.ONE, "input_shards": True}, "slices 2 and shards of the embedding"),
     ],
 )
-def test_shards_that_know_no_slices_are_refused(asked: dict[str, object], reason: str) -> None:
+def test_slices_that_cannot_be_are_refused(k: int, asked: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        sliced("1f1b", 4, 4, 2, **asked)  # type: ignore[arg-type]
-
-
-def test_no_micro_batch_is_cut_into_nothing() -> None:
-    with pytest.raises(ValueError, match="slices is 0, but must be at least 1"):
-        sliced("1f1b", 4, 4, 0)
+        sliced("1f1b", 4, 4, k, **asked)  # type: ignore[arg-type]
 
 
 def test_groups_of_interleaved_slices_are_whole_micro_batches() -> None:
     """Of 3 ranks and 2 slices 2 micro-batches are a group; a last group of one is filled up and cut down again."""
     assert check_microbatch_order(sliced("interleaved-1f1b", 3, 5, 2, 2)) is None
-    with pytest.raises(
-        ValueError,
-        match=r"a group of 1 micro-batches is outside 2 to 5: .* as there are pipeline ranks, 3, with 2 slices",
-    ):
+    with pytest.raises(ValueError, match=r"a group of 1 .* 2 to 5: .* as there are pipeline ranks, 3, with 2 slices"):
         sliced("interleaved-1f1b", 3, 5, 2, 2, group_size=1)
-
-
-# -- rules
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_backwards_in_the_order_of_forwards_are_refused() -> None:
     """What 1F1B's own order gives, if its micro-batches are taken for slices."""
     orders = in_turn(4, 4, 2)
-    with pytest.raises(
-        ScheduleError, match=r"order of slices: rank 0, slot .*, 0B0: needs gradients of its keys from the next slice"
-    ) as error:
+    with pytest.raises(ScheduleError, match=r"order of slices: rank 0, slot .*, 0B0: needs gradients") as error:
         check(place("wrong", 8, replace(one_pipe(range(4)), slices=2), orders))
     assert error.value.action == Action(0, Kind.BACKWARD, 0)
 
@@ -202,10 +186,6 @@ def test_every_pair_of_slices_that_changes_places_is_refused(name: str) -> None:
                     check(_swapped(schedule, kind, number, stage))
 
 
-# -- text
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_says_how_many_slices_there_are() -> None:
     schedule = sliced("1f1b", 4, 3, 2, balance=BalanceConfig())
     assert write_csv(schedule).startswith(
@@ -218,23 +198,17 @@ def test_a_file_says_how_many_slices_there_are() -> None:
     assert build(config_of_schedule(schedule)) == schedule
 
 
-@pytest.mark.parametrize("value", ["0", "x", "2,3", ""])
-def test_a_header_with_no_number_of_slices_is_refused(value: str) -> None:
-    with pytest.raises(TextError, match="slices"):
-        read_csv(write_csv(sliced("1f1b", 4, 3, 2)).replace("slices=2", f"slices={value}"))
-
-
-def test_a_document_with_no_number_of_slices_is_refused() -> None:
-    text = write_json(sliced("1f1b", 4, 3, 2))
+def test_files_without_a_number_of_slices_are_refused() -> None:
+    schedule = sliced("1f1b", 4, 3, 2)
+    for value in ("0", "x", "2,3", ""):
+        with pytest.raises(TextError, match="slices"):
+            read_csv(write_csv(schedule).replace("slices=2", f"slices={value}"))
+    text = write_json(schedule)
     for value in ("0", "1.5", '"2"'):
         with pytest.raises(TextError, match="slices"):
             read_json(text.replace('"slices": 2', f'"slices": {value}'))
     with pytest.raises(ValueError, match=r"0F3: there are stages|0F\d: there are"):
         check(read_json(text.replace('"slices": 2', '"slices": 1')))
-
-
-# -- memory
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_split_backwards_frees_keys_with_the_first_slices_input_half() -> None:
@@ -266,9 +240,7 @@ def test_sizes_of_slices_and_of_what_is_kept_must_cover_the_stages() -> None:
     size = StageMemory(10, 10, 10)
     with pytest.raises(ValueError, match="sizes of 1 stages, but the schedule has 2"):
         Memory((size, size), slices=2).check(2)
-    with pytest.raises(
-        ValueError, match="1 stages keep keys and values, but the schedule has 2: give one for each stage, or none"
-    ):
+    with pytest.raises(ValueError, match=r"1 stages keep keys and values, but the schedule has 2: give one for each"):
         Memory((size,) * 4, slices=2, kept=(KeptMemory(1, 1),)).check(2)
 
 

@@ -79,22 +79,7 @@ def test_json_may_leave_out_what_is_usual() -> None:
 
 
 @pytest.mark.parametrize(
-    "cell",
-    [
-        "",
-        "F0",
-        "0F",
-        "0F0junk",
-        "0Q0",
-        "-1F0",
-        "00F0",
-        "0F01",
-        "0f0",
-        " 0F0",
-        "٣F0",
-        "0F0\n",
-        "0F9999999999",
-    ],
+    "cell", ["", "F0", "0F", "0F0junk", "0Q0", "-1F0", "00F0", "0F01", "0f0", " 0F0", "٣F0", "0F0\n", "0F9999999999"]
 )
 def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
     with pytest.raises(TextError, match="is not an action"):
@@ -106,11 +91,7 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
     [
         (read_csv, "", "it has no computations"),
         (read_csv, "0F0,0B0\n,1F0,2Q0\n", "line 2, cell 3: '2Q0' is not an action"),
-        (
-            read_csv,
-            "0F0,0SEND_F0\n",
-            "line 1, cell 2: '0SEND_F0' belongs to torch's runtime form, which is not read: give the computations alone",
-        ),
+        (read_csv, "0F0,0SEND_F0\n", "line 1, cell 2: '0SEND_F0' belongs to torch's runtime form, which is not read"),
         (read_csv, "0UNSHARD,0F0\n", "line 1, cell 1: '0UNSHARD' belongs to torch's runtime form"),
         (read_csv, "0F0,0B0\n1F0,1B0,1WAIT_SEND_B0\n", "line 2, cell 3: '1WAIT_SEND_B0' belongs to torch's"),
         (read_csv, "0F0,0B0,0WAIT_REDUCE_GRAD\n", "'0WAIT_REDUCE_GRAD' belongs to torch's"),
@@ -166,8 +147,7 @@ TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_cs
 
 
 def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
-    """What a reader takes must come out as a text that it reads as the same schedule, and be judged; everything else
-    is a TextError."""
+    """A text is either refused with a TextError or read, judged, written and read again as the same schedule."""
     try:
         schedule = reader(text)
     except TextError:
@@ -206,12 +186,6 @@ def test_damaged_files_are_read_or_refused(
             + text[end:]
         )
     survives(reader, writer, text)
-
-
-@settings(max_examples=60)
-@given(st.binary(max_size=60))
-def test_any_document_is_read_or_refused(data: bytes) -> None:
-    survives(read_json, write_json, data.decode("latin-1"))
 
 
 VALUES = st.recursive(

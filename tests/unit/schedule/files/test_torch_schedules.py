@@ -15,17 +15,7 @@ from bpipe.schedule.lowering.align import align
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
 from tests.support.oracle import is_sound
-from tests.support.torch_schedules import (
-    COUNTS,
-    LOOPED,
-    MULTIPLE,
-    SINGLE,
-    as_csv,
-    parsed,
-    peak,
-    rows,
-    torch_schedule,
-)
+from tests.support.torch_schedules import COUNTS, LOOPED, MULTIPLE, SINGLE, as_csv, parsed, peak, rows, torch_schedule
 
 counts = pytest.mark.skipif(not COUNTS, reason="torch before 2.15 does not count what a schedule holds")
 

@@ -118,8 +118,7 @@ SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
 @pytest.mark.parametrize("vocabulary", SPLIT)
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 16)])
 def test_of_what_all_shards_share_little_is_kept(p: int, m: int, vocabulary: Vocabulary) -> None:
-    """The last rank keeps what it made until all have it, which statistics say; and each its part of a gradient
-    until it was taken."""
+    """The last rank keeps its output until all have it; each rank keeps its part of a gradient."""
     for program in lower_as_run(build(ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)), Exchange.POSTED):
         dependencies, kept = program.messages.dependencies, set[int]()
         most: Counter[str] = Counter()

@@ -1,5 +1,4 @@
-"""What each rank does, written out by hand where a person can, and held to the rule of dependencies where nobody
-can."""
+"""What each rank does: by hand for small schedules, and against the rule of dependencies for all others."""
 
 from __future__ import annotations
 
@@ -37,22 +36,6 @@ from tests.unit.schedule.families.test_sharded_schedules import sharded
 
 # A step a line, as Megatron's loop says: warm-up, one forward and one backward in turn, cool-down.
 ONE_F_ONE_B = {
-    (2, 3): """\
-run 0F0
-send 0F0>1F0; wait 0F0>1F0; run 0F1
-send 0F1>1F1; post 1B0>0B0; wait 0F1>1F1; wait 1B0>0B0; run 0B0
-run 0F2
-send 0F2>1F2; post 1B1>0B1; wait 0F2>1F2; wait 1B1>0B1; run 0B1
-post 1B2>0B2; wait 1B2>0B2; run 0B2
-
-post 0F0>1F0; wait 0F0>1F0; run 1F0
-run 1B0
-send 1B0>0B0; post 0F1>1F1; wait 1B0>0B0; wait 0F1>1F1; run 1F1
-run 1B1
-send 1B1>0B1; post 0F2>1F2; wait 1B1>0B1; wait 0F2>1F2; run 1F2
-run 1B2
-send 1B2>0B2; wait 1B2>0B2
-""",
     (3, 3): """\
 run 0F0
 send 0F0>1F0; wait 0F0>1F0; run 0F1
@@ -76,7 +59,7 @@ run 2B1
 send 2B1>1B1; post 1F2>2F2; wait 2B1>1B1; wait 1F2>2F2; run 2F2
 run 2B2
 send 2B2>1B2; wait 2B2>1B2
-""",
+"""
 }
 
 # Two ranks, two chunks, two micro-batches: rank 0 runs all forwards before its first backward.
@@ -222,10 +205,7 @@ def test_megatrons_interleaved_program_where_it_waits() -> None:
 
 @pytest.mark.parametrize(("p", "v", "m"), [(3, 2, 3), (3, 2, 9), (4, 2, 8), (4, 3, 12), (5, 2, 10)])
 def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v: int, m: int) -> None:
-    """A forward and a backward take as long on every rank.
-
-    Waiting behind each computation alone, the shorter waits for the longer.
-    """
+    """A forward and a backward take as long on every rank."""
     schedule = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v))
     free, gaps = Links(), Links(Link(gap_s=Fraction(1, 10)))
     posted, turns, waiting = (
@@ -353,10 +333,7 @@ def test_no_two_messages_of_one_way_can_change_places(name: str, op: Op) -> None
 
 @st.composite
 def orders(draw: st.DrawFn) -> Schedule:
-    """Any order that respects the needs: computations that are ready, drawn by lot.
-
-    Shards keep one order on all ranks.
-    """
+    """Any order of ready computations, drawn at random; shards keep one order on all ranks."""
     p, chunks, pipes, m = (
         draw(st.integers(1, 4)),
         draw(st.integers(1, 2)),

@@ -42,7 +42,6 @@ class Doubled(torch.autograd.Function):
 
 class Drawn(Program):
     name = "grammar {seed}"
-    features = frozenset()
     drawn = frozenset({drawn!r})
 
     def __init__(self, seed):
@@ -107,8 +106,7 @@ def _indented(lines: list[str], depth: int) -> str:
 
 @dataclass
 class _Writer:
-    """Draws statements. `values` are names of matrices that every path has by now; all but the first depend on a
-    weight."""
+    """Draws statements; `values` are matrices that exist on every path, and all but x0 depend on a weight."""
 
     random: random.Random
     features: set[str] = field(default_factory=set)
@@ -128,13 +126,22 @@ class _Writer:
     def one_of(self, *choices: str) -> str:
         return self.random.choice(choices)
 
+    def filled(self, text: str, name: str) -> list[str]:
+        """The lines of a text with a name for its result, values and a number."""
+        x, y, c = self.value(), self.value(), self.one_of(*self.numbers)
+        return text.format(n=name, x=x, y=y, c=c).split("\n")
+
     def block(self, num_statements: int, depth: int) -> list[str]:
         lines: list[str] = []
         for _ in range(num_statements):
-            rules = [rule for rule in RULES if depth < 2 or rule not in _NESTING]
-            rule = self.random.choice(rules)
-            self.features.add(rule.__name__)
-            lines += rule(self, depth)
+            name = self.random.choice([rule for rule in RULES if depth < 2 or rule not in ("branch", "loop")])
+            self.features.add(name)
+            rule = RULES[name]
+            if callable(rule):
+                lines += rule(self, depth)
+            else:
+                lines += self.filled(self.one_of(*rule), result := self.new())
+                self.values.append(result)
         return lines
 
     def inner(self, depth: int, num_statements: int) -> tuple[list[str], str]:
@@ -143,9 +150,6 @@ class _Writer:
         lines, made = self.block(num_statements, depth + 1), self.value()
         self.values, self.numbers = values, numbers
         return lines, made
-
-    # -- the end of a step
-    # -----------------------------------------------------------------------------------------------------------
 
     def ending(self) -> list[str]:
         # All of them, so that one that is wrong is seen in the loss.
@@ -189,170 +193,112 @@ class _Writer:
         return made, setup
 
 
-# -- rules: each writes the lines of one statement
-# ---------------------------------------------------------------------------------------
-
-Rule = Callable[[_Writer, int], list[str]]
-
-
-def unary(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = {given}.{w.one_of('sin', 'tanh', 'sigmoid', 'relu', 'neg', 'abs', 'cos', 'clone')}()"]
-
-
-def binary(w: _Writer, depth: int) -> list[str]:
-    name, one, other = w.new(), w.value(), w.value()
-    w.values.append(name)
-    return [
-        f"{name} = {w.one_of(f'{one} + {other}', f'{one} - {other}', f'({one} * {other}).tanh()', f'torch.maximum({one}, {other})')}"
-    ]
-
-
-def matmul(w: _Writer, depth: int) -> list[str]:
-    name, given, number = w.new(), w.value(), w.random.randrange(3)
-    w.values.append(name)
-    return [
-        f"{name} = ({w.one_of(f'{given} @ self.weights[{number}]', f'F.linear({given}, self.weights[{number}])')}).tanh()"
-    ]
-
-
-def normalized(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [
-        f"{name} = {w.one_of(f'F.layer_norm({given}, (4,))', f'{given}.softmax(-1)', f'F.gelu({given})', f'{given} / 2')}"
-    ]
-
-
-def scalar(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = {given} {w.one_of('*', '+', '-')} ({w.one_of(*w.numbers)})"]
-
-
-def view(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    ways = (
-        *(
-            f"{given}.t()",
-            f"{given}.reshape(2, 8).view(4, 4)",
-            f"{given}[1:2].expand(4, 4)",
-            f"{given}.unsqueeze(1).squeeze(1)",
-        ),
-        *(f"torch.cat([{given}[2:], {given}[:2]])", f"{given}.flip(0)", f"{given}.transpose(0, 1).contiguous()"),
-        *(
-            f"torch.stack({given}.unbind(1))",
-            f"{given}.narrow(1, 1, 2).repeat(1, 2)",
-            f"{given}.view(2, 2, 4).movedim(0, 1).reshape(4, 4)",
-        ),
-    )
-    return [f"{name} = {w.one_of(*ways).replace('.view(2, 2', '.reshape(2, 2')}"]
-
-
-def view_of_size(w: _Writer, depth: int) -> list[str]:
-    """How large the view is changes from step to step."""
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = {given}[: 1 + i % 3].mean(0).expand(4, 4)"]
+# Expressions by rule: of `x` and `y`, values that there are, and `c`, a number.
+EXPRESSIONS = {
+    "unary": tuple(f"{{x}}.{name}()" for name in ("sin", "tanh", "sigmoid", "relu", "neg", "abs", "cos", "clone")),
+    "binary": ("{x} + {y}", "{x} - {y}", "({x} * {y}).tanh()", "torch.maximum({x}, {y})"),
+    "matmul": tuple(
+        f"({product.replace('w', f'self.weights[{number}]')}).tanh()"
+        for product in ("{x} @ w", "F.linear({x}, w)")
+        for number in range(3)
+    ),
+    "normalized": ("F.layer_norm({x}, (4,))", "{x}.softmax(-1)", "F.gelu({x})", "{x} / 2"),
+    "scalar": ("{x} * ({c})", "{x} + ({c})", "{x} - ({c})"),
+    "view": (
+        *("{x}.t()", "{x}.reshape(2, 8).view(4, 4)", "{x}[1:2].expand(4, 4)", "{x}.unsqueeze(1).squeeze(1)"),
+        *("torch.cat([{x}[2:], {x}[:2]])", "{x}.flip(0)", "{x}.transpose(0, 1).contiguous()"),
+        *("torch.stack({x}.unbind(1))", "{x}.narrow(1, 1, 2).repeat(1, 2)"),
+        "{x}.reshape(2, 2, 4).movedim(0, 1).reshape(4, 4)",
+    ),
+    "view of changing size": ("{x}[: 1 + i % 3].mean(0).expand(4, 4)",),
+    "random": (
+        *("F.dropout({x}, 0.3)", "{x} + torch.randn(4, 4) * 0.1", "{x}[torch.randperm(4)]"),
+        *("{x} * torch.bernoulli(torch.full((4, 4), 0.8))", "{x} + torch.rand_like({x}) * {c}"),
+    ),
+    "random by an own generator": ("{x} + torch.randn(4, 4, generator=self.own) * 0.1",),
+    "numpy in mid-step": ("{x} + torch.from_numpy(np.tanh({x}.detach().numpy()))",),
+    "tensor of numbers": ("{x} * torch.tensor([{c}, 1.0, 0.5, -0.5])",),
+    "identity": tuple(
+        f"({{x}} if {way} else {{y}}) + 1" for way in ("i % 2", "i % 3 == 2", "self.python.random() < 0.5")
+    ),
+    "size by data": (
+        *("{x} + {x}[{x} > 0].sum().tanh()", "{x} + {x}.masked_select({x} < 0.5).sum().sin()"),
+        "{x} + len({x}.detach().clamp(min=0).nonzero()) / 16",
+        "{x} + {x}.detach().round().unique().mean().tanh()",
+    ),
+    "autograd function": ("Doubled.apply({x}).tanh()",),
+    "recomputation": tuple(
+        f"torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x.tanh(), 0.2).sin(), {{x}}, use_reentrant={way})"
+        for way in (True, False)
+    ),
+    # Of values of its own: a graph with a reentrant checkpoint in it gives no gradients to this.
+    "double backward": tuple(
+        f"{{x}} + torch.autograd.grad((x0 @ self.weights[0]).{name}().sum(), self.weights[0], create_graph=True)[0].tanh()"
+        for name in ("sin", "tanh")
+    ),
+    "complex": tuple(f"(torch.fft.fft({{x}}).conj() * 0.25).{part} + {{x}}" for part in ("imag", "real")),
+}
+# Statements by rule, which give `n` a value.
+STATEMENTS = {
+    # An array that lends its memory is overwritten after the operation that reads it.
+    "lent memory": (
+        "self.buffer[:] = self.array(i + 100, 4, 4)\n{n} = {x} + torch.from_numpy(self.buffer)\nself.buffer[:] = -1",
+    ),
+    "carried": ("{n} = {x} + self.carried\nself.carried = {n}.detach().tanh()",),
+    "kept": (
+        "self.kept.append({x}.detach())\n{n} = {x} + torch.stack(self.kept).mean(0)\n"
+        "if len(self.kept) == 3:\n    self.kept.clear()",
+    ),
+    "hook": ("{n} = {x} * 1.5\n_ = {n}.register_hook(lambda gradient: gradient * 0.5) if {n}.requires_grad else None",),
+    "autocast": (
+        "with torch.autocast('cpu', torch.bfloat16):\n    {n} = {x} @ self.weights[1]\n{n} = {n}.float().tanh()",
+    ),
+    "without autograd": (
+        "with torch.no_grad():\n    {n} = {x} * 0.5\n    self.mean.lerp_({n}, 0.1)",
+        # What inference mode makes can be no part of a backward.
+        "with torch.inference_mode():\n    self.note('{n}', ({x} * 0.5).sum().item())\n{n} = {x}",
+    ),
+}
+WRITES = (
+    *("{n}.mul_({c})", "{n}.add_({y}, alpha=0.5)", "{n}[1:3] = {y}[:2]", "{n}[0].zero_()", "{n}.view(-1)[3:9].mul_(2)"),
+    *("{n}.t()[1].add_(1)", "{n}.masked_fill_(torch.eye(4, dtype=torch.bool), 0.5)", "{n}[:, i % 4] -= 0.5"),
+    "{n}.diagonal().copy_({y}[0])",
+)
+RESEEDS = (
+    *("torch.manual_seed(self.seed + i)", "self.own.manual_seed(i)", "torch.set_rng_state(torch.get_rng_state())"),
+    "self.own.set_state(self.own.clone_state().get_state())",
+)
+READS = ("{x}.mean().tanh().item()", "float({x}.detach().max().sigmoid())", "{x}.detach().sin().tolist()[0][1]")
+CONDITIONS = ("i % 2", "i % 3 == 1", "self.python.random() < 0.5", "{x}.mean() > 0", "{c} > 0.3")
+COUNTS = ("2", "i % 3", "1 + i % 2", "self.python.randint(0, 2)")
 
 
 def in_place(w: _Writer, depth: int) -> list[str]:
-    name, given, other = w.new(), w.value(), w.value()
+    name = w.new()
+    lines = w.filled("{n} = {x}.clone(memory_format=torch.contiguous_format)", name)
+    for write in w.random.sample(WRITES, w.random.randint(1, 3)):
+        lines += w.filled(write, name)
     w.values.append(name)
-    writes = (
-        *(
-            f"{name}.mul_({w.one_of(*w.numbers)})",
-            f"{name}.add_({other}, alpha=0.5)",
-            f"{name}[1:3] = {other}[:2]",
-            f"{name}[0].zero_()",
-        ),
-        *(
-            f"{name}.view(-1)[3:9].mul_(2)",
-            f"{name}.t()[1].add_(1)",
-            f"{name}.masked_fill_(torch.eye(4, dtype=torch.bool), 0.5)",
-        ),
-        *(f"{name}.diagonal().copy_({other}[0])", f"{name}[:, i % 4] -= 0.5"),
-    )
-    return [
-        f"{name} = {given}.clone(memory_format=torch.contiguous_format)",
-        *w.random.sample(writes, w.random.randint(1, 3)),
-        f"{name}.tanh_()",
-    ]
-
-
-def drawn(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    ways = (
-        *(
-            f"F.dropout({given}, 0.3)",
-            f"{given} + torch.randn(4, 4) * 0.1",
-            f"{given} * torch.bernoulli(torch.full((4, 4), 0.8))",
-        ),
-        *(f"{given}[torch.randperm(4)]", f"{given} + torch.rand_like({given}) * {w.one_of(*w.numbers)}"),
-    )
-    return [f"{name} = {w.one_of(*ways)}"]
-
-
-def drawn_by_own(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = {given} + torch.randn(4, 4, generator=self.own) * 0.1"]
+    return [*lines, f"{name}.tanh_()"]
 
 
 def reseeded(w: _Writer, depth: int) -> list[str]:
-    ways = (
-        *("torch.manual_seed(self.seed + i)", "self.own.manual_seed(i)", "torch.set_rng_state(torch.get_rng_state())"),
-        "self.own.set_state(self.own.clone_state().get_state())",
-    )
-    return [w.one_of(*ways)]
+    return [w.one_of(*RESEEDS)]
 
 
 def item(w: _Writer, depth: int) -> list[str]:
-    name, given = f"c{w.count}", w.value()
+    name = f"c{w.count}"
+    lines = w.filled(f"{{n}} = {w.one_of(*READS)}\nself.note('{{n}}', {{n}})", name)
     w.count += 1
     w.numbers.append(name)
-    way = w.one_of(
-        f"{given}.mean().tanh().item()",
-        f"float({given}.detach().max().sigmoid())",
-        f"{given}.detach().sin().tolist()[0][1]",
-    )
-    return [f"{name} = {way}", f"self.note({name!r}, {name})"]
-
-
-def array(w: _Writer, depth: int) -> list[str]:
-    """Another library computes in mid-step."""
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = {given} + torch.from_numpy(np.tanh({given}.detach().numpy()))"]
-
-
-def fed(w: _Writer, depth: int) -> list[str]:
-    """An array that lends its memory is overwritten behind the operation that reads it."""
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [
-        "self.buffer[:] = self.array(i + 100, 4, 4)",
-        f"{name} = {given} + torch.from_numpy(self.buffer)",
-        "self.buffer[:] = -1",
-    ]
-
-
-def numbers(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = {given} * torch.tensor([{w.one_of(*w.numbers)}, 1.0, 0.5, -0.5])"]
+    return lines
 
 
 def branch(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    condition = w.one_of(
-        "i % 2", "i % 3 == 1", "self.python.random() < 0.5", f"{w.value()}.mean() > 0", f"{w.one_of(*w.numbers)} > 0.3"
-    )
+    name = w.new()
+    lines = w.filled(f"{{n}} = {{x}}\nif {w.one_of(*CONDITIONS)}:", name)
     inner, made = w.inner(depth, w.random.randint(1, 3))
-    lines = [f"{name} = {given}", f"if {condition}:", *(f"    {line}" for line in inner), f"    {name} = {made} + 0.1"]
+    lines += [*(f"    {line}" for line in inner), f"    {name} = {made} + 0.1"]
     if w.random.random() < 0.5:
         other, otherwise = w.inner(depth, w.random.randint(1, 2))
         lines += ["else:", *(f"    {line}" for line in other), f"    {name} = {otherwise} - 0.1"]
@@ -361,143 +307,17 @@ def branch(w: _Writer, depth: int) -> list[str]:
 
 
 def loop(w: _Writer, depth: int) -> list[str]:
-    name, given, turn = w.new(), w.value(), f"k{w.count}"
-    count = w.one_of("2", "i % 3", "1 + i % 2", "self.python.randint(0, 2)")
+    name, turn = w.new(), f"k{w.count}"
+    lines = w.filled(f"{{n}} = {{x}}\nfor {turn} in range({w.one_of(*COUNTS)}):", name)
     values = w.values[:]
     w.values.append(name)
     inner, made = w.inner(depth, w.random.randint(1, 3))
     w.values = [*values, name]
-    return [
-        f"{name} = {given}",
-        f"for {turn} in range({count}):",
-        *(f"    {line}" for line in inner),
-        f"    {name} = ({name} + {made}).sin()",
-    ]
+    return [*lines, *(f"    {line}" for line in inner), f"    {name} = ({name} + {made}).sin()"]
 
 
-def identity(w: _Writer, depth: int) -> list[str]:
-    name, one, other = w.new(), w.value(), w.value()
-    w.values.append(name)
-    return [f"{name} = ({one} if {w.one_of('i % 2', 'i % 3 == 2', 'self.python.random() < 0.5')} else {other}) + 1"]
-
-
-def carried(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = {given} + self.carried", f"self.carried = {name}.detach().tanh()"]
-
-
-def kept(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [
-        f"self.kept.append({given}.detach())",
-        f"{name} = {given} + torch.stack(self.kept).mean(0)",
-        "if len(self.kept) == 3:",
-        "    self.kept.clear()",
-    ]
-
-
-def averaged(w: _Writer, depth: int) -> list[str]:
-    mode = w.one_of("no_grad", "inference_mode")
-    name, given = w.new(), w.value()
-    # What inference mode makes can be no part of a backward.
-    last = f"self.note({name!r}, {name}.sum().item())" if mode == "inference_mode" else f"self.mean.lerp_({name}, 0.1)"
-    return [f"with torch.{mode}():", f"    {name} = {given} * 0.5", f"    {last}"]
-
-
-def masked(w: _Writer, depth: int) -> list[str]:
-    """The data say how large it is."""
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    ways = (
-        *(f"{given}[{given} > 0].sum().tanh()", f"{given}.masked_select({given} < 0.5).sum().sin()"),
-        *(f"len({given}.detach().clamp(min=0).nonzero()) / 16", f"{given}.detach().round().unique().mean().tanh()"),
-    )
-    return [f"{name} = {given} + {w.one_of(*ways)}"]
-
-
-def function(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = Doubled.apply({given}).tanh()"]
-
-
-def hook(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.random.choice([each for each in w.values if each != "x0"])
-    w.values.append(name)
-    return [
-        f"{name} = {given} * 1.5",
-        f"_ = {name}.register_hook(lambda gradient: gradient * 0.5) if {name}.requires_grad else None",
-    ]
-
-
-def recomputed(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    way = w.one_of("True", "False")
-    return [
-        f"{name} = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x.tanh(), 0.2).sin(), {given}, "
-        f"use_reentrant={way})"
-    ]
-
-
-def double_backward(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    # Of values of its own: a graph with a reentrant checkpoint in it gives no gradients to this.
-    of = f"(x0 @ self.weights[0]).{w.one_of('sin', 'tanh')}().sum()"
-    return [f"{name} = {given} + torch.autograd.grad({of}, self.weights[0], create_graph=True)[0].tanh()"]
-
-
-def complex_value(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [f"{name} = (torch.fft.fft({given}).conj() * 0.25).{w.one_of('imag', 'real')} + {given}"]
-
-
-def autocast(w: _Writer, depth: int) -> list[str]:
-    name, given = w.new(), w.value()
-    w.values.append(name)
-    return [
-        "with torch.autocast('cpu', torch.bfloat16):",
-        f"    {name} = {given} @ self.weights[1]",
-        f"{name} = {name}.float().tanh()",
-    ]
-
-
-RULES: tuple[Rule, ...] = (
-    *(
-        unary,
-        binary,
-        matmul,
-        normalized,
-        scalar,
-        view,
-        view_of_size,
-        in_place,
-        drawn,
-        drawn_by_own,
-        reseeded,
-        item,
-        array,
-        fed,
-        numbers,
-    ),
-    *(
-        branch,
-        loop,
-        identity,
-        carried,
-        kept,
-        averaged,
-        masked,
-        function,
-        hook,
-        recomputed,
-        double_backward,
-        complex_value,
-        autocast,
-    ),
-)
-_NESTING = (branch, loop)
+RULES: dict[str, tuple[str, ...] | Callable[[_Writer, int], list[str]]] = {
+    **{name: tuple(f"{{n}} = {way}" for way in ways) for name, ways in EXPRESSIONS.items()},
+    **STATEMENTS,
+    **{rule.__name__: rule for rule in (in_place, reseeded, item, branch, loop)},
+}

@@ -24,23 +24,9 @@ Build = Callable[[int], Program]
 Runner = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """`what` is one of loss, log, state and random; `step` is the step after which it was seen first."""
-
-    what: str
-    name: str
-    step: int
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.name} after step {self.step}: {self.detail}"
-
-
 @dataclass
 class History:
-    """What was seen after each step that was looked at; a step's loss is kept as it was returned and read at the
-    end."""
+    """What was seen after each step; losses are read at the end."""
 
     program: Program
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -53,11 +39,12 @@ def plain(step: Callable[[], torch.Tensor]) -> torch.Tensor:
     return step()
 
 
-def compare(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_step: bool = False) -> Difference | None:
-    """None where nothing differs.
+def compare(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_step: bool = False) -> str | None:
+    """The first difference, if there is one.
 
-    With `each_step` the runner's state is looked at after every step, else after the last one only, so that the runner
-    may go on with a step while Python is at the next.
+    Args:
+        each_step: Look at the runner's state after every step instead of after the last one only, which lets the
+            runner go on with a step while Python is at the next.
     """
     with random_states_kept():
         expected = run(build, steps, plain, seed=seed, each_step=True)
@@ -105,50 +92,25 @@ def _bytes_of(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _first_difference(expected: History, found: History) -> Difference | None:
+def _first_difference(expected: History, found: History) -> str | None:
     for number in range(len(expected.losses)):
-        detail = difference(expected.losses[number], found.losses[number])
-        if detail:
-            return Difference("loss", "loss", number, detail)
-        detail = _of_logs(expected, found, number)
-        if detail:
-            return Difference("log", "log", number, detail)
+        pairs = [("loss", {"": expected.losses[number]}, {"": found.losses[number]})]
         if number in found.states:
-            for what, one, other in (
-                ("state", expected.states[number], found.states[number]),
-                ("random", expected.randoms[number], found.randoms[number]),
-            ):
-                for name in dict.fromkeys([*one, *other]):
-                    detail = difference(one.get(name), other.get(name))
-                    if detail:
-                        return Difference(what, name, number, detail)
+            pairs += [("state", expected.states[number], found.states[number])]
+            pairs += [("random state", expected.randoms[number], found.randoms[number])]
+        for what, one, other in pairs:
+            for name in dict.fromkeys([*one, *other]):
+                if _bits(one.get(name)) != _bits(other.get(name)):
+                    return f"{what} {name} after step {number}: {other.get(name)} in place of {one.get(name)}"
+        notes, others = (history.program.log[: history.num_notes[number]] for history in (expected, found))
+        if notes != others:
+            return f"log after step {number}: {others} in place of {notes}"
     return None
 
 
-def _of_logs(expected: History, found: History, number: int) -> str:
-    one, other = (each.program.log[: each.num_notes[number]] for each in (expected, found))
-    for place, (said, says) in enumerate(zip(one, other, strict=False)):
-        if said != says:
-            return f"note {place} is {says!r} in place of {said!r}"
-    return "" if len(one) == len(other) else f"{len(other)} notes in place of {len(one)}"
-
-
-def difference(one: torch.Tensor | None, other: torch.Tensor | None) -> str:
-    """Empty where both have the same type, shape and bits; -0.0 is not 0.0, and a NaN is equal to itself."""
-    if one is None or other is None:
-        return "" if one is other else ("is missing" if other is None else "should not be there")
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return f"{other.dtype} {list(other.shape)} in place of {one.dtype} {list(one.shape)}"
-    bits = [_bits(each) for each in (one, other)]
-    if np.array_equal(*bits):
-        return ""
-    size = one.element_size()
-    first = int(np.flatnonzero(bits[0] != bits[1])[0]) // size
-    number = len(set((np.flatnonzero(bits[0] != bits[1]) // size).tolist()))
-    values = [each.detach().flatten()[first].item() for each in (one, other)]
-    return f"{number} of {one.numel()} elements, the first at {first}: {values[1]!r} in place of {values[0]!r}"
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray:
+def _bits(tensor: torch.Tensor | None) -> object:
+    """Type, shape and bytes: -0.0 is not 0.0, and a NaN is equal to itself."""
+    if tensor is None:
+        return None
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    return whole.view(torch.uint8).numpy() if whole.numel() else np.empty(0, np.uint8)
+    return tensor.dtype, tensor.shape, whole.view(torch.uint8).numpy().tobytes() if whole.numel() else b""

@@ -1,4 +1,4 @@
-"""The layers that several programs share."""
+"""Layers of the programs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+
+VOCABULARY, LENGTH, WIDTH = 24, 7, 8
 
 
 class Attention(nn.Module):
@@ -41,3 +44,26 @@ class Block(nn.Module):
     def forward(self, given: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         hidden = given + self.attention(self.first(given), mask)
         return hidden + self.mlp(self.second(hidden))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.drop, self.blocks, self.norm = (
+            nn.Dropout(0.1),
+            nn.ModuleList(Block(WIDTH) for _ in range(2)),
+            nn.LayerNorm(WIDTH),
+        )
+        self.register_buffer("later", torch.full((LENGTH, LENGTH), float("-inf")).triu(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[1]
+        hidden = self.drop(self.tokens(tokens) + self.places.weight[:length])
+        for block in self.blocks:
+            hidden = block(hidden, self.later[:length, :length])
+        return self.norm(hidden) @ self.tokens.weight.t()
+
+
+def against(made: torch.Tensor, label: float) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(made, torch.full_like(made, label))

@@ -1,20 +1,24 @@
-"""Write down the path of each step of a program: which operations came, from where.
-
-In: a program. Out: tokens, for the oracle.
+"""The path of each step of a program, as tokens, and what a correct co-executor must do with each step.
 
 A token has the operation, its settings, and the whole stack of calls that issued it, from the step on; in a backward
 autograd's node too, and the token of the operation whose gradient it computes. Slow, and nothing is shared with
 `terra`.
+
+The first steps warm up. Then steps are traced until one brings no new pair of neighbouring tokens (a step's beginning
+and end are tokens too). From then on steps are co-executed; one that brings a new pair falls back in mid-step, and the
+next ones are traced again. Counted as in Kim et al., Terra, NeurIPS 2021.
 """
 
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,3 +87,45 @@ class _Tokens(TorchDispatchMode):
 def _instruction(code: CodeType, at: int) -> int:
     """Which one: Python calls some from their beginning, and from their end when it has seen them a few times."""
     return sum(each.offset <= at for each in dis.get_instructions(code))
+
+
+class Counts(NamedTuple):
+    """Steps that were traced until the graph covered one, and falls back from co-execution to plain execution."""
+
+    traces: int
+    fallbacks: int
+
+
+class Phase(enum.Enum):
+    WARM_UP = "warm-up"
+    TRACED = "traced"
+    CO_EXECUTED = "co-executed"
+    FELL_BACK = "fell back"
+
+
+def phases(paths: Iterable[Sequence[Hashable]], warm_up: int = 1) -> list[Phase]:
+    known: set[tuple[Hashable, Hashable]] = set()
+    found: list[Phase] = []
+    tracing = True
+    for number, path in enumerate(paths):
+        if number < warm_up:
+            found.append(Phase.WARM_UP)
+            continue
+        pairs = set(pairwise((_EDGE, *path, _EDGE)))
+        is_new = not pairs <= known
+        known |= pairs
+        if tracing:
+            found.append(Phase.TRACED)
+        else:
+            found.append(Phase.FELL_BACK if is_new else Phase.CO_EXECUTED)
+        tracing = is_new
+    return found
+
+
+def counts(paths: Iterable[Sequence[Hashable]], warm_up: int = 1) -> Counts:
+    found = phases(paths, warm_up)
+    return Counts(found.count(Phase.TRACED), found.count(Phase.FELL_BACK))
+
+
+# Where a step begins and ends: equal to no token.
+_EDGE = object()

@@ -10,64 +10,40 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 
 class Feature(enum.Enum):
-    """What a program has that a graph recorded once has not, or that is hard to run beside Python."""
+    """What a program does that the audit must find."""
 
     BATCH = "each step's data lie in new memory"
     FROM_PYTHON = "a tensor is made of numbers that Python holds"
     NUMBER = "a number that an operation takes is another one each step"
     READ = "Python reads a tensor's value in mid-step"
     LIBRARY = "another library computes with a tensor's values in mid-step"
-    NUMPY_MEMORY = "an array that lends a tensor its memory is overwritten"
-    MUTATION = "Python objects are changed by the step"
     BRANCH = "operations come in some steps only"
     LOOP = "a loop's count changes"
     IDENTITY = "the same operation takes another value"
     SHAPE = "sizes change from step to step"
     DATA_SIZE = "the data say how large a result is"
-    RANDOM = "random numbers of torch's own generator"
     GENERATOR = "random numbers of a generator of the program's"
     RESEED = "the state of random numbers is set"
-    VIEW = "views"
-    IN_PLACE = "writes in place"
     CARRIED = "tensors are carried from step to step in Python's containers"
-    FUNCTION = "autograd Functions of its own"
-    HOOK = "hooks on tensors, parameters or modules"
-    ACCUMULATION = "gradients of several micro-batches"
-    CLIPPING = "gradients are clipped"
     SCHEDULE = "the learning rate changes"
-    TWO_NETWORKS = "two networks with an optimizer each, cut apart by detach"
-    AUTOCAST = "operations in another precision"
-    MODES = "sections without autograd"
-    DOUBLE_BACKWARD = "gradients of gradients"
-    COMPLEX = "complex numbers, lazily conjugated"
-    RECOMPUTE = "activations are computed again in the backward"
-
-
-class Counts(NamedTuple):
-    """Steps that were traced until the graph covered one, and falls back from co-execution to plain execution."""
-
-    traces: int
-    fallbacks: int
 
 
 class Program:
     """`step(i)` trains step i, counted from 0, and returns its loss; steps are to be called in order, each once.
 
     A subclass fills `modules`, `optimizers`, `tensors` and `generators` with what its steps change. `log` has what its
-    steps did besides torch, in order. `expected`: the counts that are the same for every seed, as the dissertation
-    gives them; None where they are not.
+    steps did besides torch, in order.
     """
 
     name: ClassVar[str]
-    features: ClassVar[frozenset[Feature]]
-    expected: ClassVar[Counts | None] = None
+    features: ClassVar[tuple[Feature, ...]] = ()
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -1,18 +1,21 @@
-"""Torch's own lists are judged by how the run's device waits for messages."""
+"""What is refused before torch's runtime runs a schedule, in the words of its arguments."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.memory import without_transfers
-from bpipe.runtime.config import wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.program import Exchange
-from bpipe.torch.checks import received_in, refuse_standstill, why_unmoved
+from bpipe.torch.checks import received_in, refuse_split_recomputation, refuse_standstill, why_unmoved
 from bpipe.torch.orders import torch_orders
+from bpipe.torch.schedule import name_arguments
 from bpipe.torch.upstream import Computation, TorchAction
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
@@ -21,19 +24,6 @@ from tests.unit.torch.test_torch_exchange import balanced_schedules, torchs
 TRANSFERS = TransferConfig()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def test_what_the_environment_says_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (BLOCKING, CONNECTIONS):
-        monkeypatch.delenv(name, raising=False)
-    assert wait_level(TRANSFERS, CUDA)[0] is WaitLevel.AT_ISSUE
-    monkeypatch.setenv(CONNECTIONS, "1")
-    assert wait_level(TRANSFERS, CUDA) == (WaitLevel.ONE_QUEUE, "CUDA_DEVICE_MAX_CONNECTIONS=1")
-    monkeypatch.setenv(BLOCKING, "1")
-    assert wait_level(TRANSFERS, CUDA) == (WaitLevel.BLOCKING_LAUNCHES, "CUDA_LAUNCH_BLOCKING=1")
-    assert wait_level(TRANSFERS, CPU)[0] is WaitLevel.IN_EVERY_OPERATION
-    monkeypatch.setenv(BLOCKING, "0")
-    assert wait_level(TRANSFERS, CUDA)[0] is WaitLevel.ONE_QUEUE
 
 
 def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +66,7 @@ def test_a_send_that_does_not_follow_what_makes_it_is_refused() -> None:
     order = torchs(schedule)
     place = next(place for place, action in enumerate(order[0]) if action.computation_type is Computation.SEND_F)
     order[0].insert(place, TorchAction.from_str("0RECV_B0"))
-    with pytest.raises(
-        ValueError, match=r"lists 0SEND_F0 on rank 0 after 0RECV_B0, not after the action whose result it sends"
-    ):
+    with pytest.raises(ValueError, match=r"lists 0SEND_F0 on rank 0 after 0RECV_B0, not after the action whose result"):
         received_in(order, schedule)
 
 
@@ -89,3 +77,26 @@ def test_a_rank_that_was_to_evict_and_moved_nothing_is_told_why() -> None:
     assert "less than 65536 bytes" in (why_unmoved(schedule, 0, {}, 65536) or "")
     assert why_unmoved(schedule, 0, {0: 1}, 65536) is None
     assert why_unmoved(schedule, 3, {}, 65536) is None
+
+
+def test_an_error_that_names_flags_says_the_arguments() -> None:
+    error, other = RuntimeError("the time-out is 60 s, --bpipe-timeout: --bpipe-transport host"), ValueError("1F1B")
+    name_arguments(error)
+    name_arguments(other)
+    assert error.__notes__ == [
+        "bpipe: under torch.distributed.pipelining --bpipe-transport is transport of TransferConfig, "
+        "--bpipe-timeout is timeout_s of TransferConfig"
+    ]
+    assert not hasattr(other, "__notes__")
+
+
+def test_halves_of_a_stage_that_recomputes_are_refused() -> None:
+    """Torch's own error came from the second half, in the middle of a step, and named nothing."""
+    x = torch.randn(4, 8, requires_grad=True)
+    stage = SimpleNamespace(stage_index=3, dw_builder=None)
+    out = checkpoint(torch.exp, torch.sin(x), use_reentrant=False)
+    with pytest.raises(ValueError, match=r"stage 3 recomputes \(torch\.utils\.checkpoint\) and zb-v splits"):
+        refuse_split_recomputation(stage, [out], "zb-v")
+    refuse_split_recomputation(stage, [torch.exp(torch.sin(x))], "zb-v")
+    stage.dw_builder = lambda: lambda: None
+    refuse_split_recomputation(stage, [out], "zb-v")

@@ -1,7 +1,4 @@
-"""Rooms for micro-batches that differ in size: a reserve at first, then the most that was seen.
-
-Whatever the sizes, no bit differs: tests/gloo/test_sizes.py and tests/late/test_pipelines.py.
-"""
+"""Room for micro-batches of differing sizes: a reserve at first, then the largest seen (bits: gloo, late)."""
 
 from __future__ import annotations
 

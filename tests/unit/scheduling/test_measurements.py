@@ -1,0 +1,167 @@
+"""What a first iteration measures, by slice and by process, and what the log says of sizes that differ."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
+from bpipe.runtime.links import host_buffers
+from bpipe.runtime.sizing import Sizing, Unmoved
+from bpipe.schedule.memory import KeptMemory, peak_counts
+from bpipe.transport.host_memory import Buffers
+from megatron.scheduling.loop import log
+from megatron.scheduling.loop.log import MOST_TOLD, Differing
+from megatron.scheduling.loop.measurements import (
+    FirstMeasured,
+    kept_at_peak,
+    latest_by_place,
+    most_by_place,
+    moved_by_place,
+)
+from megatron.scheduling.loop.watermark import Besides
+from megatron.scheduling.replanning import ProcessMemory, devices_of, measure_process
+
+# Two slices; what the first micro-batch saves is taken to have 5 more of what all share.
+EACH = {(0, 0): 65, (0, 1): 45, (0, 2): 60, (0, 3): 40}
+
+
+def test_sizes_are_those_of_the_last_of_each_slice_or_of_the_most() -> None:
+    assert latest_by_place(EACH, 2) == {0: 60, 1: 40}
+    assert most_by_place(EACH, 2) == {0: 65, 1: 45}
+    assert latest_by_place({(1, 3): 7}, 1) == {1: 7}
+    assert latest_by_place({(1, 3): 7}, 2) == {3: 7}
+
+
+def test_what_of_a_slice_moves_is_known_or_as_of_another_of_its_stage() -> None:
+    saved = {0: 60, 1: 40, 2: 60, 3: 40}
+    assert moved_by_place({0: 50}, {}, saved, 2, differing=False) == {0: 50, 1: 50}
+    # Of the second slice nothing left, or it stayed: 48 of 60 are four fifths.
+    assert moved_by_place({0: 48}, {(0, 2): 48, (0, 3): 0}, saved, 2, differing=True) == {0: 48, 1: 32}
+    assert moved_by_place({}, {}, saved, 2, differing=True) == {}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kept_keys_when_most_is_held(rank: int) -> None:
+    """Rank 0 holds three slices of two micro-batches in the first B. On rank 1 the next micro-batch's first slice comes
+    while the other's keys and sums are still there."""
+    schedule = build(ScheduleConfig("1f1b", 2, 2, slices=2))
+    kept = {stage: KeptMemory(20, 40) for stage in range(2)}
+    assert kept_at_peak(schedule, rank, {0: 60, 1: 59, 2: 60, 3: 59}, kept) == 2 * 20 + 40
+
+
+def test_all_plan_with_sizes_by_slice_and_what_is_kept() -> None:
+    plain = build(ScheduleConfig("1f1b", 2, 2, slices=2))
+    found = []
+    for place in (0, 1):
+        saved = {2 * place: 60, 2 * place + 1: 40}
+        kept = {place: KeptMemory(20 + place, 40)}
+        measured = FirstMeasured(saved, {0: 50} if place == 0 else {}, {place: 30}, 0, 0, 0, 0, 0, kept=kept)
+        found.append(ProcessMemory(place, measured, 1000, 0, 0, Fraction(0)))
+    memory = devices_of(found, plain, (5000, 5000)).memory
+    assert (memory.slices, memory.kept) == (2, (KeptMemory(20, 40), KeptMemory(21, 40)))
+    assert [(one.saved_bytes, one.moved_bytes, one.after_input_bytes) for one in memory.stages] == [
+        *((60, 50, 30), (40, 40, 30)),
+        *((60, 60, 30), (40, 40, 30)),
+    ]
+    assert devices_of(found, plain, (5000, 5000)).parts == ((50,), (60,))
+
+
+GIB = 1 << 30
+CUDA = torch.device("cuda")
+# Weights and gradients 20 GiB, Adam's moments 10 to come; contexts and communicators 2; micro-batches 12, host buffers
+# 14, 3 came and went.
+STATE, MOMENTS, OUTSIDE, HELD, HOSTED, WORKING, UPDATING = (n * GIB for n in (20, 10, 2, 12, 14, 3, 1))
+
+
+def seen_with(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> ProcessMemory:
+    """What a device with these host buffers reports if `lent_bytes` are outside torch's allocator."""
+    inside = HOSTED - lent_bytes
+    allocated = STATE + HELD + inside + WORKING
+    updated = STATE + MOMENTS + UPDATING + inside
+    reserved = max(allocated, updated)
+    answers = {
+        "mem_get_info": (80 * GIB - reserved - lent_bytes - OUTSIDE, 80 * GIB),
+        "memory_reserved": reserved,
+        "max_memory_allocated": reserved,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    measured = FirstMeasured({}, {}, {}, 0, 0, HELD + HOSTED, allocated, allocated, lent_bytes)
+    return measure_process(
+        0, measured, Besides(10 * GIB, 10 * GIB, 0, None), Besides(10 * GIB, 10 * GIB, MOMENTS, None), CUDA
+    )
+
+
+@pytest.mark.parametrize("lent_bytes", [0, HOSTED])
+def test_lent_buffers_are_counted_once(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `peer` they were counted on top of the micro-batches' peak: 37 GiB instead of 27."""
+    found = seen_with(lent_bytes, monkeypatch)
+    assert (found.fixed_bytes, found.working_bytes, found.fragmentation) == (STATE + MOMENTS + OUTSIDE, WORKING, 0)
+
+
+@pytest.mark.parametrize(("stage", "count"), [(0, 4), (1, 3), (2, 2), (3, 0), (7, 0)])
+def test_a_stage_may_come_to_pin_its_share_of_its_device_for_every_buffer(stage: int, count: int) -> None:
+    """As many micro-batches as the bound fit into the device: none is larger than an equal part of it."""
+    plan = build(ScheduleConfig("1f1b", 8, 32, balance=BalanceConfig()))
+    found = host_buffers(plan, stage, 80 * GIB)
+    assert found.count == count
+    assert found == (Buffers(count, 80 * GIB // peak_counts(plan)[stage]) if count else Buffers(0))
+
+
+def test_on_a_cpu_nobody_knows_how_large_they_may_be() -> None:
+    assert host_buffers(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), 0, 0).most_bytes == 0
+
+
+def engine(stayed: Unmoved, differs: bool = True) -> Any:
+    sizing = Sizing(differs)
+    sizing.stayed, sizing.most_bytes, sizing.num_grown = stayed, {0: 4096}, 1
+    return SimpleNamespace(sizing=sizing)
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(log, "say", lambda line, everywhere: said.append(line))
+    monkeypatch.setattr(log, "pipeline_begins_with_rank_0", lambda: True)
+    return said
+
+
+def test_what_stayed_is_told_and_added_up(lines: list[str]) -> None:
+    found = Differing()
+    found.ended(engine(Unmoved(2, 5_000_000, 1, 3_000_000)), 0)
+    found.ended(engine(Unmoved()), 0)
+    found.ended(engine(Unmoved(1, 2_000_000, 2, 2_000_000)), 0)
+    assert lines[0] == (
+        "stage 0: 2 micro-batches (5 MB in all) were too large for their host buffers and stayed here; the next "
+        "iteration has room for them. The bound was exceeded by at most 1 micro-batch (3 MB)"
+    )
+    assert len(lines) == 2
+    assert (
+        found.sums.stayed_microbatches,
+        found.sums.stayed_bytes,
+        found.sums.passed_microbatches,
+        found.sums.passed_bytes,
+    ) == (3, 7_000_000, 2, 3_000_000)
+    assert (found.sums.largest_bytes, found.sums.times_grown) == ({0: 4096}, 1)
+
+
+def test_not_every_iteration_is_told(lines: list[str]) -> None:
+    found = Differing()
+    for _ in range(MOST_TOLD + 3):
+        found.ended(engine(Unmoved(1, 10, 1, 10)), 2)
+    assert len(lines) == MOST_TOLD
+    assert lines[-1].endswith("; the report lists further ones")
+    assert found.sums.stayed_microbatches == MOST_TOLD + 3
+
+
+def test_nothing_is_said_where_sizes_are_alike(lines: list[str]) -> None:
+    found = Differing()
+    found.ended(engine(Unmoved(), differs=False), 0)
+    found.ended(SimpleNamespace(sizing=None), 0)  # type: ignore[arg-type]
+    assert (lines, found) == ([], Differing())
