@@ -9,19 +9,20 @@ from collections.abc import Callable
 import pytest
 
 from bpipe.record.report.report import report_of
-from tests.gloo.conftest import BPIPE, Case, Outcome
-from tests.gloo.test_training import same
+from tests.gloo.compare import same
+from tests.gloo.conftest import Case, Outcome
+from tests.gloo.flags import BPIPE
 
-COMMON = ["--global-batch-size", "16", *BPIPE, "--bpipe-report-iterations", "2-3"]
+COMMON = f"--stand-in lost_report --global-batch-size 16 {BPIPE} --bpipe-report-iterations 2-3"
 CASES = [
-    Case("stock", ["--global-batch-size", "16"]),
-    *(Case(name, [*COMMON, "--bpipe-report", f"{{folder}}/{name}"]) for name in ("full", "gone")),
+    Case("stock", "--global-batch-size 16"),
+    *(Case(name, f"{COMMON} --bpipe-report {{folder}}/{name}") for name in ("full", "gone")),
 ]
 
 
 @pytest.fixture(scope="module")
 def lost(run_cases: Callable[..., Outcome]) -> Outcome:
-    return run_cases(4, CASES, 240, worker="lost_report.py")
+    return run_cases(4, CASES, 240)
 
 
 def said(outcome: Outcome, case: str) -> list[str]:

@@ -9,16 +9,17 @@ import pytest
 
 from bpipe.record.report.output.table import table
 from bpipe.record.report.report import report_of
-from tests.gloo.conftest import BPIPE, Case, Outcome
-from tests.gloo.test_training import same
+from tests.gloo.compare import same
+from tests.gloo.conftest import Case, Outcome
+from tests.gloo.flags import BPIPE
 
 # Two replicas of a model of one stage.
-ONE = ["--pipeline-model-parallel-size", "1", "--global-batch-size", "16"]
+ONE = "--pipeline-model-parallel-size 1 --global-batch-size 16"
 
 
 @pytest.mark.timeout(240)
 def test_one_stage_says_so_and_is_recorded(run_cases: Callable[..., Outcome]) -> None:
-    cases = [Case("stock", ONE), Case("asked", [*ONE, *BPIPE, "--bpipe-report", "{folder}/asked"])]
+    cases = [Case("stock", ONE), Case("asked", f"{ONE} {BPIPE} --bpipe-report {{folder}}/asked")]
     outcome = run_cases(2, cases, 200)
     same(outcome, "stock", "asked", 2)
     said = "bpipe: 1f1b, 1 stage, 4 micro-batches: a single stage has no other to share with; training as usual"

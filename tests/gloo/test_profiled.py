@@ -13,25 +13,23 @@ from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.ranges import name_of
 from bpipe.schedule.schedule import Schedule
-from tests.gloo.conftest import BPIPE, Case, Outcome
+from tests.gloo.conftest import Case, Outcome
+from tests.gloo.flags import BPIPE
 
-PROFILE = (
-    *("--profile", "--use-pytorch-profiler", "--profile-step-start", "1", "--profile-step-end", "2"),
-    *("--profile-ranks", "0"),
-)
+PROFILE = "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2 --profile-ranks 0"
 BALANCED, SPLIT = "balanced", "split_in_slices"
 RUNS = {
     BALANCED: BPIPE,
-    SPLIT: ("--bpipe-schedule", "1f1b-split", "--bpipe-slices", "2", "--attention-dropout", "0"),
+    SPLIT: "--bpipe-schedule 1f1b-split --bpipe-slices 2 --attention-dropout 0",
 }
 
 
 @pytest.fixture(scope="module")
 def profiled(run_cases: Callable[..., Outcome]) -> Outcome:
-    cases = [Case("stock", ("--global-batch-size", "16"))]
+    cases = [Case("stock", "--global-batch-size 16")]
     for name, flags in RUNS.items():
-        written = ("--tensorboard-dir", f"{{folder}}/{name}/board")
-        cases.append(Case(name, ("--global-batch-size", "16", *PROFILE, *written, *flags)))
+        written = f"--tensorboard-dir {{folder}}/{name}/board"
+        cases.append(Case(name, f"--global-batch-size 16 {PROFILE} {written} {flags}"))
     return run_cases(4, cases, 300)
 
 

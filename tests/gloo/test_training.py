@@ -19,73 +19,59 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from bpipe.build import build
 from bpipe.record.program import read_program
 from bpipe.record.report.report import report_of
-from tests.gloo.conftest import BPIPE, Case, Outcome
+from tests.gloo.compare import same
+from tests.gloo.conftest import Case, Outcome
+from tests.gloo.flags import BPIPE
 
 FOUR_STAGES = [
-    Case("m8", ["--global-batch-size", "16"]),
-    Case("m8_balanced", ["--global-batch-size", "16", *BPIPE, "--bpipe-report", "{folder}/m8_balanced"]),
+    Case("m8", "--global-batch-size 16"),
+    Case("m8_balanced", f"--global-batch-size 16 {BPIPE} --bpipe-report {{folder}}/m8_balanced"),
     *(
-        Case(f"m8_{name}", ["--global-batch-size", "16", *BPIPE, *flags, "--bpipe-report", f"{{folder}}/m8_{name}"])
+        Case(f"m8_{name}", f"--global-batch-size 16 {BPIPE} {flags} --bpipe-report {{folder}}/m8_{name}")
         for name, flags in {
-            "gloo": ["--bpipe-transport", "gloo", "--timing-log-level", "2"],
-            "peer": [
-                "--bpipe-transport",
-                "peer",
-                "--bpipe-report-iterations",
-                "2-3",
-                "--tensorboard-dir",
-                "{folder}/board",
-            ],
-            "host": ["--bpipe-transport", "host"],
+            "gloo": "--bpipe-transport gloo --timing-log-level 2",
+            "peer": "--bpipe-transport peer --bpipe-report-iterations 2-3 --tensorboard-dir {folder}/board",
+            "host": "--bpipe-transport host",
             # Only rank 1 holds more than it may.
-            "bounds": ["--bpipe-transport", "gloo", "--bpipe-bound", "4,2,4,1"],
-            "gloo_synchronous": ["--bpipe-transport", "gloo", "--bpipe-sync-transfers"],
-            "peer_synchronous": ["--bpipe-transport", "peer", "--bpipe-sync-transfers"],
-            "gloo_small": ["--bpipe-transport", "gloo", "--bpipe-min-bytes", "100000000"],
-            "peer_small": ["--bpipe-transport", "peer", "--bpipe-min-bytes", "100000000"],
-            "host_small": ["--bpipe-transport", "host", "--bpipe-min-bytes", "100000000"],
+            "bounds": "--bpipe-transport gloo --bpipe-bound 4,2,4,1",
+            "gloo_synchronous": "--bpipe-transport gloo --bpipe-sync-transfers",
+            "peer_synchronous": "--bpipe-transport peer --bpipe-sync-transfers",
+            "gloo_small": "--bpipe-transport gloo --bpipe-min-bytes 100000000",
+            "peer_small": "--bpipe-transport peer --bpipe-min-bytes 100000000",
+            "host_small": "--bpipe-transport host --bpipe-min-bytes 100000000",
         }.items()
     ),
     Case(
         "m8_measured",
-        ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"],
+        "--global-batch-size 16 --bpipe-min-bytes 1024 --bpipe-report {folder}/m8_measured",
     ),
     # Nobody asks for a report, and Megatron's writers are told all the same.
-    Case("m8_told", ["--global-batch-size", "16", *BPIPE, "--tensorboard-dir", "{folder}/told"]),
-    Case("m4", ["--global-batch-size", "8"]),
-    Case("m4_balanced", ["--global-batch-size", "8", *BPIPE, "--bpipe-report", "{folder}/m4_balanced"]),
+    Case("m8_told", f"--global-batch-size 16 {BPIPE} --tensorboard-dir {{folder}}/told"),
+    Case("m4", "--global-batch-size 8"),
+    Case("m4_balanced", f"--global-batch-size 8 {BPIPE} --bpipe-report {{folder}}/m4_balanced"),
     # The norm saves a 32-bit copy of what the stage received, not the 16-bit input itself.
     Case(
         "bf16_measured",
-        [
-            "--normalization",
-            "RMSNorm",
-            "--bf16",
-            "--global-batch-size",
-            "16",
-            *BPIPE,
-            "--bpipe-report",
-            "{folder}/bf16_measured",
-        ],
+        f"--normalization RMSNorm --bf16 --global-batch-size 16 {BPIPE} --bpipe-report {{folder}}/bf16_measured",
     ),
     # As few micro-batches as the bound: nothing has to move.
-    Case("m3", ["--global-batch-size", "6"]),
-    Case("m3_balanced", ["--global-batch-size", "6", *BPIPE]),
+    Case("m3", "--global-batch-size 6"),
+    Case("m3_balanced", f"--global-batch-size 6 {BPIPE}"),
     Case(
         "saved_stock",
-        ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/s", "--save-interval", "2"],
+        "--global-batch-size 16 --train-iters 4 --save {folder}/s --save-interval 2",
     ),
     Case(
         "saved_balanced",
-        ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/b", "--save-interval", "2", *BPIPE],
+        f"--global-batch-size 16 --train-iters 4 --save {{folder}}/b --save-interval 2 {BPIPE}",
     ),
     Case(
         "stock_from_balanced",
-        ["--global-batch-size", "16", "--train-iters", "4", "--load", "{folder}/b", "--ckpt-step", "2"],
+        "--global-batch-size 16 --train-iters 4 --load {folder}/b --ckpt-step 2",
     ),
     Case(
         "balanced_from_stock",
-        ["--global-batch-size", "16", "--train-iters", "4", "--load", "{folder}/s", "--ckpt-step", "2", *BPIPE],
+        f"--global-batch-size 16 --train-iters 4 --load {{folder}}/s --ckpt-step 2 {BPIPE}",
     ),
 ]
 
@@ -104,21 +90,6 @@ def slowly(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def same(outcome: Outcome, stock: str, other: str, world: int, last: int | None = None) -> None:
-    """Every rank said the same of every iteration (of the `last` ones), and ended with the same weights."""
-    for rank in range(world):
-        expected, found = outcome.record(stock, rank), outcome.record(other, rank)
-        iterations = expected["iterations"][-last:] if last else expected["iterations"]
-        assert iterations, f"{stock} trained nothing"
-        assert found["iterations"] == iterations
-        assert last or found["evaluations"] == expected["evaluations"]
-        assert found["weights"] == expected["weights"]
-    steps = outcome.record(stock, world - 1)["iterations"]
-    losses = [step["lm loss"] for step in steps]
-    assert len(set(losses)) == len(losses), "a loss that does not change would make any two runs equal"
-    assert not all(step["skipped"] for step in steps), "and so would weights that never change"
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("microbatches", [8, slowly(4), 3])
 def test_four_stages_train_as_stock_does(four: Outcome, microbatches: int) -> None:
@@ -128,7 +99,7 @@ def test_four_stages_train_as_stock_does(four: Outcome, microbatches: int) -> No
 @pytest.mark.timeout(300)
 def test_with_a_bound_for_each_rank_only_what_must_leaves_and_no_bit_changes(four: Outcome) -> None:
     same(four, "m8", "m8_bounds", 4)
-    assert "evicting 1 -> 2 (6 of 8, 2 host buffers)\n" in four.logs[0].split("=== m8_bounds\n")[1].split("===")[0]
+    assert "evicting 1 -> 2 (6 of 8, 2 host buffers)\n" in four.said("m8_bounds")
 
 
 TRANSPORTS = ["gloo", "peer", "host", "gloo_synchronous", slowly("peer_synchronous")]
@@ -138,7 +109,7 @@ TRANSPORTS = ["gloo", "peer", "host", "gloo_synchronous", slowly("peer_synchrono
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) -> None:
     same(four, "m8", f"m8_{transport}", 4)
-    said = four.logs[0].split(f"=== m8_{transport}\n")[1].split("===")[0]
+    said = four.said(f"m8_{transport}")
     assert f"bpipe:   stages 0 and 3: {transport.removesuffix('_synchronous')} " in said
     assert said.count("bpipe: batch_p2p_sync is off in this run: ") == 1
 
@@ -264,7 +235,7 @@ def test_evicted_bytes_are_really_freed(four: Outcome) -> None:
 
 @pytest.mark.timeout(300)
 def test_where_nothing_moves_one_line_says_so(four: Outcome) -> None:
-    said = four.logs[0].split("=== m3_balanced")[1].split("===")[0]
+    said = four.said("m3_balanced")
     why = "pairing stages cannot get all of them below the 3 micro-batches that the fullest stage holds alone"
     assert f"bpipe: 1f1b, 4 stages, 3 micro-batches: {why}; training as usual" in said
     assert "batch_p2p_sync" not in said, "what waits in stock waits here too"
@@ -273,7 +244,7 @@ def test_where_nothing_moves_one_line_says_so(four: Outcome) -> None:
 @pytest.mark.timeout(300)
 def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) -> None:
     """The middle stages move nothing of their own, so they have nothing to say."""
-    said = "".join(log.split("=== m8_gloo\n")[1].split("===")[0] for log in four.logs)
+    said = four.said("m8_gloo", None)
     (line,) = re.findall(r"^bpipe: stage \d moves [01]\.\d\d of what a forward keeps .*", said, re.MULTILINE)
     fraction = float(line.split()[4])
     assert line.startswith("bpipe: stage 0 ")
@@ -296,7 +267,7 @@ def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport
     """
     case = f"m8_{transport}_small"
     same(four, "m8", case, 4)
-    said = "".join(log.split(f"=== {case}\n")[1].split("===")[0] for log in four.logs)
+    said = four.said(f"{case}", None)
     assert (
         said.count("bpipe: stage 0 moves nothing: no storage that a forward saves is both at least 100000000 bytes")
         == 1
@@ -335,10 +306,9 @@ def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
     outcome = run_cases(
         8,
         [
-            Case("stock", ["--global-batch-size", "32"]),
-            Case("balanced", ["--global-batch-size", "32", *BPIPE, "--bpipe-report", "{folder}/balanced"]),
+            Case("stock", "--stand-in births --global-batch-size 32"),
+            Case("balanced", f"--stand-in births --global-batch-size 32 {BPIPE} --bpipe-report {{folder}}/balanced"),
         ],
-        worker="birth_worker.py",
     )
     same(outcome, "stock", "balanced", 8)
 
@@ -352,9 +322,7 @@ def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
 
 @pytest.mark.timeout(120)
 def test_two_stages_train_as_usual(run_cases: Callable[..., Outcome]) -> None:
-    outcome = run_cases(
-        2, [Case("stock", ["--global-batch-size", "8"]), Case("balanced", ["--global-batch-size", "8", *BPIPE])]
-    )
+    outcome = run_cases(2, [Case("stock", "--global-batch-size 8"), Case("balanced", f"--global-batch-size 8 {BPIPE}")])
     same(outcome, "stock", "balanced", 2)
     why = "pairing stages cannot get all of them below the 2 micro-batches that the fullest stage holds alone"
     assert f"bpipe: 1f1b, 2 stages, 4 micro-batches: {why}; training as usual" in outcome.logs[0]

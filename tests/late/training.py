@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.gloo.conftest import ITERATIONS, PARENTS, ROOT, TINY, Outcome, Parents, finish, start
+from tests.gloo.conftest import PARENTS, ROOT, Outcome, Parents, finish, start
+from tests.gloo.flags import ITERATIONS, TINY
 from tests.gloo.ports import free_ports
 from tests.late.devices import Draw
 
@@ -43,11 +44,11 @@ def train(
     environment: dict[str, str] | None = None,
 ) -> Outcome:
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
-    stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
+    common = f"{TINY} {ITERATIONS} --num-layers {world} --pipeline-model-parallel-size {world}".split()
     described = [
         {
             "name": case.name,
-            "arguments": [*TINY, *ITERATIONS, *stages, *case.arguments],
+            "arguments": [*common, *case.arguments],
             "draw": asdict(case.draw),
             "memory": case.memory,
         }
