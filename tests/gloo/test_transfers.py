@@ -123,8 +123,12 @@ LONG: dict[str, dict[str, Any]] = {
     "pool": {"ranks": 6, "seconds": 0.0, "microbatches": 3000, "bounds": POOL},
     # Backwards in halves, two chunks per rank in groups of two micro-batches.
     "groups": {
-        "ranks": 6, "schedule": "grouped-interleaved", "chunks": 2, "group": 2,
-        "seconds": 0.0, "microbatches": 4000,
+        "ranks": 6,
+        "schedule": "grouped-interleaved",
+        "chunks": 2,
+        "group": 2,
+        "seconds": 0.0,
+        "microbatches": 4000,
     },
     # Keys and values stay, and what else a slice saves leaves.
     "slices": {"seconds": 0.0, "microbatches": 4000, "slices": 4},
