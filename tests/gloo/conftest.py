@@ -214,6 +214,14 @@ def followed(first: Outcome, then: Outcome) -> Outcome:
     return Outcome(first.folder, then.codes, first.seconds + then.seconds, logs)
 
 
+def forked(module: str, folder: Path, *words: str, timeout_s: float = 170.0) -> list[dict[str, Any]]:
+    """Run a module of this folder that forks ranks without Megatron; return what each rank wrote."""
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.gloo.{module}", str(folder), *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank?.json"))]
+
+
 @pytest.fixture(scope="session")
 def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """`run_cases(world, cases, timeout_s, **places)`; `places` fill in further names in flags."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bpipe.cli import main
-from tests.gloo.conftest import ROOT
+from tests.gloo.conftest import forked
 from tests.gloo.pipelined import CASES
 
 Found = list[dict[str, Any]]
@@ -29,19 +27,10 @@ def parameters(named: Mapping[str, Any]) -> list[Any]:
 ALL = parameters(CASES)
 
 
-def ran(
-    world: int, folder: Path, module: str = "tests.gloo.pipelined", timeout_s: float = 170.0, cases: Sequence[str] = ()
-) -> Found:
-    command = [sys.executable, "-W", "ignore", "-m", module, str(world), str(folder), *cases]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
-
-
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow, id="p2"), pytest.param(4, id="p4")])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pipelined")
-    ran(request.param, made)
+    forked("pipelined", made, str(request.param), "pipelined")
     return made
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.gloo.conftest import forked
 from tests.gloo.pipelined_budget import CASES
-from tests.gloo.test_pipelined import Found, ran
+from tests.gloo.test_pipelined import Found
 
 RANKS = 4
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder: Path = tmp_path_factory.mktemp("budget")
-    return ran(RANKS, folder, "tests.gloo.pipelined_budget")
+    return forked("pipelined", tmp_path_factory.mktemp("budget"), str(RANKS), "pipelined_budget")
 
 
 @pytest.mark.timeout(180)

@@ -3,26 +3,19 @@ not come."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.gloo import twice
-from tests.gloo.conftest import ROOT
+from tests.gloo.conftest import forked
 
 NOTHING = {"files": 0, "mappings": 0, "groups": 0, "threads": 0}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("twice")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gloo.twice", str(folder)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(twice.RANKS)]
+    return forked("twice", tmp_path_factory.mktemp("twice"), timeout_s=100)
 
 
 @pytest.mark.timeout(120)
