@@ -255,6 +255,8 @@ UNPREDICTED = {"offloaded", "interleaved_offloaded"}
 
 
 def row_of(feature: str, flags: str, ours: str, common: str, world: int) -> Row:
+    if GROWS in flags:
+        common = ""
     name, halves = f"{feature}-{ours}", ours.startswith(("zb_h1", "split"))
     is_measured = feature not in UNPREDICTED and world == 4 and (not halves or feature == "m8" or TWO_STAGES in common)
     report = "" if (feature, ours) == ("full_uniform", "zb_h1") else MEASURED if ours != "megatrons" else REPORT

@@ -26,11 +26,11 @@ def close_parents() -> None:
 
 @dataclass(frozen=True)
 class LateCase:
-    """One training run. `arguments` come after those of the tiny model, so they win. `memory`: its allocator's counters
-    are printed."""
+    """One training run. `flags` come after those of the tiny model, so they win. `memory`: its allocator's counters are
+    printed."""
 
     name: str
-    arguments: Sequence[str] = ()
+    flags: str = ""
     draw: Draw = field(default_factory=lambda: Draw(1))
     memory: bool = False
 
@@ -44,11 +44,11 @@ def train(
     environment: dict[str, str] | None = None,
 ) -> Outcome:
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
-    common = f"{TINY} {ITERATIONS} --num-layers {world} --pipeline-model-parallel-size {world}".split()
+    common = f"{TINY} {ITERATIONS} --num-layers {world} --pipeline-model-parallel-size {world}"
     described = [
         {
             "name": case.name,
-            "arguments": [*common, *case.arguments],
+            "arguments": f"{common} {case.flags}".split(),
             "draw": asdict(case.draw),
             "memory": case.memory,
         }
