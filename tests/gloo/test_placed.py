@@ -276,7 +276,7 @@ def by(schedule: str, ranks: int = 4) -> str:
     return f"{pipeline(ranks, chunks)} --bpipe-schedule {schedule.removesuffix(f'-{chunks}')}"
 
 
-EVERY = "chimera mixpipe bitpipe-2 bitpipe-early-2"
+EVERY = " ".join(("chimera", "mixpipe", "bitpipe-2", "bitpipe-early-2"))
 # Flags of both, micro-batches of both pipes together, and the schedules that are compared with stock, on four ranks.
 PIPES_ROWS: dict[str, tuple[str, int, str]] = {
     "two_of_six": ("", 6, EVERY),
