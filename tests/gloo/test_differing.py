@@ -33,7 +33,7 @@ POOL = "--bpipe-hosts pool --bpipe-bound"
 LEARNED = "--bpipe-memory auto:0.0084"
 
 # Stock's flags, those of ours, and over what activations move: every schedule has both transports.
-ROWS: dict[str, tuple[str, str, str]] = {
+ROWS = {
     "dropless": (DROPLESS, "", "gloo"),
     "dropless_gathered": (f"{DROPLESS} --moe-token-dispatcher-type allgather", "", "peer"),
     "dropless_interleaved": (f"{DROPLESS} {INTERLEAVED}", "", "peer"),

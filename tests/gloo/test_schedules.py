@@ -95,7 +95,7 @@ OFFLOADING = (
 )
 
 # Flags of a feature, and which of ours are compared with stock: four stages, eight micro-batches unless a row says so.
-ROWS: dict[str, tuple[str, str]] = {
+ROWS = {
     "m8": (
         "",
         "own balanced balanced_gloo gpipe written_balanced zb_h1 zb_h1_balanced zb_h1_whole zb_h1_whole_balanced split "
@@ -184,7 +184,7 @@ ROWS: dict[str, tuple[str, str]] = {
 }
 QUIET_CHUNKS = f"--num-layers 4 {CHUNKS} {QUIET}"
 # Two stages, and two ranks in another dimension.
-WIDE_ROWS: dict[str, tuple[str, str]] = {
+WIDE_ROWS = {
     "tensor": (TENSOR, "own zb_h1"),
     "sequence": (SEQUENCE, "own zb_h1 zb_h1_whole"),
     "data": ("", "own zb_h1"),
@@ -204,7 +204,7 @@ WIDE_ROWS: dict[str, tuple[str, str]] = {
 }
 EIGHT_STAGES = "--num-layers 16 --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 16"
 # Four stages, sixteen micro-batches, and two ranks in another dimension.
-EIGHT_ROWS: dict[str, tuple[str, str]] = {
+EIGHT_ROWS = {
     "tensor": (f"{TENSOR} --global-batch-size 8", "megatrons"),
     "sequence": (SEQUENCE, "megatrons"),
     "data_other_order": ("--use-tp-pp-dp-mapping", "megatrons"),
