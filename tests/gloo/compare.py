@@ -23,20 +23,20 @@ STAGES = f"--num-layers 4 {FOUR}"
 def same(outcome: Outcome, stock: str, other: str, world: int = 4, last: int | None = None) -> None:
     """Every rank recorded the same in each iteration (of the `last` ones), and ended with the same weights."""
     for rank in range(world):
-        expected, found = outcome.record(stock, rank), outcome.record(other, rank)
+        expected, actual = outcome.record(stock, rank), outcome.record(other, rank)
         iterations = expected["iterations"][-last:] if last else expected["iterations"]
         assert iterations, f"{stock} trained nothing"
-        assert found["iterations"] == iterations
-        assert last or found["evaluations"] == expected["evaluations"]
-        assert found["weights"] == expected["weights"]
+        assert actual["iterations"] == iterations
+        assert last or actual["evaluations"] == expected["evaluations"]
+        assert actual["weights"] == expected["weights"]
     _trains(outcome.record(stock, world - 1)["iterations"])
 
 
 def alike(outcome: Outcome, stock: str, ours: str, world: int = 4, last: int | None = None) -> None:
     """Every loss, evaluation and named weight is the same; the norm of the gradients adds up in another order."""
-    expected, found = (outcome.record(case, world - 1) for case in (stock, ours))
-    assert without_norms(found)[-(last or 0) :] == without_norms(expected)[-(last or 0) :]
-    assert last or found["evaluations"] == expected["evaluations"]
+    expected, actual = (outcome.record(case, world - 1) for case in (stock, ours))
+    assert without_norms(actual)[-(last or 0) :] == without_norms(expected)[-(last or 0) :]
+    assert last or actual["evaluations"] == expected["evaluations"]
     _trains(expected["iterations"])
     assert weights(outcome, ours, world) == weights(outcome, stock, world)
 
@@ -53,11 +53,11 @@ def _trains(iterations: list[dict[str, Any]]) -> None:
 
 def weights(outcome: Outcome, case: str, world: int) -> dict[str, str]:
     """Hashes of the whole model's weights by name; what several ranks have is equal on all."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for rank in range(world):
         for name, digest in outcome.record(case, rank)["weights"].items():
-            assert found.setdefault(name, digest) == digest, f"{case}: copies of {name} differ"
-    return found
+            assert digests.setdefault(name, digest) == digest, f"{case}: copies of {name} differ"
+    return digests
 
 
 def losses_of(outcome: Outcome, case: str) -> list[float]:
@@ -71,30 +71,30 @@ def losses_of(outcome: Outcome, case: str) -> list[float]:
 
 def gradients(outcome: Outcome, case: str, world: int) -> dict[str, torch.Tensor]:
     """Gradients of the whole model in the first iteration, the vocabulary's rows in one piece."""
-    found: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
     for rank in range(world):
-        found |= torch.load(outcome.folder / f"{case}.rank{rank}.gradients")
+        by_name |= torch.load(outcome.folder / f"{case}.rank{rank}.gradients")
     rows: dict[str, dict[int, torch.Tensor]] = {}
-    for name in [name for name in found if " from " in name]:
+    for name in [name for name in by_name if " from " in name]:
         layer, _, first, tensor_rank = name.rsplit(" ", 3)
-        rows.setdefault(f"{layer} {tensor_rank}", {})[int(first)] = found.pop(name)
-    return found | {name: torch.cat([parts[first] for first in sorted(parts)]) for name, parts in rows.items()}
+        rows.setdefault(f"{layer} {tensor_rank}", {})[int(first)] = by_name.pop(name)
+    return by_name | {name: torch.cat([parts[first] for first in sorted(parts)]) for name, parts in rows.items()}
 
 
 def same_gradients(outcome: Outcome, stock: str, ours: str, world: int) -> None:
-    expected, found = gradients(outcome, stock, world), gradients(outcome, ours, world)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    expected, actual = gradients(outcome, stock, world), gradients(outcome, ours, world)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
 
 
-def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def furthest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest relative distance (L2) of a weight's gradient."""
-    assert found.keys() == expected.keys()
-    return max(distance(found[name].double(), gradient.double()) for name, gradient in expected.items())
+    assert actual.keys() == expected.keys()
+    return max(distance(actual[name].double(), gradient.double()) for name, gradient in expected.items())
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def as_predicted(outcome: Outcome, case: str, world: int, moves: bool, slack_bytes: int = 0) -> None:

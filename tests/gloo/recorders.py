@@ -87,15 +87,15 @@ class Named(Observer):
 
     def after(self) -> None:
         if self._gradients and len(self.iterations) == 1:
-            found = {name: weight.main_grad.clone() for name, weight in named(self.model)}
-            torch.save(found, f"{self._case}.rank{torch.distributed.get_rank()}.gradients")
+            gradients = {name: weight.main_grad.clone() for name, weight in named(self.model)}
+            torch.save(gradients, f"{self._case}.rank{torch.distributed.get_rank()}.gradients")
 
     def weights(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for name, weight in named(self.model):
             digest = hashlib.sha256(weight.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-            assert found.setdefault(name, digest) == digest, f"two copies of {name} differ"
-        return found
+            assert digests.setdefault(name, digest) == digest, f"two copies of {name} differ"
+        return digests
 
 
 class Tensors(Observer):
@@ -104,23 +104,23 @@ class Tensors(Observer):
     def __init__(self, case: Path) -> None:
         super().__init__()
         self._case = case
-        self._found: dict[str, dict[str, torch.Tensor]] = {}
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def before(self) -> None:
         if not self.iterations:
-            self._found["start"] = self._tensors(lambda weight: weight)
+            self._kept["start"] = self._tensors(lambda weight: weight)
 
     def after(self) -> None:
         if len(self.iterations) == 1:
-            self._found["gradients"] = self._tensors(lambda weight: weight.main_grad)
+            self._kept["gradients"] = self._tensors(lambda weight: weight.main_grad)
 
     def _tensors(self, of: Any) -> dict[str, torch.Tensor]:
         parameters = (each for chunk in self.model for each in chunk.named_parameters())
         return {name.replace("module.", ""): of(weight).detach().clone() for name, weight in parameters}
 
     def weights(self) -> Any:
-        self._found["end"] = self._tensors(lambda weight: weight)
-        torch.save(self._found, f"{self._case}.rank{torch.distributed.get_rank()}.pt")
+        self._kept["end"] = self._tensors(lambda weight: weight)
+        torch.save(self._kept, f"{self._case}.rank{torch.distributed.get_rank()}.pt")
         return super().weights()
 
 

@@ -63,13 +63,13 @@ ALWAYS = (
 
 
 def rows() -> list[Row]:
-    found = []
+    pairs = []
     for feature, (stock, ours, transports) in ROWS.items():
         for transport in transports.split():
             name, common = f"{feature}-{transport}", f"{COMMON} {stock}"
             case = Case(name, f"{common} {BPIPE} --bpipe-transport {transport} {ours} {REPORT}")
-            found.append(Row(name, Case(feature, common), case, slow=name not in ALWAYS))
-    return found
+            pairs.append(Row(name, Case(feature, common), case, slow=name not in ALWAYS))
+    return pairs
 
 
 # A V, and both directions: weights are compared by name.

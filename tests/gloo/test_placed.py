@@ -67,10 +67,10 @@ def whole(schedule: Schedule) -> Schedule:
     """The same with backwards that are not split."""
     orders = [
         [
-            Action(one.stage, Kind.BACKWARD if one.kind is Kind.BACKWARD_INPUT else one.kind, one.microbatch)
+            Action(op.stage, Kind.BACKWARD if op.kind is Kind.BACKWARD_INPUT else op.kind, op.microbatch)
             for slot in row
-            for one in slot.computations
-            if one.kind is not Kind.BACKWARD_WEIGHT
+            for op in slot.computations
+            if op.kind is not Kind.BACKWARD_WEIGHT
         ]
         for row in schedule.ranks
     ]
@@ -79,8 +79,8 @@ def whole(schedule: Schedule) -> Schedule:
 
 def eager(schedule: Schedule) -> Schedule:
     """The same, but the first stage computes all its forwards first, so that its rank holds more than the others."""
-    orders = [[one for slot in row for one in slot.computations] for row in schedule.ranks]
-    orders[0].sort(key=lambda one: (one.stage, one.kind) != (0, Kind.FORWARD))
+    orders = [[op for slot in row for op in slot.computations] for row in schedule.ranks]
+    orders[0].sort(key=lambda op: (op.stage, op.kind) != (0, Kind.FORWARD))
     return place("eager", schedule.num_microbatches, schedule.layout, orders)
 
 
@@ -328,7 +328,7 @@ ROUNDED_ROWS: dict[str, tuple[str, int, str]] = {
 
 
 def pipes_rows(rows: dict[str, tuple[str, int, str]], world: int = 4, ranks: int = 4) -> list[Row]:
-    found = []
+    pairs = []
     for feature, (flags, microbatches, which) in rows.items():
         common = f"{NAMED} {flags} {batch(microbatches) if microbatches else ''}"
         chunks = 1
@@ -341,8 +341,8 @@ def pipes_rows(rows: dict[str, tuple[str, int, str]], world: int = 4, ranks: int
             name = f"{feature}-{schedule}"
             stock = Case(feature, f"{common} {pipeline(ranks // 2, chunks)}")
             is_slow = feature not in ("three_chunks", "two_of_predictions_in_a_layout")
-            found.append(Row(name, stock, Case(name, f"{ours} {by(schedule, ranks)}"), world, is_slow))
-    return found
+            pairs.append(Row(name, stock, Case(name, f"{ours} {by(schedule, ranks)}"), world, is_slow))
+    return pairs
 
 
 # Every number of ranks, of rounds of micro-batches, and of chunks: beside stock with as many virtual stages.
@@ -453,12 +453,12 @@ def test_experts_of_a_pair_add_up_tokens_of_both_pipes(trained: Trained, row: Ro
     """Tokens of its own pipe come first, and in stock a chunk always serves the same: so experts' sums have other
     last bits."""
     outcome, ours, stock = trained(row), row.ours.name, row.stock.name
-    first, expected = (without_norms(outcome.record(case, row.world - 1))[0] for case in (ours, stock))
-    assert first == expected
-    stocks, found = gradients(outcome, stock, row.world), gradients(outcome, ours, row.world)
-    differ = {name for name, gradient in stocks.items() if not torch.equal(found[name], gradient)}
+    first, of_stock = (without_norms(outcome.record(case, row.world - 1))[0] for case in (ours, stock))
+    assert first == of_stock
+    expected, actual = (gradients(outcome, case, row.world) for case in (stock, ours))
+    differ = {name for name, gradient in expected.items() if not torch.equal(actual[name], gradient)}
     assert all("local_experts" in name for name in differ)
-    assert furthest(found, stocks) < 1e-6
+    assert furthest(actual, expected) < 1e-6
 
 
 # Layers of chunks that serve the pipe that begins in their rank's half of the ranks.
@@ -472,11 +472,13 @@ def test_a_sum_of_four_differs_by_its_order(trained: Trained, row: Row) -> None:
     outcome, ours, stock = trained(row), row.ours.name, row.stock.name
     assert losses_of(outcome, ours) == pytest.approx(losses_of(outcome, stock), rel=1e-6)
     if "--gradients" in row.stock.flags:
-        stocks, found = gradients(outcome, stock, 8), gradients(outcome, ours, 8)
-        assert furthest(found, stocks) < 1e-6
-        layers = {layer: [name for name in stocks if name.startswith(f"decoder.layers.{layer}.")] for layer in range(8)}
+        expected, actual = (gradients(outcome, case, 8) for case in (stock, ours))
+        assert furthest(actual, expected) < 1e-6
+        layers = {
+            layer: [name for name in expected if name.startswith(f"decoder.layers.{layer}.")] for layer in range(8)
+        }
         equal = {
-            layer for layer, names in layers.items() if all(torch.equal(found[name], stocks[name]) for name in names)
+            layer for layer, names in layers.items() if all(torch.equal(actual[name], expected[name]) for name in names)
         }
         assert equal == ITS_OWN_PIPES[row.name.partition("-")[2]]
 
@@ -521,5 +523,5 @@ def test_further_tokens_of_a_layout_have_their_logits_in_shards(run_cases: Calla
     outcome = run_cases(4, cases, 300)
     for name in SHARDED:
         pairs = zip(losses_of(outcome, name), losses_of(outcome, "stock"), strict=True)
-        for number, (found, expected) in enumerate(pairs):
-            assert found == pytest.approx(expected, rel=1e-6 if number else 2.5e-7), f"{name}, iteration {number + 1}"
+        for number, (actual, expected) in enumerate(pairs):
+            assert actual == pytest.approx(expected, rel=1e-6 if number else 2.5e-7), f"{name}, iteration {number + 1}"

@@ -178,7 +178,7 @@ def stages_of(row: Row) -> int:
 
 def tensors(outcome: Outcome, case: str, what: str, stages: int) -> dict[str, torch.Tensor]:
     """Of all ranks, by rank and name; the vocabulary's rows in one piece, for each rank of another dimension."""
-    found: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {}
     world = len(outcome.codes)
     # Ranks of the pipeline are the outermost.
@@ -188,35 +188,37 @@ def tensors(outcome: Outcome, case: str, what: str, stages: int) -> dict[str, to
             if name in (OUTPUT, EMBEDDING):
                 rows.setdefault(f"{rank % others} {name}", []).append(tensor.double())
             else:
-                found[f"{rank} {name}"] = tensor.double()
-    found |= {name: torch.cat(parts) for name, parts in rows.items()}
+                by_name[f"{rank} {name}"] = tensor.double()
+    by_name |= {name: torch.cat(parts) for name, parts in rows.items()}
     # A shard of both layers is one weight.
-    return found | {
-        f"{rank} {OUTPUT}": found[f"{rank} {EMBEDDING}"] for rank in range(others) if f"{rank} {OUTPUT}" not in found
+    return by_name | {
+        f"{rank} {OUTPUT}": by_name[f"{rank} {EMBEDDING}"]
+        for rank in range(others)
+        if f"{rank} {OUTPUT}" not in by_name
     }
 
 
 def pairs_of(
     outcome: Outcome, case: str, stock: str, what: str, stages: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    found, expected = tensors(outcome, case, what, stages), tensors(outcome, stock, what, stages)
-    assert found.keys() == expected.keys()
-    return {name: (found[name], expected[name]) for name in expected}
+    actual, expected = tensors(outcome, case, what, stages), tensors(outcome, stock, what, stages)
+    assert actual.keys() == expected.keys()
+    return {name: (actual[name], expected[name]) for name in expected}
 
 
-def near(found: float, expected: float, tolerance: float) -> bool:
-    return math.isclose(found, expected, rel_tol=tolerance)
+def near(actual: float, expected: float, tolerance: float) -> bool:
+    return math.isclose(actual, expected, rel_tol=tolerance)
 
 
 def as_stock(outcome: Outcome, stock: str, ours: str, tolerance: Tolerance, stages: int = 4) -> None:
-    expected, found = (outcome.record(case, len(outcome.codes) - 1) for case in (stock, ours))
-    assert len(found["iterations"]) == len(expected["iterations"]) == 3
-    for number, steps in enumerate(zip(found["iterations"], expected["iterations"], strict=True)):
+    expected, actual = (outcome.record(case, len(outcome.codes) - 1) for case in (stock, ours))
+    assert len(actual["iterations"]) == len(expected["iterations"]) == 3
+    for number, steps in enumerate(zip(actual["iterations"], expected["iterations"], strict=True)):
         losses = [float.fromhex(step["lm loss"]) for step in steps]
         assert near(*losses, tolerance.later if number else tolerance.loss), f"iteration {number + 1}: {losses}"
-    norms = [float.fromhex(record["iterations"][0]["grad_norm"]) for record in (found, expected)]
+    norms = [float.fromhex(record["iterations"][0]["grad_norm"]) for record in (actual, expected)]
     assert near(*norms, tolerance.norm), norms
-    for evaluations in zip(found["evaluations"], expected["evaluations"], strict=True):
+    for evaluations in zip(actual["evaluations"], expected["evaluations"], strict=True):
         losses = [float.fromhex(evaluation["lm loss"]) for evaluation in evaluations]
         assert near(*losses, tolerance.later), f"evaluation: {losses}"
     pairs = pairs_of(outcome, ours, stock, "start", stages)
@@ -249,9 +251,9 @@ def test_losses_of_further_tokens_are_logged(trained: Trained, row: Row) -> None
 
     stock, sharded = logged(row.stock.name), logged(row.ours.name)
     assert len(stock) == len(sharded) >= 3
-    for found, expected in zip(sharded, stock, strict=True):
+    for actual, expected in zip(sharded, stock, strict=True):
         assert expected > 1
-        assert near(found, expected, 1e-5)
+        assert near(actual, expected, 1e-5)
 
 
 # Of micro-batches, by algorithm and then balanced.
@@ -360,11 +362,11 @@ def test_the_last_rank_no_longer_holds_all_logits(
     kinds = {"stock": "", "shards": f"{SHARDS} 1", "early": f"{SHARDS} 2", "inputs": f"{INPUT} 1"}
     for name, ours in kinds.items():
         outcome = run_cases(4, [Case(name, f"--peak {LARGE} {ours}")], 170)
-        found = [outcome.record(name, rank)["weights"] for rank in range(4)]
-        beyond[name] = [each["peak"] - each["held"] for each in found]
-        before[name] = [each["held"] for each in found]
+        memory = [outcome.record(name, number)["weights"] for number in range(4)]
+        beyond[name] = [rank["peak"] - rank["held"] for rank in memory]
+        before[name] = [rank["held"] for rank in memory]
         with capsys.disabled():
-            peaks = ", ".join(f"{each['peak'] / 2**20:.0f}" for each in found)
+            peaks = ", ".join(f"{rank['peak'] / 2**20:.0f}" for rank in memory)
             print(f"\n{name}: MiB of each rank at its peak {peaks}")
     # Stock makes the gradient in the place of the logits, too; besides theirs shards have 32 MiB of them in 32 bit at a
     # time, whatever p is.

@@ -150,8 +150,8 @@ def losses_near_stock(outcome: Outcome, row: Row, tolerance: float) -> None:
 def test_other_schedules_train_shards_to_the_bit_as_1f1b_does(trained: Trained, row: Row) -> None:
     """Its bits, evaluations too, within what it holds; and so near stock as 1F1B is."""
     outcome, (one,), ours, flags = trained(row), row.others, row.ours.name, row.stock.flags
-    stock, found = (outcome.record(case, 3)["evaluations"] for case in (row.stock.name, ours))
-    assert len(found) == len(stock)
+    stock, sharded = (outcome.record(case, 3)["evaluations"] for case in (row.stock.name, ours))
+    assert len(sharded) == len(stock)
     if is_exact(row):
         alike(outcome, one.name, ours)
     elif "--use-distributed-optimizer" not in flags:
