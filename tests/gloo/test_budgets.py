@@ -22,6 +22,8 @@ from tests.gloo.compare import devices_of, same
 from tests.gloo.conftest import Case, Outcome, asked_for
 from tests.gloo.flags import BPIPE, INPUT_BYTES, INTERLEAVED, REPORT
 
+pytestmark = pytest.mark.timeout(300)
+
 BATCH = "--global-batch-size 16"
 SHAPES: dict[str, str] = {"plain": BATCH, "chunks": f"{INTERLEAVED} {BATCH}"}
 
@@ -86,7 +88,6 @@ def four(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFac
     )
 
 
-@pytest.mark.timeout(300)
 def test_a_budget_that_is_given_is_kept_and_what_must_leaves(four: Outcome) -> None:
     same(four, "plain", "given", 4)
     devices = devices_of(BATCH)
@@ -103,7 +104,6 @@ def devices_with(devices: Devices, budget: str) -> Devices:
     return replace(devices, budget_bytes=(int(float(budget) * 2**30),) * 4)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("shape", "name"), [("plain", "auto_nothing"), ("chunks", "auto_middle")])
 def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, name: str) -> None:
     """The first iteration sends as much as helps; from the second on only what must leaves, and the budget is kept.
@@ -125,7 +125,6 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
         assert 0 < sum(evictions(four, name)) < sum(hosted(first))
 
 
-@pytest.mark.timeout(300)
 def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) -> None:
     """With devices first, the tightest plan has no device with room, so all go to nodes' memory: it stayed, whatever
     the budget was."""
@@ -139,7 +138,6 @@ def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) 
     assert 0 < sum(evictions(four, "auto_all")) < sum(hosted(first))
 
 
-@pytest.mark.timeout(300)
 def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(four: Outcome) -> None:
     """By one whose links are slow. Its load comes as early as there is room anyway, so nothing is issued earlier."""
     same(four, "chunks", "auto_in_time", 4)

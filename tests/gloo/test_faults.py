@@ -13,6 +13,8 @@ from bpipe.cli import main
 from tests.gloo.conftest import ROOT, Outcome, finish, free_ports, start
 from tests.gloo.flags import BPIPE, ITERATIONS, TINY
 
+pytestmark = pytest.mark.timeout(120)
+
 # Without placement, process r is stage r.
 STAGES = f"{ITERATIONS} --num-layers 4 --pipeline-model-parallel-size 4 --global-batch-size 16 --bpipe-placement none"
 
@@ -24,7 +26,6 @@ def run(folder: Path, flags: str, fault: str | None = None, only: int | None = N
     return finish(processes, folder, timeout_s=90.0, only=only)
 
 
-@pytest.mark.timeout(120)
 def test_a_partner_that_dies_ends_the_others(tmp_path: Path) -> None:
     """Stage 3 hosts for stage 0 and dies with two of its micro-batches."""
     outcome = run(tmp_path, BPIPE, fault="3 3F2 SIGKILL")
@@ -53,7 +54,6 @@ def last_line(outcome: Outcome, rank: int) -> str:
     return outcome.logs[rank].rstrip().rpartition("\n")[2]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) -> None:
     """A stage runs out of memory.
@@ -74,7 +74,6 @@ def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) ->
     assert outcome.seconds < 60
 
 
-@pytest.mark.timeout(120)
 def test_megatrons_own_exit_waits_for_nobody(tmp_path: Path) -> None:
     """It leaves the trainer by SystemExit, with host buffers lent and opened."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport peer --exit-interval 2")
@@ -84,7 +83,6 @@ def test_megatrons_own_exit_waits_for_nobody(tmp_path: Path) -> None:
     assert outcome.seconds < 60
 
 
-@pytest.mark.timeout(120)
 def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Path) -> None:
     """Stage 3 freezes: its connections stay open, so only the time-out can tell.
 
@@ -112,7 +110,6 @@ BITS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.timeout(120)
 @BITS
 def test_a_flipped_bit_ends_the_run_with_its_name(
     tmp_path: Path, transport: str, flags: str, rank: int, link: str
@@ -133,7 +130,6 @@ def test_a_flipped_bit_ends_the_run_with_its_name(
         assert " iteration        1/" not in outcome.logs[other]
 
 
-@pytest.mark.timeout(120)
 def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report"
     outcome = run(tmp_path, f"{BPIPE} --bpipe-verify all --bpipe-report {report}")
@@ -167,7 +163,6 @@ SHARED = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
 @pytest.mark.parametrize(
     ("flags", "ranks", "fault"),
@@ -229,7 +224,6 @@ def test_whoever_dies_between_slices_ends_the_others(tmp_path: Path, fault: str)
     others_end(outcome, int(fault[0]))
 
 
-@pytest.mark.timeout(120)
 def test_a_slice_that_finds_no_memory_is_everybodys_last_line(tmp_path: Path) -> None:
     outcome = run(tmp_path, SLICED, fault="1 1F6 MEMORY 1")
     for rank in range(4):
@@ -243,7 +237,6 @@ def test_a_slice_that_finds_no_memory_is_everybodys_last_line(tmp_path: Path) ->
 OWN = "--bpipe-schedule zb-h1 --bpipe-timeout 5"
 
 
-@pytest.mark.timeout(120)
 def test_a_neighbour_of_our_own_loop_that_dies_ends_the_others(tmp_path: Path) -> None:
     outcome = run(tmp_path, OWN, fault="2 2F2 SIGKILL")
     others_end(outcome, 2)
@@ -252,7 +245,6 @@ def test_a_neighbour_of_our_own_loop_that_dies_ends_the_others(tmp_path: Path) -
         assert re.search(edge, outcome.logs[rank]), outcome.logs[rank][-2000:]
 
 
-@pytest.mark.timeout(120)
 def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_time_out(tmp_path: Path) -> None:
     """Its connections stay open, so only the time-out can tell."""
     outcome = run(tmp_path, OWN, fault="2 2F2 SIGSTOP", only=3)
@@ -264,7 +256,6 @@ def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_tim
     assert "bpipe: rank 3, stage 3, after 3I1, at 3F2" in outcome.logs[3]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("balance", [True, False])
 def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     tmp_path: Path, balance: bool, capsys: pytest.CaptureFixture[str]
@@ -305,7 +296,6 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     assert "has no recorded iteration" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,7 +348,6 @@ ITS_OWN = (
 )
 
 
-@pytest.mark.timeout(120)
 def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
     """Four ranks see the same mistakes, none meets another, and one of them speaks: no traceback, one usage where
     the parser refuses."""

@@ -18,6 +18,8 @@ import pytest
 from tests.gloo.conftest import ROOT, finish, free_ports, start
 from tests.gloo.flags import BPIPE, ITERATIONS, TINY
 
+pytestmark = pytest.mark.timeout(120)
+
 FOUR = f"{TINY} --num-layers 4 --pipeline-model-parallel-size 4 --global-batch-size 16"
 LAUNCH = "-m megatron.scheduling.launch"
 
@@ -58,7 +60,6 @@ def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: floa
                 process.kill()
 
 
-@pytest.mark.timeout(120)
 def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_path: Path) -> None:
     """Repairs are tried in every launched run, and what they are tried on may lack what a newer Megatron reads."""
     two = "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 8"
@@ -73,7 +74,6 @@ def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_pat
     assert len(set(repaired)) == len(repaired)
 
 
-@pytest.mark.timeout(120)
 def test_without_repairs_megatron_ends_at_its_own_defect(tmp_path: Path) -> None:
     """0.19.2 from its wheel runs `make` where there is no Makefile; a repair that were made all the same would
     train."""
@@ -122,7 +122,6 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str,
     assert json.loads((folders[1] / "rank_00000.json").read_text())["evictions"] == evictions
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -169,7 +168,6 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
     assert "refused: this run cannot start:\n  --bpipe: Megatron's own recomputation of the MLP" in outcome.logs[0]
 
 
-@pytest.mark.timeout(120)
 def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     """Whose samples a chunk reads is asked; with the rank's own for all chunks the last one's labels were those of
     other tokens."""

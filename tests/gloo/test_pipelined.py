@@ -13,6 +13,8 @@ from bpipe.cli import main
 from tests.gloo.conftest import forked
 from tests.gloo.pipelined import CASES
 
+pytestmark = pytest.mark.timeout(180)
+
 Found = list[dict[str, Any]]
 
 
@@ -39,13 +41,11 @@ def found(folder: Path) -> Found:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank?.json"))]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ALL)
 def test_every_bit_is_that_of_torchs_own_class(case: str, found: Found) -> None:
     assert [rank[case]["same"] for rank in found] == [True] * len(found)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ALL)
 def test_peaks_are_those_predicted(case: str, found: Found) -> None:
     peaks = [(rank[case]["peak"], rank[case]["predicted"]) for rank in found]
@@ -55,7 +55,6 @@ def test_peaks_are_those_predicted(case: str, found: Found) -> None:
         assert [measured for measured, _ in peaks] == [predicted for _, predicted in peaks]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ALL)
 def test_what_was_to_leave_has_left(case: str, found: Found) -> None:
     for rank in found:
@@ -67,12 +66,10 @@ def test_what_was_to_leave_has_left(case: str, found: Found) -> None:
         assert any(rank[case]["evictions"] for rank in found) is CASES[case].moves
 
 
-@pytest.mark.timeout(180)
 def test_every_step_is_verified_where_that_is_asked(found: Found) -> None:
     assert [rank["1f1b, verified"]["verified"] for rank in found] == [2] * len(found)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", parameters({name: case for name, case in CASES.items() if case.is_reported}))
 def test_a_report_of_a_run_judges_it(case: str, folder: Path, found: Found, capsys: pytest.CaptureFixture[str]) -> None:
     """What `bpipe report` says of a run under Megatron it says of this one."""

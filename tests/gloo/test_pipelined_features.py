@@ -12,6 +12,8 @@ from tests.gloo.conftest import forked
 from tests.gloo.pipelined_features import DAILY, FEATURES, RANKS, SLOW
 from tests.gloo.test_pipelined import Found, parameters
 
+pytestmark = pytest.mark.timeout(180)
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
@@ -33,13 +35,11 @@ def test_a_feature_that_takes_minutes(feature: str, tmp_path: Path) -> None:
     test_receive_buffers_hold_nothing_between_steps(feature, found)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("feature", DAILY_FEATURES)
 def test_every_bit_is_that_of_torchs_own_class(feature: str, found: Found) -> None:
     assert [rank[feature]["same"] for rank in found] == [True] * RANKS
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("feature", DAILY_FEATURES)
 def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, found: Found) -> None:
     assert [rank[feature]["peak"] for rank in found] == [rank[feature]["predicted"] for rank in found]
@@ -49,7 +49,6 @@ def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, found: Fou
         assert all(share >= FEATURES[feature].enough for share in rank[feature]["shares"]), rank[feature]["said"]
 
 
-@pytest.mark.timeout(180)
 def test_parameters_that_are_gathered_for_a_step_are_not_moved(found: Found) -> None:
     """With FSDP2 whole parameters are there from UNSHARD to RESHARD, and every graph saves them."""
     for rank in found:
@@ -57,7 +56,6 @@ def test_parameters_that_are_gathered_for_a_step_are_not_moved(found: Found) -> 
             assert rank[feature]["moved"] == rank["DDP"]["moved"]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("feature", DAILY_FEATURES)
 def test_receive_buffers_hold_nothing_between_steps(feature: str, found: Found) -> None:
     held = [rank[feature]["received_bytes"] for rank in found]
@@ -65,7 +63,6 @@ def test_receive_buffers_hold_nothing_between_steps(feature: str, found: Found) 
     assert held == [0] * RANKS or (not FEATURES[feature].emptied and held[:2] == [0, 0])
 
 
-@pytest.mark.timeout(180)
 def test_lean_buffers_hold_less_at_the_peak_and_nothing_between_steps(found: Found) -> None:
     for rank in (each["lean buffers"] for each in found):
         assert rank["same"]

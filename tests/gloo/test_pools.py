@@ -19,6 +19,8 @@ from tests.gloo.compare import as_predicted, devices_of, same
 from tests.gloo.conftest import Case, Outcome
 from tests.gloo.flags import BPIPE, INPUT_BYTES, REPORT
 
+pytestmark = pytest.mark.timeout(400)
+
 BATCH = "--global-batch-size 16"
 # The first two stages are heavy, and the pairs' own partners have not room enough for them.
 UNEVEN = f"--num-layers 9 --pipeline-model-parallel-layout Et*4|t*2|t*2|tL {BATCH}"
@@ -48,7 +50,6 @@ def four(run_cases: Callable[..., Outcome]) -> Outcome:
     return run_cases(4, [*cases, *(Case(name, f"{BPIPE} {REPORT} {flags}") for name, flags in ours.items())])
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("stock", "name"),
     [
@@ -64,7 +65,6 @@ def test_a_pool_changes_no_bit_and_holds_what_was_predicted(four: Outcome, stock
     as_predicted(four, name, 4, moves=True)
 
 
-@pytest.mark.timeout(400)
 def test_who_hosts_for_whom(four: Outcome) -> None:
     assert "evicting 0 -> 2 (2 of 8, 1 host buffers), 0 -> 3 (5 of 8, 2 host buffers)\n" in four.said("to_several")
     assert re.search(
@@ -83,7 +83,6 @@ def found_lines(outcome: Outcome, name: str) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(400)
 def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> None:
     """Measured, of the fullest rank: activations, with weights, gradients and optimizer state as they are predicted."""
     fullest = {}
@@ -95,7 +94,6 @@ def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> No
     assert fullest["pool"] < 0.97 * fullest["pair"]
 
 
-@pytest.mark.timeout(400)
 def test_the_report_says_who_hosts_for_whom(four: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(four.report_folder("to_several"))]) == 0
     text = " ".join(capsys.readouterr().out.split())

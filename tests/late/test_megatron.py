@@ -20,6 +20,8 @@ from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
 from tests.late.training import LateCase, close_parents, train
 
+pytestmark = pytest.mark.timeout(1200)
+
 BPIPE = "--bpipe --bpipe-min-bytes 1024 --bpipe-poison --bpipe-timeout 60 --bpipe-transport"
 BATCH = "--global-batch-size 16"
 INTERLEAVED = f"{BATCH} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
@@ -93,14 +95,12 @@ def same(outcome: Outcome, case: str, stock: Outcome, of: str, world: int) -> No
         assert len({step["gradients"] for step in expected["iterations"]}) == len(expected["iterations"])
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", slowly(CASES))
 def test_late_devices_train_as_the_stock_loop_on_cpus(on_cpus: Outcome, on_late_devices: Outcome, case: str) -> None:
     print(CASES[case][2])
     same(on_late_devices, case, on_cpus, CASES[case][0], 4)
 
 
-@pytest.mark.timeout(1200)
 def test_transports_carry_what_they_are_to(on_late_devices: Outcome) -> None:
     for transport in ("nccl", "peer"):
         assert f"bpipe:   stages 0 and 3: {transport} " in on_late_devices.said(transport)
@@ -110,7 +110,6 @@ def test_transports_carry_what_they_are_to(on_late_devices: Outcome) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_eight_ranks_make_their_communicators_and_train(tmp_path: Path) -> None:
     """What hung before communicators were made ahead of the loop: DEVICE.md's ring of a sender's sizes, a message
     and a birth."""
@@ -129,7 +128,6 @@ VOCABULARY = f"{BATCH} --bpipe-min-bytes 1024 --bpipe-timeout 60 --bpipe-vocabul
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) -> None:
     """Ranks' parts are added in the order of late groups on CPUs, too: NCCL promises none, and gloo's is another."""
     folders = [tmp_path / device for device in ("cpu", "late")]
@@ -159,7 +157,6 @@ def memory_said(outcome: Outcome, case: str) -> dict[int, list[tuple[int, ...]]]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_memory_is_what_the_schedule_says_and_is_taken_once(tmp_path: Path) -> None:
     """Peaks against stock's, in micro-batches that leave; from the second iteration on, which has an optimizer's
     state, no segment is taken."""

@@ -18,6 +18,8 @@ from tests.late.devices import AS_LATE, Draw
 from tests.late.test_megatron import BPIPE
 from tests.late.training import LateCase, close_parents, train
 
+pytestmark = pytest.mark.timeout(500)
+
 FLAGS = f"--global-batch-size 8 --train-iters 2 --eval-iters 1 {BPIPE}"
 OWN_LOOP = "--bpipe-executor"
 TEN = 10
@@ -50,25 +52,21 @@ def trained(folder: Path, device: str, transports: tuple[str, ...], further: str
     return outcome
 
 
-@pytest.mark.timeout(500)
 def test_a_training_behind_one_over_peer_trains_the_same(tmp_path: Path) -> None:
     trained(tmp_path, "late", ("peer", "nccl", "peer"))
 
 
-@pytest.mark.timeout(500)
 def test_a_training_behind_one_over_shared_memory_trains_the_same(tmp_path: Path) -> None:
     trained(tmp_path, "cpu", ("peer", "gloo", "peer"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("device", ["late", "cpu"])
 def test_ten_trainings_leave_nothing(device: str, tmp_path: Path) -> None:
     trained(tmp_path, device, ("peer",) * TEN)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize(("device", "further"), [("late", ""), ("late", OWN_LOOP), ("cpu", OWN_LOOP), ("cpu", "")])
 def test_every_transport_gives_back_what_it_had(device: str, further: str, tmp_path: Path) -> None:
     two_sided = "nccl" if device == "late" else "gloo"
