@@ -202,16 +202,16 @@ def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, **p
         script = [str(ROOT / "tests/gloo/worker.py"), str(folder / "cases.json"), str(folder)]
         # Each case chooses a port of its own.
         processes = start(world, script, folder, free_ports(1)[0])
+        # What fails ends no other cases than those of its own processes.
         done = followed(done, finish(processes, folder, begin + timeout_s - time.monotonic()))
-        if done.codes != [0] * world:
-            break
     return done
 
 
 def followed(first: Outcome, then: Outcome) -> Outcome:
-    """What two launches in one folder came to, of which the first ended well."""
+    """What two launches in one folder came to: of each rank the first code that is not 0."""
+    codes = [code if code != 0 else after for code, after in zip(first.codes, then.codes, strict=True)]
     logs = [before + after for before, after in zip(first.logs, then.logs, strict=True)]
-    return Outcome(first.folder, then.codes, first.seconds + then.seconds, logs)
+    return Outcome(first.folder, codes, first.seconds + then.seconds, logs)
 
 
 def forked(module: str, folder: Path, *words: str, timeout_s: float = 170.0) -> list[dict[str, Any]]:

@@ -58,10 +58,12 @@ def fused(folder: Path, case: str) -> Iterator[None]:
     The backward writes into `weight.main_grad`, so it must meet the very parameter that the forward saved.
     """
     arguments = tuple(flag for flag in cpu_runtime.ARGUMENTS if flag != "--no-gradient-accumulation-fusion")
+    extension = fused_extension.extension()
     with (
         patch(cpu_runtime, "ARGUMENTS", arguments),
         patch(layers, "_grad_accum_fusion_available", True),
-        patch(layers, fused_extension.NAME, fused_extension.extension(), create=True),
+        patch(layers, fused_extension.NAME, extension, create=True),
+        mock.patch.dict(sys.modules, {fused_extension.NAME: extension}),
     ):
         yield
 
