@@ -250,8 +250,8 @@ SLACK = {
     # Once, on a busy machine, a peak had one more tensor of the whole sequence: a thread of gloo's let go of it late.
     "sequence": 1,
 }
-# What Megatron itself offloads is in no prediction.
-UNPREDICTED = {"offloaded", "interleaved_offloaded"}
+# What Megatron itself offloads is in no prediction, nor what the output layer keeps of all micro-batches.
+UNPREDICTED = {"offloaded", "interleaved_offloaded", "deferred", "deferred_in_groups", "interleaved_deferred"}
 
 
 def row_of(feature: str, flags: str, ours: str, common: str, world: int) -> Row:
@@ -260,7 +260,10 @@ def row_of(feature: str, flags: str, ours: str, common: str, world: int) -> Row:
     name, halves = f"{feature}-{ours}", ours.startswith(("zb_h1", "split"))
     is_measured = feature not in UNPREDICTED and world == 4 and (not halves or feature == "m8" or TWO_STAGES in common)
     report = "" if (feature, ours) == ("full_uniform", "zb_h1") else MEASURED if ours != "megatrons" else REPORT
-    moves = "balanced" in ours or (ours == "megatrons" and feature != "interleaved_m4")
+    # Ranks of ZB-H1 hold evenly much.
+    moves = ("balanced" in ours and not ours.startswith("zb_h1")) or (
+        ours == "megatrons" and feature != "interleaved_m4"
+    )
     loop = "interleaved" if feature.startswith("interleaved") and ours == "megatrons" else feature
     return Row(
         name,
@@ -303,8 +306,9 @@ def parameters(rows: Iterable[Row]) -> list[object]:
 def test_ours_trains_as_stock_does(trained: Trained, row: Row) -> None:
     outcome = trained(row)
     row_is_same(outcome, row)
-    if "megatrons" in row.name and row.name != "interleaved_m4-megatrons":
-        assert outcome.reports(row.ours.name)[0]["evictions"] > 0, "nothing was moved, so nothing was tested"
+    if row.name.endswith(("-megatrons", "-grouped_balanced")) and row.name != "interleaved_m4-megatrons":
+        reports = outcome.reports(row.ours.name)
+        assert any(report["evictions"] for report in reports), "nothing was moved, so nothing was tested"
 
 
 @pytest.mark.parametrize("row", parameters(BY_NAME[f"m8-{ours}"] for ours in ("zb_h1", "split", "zb_h1_whole")))
