@@ -63,10 +63,10 @@ OWN_SCRIPT=(
 KINDS=(
     "megatrons_loops|test_launch.py|loop_of_ones_own or (unmodified_script and gpt)"
     "our_loop|test_schedules.py|m8-own"
-    "split_backwards|test_halves.py|m8-zb_h1"
-    "a_v|test_placed.py|goes_on_from_stocks_checkpoint and tied"
-    "both_directions|test_two_pipes_trained.py|two_pipes_train_as_stock_does and bitpipe-3"
-    "vocabulary_shards|test_vocabulary.py|vocabulary_m8-one"
+    "split_backwards|test_schedules.py|m8-zb_h1"
+    "a_v|test_checkpoints.py|continues_the_others_checkpoint and tied"
+    "both_directions|test_placed.py|two_pipes_train_as_stock_does and three_chunks"
+    "vocabulary_shards|test_vocabulary.py|train_what_the_whole_layer_does and m8-one"
     "slices|test_slices.py|train_what_stock_megatron_trains and uneven"
 )
 # tests KIND FILE TESTS: run the tests of a file whose names match.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,35 +21,23 @@ from typing import Any
 
 import pytest
 
+from tests.gloo.flags import ITERATIONS, TINY
 from tests.gloo.ports import free_ports
 from tests.gloo.warm import Parents, Rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A GPT small enough that a run is over in seconds, large enough that its activations are worth moving; dropout stays
-# on.
-TINY = (
-    *("--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--max-position-embeddings", "64"),
-    *("--micro-batch-size", "2", "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine"),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--split", "949,50,1"),
-    *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
-)
-ITERATIONS = ("--train-iters", "3")
-# What stands in for an extension there has to come before Megatron is imported.
-COLD_WORKERS = ("fused_worker.py", "named_fused_worker.py")
 # The distributed optimizer keeps its model, and with it every process group: gloo has threads for each that look for
-# news every 10 ms. By two dozen such cases in one process eight ranks had ten thousand of them, and came to nothing
-# else.
+# news every 10 ms. After two dozen such cases eight ranks had ten thousand of them, and did little else.
 MOST_IN_A_ROW = 8
-BPIPE = ("--bpipe", "--bpipe-min-bytes", "1024", "--bpipe-poison", "--bpipe-timeout", "60")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. `arguments` come after those of the tiny model, so they win."""
+    """One training run. `flags` come after those of the tiny model, so they win."""
 
     name: str
-    arguments: Sequence[str] = ()
+    flags: str = ""
 
 
 @dataclass
@@ -73,13 +62,41 @@ class Outcome:
     def report_folder(self, case: str) -> str:
         return str(self.folder / case)
 
+    def said(self, case: str, rank: int | None = 0) -> str:
+        """What a rank, or all of them, printed during a case."""
+        logs = self.logs if rank is None else [self.logs[rank]]
+        return "".join(log.split(f"=== {case}\n")[1].split("=== ")[0] for log in logs)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training of ours and the one of stock Megatron that it must equal, in one launch of `world` ranks.
+
+    Attributes:
+        others: further runs that its tests look at.
+        moves: whether anything must have moved; None if its report is not compared with the prediction.
+        slack_bytes: by how much a rank's peak may differ from the prediction.
+    """
+
+    name: str
+    stock: Case
+    ours: Case
+    world: int = 4
+    slow: bool = True
+    others: tuple[Case, ...] = ()
+    moves: bool | None = None
+    slack_bytes: int = 0
+
+    def parameter(self, *more: object) -> Any:
+        return pytest.param(self, *more, id=self.name, marks=pytest.mark.slow if self.slow else ())
+
 
 # Files whose tests take longest: begun last, one of them would keep a single worker busy while the others have nothing
 # left. Given to whoever runs files whole (scripts/test.sh).
 LONGEST_FIRST = (
-    *("slices", "differing", "slices_in_bytes", "parallelism", "transfers", "budgets", "vocabulary", "training"),
-    *("pipelined", "faults", "combined", "pipelined_features", "launch", "pools", "schedules", "halves", "examples"),
-)
+    "schedules slices differing slices_in_bytes transfers vocabulary training budgets placed pipelined faults "
+    "pipelined_features checkpoints combined launch pools examples"
+).split()
 
 
 @pytest.hookimpl(trylast=True)
@@ -170,42 +187,73 @@ def finish(processes: Sequence[Process], folder: Path, timeout_s: float, only: i
     return Outcome(folder, codes, time.monotonic() - begin, logs)
 
 
-def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, worker: str = "worker.py") -> Outcome:
+def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, **places: object) -> Outcome:
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
-    stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
+    stages = f"--num-layers {world} --pipeline-model-parallel-size {world}"
     described = []
     for case in cases:
-        length = () if "--train-samples" in case.arguments else ITERATIONS
-        described.append({"name": case.name, "arguments": [*TINY, *length, *stages, *case.arguments]})
+        flags = case.flags.format(folder=folder, case=case.name, **places)
+        length = "" if "--train-samples" in flags else ITERATIONS
+        described.append({"name": case.name, "arguments": shlex.split(f"{TINY} {length} {stages} {flags}")})
     begin = time.monotonic()
     done = Outcome(folder, [0] * world, 0.0, [""] * world)
     for some in batched(described, MOST_IN_A_ROW):
         (folder / "cases.json").write_text(json.dumps(some))
-        script = [str(ROOT / "tests/gloo" / worker), str(folder / "cases.json"), str(folder)]
+        script = [str(ROOT / "tests/gloo/worker.py"), str(folder / "cases.json"), str(folder)]
         # Each case chooses a port of its own.
-        processes = start(world, script, folder, free_ports(1)[0], cold=world if worker in COLD_WORKERS else 0)
+        processes = start(world, script, folder, free_ports(1)[0])
+        # What fails ends no other cases than those of its own processes.
         done = followed(done, finish(processes, folder, begin + timeout_s - time.monotonic()))
-        if done.codes != [0] * world:
-            break
     return done
 
 
 def followed(first: Outcome, then: Outcome) -> Outcome:
-    """What two launches in one folder came to, of which the first ended well."""
+    """What two launches in one folder came to: of each rank the first code that is not 0."""
+    codes = [code if code != 0 else after for code, after in zip(first.codes, then.codes, strict=True)]
     logs = [before + after for before, after in zip(first.logs, then.logs, strict=True)]
-    return Outcome(first.folder, then.codes, first.seconds + then.seconds, logs)
+    return Outcome(first.folder, codes, first.seconds + then.seconds, logs)
+
+
+def forked(module: str, folder: Path, *words: str, timeout_s: float = 170.0) -> list[dict[str, Any]]:
+    """Run a module of this folder that forks ranks without Megatron; return what each rank wrote."""
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.gloo.{module}", str(folder), *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank?.json"))]
 
 
 @pytest.fixture(scope="session")
 def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """`run_cases(world, cases, timeout_s, worker)`; a case's `{folder}` stands for the launch's folder."""
+    """`run_cases(world, cases, timeout_s, **places)`; `places` fill in further names in flags."""
 
-    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0, worker: str = "worker.py") -> Outcome:
-        folder = tmp_path_factory.mktemp(f"gloo{world}")
-        placed = [Case(case.name, [argument.format(folder=folder) for argument in case.arguments]) for case in cases]
-        return train(world, placed, folder, timeout_s, worker)
+    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0, **places: object) -> Outcome:
+        return train(world, cases, tmp_path_factory.mktemp(f"gloo{world}"), timeout_s, **places)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def places() -> dict[str, object]:
+    """What a file's flags name in braces, besides `folder` and `case`."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def trained(
+    run_cases: Callable[..., Outcome], request: pytest.FixtureRequest, places: dict[str, object]
+) -> Callable[[Row], Outcome]:
+    """Return the launch of a row: with the first of as many ranks, all are trained that this file is about to compare."""
+    wanted: list[Row] = [row for (row,) in asked_for(request, "row")]
+    done: dict[int, Outcome] = {}
+
+    def outcome_of(row: Row) -> Outcome:
+        if row.world not in done:
+            rows = sorted((each for each in wanted if each.world == row.world), key=lambda each: each.stock.name)
+            cases = {case.name: case for each in rows for case in (each.stock, *each.others, each.ours)}
+            done[row.world] = run_cases(row.world, list(cases.values()), 2400, **places)
+        return done[row.world]
+
+    return outcome_of
 
 
 def slow_but(always: Collection[str], names: Iterable[str]) -> list[Any]:

@@ -1,12 +1,14 @@
 """Ranks that train under torch.distributed.pipelining by torch's own schedules and by `BalancedSchedule`, one case
 after another in the same processes.
 
-In: a number of ranks and a folder. Out: `<folder>/rank<r>.json`: by case, whether every bit is that of torch's own
-class, the peak measured and the one predicted, evictions, and which share of what a forward keeps has moved.
+In: a folder, a number of ranks, a module with cases (this one, or another), and names of some. Out:
+`<folder>/rank<r>.json`: by case, whether every bit is that of torch's own class, the peak measured and the one predicted,
+evictions, and which share of what a forward keeps has moved.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -189,13 +191,24 @@ def facts(balanced: BalancedSchedule, meter: Meter, is_same: bool, place: int) -
     return result
 
 
-def run_cases(rank: int, world: int, folder: str, cases: dict[str, Callable[[int, int], dict[str, Any]]]) -> None:
-    """One process."""
+def runs(folder: Path) -> dict[str, Callable[[int, int], dict[str, Any]]]:
+    """What each case runs, given a rank and how many there are."""
+    return {
+        name: lambda rank, world, name=name, case=case: of_case(case, rank, world, folder / name)  # type: ignore[misc]
+        for name, case in CASES.items()
+        if not case.lacks
+    }
+
+
+def one_rank(rank: int, folder: str, world: int, module: str, names: list[str]) -> None:
+    """One process, whose cases are those of a module of this folder."""
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     found = {}
-    for name, run in cases.items():
+    for name, run in importlib.import_module(f"tests.gloo.{module}").runs(Path(folder)).items():
+        if names and name not in names:
+            continue
         try:
             found[name] = run(rank, world)
         except BaseException:
@@ -207,20 +220,11 @@ def run_cases(rank: int, world: int, folder: str, cases: dict[str, Callable[[int
     dist.destroy_process_group()
 
 
-def one_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
-    cases = {name: case for name, case in CASES.items() if (not names or name in names) and not case.lacks}
-    run_cases(
-        rank,
-        world,
-        folder,
-        {
-            name: lambda r, p, name=name, case=case: of_case(case, r, p, Path(folder) / name)  # type: ignore[misc]
-            for name, case in cases.items()
-        },
-    )
+def main(folder: str, world: str, module: str, *names: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    arguments = folder, int(world), module, list(names)
+    start_processes(one_rank, args=arguments, nprocs=int(world), start_method="fork")
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    number, place, *chosen = sys.argv[1:]
-    start_processes(one_rank, args=(int(number), place, chosen), nprocs=int(number), start_method="fork")
+    main(*sys.argv[1:])

@@ -1,15 +1,14 @@
 """Ranks that train within a memory budget under `BalancedSchedule`, beside torch's own class of the same stages.
 
-In: a number of ranks and a folder. Out: `<folder>/rank<r>.json`, as of `tests.gloo.pipelined`: by case, whether every
+Out, as of `tests.gloo.pipelined`: by case, whether every
 bit is the same, the budget, what was planned and what was measured, in bytes.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
-from torch.multiprocessing import start_processes
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.runtime.meter import Meter
 from bpipe.schedule.memory import num_transfers
 from bpipe.torch import BalancedSchedule
 from bpipe.torch.trace import predict_peaks, trace_stages
-from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, TRANSFERS, run_cases
+from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, TRANSFERS
 from tests.gloo.pipelined_stages import (
     LENGTH,
     ROWS,
@@ -158,15 +156,6 @@ def too_small(rank: int, world: int) -> dict[str, Any]:
     return {"said": ""}
 
 
-def one_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
-    cases: dict[str, Any] = {
-        name: lambda rank, world, case=case: of_case(case, rank, world) for name, case in CASES.items()
-    }
-    cases |= {"too small": too_small}
-    run_cases(rank, world, folder, {name: run for name, run in cases.items() if not names or name in names})
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    number, place, *chosen = sys.argv[1:]
-    start_processes(one_rank, args=(int(number), place, chosen), nprocs=int(number), start_method="fork")
+def runs(folder: Path) -> dict[str, Any]:
+    cases = {name: lambda rank, world, case=case: of_case(case, rank, world) for name, case in CASES.items()}
+    return {**cases, "too small": too_small}

@@ -1,16 +1,14 @@
 """What stages may be, under `BalancedSchedule`: two pipelines of two ranks, and something else across them, or one of
 four; beside torch's own class, case by case in the same processes.
-
-In: a folder. Out: `<folder>/rank<r>.json`, as of `tests.gloo.pipelined`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +19,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.multiprocessing import start_processes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.runtime.meter import Meter
 from bpipe.torch import BalancedSchedule
 from bpipe.torch.upstream import receive_buffers
-from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, TRANSFERS, facts, lacks_before, run_cases
+from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, TRANSFERS, facts, lacks_before
 from tests.gloo.pipelined_stages import (
     LENGTH,
     ROWS,
@@ -267,6 +264,7 @@ FEATURES = {
 
 
 SLOW = [name for name, feature in FEATURES.items() if feature.slow]
+DAILY = [name for name, feature in FEATURES.items() if not (feature.slow or feature.lacks)]
 
 
 def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
@@ -334,26 +332,15 @@ def lean_and_not(rank: int, world: int) -> dict[str, Any]:
     return {**found, "same": same(*bits)}
 
 
-def one_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
-    meshes: list[DeviceMesh] = []
+@functools.cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
 
-    def mesh() -> DeviceMesh:
-        if not meshes:
-            meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data")))
-        return meshes[0]
 
-    cases: dict[str, Any] = {
+def runs(folder: Path) -> dict[str, Any]:
+    cases = {
         name: lambda rank, world, feature=feature: of_feature(feature, rank, mesh())
         for name, feature in FEATURES.items()
         if not feature.lacks
     }
-    cases |= {"lean buffers": lean_and_not}
-    if not names:
-        names = [name for name in cases if name not in SLOW]
-    run_cases(rank, world, folder, {name: run for name, run in cases.items() if name in names})
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    number, place, *chosen = sys.argv[1:]
-    start_processes(one_rank, args=(int(number), place, chosen), nprocs=int(number), start_method="fork")
+    return {**cases, "lean buffers": lean_and_not}

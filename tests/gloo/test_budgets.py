@@ -9,36 +9,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bpipe.plan.budget import Devices, OverBudget, predicted_devices, smallest_bytes, within
+from bpipe.plan.budget import Devices, OverBudget, smallest_bytes, within
 from bpipe.plan.fit import budget_text
-from bpipe.plan.options import setup_from
-from megatron.scheduling.cpu import ARGUMENTS
-from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
-from tests.gloo.test_parallelism import INPUT_BYTES, INTERLEAVED
-from tests.gloo.test_training import same
+from tests.gloo.compare import devices_of, same
+from tests.gloo.conftest import Case, Outcome, asked_for
+from tests.gloo.flags import BPIPE, INPUT_BYTES, INTERLEAVED, REPORT
 
-BATCH = ("--global-batch-size", "16")
-STAGES = ("--num-layers", "4", "--pipeline-model-parallel-size", "4")
-MEASURED = (*BPIPE, "--bpipe-report", "{folder}/{case}")
-SHAPES: dict[str, Sequence[str]] = {"plain": BATCH, "chunks": (*INTERLEAVED, *BATCH)}
+pytestmark = pytest.mark.timeout(300)
 
-
-def devices_of(shape: str) -> Devices:
-    """What the trainer predicts of it, with budgets that nothing exceeds."""
-    words = [*ARGUMENTS, *TINY, *STAGES, *SHAPES[shape], "--bpipe-min-bytes", "1024"]
-    return predicted_devices(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
+BATCH = "--global-batch-size 16"
+SHAPES: dict[str, str] = {"plain": BATCH, "chunks": f"{INTERLEAVED} {BATCH}"}
 
 
 def budgets(shape: str, steps: int) -> list[str]:
     """In GiB, from what nothing has to leave for to the smallest."""
-    devices = devices_of(shape)
+    devices = devices_of(SHAPES[shape])
     most, least = max(devices.need_bytes(devices.schedule)), smallest_bytes(devices)
     return [kept(devices, most - (most - least) * step // (steps - 1)) for step in range(steps)]
 
@@ -53,10 +45,8 @@ def kept(devices: Devices, budget: int) -> str:
     raise AssertionError(f"no plan for {budget}")
 
 
-def case(name: str, shape: str, memory: str, *more: str) -> Case:
-    return Case(
-        name, [flag.replace("{case}", name) for flag in (*SHAPES[shape], *MEASURED, "--bpipe-memory", memory, *more)]
-    )
+def case(name: str, shape: str, memory: str, more: str) -> Case:
+    return Case(name, f"{SHAPES[shape]} {BPIPE} {REPORT} --bpipe-memory {memory} {more}")
 
 
 def state_bytes(outcome: Outcome, name: str) -> list[int]:
@@ -78,10 +68,6 @@ def evictions(outcome: Outcome, name: str) -> list[int]:
     return [report["evictions"] for report in outcome.reports(name)]
 
 
-def said(outcome: Outcome, name: str) -> str:
-    return outcome.logs[0].split(f"=== {name}\n")[1].split("===")[0]
-
-
 @pytest.fixture(scope="module")
 def four(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     slow = tmp_path_factory.mktemp("cluster") / "slow.toml"
@@ -93,24 +79,23 @@ def four(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFac
         4,
         [
             *(Case(shape, flags) for shape, flags in SHAPES.items()),
-            case("given", "plain", tightest, "--bpipe-transport", "gloo"),
-            case("auto_nothing", "plain", f"auto:{nothing}", "--bpipe-transport", "gloo", "--bpipe-executor"),
-            case("auto_middle", "chunks", f"auto:{middle}", "--bpipe-transport", "peer"),
-            case("auto_all", "chunks", f"auto:{middle}", "--bpipe-transport", "gloo", "--bpipe-hosts", "all"),
-            case("auto_in_time", "chunks", f"auto:{middle}", "--bpipe-transport", "gloo", "--bpipe-cluster", str(slow)),
+            case("given", "plain", tightest, "--bpipe-transport gloo"),
+            case("auto_nothing", "plain", f"auto:{nothing}", "--bpipe-transport gloo --bpipe-executor"),
+            case("auto_middle", "chunks", f"auto:{middle}", "--bpipe-transport peer"),
+            case("auto_all", "chunks", f"auto:{middle}", "--bpipe-transport gloo --bpipe-hosts all"),
+            case("auto_in_time", "chunks", f"auto:{middle}", f"--bpipe-transport gloo --bpipe-cluster {slow}"),
         ],
     )
 
 
-@pytest.mark.timeout(300)
 def test_a_budget_that_is_given_is_kept_and_what_must_leaves(four: Outcome) -> None:
     same(four, "plain", "given", 4)
-    devices = devices_of("plain")
+    devices = devices_of(BATCH)
     found = within(devices_with(devices, budgets("plain", 2)[1]))
     check_kept(four, "given", budgets("plain", 2)[1])
     assert evictions(four, "given") == [3, 0, 0, 0]
     assert [found.sent_bytes(rank) > 0 for rank in range(4)] == [True, False, False, False]
-    log = said(four, "given")
+    log = four.said("given")
     assert log.count("bpipe: by prediction within ") == 1
     assert "bpipe: rank 0 would need " in log
 
@@ -119,7 +104,6 @@ def devices_with(devices: Devices, budget: str) -> Devices:
     return replace(devices, budget_bytes=(int(float(budget) * 2**30),) * 4)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("shape", "name"), [("plain", "auto_nothing"), ("chunks", "auto_middle")])
 def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, name: str) -> None:
     """The first iteration sends as much as helps; from the second on only what must leaves, and the budget is kept.
@@ -127,7 +111,7 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
     By our own loop where nothing has to leave, by Megatron's where something has.
     """
     same(four, shape, name, 4)
-    log = said(four, name)
+    log = four.said(name)
     assert "bpipe: the first iteration moves as much as helps, until bytes are measured:" in log
     assert log.count("changing the plan:") == 1
     budget = budgets("plain", 2)[0] if shape == "plain" else budgets("chunks", 3)[1]
@@ -141,12 +125,11 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
         assert 0 < sum(evictions(four, name)) < sum(hosted(first))
 
 
-@pytest.mark.timeout(300)
 def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) -> None:
     """With devices first, the tightest plan has no device with room, so all go to nodes' memory: it stayed, whatever
     the budget was."""
     same(four, "chunks", "auto_all", 4)
-    first, last = said(four, "auto_all").split("changing the plan:")
+    first, last = four.said("auto_all").split("changing the plan:")
     assert "its own node hosts" in first
     assert "stages 0 and 3" not in first
     assert "its own node hosts" not in last
@@ -155,11 +138,10 @@ def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) 
     assert 0 < sum(evictions(four, "auto_all")) < sum(hosted(first))
 
 
-@pytest.mark.timeout(300)
 def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(four: Outcome) -> None:
     """By one whose links are slow. Its load comes as early as there is room anyway, so nothing is issued earlier."""
     same(four, "chunks", "auto_in_time", 4)
-    first, learned = said(four, "auto_in_time").split("changing the plan:")
+    first, learned = four.said("auto_in_time").split("changing the plan:")
     waits = "not every transfer ends before it is needed"
     assert waits not in first, "the first plan is by bytes"
     assert f"{waits}: waits in an iteration rank 0 " in learned
@@ -183,7 +165,7 @@ def grid(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
     for shape, prefix in wanted:
         for number, budget in enumerate(budgets(shape, GRID)):
             cases.append(
-                case(f"{shape}_{prefix}{number}", shape, f"{prefix and 'auto:'}{budget}", "--bpipe-transport", "peer")
+                case(f"{shape}_{prefix}{number}", shape, f"{prefix and 'auto:'}{budget}", "--bpipe-transport peer")
             )
     return run_cases(4, cases, timeout_s=1500)
 

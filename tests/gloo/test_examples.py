@@ -57,39 +57,10 @@ for command in json.load(open(sys.argv[2])):
     print("PARSED", json.dumps(parsed | wanted))
 """
 WANTED = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "world_size",
-        "data_parallel_size",
-        "sequence_parallel",
-    ),
-    *(
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "micro_batch_size",
-        "global_batch_size",
-        "seq_length",
-    ),
-    *(
-        "recompute_granularity",
-        "normalization",
-        "swiglu",
-        "position_embedding_type",
-        "untie_embeddings_and_output_weights",
-        "bf16",
-    ),
-    *(
-        "add_bias_linear",
-        "exit_duration_in_mins",
-        "save",
-        "load",
-        "deterministic_mode",
-        "bpipe_transport",
-        "timing_log_level",
-    ),
+    "num_layers hidden_size ffn_hidden_size num_attention_heads world_size data_parallel_size sequence_parallel "
+    "tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size global_batch_size seq_length "
+    "recompute_granularity normalization swiglu position_embedding_type untie_embeddings_and_output_weights bf16 "
+    "add_bias_linear exit_duration_in_mins save load deterministic_mode bpipe_transport timing_log_level"
 )
 
 
@@ -121,9 +92,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     script, asked = folder / "parse.py", folder / "commands.json"
     script.write_text(PARSE)
     asked.write_text(json.dumps([command for those in commands.values() for command in those]))
-    ended = finish(
-        start(1, [str(script), " ".join(WANTED), str(asked)], folder, free_ports(1)[0], environment), folder, 240
-    )
+    ended = finish(start(1, [str(script), WANTED, str(asked)], folder, free_ports(1)[0], environment), folder, 240)
     assert ended.codes == [0], ended.logs[0][-3000:]
     found = [
         json.loads(line.removeprefix("PARSED ")) for line in ended.logs[0].splitlines() if line.startswith("PARSED ")

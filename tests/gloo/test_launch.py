@@ -15,9 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, finish, free_ports, start
+from tests.gloo.conftest import ROOT, finish, free_ports, start
+from tests.gloo.flags import BPIPE, ITERATIONS, TINY
 
-FOUR = (*TINY, "--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
+pytestmark = pytest.mark.timeout(120)
+
+FOUR = f"{TINY} --num-layers 4 --pipeline-model-parallel-size 4 --global-batch-size 16"
+LAUNCH = "-m megatron.scheduling.launch"
 
 
 def iterations(folder: Path) -> list[dict[str, Any]]:
@@ -56,16 +60,11 @@ def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: floa
                 process.kill()
 
 
-@pytest.mark.timeout(120)
 def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_path: Path) -> None:
     """Repairs are tried in every launched run, and what they are tried on may lack what a newer Megatron reads."""
-    script = str(ROOT / "tests/gloo/plain_script.py")
-    two = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
-    outcome = finish(
-        start(2, ["-m", "megatron.scheduling.launch", script, *TINY, *two, *ITERATIONS], tmp_path, free_ports(1)[0]),
-        tmp_path,
-        100,
-    )
+    two = "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 8"
+    script = f"{LAUNCH} {ROOT / 'tests/gloo/plain_script.py'} {TINY} {two} {ITERATIONS}"
+    outcome = finish(start(2, script.split(), tmp_path, free_ports(1)[0]), tmp_path, 100)
     assert outcome.codes == [0] * 2, outcome.logs[0][-3000:]
     assert "iteration        3/       3" in "".join(outcome.logs)
     repaired = [
@@ -75,15 +74,12 @@ def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_pat
     assert len(set(repaired)) == len(repaired)
 
 
-@pytest.mark.timeout(120)
 def test_without_repairs_megatron_ends_at_its_own_defect(tmp_path: Path) -> None:
     """0.19.2 from its wheel runs `make` where there is no Makefile; a repair that were made all the same would
     train."""
-    script = str(ROOT / "tests/gloo/plain_script.py")
-    one = ("--num-layers", "1", "--global-batch-size", "8", *ITERATIONS, "--bpipe-no-repairs")
-    outcome = finish(
-        start(1, ["-m", "megatron.scheduling.launch", script, *TINY, *one], tmp_path, free_ports(1)[0]), tmp_path, 100
-    )
+    one = f"--num-layers 1 --global-batch-size 8 {ITERATIONS} --bpipe-no-repairs"
+    script = f"{LAUNCH} {ROOT / 'tests/gloo/plain_script.py'} {TINY} {one}"
+    outcome = finish(start(1, script.split(), tmp_path, free_ports(1)[0]), tmp_path, 100)
     assert outcome.codes == [1]
     assert (
         "bpipe: --bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that dataset helpers"
@@ -93,42 +89,28 @@ def test_without_repairs_megatron_ends_at_its_own_defect(tmp_path: Path) -> None
     assert "make" in outcome.logs[0]
 
 
+SLOW = pytest.mark.slow
+CHUNKS = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 SCRIPTS = [
-    pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2"), 3, id="gpt"),
-    pytest.param(
-        "plain_script.py",
-        ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2"),
-        2,
-        id="gpt_interleaved",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param("plain_script_bert.py", ("--num-layers", "4"), 3, id="bert", marks=pytest.mark.slow),
-    pytest.param("plain_script_hybrid.py", ("--num-layers", "12"), 3, id="hybrid", marks=pytest.mark.slow),
+    pytest.param("plain_script.py", "--num-layers 4 --label-shift 2", 3, id="gpt"),
+    pytest.param("plain_script.py", CHUNKS, 2, id="gpt_interleaved", marks=SLOW),
+    pytest.param("plain_script_bert.py", "--num-layers 4", 3, id="bert", marks=SLOW),
+    pytest.param("plain_script_hybrid.py", "--num-layers 12", 3, id="hybrid", marks=SLOW),
 ]
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("name", "flags", "evictions"), SCRIPTS)
-def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tuple[str, ...], evictions: int) -> None:
+def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str, evictions: int) -> None:
     """The script imports only Megatron and torch; its model, loss and data are its own."""
     script = str(ROOT / "tests/gloo" / name)
     assert "bpipe" not in Path(script).read_text()
     folders = []
-    for case, more in (("stock", ()), ("balanced", BPIPE)):
+    for case, more in (("stock", ""), ("balanced", BPIPE)):
         folder = tmp_path / case
         folder.mkdir()
         folders.append(folder)
-        command = [
-            "-m",
-            "megatron.scheduling.launch",
-            script,
-            *FOUR,
-            *flags,
-            *ITERATIONS,
-            "--bpipe-report",
-            str(folder),
-            *more,
-        ]
+        command = f"{LAUNCH} {script} {FOUR} {flags} {ITERATIONS} --bpipe-report {folder} {more}".split()
         # One imports by itself, as a user's do.
         cold = int(case == "balanced" and "--label-shift" in flags)
         outcome = finish(start(4, command, folder, free_ports(1)[0], cold=cold), folder, 80)
@@ -140,7 +122,6 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tupl
     assert json.loads((folders[1] / "rank_00000.json").read_text())["evictions"] == evictions
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -187,7 +168,6 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
     assert "refused: this run cannot start:\n  --bpipe: Megatron's own recomputation of the MLP" in outcome.logs[0]
 
 
-@pytest.mark.timeout(120)
 def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     """Whose samples a chunk reads is asked; with the rank's own for all chunks the last one's labels were those of
     other tokens."""
@@ -205,30 +185,18 @@ def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
 def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
     """Rank 2 dies in its third iteration; torchrun restarts all ranks, which go on from the checkpoint of the
     second."""
-    common = [*FOUR, "--train-iters", "4", *BPIPE, "--bpipe-placement", "none"]
+    common = f"{FOUR} --train-iters 4 {BPIPE} --bpipe-placement none"
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    outcome = finish(
-        start(4, [str(ROOT / "pretrain_gpt.py"), *common, "--bpipe-report", str(whole)], whole, free_ports(1)[0]),
-        whole,
-        80,
-    )
+    script = f"{ROOT / 'pretrain_gpt.py'} {common} --bpipe-report {whole}"
+    outcome = finish(start(4, script.split(), whole, free_ports(1)[0]), whole, 80)
     assert outcome.codes == [0] * 4
-    checkpoints = [
-        "--save",
-        str(broken / "c"),
-        "--load",
-        str(broken / "c"),
-        "--save-interval",
-        "2",
-        "--bpipe-report",
-        str(broken),
-    ]
-    script = [str(ROOT / "tests/gloo/faulty.py"), *common, *checkpoints]
+    saved = f"--save {broken / 'c'} --load {broken / 'c'} --save-interval 2 --bpipe-report {broken}"
+    script = f"{ROOT / 'tests/gloo/faulty.py'} {common} {saved}"
     os.environ["FAULT"] = "2 2B1 SIGKILL 3"
     try:
-        codes = end([torchrun(broken, 4, script, "--standalone", "--max-restarts", "1")], broken, 200)
+        codes = end([torchrun(broken, 4, script.split(), "--standalone", "--max-restarts", "1")], broken, 200)
     finally:
         del os.environ["FAULT"]
     log = (broken / "agent0.log").read_text(errors="replace")
@@ -240,9 +208,9 @@ def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     """`--exit-signal-handler`: SIGTERM lets the iteration finish, saves, and ends every rank with 0."""
-    script = [str(ROOT / "tests/gloo/faulty.py"), *FOUR, "--train-iters", "1000", *BPIPE, "--exit-signal-handler"]
-    script += ["--save", str(tmp_path / "c"), "--save-interval", "1000"]
-    processes = start(4, script, tmp_path, free_ports(1)[0])
+    saved = f"--save {tmp_path / 'c'} --save-interval 1000"
+    script = f"{ROOT / 'tests/gloo/faulty.py'} {FOUR} --train-iters 1000 {BPIPE} --exit-signal-handler {saved}"
+    processes = start(4, script.split(), tmp_path, free_ports(1)[0])
     try:
         deadline = time.monotonic() + 80
         # The last stage prints the iterations; with pairs placed side by side it is the second process.
@@ -261,20 +229,10 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     """Two torchrun agents of four processes each: every pair is on one of them."""
-    eight = [
-        *TINY,
-        "--num-layers",
-        "8",
-        "--pipeline-model-parallel-size",
-        "8",
-        "--global-batch-size",
-        "32",
-        *ITERATIONS,
-        *BPIPE,
-    ]
+    sizes = "--num-layers 8 --pipeline-model-parallel-size 8 --global-batch-size 32"
     port = str(free_ports(1)[0])
     options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
-    script = [str(ROOT / "pretrain_gpt.py"), *eight]
+    script = f"{ROOT / 'pretrain_gpt.py'} {TINY} {sizes} {ITERATIONS} {BPIPE}".split()
     codes = end([torchrun(tmp_path, 4, script, *options, str(node)) for node in range(2)], tmp_path, 150)
     logs = [path.read_text(errors="replace") for path in sorted(tmp_path.glob("agent*.log"))]
     assert codes == [0, 0], logs[0][-3000:]

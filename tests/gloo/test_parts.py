@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -13,42 +14,29 @@ import pytest
 
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, OverBudget, predicted_devices, within
+from bpipe.plan.budget import Devices, OverBudget, within
 from bpipe.plan.fit import Fit, budget_text
-from bpipe.plan.options import setup_from
-from megatron.scheduling.cpu import ARGUMENTS
-from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
-from tests.gloo.test_parallelism import INPUT_BYTES
-from tests.gloo.test_placed import alike
-from tests.gloo.test_training import same
+from tests.gloo import compare
+from tests.gloo.compare import alike, same
+from tests.gloo.conftest import Case, Outcome, asked_for
+from tests.gloo.flags import BPIPE, INPUT_BYTES, UNCLIPPED
 
 # Several layers per stage, and so several parts.
-SHAPES: dict[str, Sequence[str]] = {
-    "plain": ("--num-layers", "12"),
-    "chunks": ("--num-layers", "16", "--num-layers-per-virtual-pipeline-stage", "2"),
+SHAPES: dict[str, str] = {
+    "plain": "--num-layers 12",
+    "chunks": "--num-layers 16 --num-layers-per-virtual-pipeline-stage 2",
     # The first and the last stage are on one rank, which a larger vocabulary makes the heavy one.
     "v": (
-        *(
-            "--num-layers",
-            "16",
-            "--num-layers-per-virtual-pipeline-stage",
-            "2",
-            "--vocab-size",
-            "1023",
-            "--bpipe-schedule",
-            "v-half",
-        ),
-        *("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0"),
+        f"--num-layers 16 --num-layers-per-virtual-pipeline-stage 2 --vocab-size 1023 {UNCLIPPED} --bpipe-schedule v-half"
     ),
-    "uneven": ("--num-layers", "12", "--pipeline-model-parallel-layout", "Et*5|t*3|t*2|ttL", "--bpipe-hosts", "pool"),
+    "uneven": "--num-layers 12 --pipeline-model-parallel-layout Et*5|t*3|t*2|ttL --bpipe-hosts pool",
 }
-STAGES = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
+STAGES = "--pipeline-model-parallel-size 4 --global-batch-size 16"
 
 
 @lru_cache
 def devices_of(shape: str) -> Devices:
-    words = [*ARGUMENTS, *TINY, *STAGES, *SHAPES[shape], "--bpipe-min-bytes", "1024", "--bpipe"]
-    return predicted_devices(setup_from(words, "h100-80g:1x4", 1024 if shape == "v" else 128, "cpu"), [2**40], 1024)
+    return compare.devices_of(f"{STAGES} {SHAPES[shape]}", 1024 if shape == "v" else 128)
 
 
 def whole(devices: Devices) -> int | None:
@@ -76,18 +64,13 @@ def planned(shape: str) -> tuple[str, Fit]:
 
 def cases_of(shape: str, transport: str) -> list[Case]:
     name = f"{shape}_{transport}"
-    stock = [flag for flag in SHAPES[shape] if flag not in ("--bpipe-schedule", "v-half", "--bpipe-hosts", "pool")]
-    memory = [
-        *BPIPE,
-        "--bpipe-memory",
-        planned(shape)[0],
-        "--bpipe-transport",
-        transport,
-        "--bpipe-report",
-        f"{{folder}}/{name}_part",
+    stock = re.sub("--bpipe-schedule v-half|--bpipe-hosts pool", "", SHAPES[shape])
+    named = "--named" if shape == "v" else ""
+    memory = f"{BPIPE} --bpipe-memory {planned(shape)[0]} --bpipe-transport {transport} --bpipe-report-iterations 3"
+    return [
+        Case(name, f"{named} {STAGES} {stock}"),
+        Case(f"{name}_part", f"{named} {STAGES} {SHAPES[shape]} {memory} --bpipe-report {{folder}}/{name}_part"),
     ]
-    recorded = ["--bpipe-report-iterations", "3"]
-    return [Case(name, [*STAGES, *stock]), Case(f"{name}_part", [*STAGES, *SHAPES[shape], *memory, *recorded])]
 
 
 @lru_cache
@@ -100,11 +83,8 @@ def measured_budget() -> str:
 
 def learned(transport: str) -> Case:
     """The same training, in which parts are learned by measuring."""
-    flags = [
-        flag.replace(planned("plain")[0], f"auto:{measured_budget()}")
-        for flag in cases_of("plain", transport)[1].arguments
-    ]
-    return Case("learned", [flag.replace("plain_gloo_part", "learned_part") for flag in flags])
+    flags = cases_of("plain", transport)[1].flags.replace(planned("plain")[0], f"auto:{measured_budget()}")
+    return Case("learned", flags.replace("plain_gloo_part", "learned_part"))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +97,7 @@ def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
 @pytest.fixture(scope="module")
 def of_a_v(run_cases: Callable[..., Outcome]) -> Outcome:
     """Weights drawn by their names, which ranks of a V have others of."""
-    return run_cases(4, cases_of("v", "gloo"), timeout_s=300, worker="named_worker.py")
+    return run_cases(4, cases_of("v", "gloo"), timeout_s=300)
 
 
 @pytest.mark.timeout(660)
@@ -139,7 +119,7 @@ def test_a_part_leaves_as_predicted_and_no_bit_changes(four: Outcome, shape: str
 def test_what_was_measured_says_which_part_is_enough(four: Outcome, shape: str, transport: str) -> None:
     """All of a micro-batch leaves in the first iteration; from the second on a part, by how its storages lie."""
     same(four, f"{shape}_{transport}", "learned", 4)
-    log = four.logs[0].split("=== learned\n")[1].split("===")[0]
+    log = four.said("learned")
     changed = log.split("changing the plan:")[1]
     assert "GiB of each of" in changed
     assert "GiB of each of" not in log.split("changing the plan:")[0]
@@ -174,7 +154,7 @@ def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
         )
         senders += bool(sent) and report["evictions"] > 0
     assert senders
-    log = outcome.logs[0].split(f"=== {name}_part\n")[1].split("===")[0]
+    log = outcome.said(f"{name}_part")
     assert "GiB of each of" in log
     # Of a stage of which no more than the first leaves nobody knows what it keeps.
     assert "MB stay" in log or shape == "v"
@@ -200,8 +180,8 @@ def timed(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFa
         devices = devices_of(shape)
         memory = budget_text([max(devices.need_bytes(devices.schedule)) * 94 // 100])
         stock, part = cases_of(shape, "gloo")
-        flags = [memory if flag == planned(shape)[0] else flag for flag in part.arguments]
-        flags += ["--bpipe-cluster", str(cluster), "--bpipe-report", f"{{folder}}/{shape}_timed"]
+        flags = part.flags.replace(f"--bpipe-memory {planned(shape)[0]}", f"--bpipe-memory {memory}")
+        flags += f" --bpipe-cluster {cluster} --bpipe-report {{folder}}/{shape}_timed"
         cases += [stock, Case(f"{shape}_timed", flags)]
     return run_cases(4, cases, timeout_s=600)
 
@@ -214,7 +194,7 @@ def test_transfers_that_are_issued_earlier_change_no_bit(
 ) -> None:
     """And the report makes the schedule anew that ran, by what the record says of it."""
     same(timed, f"{shape}_gloo", f"{shape}_timed", 4)
-    log = timed.logs[0].split(f"=== {shape}_timed\n")[1].split("===")[0]
+    log = timed.said(f"{shape}_timed")
     assert (
         "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration " in log
     )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bpipe.cli import main
-from tests.gloo.conftest import ROOT
+from tests.gloo.conftest import forked
 from tests.gloo.pipelined import CASES
+
+pytestmark = pytest.mark.timeout(180)
 
 Found = list[dict[str, Any]]
 
@@ -29,19 +29,10 @@ def parameters(named: Mapping[str, Any]) -> list[Any]:
 ALL = parameters(CASES)
 
 
-def ran(
-    world: int, folder: Path, module: str = "tests.gloo.pipelined", timeout_s: float = 170.0, cases: Sequence[str] = ()
-) -> Found:
-    command = [sys.executable, "-W", "ignore", "-m", module, str(world), str(folder), *cases]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
-
-
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow, id="p2"), pytest.param(4, id="p4")])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pipelined")
-    ran(request.param, made)
+    forked("pipelined", made, str(request.param), "pipelined")
     return made
 
 
@@ -50,13 +41,11 @@ def found(folder: Path) -> Found:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank?.json"))]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ALL)
 def test_every_bit_is_that_of_torchs_own_class(case: str, found: Found) -> None:
     assert [rank[case]["same"] for rank in found] == [True] * len(found)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ALL)
 def test_peaks_are_those_predicted(case: str, found: Found) -> None:
     peaks = [(rank[case]["peak"], rank[case]["predicted"]) for rank in found]
@@ -66,7 +55,6 @@ def test_peaks_are_those_predicted(case: str, found: Found) -> None:
         assert [measured for measured, _ in peaks] == [predicted for _, predicted in peaks]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ALL)
 def test_what_was_to_leave_has_left(case: str, found: Found) -> None:
     for rank in found:
@@ -78,12 +66,10 @@ def test_what_was_to_leave_has_left(case: str, found: Found) -> None:
         assert any(rank[case]["evictions"] for rank in found) is CASES[case].moves
 
 
-@pytest.mark.timeout(180)
 def test_every_step_is_verified_where_that_is_asked(found: Found) -> None:
     assert [rank["1f1b, verified"]["verified"] for rank in found] == [2] * len(found)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", parameters({name: case for name, case in CASES.items() if case.is_reported}))
 def test_a_report_of_a_run_judges_it(case: str, folder: Path, found: Found, capsys: pytest.CaptureFixture[str]) -> None:
     """What `bpipe report` says of a run under Megatron it says of this one."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.gloo.conftest import forked
 from tests.gloo.pipelined_budget import CASES
-from tests.gloo.test_pipelined import Found, ran
+from tests.gloo.test_pipelined import Found
+
+pytestmark = pytest.mark.timeout(180)
 
 RANKS = 4
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder: Path = tmp_path_factory.mktemp("budget")
-    return ran(RANKS, folder, "tests.gloo.pipelined_budget")
+    return forked("pipelined", tmp_path_factory.mktemp("budget"), str(RANKS), "pipelined_budget")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", CASES)
 def test_every_bit_is_that_of_torchs_own_class(case: str, found: Found) -> None:
     """To weigh a stage runs it: that must be seen in no random number and no buffer."""
@@ -27,7 +26,6 @@ def test_every_bit_is_that_of_torchs_own_class(case: str, found: Found) -> None:
     assert bool(found[0][case]["buffers"]) is (case == "random numbers and buffers")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", CASES)
 def test_peaks_are_those_planned_and_keep_the_budget(case: str, found: Found) -> None:
     for rank in (each[case] for each in found):
@@ -37,7 +35,6 @@ def test_peaks_are_those_planned_and_keep_the_budget(case: str, found: Found) ->
     assert any(rank[case]["evictions"] for rank in found) is (CASES[case].least < 1)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", CASES)
 def test_a_trace_without_memory_predicts_what_was_measured(case: str, found: Found) -> None:
     """Of modules on fake tensors, before anything is started; what shards parameters changes nothing of it."""
@@ -45,13 +42,11 @@ def test_a_trace_without_memory_predicts_what_was_measured(case: str, found: Fou
         assert (rank["traced alone"], rank["traced"]) == (rank["alone"], rank["measured"])
 
 
-@pytest.mark.timeout(180)
 def test_parts_leave_where_they_are_enough(found: Found) -> None:
     assert found[0]["1f1b, parts of a micro-batch"]["parts"] == [0]
     assert found[0]["FSDP2"]["parts"] == []
 
 
-@pytest.mark.timeout(180)
 def test_a_budget_that_nothing_keeps_is_refused_everywhere_with_the_smallest(found: Found) -> None:
     said = {rank["too small"]["said"] for rank in found}
     assert len(said) == 1

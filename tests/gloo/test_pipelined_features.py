@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 from bpipe.torch.upstream import KEEPS_BUFFERS
-from tests.gloo.pipelined_features import FEATURES, RANKS, SLOW
-from tests.gloo.test_pipelined import Found, parameters, ran
+from tests.gloo.conftest import forked
+from tests.gloo.pipelined_features import DAILY, FEATURES, RANKS, SLOW
+from tests.gloo.test_pipelined import Found, parameters
+
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder: Path = tmp_path_factory.mktemp("features")
-    return ran(RANKS, folder, "tests.gloo.pipelined_features")
+    names = [*DAILY, "lean buffers"]
+    return forked("pipelined", tmp_path_factory.mktemp("features"), str(RANKS), "pipelined_features", *names)
 
 
-DAILY = parameters({name: feature for name, feature in FEATURES.items() if name not in SLOW})
+DAILY_FEATURES = parameters({name: feature for name, feature in FEATURES.items() if name not in SLOW})
 
 
 @pytest.mark.slow
@@ -26,20 +29,18 @@ DAILY = parameters({name: feature for name, feature in FEATURES.items() if name 
 @pytest.mark.parametrize("feature", SLOW)
 def test_a_feature_that_takes_minutes(feature: str, tmp_path: Path) -> None:
     """Inductor compiles by a compiler of C++."""
-    found = ran(RANKS, tmp_path, "tests.gloo.pipelined_features", 880.0, [feature])
+    found = forked("pipelined", tmp_path, str(RANKS), "pipelined_features", feature, timeout_s=880.0)
     test_every_bit_is_that_of_torchs_own_class(feature, found)
     test_peaks_are_those_predicted_and_nearly_all_moves(feature, found)
     test_receive_buffers_hold_nothing_between_steps(feature, found)
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("feature", DAILY)
+@pytest.mark.parametrize("feature", DAILY_FEATURES)
 def test_every_bit_is_that_of_torchs_own_class(feature: str, found: Found) -> None:
     assert [rank[feature]["same"] for rank in found] == [True] * RANKS
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("feature", DAILY)
+@pytest.mark.parametrize("feature", DAILY_FEATURES)
 def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, found: Found) -> None:
     assert [rank[feature]["peak"] for rank in found] == [rank[feature]["predicted"] for rank in found]
     assert any(rank[feature]["evictions"] for rank in found)
@@ -48,7 +49,6 @@ def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, found: Fou
         assert all(share >= FEATURES[feature].enough for share in rank[feature]["shares"]), rank[feature]["said"]
 
 
-@pytest.mark.timeout(180)
 def test_parameters_that_are_gathered_for_a_step_are_not_moved(found: Found) -> None:
     """With FSDP2 whole parameters are there from UNSHARD to RESHARD, and every graph saves them."""
     for rank in found:
@@ -56,15 +56,13 @@ def test_parameters_that_are_gathered_for_a_step_are_not_moved(found: Found) -> 
             assert rank[feature]["moved"] == rank["DDP"]["moved"]
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("feature", DAILY)
+@pytest.mark.parametrize("feature", DAILY_FEATURES)
 def test_receive_buffers_hold_nothing_between_steps(feature: str, found: Found) -> None:
     held = [rank[feature]["received_bytes"] for rank in found]
     # Where DTensors are passed on, somebody holds those of the last rank's stages: they are left.
     assert held == [0] * RANKS or (not FEATURES[feature].emptied and held[:2] == [0, 0])
 
 
-@pytest.mark.timeout(180)
 def test_lean_buffers_hold_less_at_the_peak_and_nothing_between_steps(found: Found) -> None:
     for rank in (each["lean buffers"] for each in found):
         assert rank["same"]

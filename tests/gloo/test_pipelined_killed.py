@@ -4,15 +4,13 @@ nothing behind."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gloo.conftest import ROOT, asked_for, slow_but
+from tests.gloo.conftest import asked_for, forked, slow_but
 from tests.gloo.pipelined_killed import RANKS
 
 POINTS = [
@@ -27,8 +25,7 @@ ALWAYS = {"0 0.2 gloo", "0 0.5 peer", "0 0.7 gloo", "3 0.5 gloo", "3 0.7 peer", 
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("killed")
     points = sorted(point for (point,) in asked_for(request, "point"))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gloo.pipelined_killed", str(folder), *points]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=50 * len(points))
+    forked("pipelined_killed", folder, *points, timeout_s=50 * len(points))
     return json.loads((folder / "killed.json").read_text())
 
 

@@ -1,9 +1,9 @@
-"""A training whose stages are placed as a V equals stock Megatron's, weight by weight, and so do the checkpoints of
-both.
+"""Trainings whose stages are placed as a V, or in both directions, equal stock Megatron's, weight by weight.
 
-"Stock" runs with no patch of ours in Megatron's scheduler, by its own loop for one stage per rank. Without dropout, whose
-numbers depend on the rank that draws them, and without clipping, whose norm adds up the same numbers in the order of
-the ranks.
+"Stock" runs with no patch of ours in Megatron's scheduler, by its own loop. Beside a V it has one stage per rank. To
+Megatron two pipes over p ranks are pipelines of p/2 ranks in twice as many replicas, so there stock has those sizes; its
+weights are the same bits with virtual stages and without. Without dropout, whose numbers depend on the rank that draws
+them, and without clipping, whose norm adds up the same numbers in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -16,44 +16,61 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.record.report.report import report_of
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.schedule import Schedule
-from tests.gloo.conftest import BPIPE, ROOT, Case, Outcome, asked_for
-from tests.gloo.test_fused_gradients import DEFERRED
-from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
-from tests.gloo.test_schedules import GROWS
+from tests.gloo.compare import furthest, gradients, losses_of, row_is_alike, weights, without_norms
+from tests.gloo.conftest import ROOT, Case, Outcome, Row
+from tests.gloo.flags import (
+    BPIPE,
+    BUCKETS,
+    CHUNKS,
+    CONTEXT,
+    DEFERRED,
+    EIGHT_LAYERS,
+    EXPERT_PAIR,
+    EXPERTS,
+    FOUR,
+    FP16,
+    FULL,
+    FURTHER,
+    GLOO,
+    GROWS,
+    LAYOUT,
+    LLAMA,
+    MEASURED,
+    OVERLAPS,
+    PEER,
+    SEQUENCE,
+    TENSOR,
+    TWO,
+    UNALIGNED,
+    UNTIED,
+    WHOLE,
+    batch,
+)
 from tests.support.torch_schedules import as_csv, torch_schedule
 
-ALIKE = (
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--clip-grad",
-    "0",
-    "--num-layers",
-    "8",
-    "--global-batch-size",
-    "12",
-)
-BY_LAYER = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
-# A resumed run goes on where another length of the training would have been.
-RESUMED = ("--override-opt-param-scheduler",)
+pytestmark = pytest.mark.timeout(2460)
+Trained = Callable[[Row], Outcome]
+
+NAMED = f"--named {EIGHT_LAYERS}"
+SEEDED = "--seeded --attention-dropout 0.1 --hidden-dropout 0.1"
 
 
 def whole(schedule: Schedule) -> Schedule:
     """The same with backwards that are not split."""
     orders = [
         [
-            Action(one.stage, Kind.BACKWARD if one.kind is Kind.BACKWARD_INPUT else one.kind, one.microbatch)
+            Action(op.stage, Kind.BACKWARD if op.kind is Kind.BACKWARD_INPUT else op.kind, op.microbatch)
             for slot in row
-            for one in slot.computations
-            if one.kind is not Kind.BACKWARD_WEIGHT
+            for op in slot.computations
+            if op.kind is not Kind.BACKWARD_WEIGHT
         ]
         for row in schedule.ranks
     ]
@@ -62,421 +79,449 @@ def whole(schedule: Schedule) -> Schedule:
 
 def eager(schedule: Schedule) -> Schedule:
     """The same, but the first stage computes all its forwards first, so that its rank holds more than the others."""
-    orders = [[one for slot in row for one in slot.computations] for row in schedule.ranks]
-    orders[0].sort(key=lambda one: (one.stage, one.kind) != (0, Kind.FORWARD))
+    orders = [[op for slot in row for op in slot.computations] for row in schedule.ranks]
+    orders[0].sort(key=lambda op: (op.stage, op.kind) != (0, Kind.FORWARD))
     return place("eager", schedule.num_microbatches, schedule.layout, orders)
 
 
-def written(folder: Path) -> Path:
-    """Schedules by name, ranks and micro-batches; with eight micro-batches by name alone."""
-    (folder / "eager.csv").write_text(write_csv(eager(build(ScheduleConfig("v-min", 4, 8, num_chunks=2)))))
-    (folder / "dual_pipe_v.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 4, 8, 2)))
-    (folder / "dual_pipe_v_8.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 8, 16, 2)))
-    for name, chunks in (
-        ("v_half", 2),
-        ("v_min", 2),
-        ("zb_v", 2),
-        ("grouped_interleaved", 2),
-        ("zb_h1", 1),
-        ("1f1b", 1),
-    ):
-        for ranks, microbatches in ((4, 6), (4, 3), (2, 3), (2, 6)):
-            schedule = build(ScheduleConfig(name.replace("_", "-"), ranks, microbatches, num_chunks=chunks))
-            (folder / f"{name}_{ranks}_{microbatches}.csv").write_text(write_csv(schedule))
-            (folder / f"{name}_whole_{ranks}_{microbatches}.csv").write_text(write_csv(whole(schedule)))
-    return folder
+def write(folder: Path) -> None:
+    """Schedules as files: by name, ranks and micro-batches."""
+    schedules = {
+        "eager": write_csv(eager(build(ScheduleConfig("v-min", 4, 8, num_chunks=2)))),
+        "dual_pipe_v": as_csv(torch_schedule("ScheduleDualPipeV", 4, 8, 2)),
+        "dual_pipe_v_8": as_csv(torch_schedule("ScheduleDualPipeV", 8, 16, 2)),
+        "chimera_8": write_csv(build(ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))),
+    }
+    for ranks, microbatches in ((4, 6), (4, 3), (2, 3), (2, 6)):
+        schedule = build(ScheduleConfig("v-half", ranks, microbatches, num_chunks=2))
+        schedules[f"v_half_whole_{ranks}_{microbatches}"] = write_csv(whole(schedule))
+    for name, text in schedules.items():
+        (folder / f"{name}.csv").write_text(text)
 
 
-def of_file(name: str) -> tuple[str, str]:
-    return "--bpipe-schedule", f"{{schedules}}/{name}.csv"
+def of_file(name: str) -> str:
+    return f"--bpipe-schedule {{schedules}}/{name}.csv"
 
 
-# One row a feature, of four stages: stock's flags, the schedule's number of micro-batches, and flags of ours only.
-ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
-    "fewer_than_stages": (("--global-batch-size", "6"), 3, ()),
-    "untied": (LLAMA, 6, ()),
-    "per_token_loss_of_a_v": (("--calculate-per-token-loss",), 6, ()),
-    "evaluation_of_a_v": (("--eval-interval", "1", "--eval-iters", "2"), 6, ()),
+# By name: flags, and whether something moves of eight micro-batches over four stages.
+SCHEDULES = {
+    "v-half": ("--bpipe-schedule v-half", False),
+    "v-half_whole": (f"--bpipe-schedule v-half {WHOLE}", False),
+    "v-half_balanced": (f"--bpipe-schedule v-half {BPIPE}", False),
+    "v-min": ("--bpipe-schedule v-min", False),
+    "v-min_whole": (f"--bpipe-schedule v-min {WHOLE}", False),
+    "v-min_balanced": (f"--bpipe-schedule v-min {BPIPE}", False),
+    "zb-v": ("--bpipe-schedule zb-v", False),
+    "zb-v_whole": (f"--bpipe-schedule zb-v {WHOLE}", False),
+    "zb-v_balanced": (f"--bpipe-schedule zb-v {BPIPE}", False),
+    "v-half_of_a_file": (of_file("v_half_whole_{ranks}_{microbatches}"), False),
+    "v-half_of_a_file_balanced": (f"{of_file('v_half_whole_{ranks}_{microbatches}')} {BPIPE}", False),
+    "dual_pipe_v": (of_file("dual_pipe_v"), False),
+    "eager_balanced": (f"{of_file('eager')} {PEER}", True),
+    "eager_balanced_gloo": (f"{of_file('eager')} {GLOO}", True),
+    # Placed as stock's, with other orders.
+    "grouped": (f"--bpipe-schedule grouped-interleaved {CHUNKS}", False),
+    "grouped_balanced": (f"--bpipe-schedule grouped-interleaved {CHUNKS} {PEER}", True),
+    "zb-h1": ("--bpipe-schedule zb-h1", False),
+    "1f1b": ("--bpipe-executor", False),
+}
+V = "v-half v-min v-half_of_a_file"
+# Flags of a feature, micro-batches, and what is compared with stock: four stages, of which a rank of a V has two.
+V_ROWS: dict[str, tuple[str, int, str]] = {
+    "m8": (
+        "",
+        8,
+        "v-half v-half_whole v-min v-min_whole zb-v zb-v_whole zb-v_balanced dual_pipe_v eager_balanced "
+        "eager_balanced_gloo",
+    ),
+    "balanced": ("", 6, "v-half_balanced v-min_balanced v-half_of_a_file_balanced zb-v_balanced"),
+    "fewer_than_stages": ("", 3, f"{V} zb-v"),
+    "llama": (f"{LLAMA} --calculate-per-token-loss --eval-interval 1 --eval-iters 2", 6, V),
     "uneven_ends": (
-        ("--num-layers", "12", "--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"),
+        "--num-layers 12 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2 "
+        f"{FULL} --timing-log-level 2",
         6,
-        (),
+        f"{V} grouped zb-h1 1f1b",
     ),
     "account_for_both_ends": (
-        ("--num-layers", "14", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+        "--num-layers 14 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--recompute-granularity selective",
         6,
-        (),
+        V,
     ),
-    "layout_of_a_v": (
-        ("--num-layers", "9", "--pipeline-model-parallel-layout", "Et|tt|ttt|tttL"),
-        6,
-        ("--pipeline-model-parallel-layout", "Et|tt|t|t|t|t|t|tL"),
+    "layout": (f"--num-layers 9 {LAYOUT} Et|tt|ttt|tttL", 6, V),
+    "experts": (EXPERTS, 6, V),
+    "predictions": (FURTHER, 6, V),
+    "untied_predictions": (f"{LLAMA} {FURTHER}", 6, V),
+    "predictions_in_a_layout": (
+        f"--mtp-num-layers 1 --position-embedding-type rope {LAYOUT} Et*2|t*2|t*2|t*2mL",
+        8,
+        "v-half",
     ),
-    "experts_in_a_v": (EXPERTS, 6, ()),
-    "predictions_in_a_v": (("--mtp-num-layers", "2", "--position-embedding-type", "rope"), 6, ()),
-    "untied_predictions": (("--mtp-num-layers", "2", *LLAMA), 6, ()),
-    "recomputed_v": (
-        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-        6,
-        (),
+    "untied_predictions_in_a_layout": (
+        f"--mtp-num-layers 1 --position-embedding-type rope {UNTIED} {LAYOUT} Et*2|t*2|t*2|t*2mL",
+        8,
+        "v-min_balanced",
     ),
-    "selective_v": (("--recompute-granularity", "selective"), 6, ()),
-    "timed_in_a_v": (("--timing-log-level", "2"), 6, ()),
+    "fp16": (FP16, 6, V),
     "tokens_of_a_file": (
-        (
-            *("--data-path", "{schedules}/corpus_text_document", "--tokenizer-type", "ByteLevelTokenizer"),
-            # Megatron looks for samples in an empty part for ever.
-            *("--vocab-size", "512", "--split", "6,3,2", "--eval-interval", "2", "--eval-iters", "1"),
-        ),
+        # Megatron looks for samples in an empty part for ever.
+        "--data-path {schedules}/corpus_text_document --tokenizer-type ByteLevelTokenizer --vocab-size 512 "
+        "--split 6,3,2 --eval-interval 2 --eval-iters 1",
         6,
-        (),
+        f"{V} grouped zb-h1 1f1b",
     ),
-    # Its model comes from a function of the script's own, which Megatron builds chunks by in another place.
-    "script_of_ones_own": (("--script", "plain_script.py"), 6, ()),
-    "fp16_in_a_v": (FP16, 6, ()),
-    "balanced_v": ((), 6, (*BPIPE, "--bpipe-report", "{folder}/balanced_v")),
+    # A function of the script's own makes its model, and Megatron builds chunks by it in another place.
+    "script_of_ones_own": ("--script plain_script.py", 6, f"{V} grouped zb-h1 1f1b"),
+    # By name: a file has one number of micro-batches.
+    "grows": (GROWS, 0, "v-half"),
+    # Chunks as large, and dropout drawn by stage: besides the order of ranks a V has nothing to do with it.
+    "dropout": (f"{CHUNKS} {SEEDED}", 8, "v-half zb-v grouped_balanced"),
+    # Put off to the end of an iteration, and added up inside their product, on the rank that has the embedding, too.
+    "deferred": (DEFERRED, 8, "v-half zb-v"),
+}
+# What a V is given in place of stock's.
+OF_A_V = {
+    "Et|tt|ttt|tttL": "Et|tt|t|t|t|t|t|tL",
+    "Et*2|t*2|t*2|t*2mL": "Et|t|t|t|t|t|t|tmL",
 }
 # Two stages, and two ranks in another dimension.
-WIDE_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
-    "tensor_in_a_v": (("--tensor-model-parallel-size", "2"), 6, ()),
-    "sequence_in_a_v": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), 6, ()),
-    "data_in_a_v": ((), 3, ()),
-    "data_in_the_other_order": (("--use-tp-pp-dp-mapping",), 3, ()),
-    "overlaps_in_a_v": ((*OVERLAPS, "--ddp-bucket-size", "20000"), 3, ()),
-    "unaligned_in_a_v": ((*OVERLAPS, "--no-align-grad-reduce", "--no-align-param-gather"), 3, ()),
-    "context_in_a_v": (("--context-parallel-size", "2", *PLAIN_ATTENTION), 6, ()),
-    "experts_on_two_ranks": ((*EXPERTS, "--expert-model-parallel-size", "2"), 3, ()),
+V_WIDE_ROWS: dict[str, tuple[str, int, str]] = {
+    "v_and_tensor": (TENSOR, 6, V),
+    "v_and_sequence": (SEQUENCE, 6, V),
+    "v_and_data": ("", 3, V),
+    "v_and_overlaps": (f"{OVERLAPS} {BUCKETS} --use-tp-pp-dp-mapping", 3, V),
+    "v_and_unaligned": (UNALIGNED, 3, V),
+    "v_and_context": (CONTEXT, 6, V),
+    "v_and_experts": (EXPERT_PAIR, 3, V),
 }
-SCHEDULES = ("v_half", "v_min", "v_half_whole")
-# By what else a row is trained: ZB-V, and not as a V, in halves and whole.
-OTHERS = ("grouped_interleaved", "zb_h1", "1f1b")
-MORE = {
-    **dict.fromkeys(("fewer_than_stages", "balanced_v"), ("zb_v",)),
-    **dict.fromkeys(("tokens_of_a_file", "script_of_ones_own", "timed_in_a_v"), OTHERS),
+# Eight ranks, sixteen micro-batches, and whether something moves.
+EIGHT_RANKS: dict[str, tuple[str, bool]] = {
+    "1f1b": ("--bpipe-executor", False),
+    "1f1b_balanced": (f"--bpipe-executor {PEER}", True),
+    "interleaved": (f"--bpipe-executor {CHUNKS}", False),
+    "interleaved_balanced": (f"--bpipe-executor {CHUNKS} {PEER}", True),
+    "1f1b-split": ("--bpipe-schedule 1f1b-split", False),
+    "1f1b-split_balanced": (f"--bpipe-schedule 1f1b-split --bpipe-delay 1 {PEER}", True),
+    "zb-h1": ("--bpipe-schedule zb-h1", False),
+    "v-half": ("--bpipe-schedule v-half", False),
+    "v-min": ("--bpipe-schedule v-min", False),
+    "zb-v": ("--bpipe-schedule zb-v", False),
+    "dual_pipe_v": (of_file("dual_pipe_v_8"), False),
+    "grouped-interleaved": (f"--bpipe-schedule grouped-interleaved --bpipe-group 4 {CHUNKS}", False),
+    "grouped-interleaved_balanced": (f"--bpipe-schedule grouped-interleaved --bpipe-group 4 {CHUNKS} {PEER}", True),
 }
 
 
-def by_schedule(rows: Iterable[str]) -> list[tuple[str, str]]:
-    return [(row, schedule) for row in rows for schedule in (*SCHEDULES, *MORE.get(row, ()))]
+def v_rows() -> Iterable[Row]:
+    for rows, pipeline, ranks in ((V_ROWS, FOUR, 4), (V_WIDE_ROWS, TWO, 2)):
+        for feature, (flags, microbatches, which) in rows.items():
+            # Of two stages two replicas share the batch.
+            size = batch(microbatches if ranks == 4 else 6) if microbatches else ""
+            common = f"{NAMED} {pipeline} {size} {flags}"
+            ours = common
+            for stocks, of_a_v in OF_A_V.items():
+                ours = ours.replace(stocks, of_a_v)
+            for schedule in which.split():
+                added, moves = SCHEDULES[schedule]
+                added = added.replace("{ranks}", str(ranks)).replace("{microbatches}", str(microbatches))
+                name = f"{feature}-{schedule}"
+                measured, expected = (MEASURED, moves) if feature in ("m8", "balanced") else ("", None)
+                slow = (feature, schedule) not in V_ALWAYS
+                yield Row(
+                    name, Case(feature, common), Case(name, f"{ours} {added} {measured}"), 4, slow, moves=expected
+                )
+    deep = f"{NAMED} --num-layers 16 --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 16"
+    for name, (added, moves) in EIGHT_RANKS.items():
+        yield Row(f"eight-{name}", Case("eight", deep), Case(name, f"{deep} {added} {MEASURED}"), 8, moves=moves)
 
 
-# Of four stages and eight micro-batches: families by name, a schedule of torch's own, and one that leaves something to
-# balance.
-MEASURED = ("--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/")
-EIGHT = ("--global-batch-size", "16")
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "v-half": ("--bpipe-schedule", "v-half"),
-    "v-half_whole": ("--bpipe-schedule", "v-half", "--bpipe-keep-weights-halves", "none"),
-    "v-min": ("--bpipe-schedule", "v-min"),
-    "v-min_whole": ("--bpipe-schedule", "v-min", "--bpipe-keep-weights-halves", "none"),
-    "zb-v": ("--bpipe-schedule", "zb-v"),
-    "zb-v_whole": ("--bpipe-schedule", "zb-v", "--bpipe-keep-weights-halves", "none"),
-    "zb-v_balanced": ("--bpipe-schedule", "zb-v", *BPIPE),
-    "dual_pipe_v": of_file("dual_pipe_v"),
-    "eager_balanced": (*of_file("eager"), *BPIPE, "--bpipe-transport", "peer"),
-    "eager_balanced_gloo": (*of_file("eager"), *BPIPE, "--bpipe-transport", "gloo"),
+V_ALWAYS = {("predictions_in_a_layout", "v-half"), ("untied_predictions_in_a_layout", "v-min_balanced")}
+
+# -- hybrid models: a pattern of layers is dealt out by stage. The same layers in four, eight and two stages.
+LAYERS = ("M*", "-*", "M", "-M", "*-", "M-", "M", "*-")
+
+
+def pattern(stages: int) -> str:
+    size = len(LAYERS) // stages
+    parts = ["".join(LAYERS[first : first + size]) for first in range(0, len(LAYERS), size)]
+    return f"--hybrid-layer-pattern {'|'.join(parts)}"
+
+
+def hybrid_rows() -> Iterable[Row]:
+    common = f"{NAMED} --script plain_script_hybrid.py {batch(8)}"
+    for schedule, stock in (("v-half", FOUR), ("v-min_balanced", FOUR), ("bitpipe", TWO)):
+        stages = int(stock.split()[-1])
+        added = SCHEDULES[schedule][0] if schedule in SCHEDULES else by(schedule)
+        stocks = Case(f"hybrid_{stages}", f"{common} {stock} {pattern(stages)}")
+        ours = Case(f"hybrid-{schedule}", f"{common} {FOUR} {pattern(8)} {added}")
+        yield Row(ours.name, stocks, ours, slow=False)
+
+
+# -- two pipes in opposite directions
+
+
+def pipeline(ranks: int, chunks: int = 1) -> str:
+    more = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
+    return f"--pipeline-model-parallel-size {ranks} {more}"
+
+
+def chunks_of(schedule: str) -> int:
+    """A family's name may end in its chunks."""
+    return int(schedule[-1]) if schedule[-1].isdigit() else 1
+
+
+def by(schedule: str, ranks: int = 4) -> str:
+    chunks = chunks_of(schedule)
+    return f"{pipeline(ranks, chunks)} --bpipe-schedule {schedule.removesuffix(f'-{chunks}')}"
+
+
+EVERY = " ".join(("chimera", "mixpipe", "bitpipe-2", "bitpipe-early-2"))
+# Flags of both, micro-batches of both pipes together, and the schedules that are compared with stock, on four ranks.
+PIPES_ROWS: dict[str, tuple[str, int, str]] = {
+    "two_of_six": ("", 6, EVERY),
+    # Odd, so that a rank's last chunk serves the other pipe than its first, and with a turn at both ends.
+    "three_chunks": ("--num-layers 12 --gradients", 8, "bitpipe-3"),
+    "two_of_llama": (f"{LLAMA} --calculate-per-token-loss --eval-interval 1 --eval-iters 2", 8, "chimera bitpipe-2"),
+    "two_of_fp16": (FP16, 8, "chimera"),
+    "two_of_experts": (EXPERTS, 8, "chimera"),
+    "two_of_predictions": (FURTHER, 8, "chimera"),
+    "two_of_predictions_in_a_layout": (
+        f"--mtp-num-layers 1 --position-embedding-type rope {LAYOUT} Et*4|t*4mL",
+        8,
+        "bitpipe",
+    ),
+    "two_of_uneven_ends": (f"--num-layers 12 --decoder-first-pipeline-num-layers 2 {FULL}", 8, "chimera"),
+    # Drawn by stage, and of chunks as large, so stock has as many.
+    "two_of_dropout": (SEEDED, 8, "bitpipe-2"),
+    # The same stages on half as many ranks: stock's virtual ones.
+    "two_of_layout": (f"--num-layers 9 {LAYOUT} Et|tt|ttt|tttL", 8, "chimera"),
+    "two_of_grows": (GROWS, 0, "chimera"),
+    # Its loss is one number, which Megatron logs of one replica: with an odd number of chunks the other one's.
+    "two_of_script": ("--script plain_script.py", 8, "bitpipe-2"),
 }
-FOUR, TWO = (("--pipeline-model-parallel-size", size) for size in "42")
-
-# Each trains from the stock run's first checkpoint, and goes on from where the other stopped.
-FROM_STOCK = {
-    "tied": (FOUR, 4, 6, ()),
-    "bf16_from_stock": ((*FOUR, "--bf16"), 4, 6, ()),
-    "sharded": ((*TWO, *BY_LAYER, "--bf16"), 2, 3, ()),
-    # Each copy of a tied weight of one tensor: both would be updated in one memory.
-    "sharded_loaded_in_parallel": ((*TWO, *BY_LAYER), 2, 3, ("--ckpt-fully-parallel-load",)),
-    "all_reduced": ((*TWO, "--use-tp-pp-dp-mapping"), 2, 3, ("--ckpt-fully-parallel-load",)),
+PIPES_OF_A_LAYOUT = {"Et*4|t*4mL": "Et|t|t|t|t|t|t|tmL"}
+# Two ranks in another dimension. Gradients are summed over four ranks, two of each pipe, and stock's ranks come in
+# another order: equal to the bit where that has no part.
+PIPES_WIDE_ROWS: dict[str, tuple[str, int, str]] = {
+    "two_and_sequence": (SEQUENCE, 8, "chimera bitpipe-2"),
+    "two_and_context": (f"{CONTEXT} --exact-sums --gradients", 8, "chimera bitpipe-2"),
+    "two_and_context_dropout": (f"{CONTEXT} {SEEDED} --exact-sums", 8, "bitpipe-2"),
+    "two_and_data": ("--exact-sums --gradients", 16, "chimera bitpipe-2 bitpipe-early-2"),
 }
-ALWAYS = ("tied",)
-Placed = Callable[..., Outcome]
+DEEPER = "--num-layers 16"
+SIXTEEN_ROWS: dict[str, tuple[str, int, str]] = {
+    "two_of_eight_and_sequence": (f"{SEQUENCE} {DEEPER}", 16, "chimera bitpipe-2"),
+    "two_of_eight_and_data": (f"--exact-sums --gradients {DEEPER}", 32, "chimera bitpipe-2"),
+}
+# Experts that the two ranks of a pair share, and sums as they are, beside a stock with as many chunks: where a ring
+# begins follows from a weight's place in its chunk's buffer. Compared with tolerance.
+PAIR_ROWS: dict[str, tuple[str, int, str]] = {"experts_of_a_pair": (f"{EXPERT_PAIR} --gradients", 8, EVERY)}
+PAIR_EIGHT_ROWS: dict[str, tuple[str, int, str]] = {
+    "experts_of_a_pair_of_eight": (f"{EXPERT_PAIR} --gradients {DEEPER}", 16, "chimera bitpipe-2"),
+}
+ROUNDED_ROWS: dict[str, tuple[str, int, str]] = {
+    "context_rounded": (f"{CONTEXT} --gradients", 8, "chimera"),
+    "data_rounded": ("--gradients", 16, "bitpipe-2"),
+    "data_overlaps": (OVERLAPS, 16, "bitpipe-2"),
+}
+
+
+def pipes_rows(rows: dict[str, tuple[str, int, str]], world: int = 4, ranks: int = 4) -> list[Row]:
+    pairs = []
+    for feature, (flags, microbatches, which) in rows.items():
+        common = f"{NAMED} {flags} {batch(microbatches) if microbatches else ''}"
+        chunks = 1
+        if "--seeded" in flags or rows is ROUNDED_ROWS:
+            chunks = max(2 * chunks_of(schedule) for schedule in which.split())
+        ours = common
+        for stocks, of_both in PIPES_OF_A_LAYOUT.items():
+            ours = ours.replace(stocks, of_both)
+        for schedule in which.split():
+            name = f"{feature}-{schedule}"
+            stock = Case(feature, f"{common} {pipeline(ranks // 2, chunks)}")
+            is_slow = feature not in ("three_chunks", "two_of_predictions_in_a_layout")
+            pairs.append(Row(name, stock, Case(name, f"{ours} {by(schedule, ranks)}"), world, is_slow))
+    return pairs
+
+
+# Every number of ranks, of rounds of micro-batches, and of chunks: beside stock with as many virtual stages.
+SIZED: dict[str, tuple[str, str]] = {
+    "plain": ("--gradients", "chimera bitpipe-2 bitpipe-3 mixpipe bitpipe-early-2 bitpipe-early-3"),
+    # Of gradients a rank then has the sums of its shard alone, and stock's shards are other weights.
+    "sharded": (
+        "--use-distributed-optimizer --calculate-per-token-loss --eval-interval 1 --eval-iters 2",
+        "chimera bitpipe-2 bitpipe-3",
+    ),
+    "eager": (f"--overlap-grad-reduce --bf16 {BUCKETS}", "chimera bitpipe-2 bitpipe-3 mixpipe bitpipe-early-2"),
+    "overlaps": (f"{OVERLAPS} {BUCKETS}", "chimera bitpipe-2 bitpipe-3"),
+    "unaligned": (UNALIGNED, "chimera bitpipe-2 bitpipe-3"),
+}
+# On eight ranks, where something moves: rounds, the chunks that stock is compared by, and flags. Of 8 micro-batches, one
+# unit, the ranks in the middle hold most.
+MOVING: dict[str, tuple[int, int, str]] = {
+    "chimera_balanced": (1, 1, f"{by('chimera', 8)} {PEER}"),
+    "chimera_balanced_gloo": (1, 1, f"{by('chimera', 8)} {GLOO}"),
+    "chimera_of_a_file": (1, 1, f"{pipeline(8)} {of_file('chimera_8')} {BPIPE}"),
+    "mixpipe_balanced": (4, 1, f"{by('mixpipe', 8)} {PEER}"),
+}
+
+
+def sized_row(feature: str, name: str, ranks: int, rounds: int, chunks: int, ours: str, moves: bool = False) -> Row:
+    microbatches = rounds * ranks
+    sizes = f"--num-layers {ranks * chunks} --micro-batch-size 1 --global-batch-size {microbatches} --train-iters 2"
+    common, measured = f"{NAMED} {sizes} {SIZED[feature][0]}", feature == "plain"
+    stock = Case(f"{feature}_{microbatches}_stock_{chunks}", f"{common} {pipeline(ranks // 2, 2 * chunks)}")
+    name = f"{feature}_{microbatches}-{name}"
+    case = Case(name, f"{common} {ours} {MEASURED if measured else ''}")
+    return Row(f"{name}-{ranks}", stock, case, ranks, moves=moves if measured else None)
+
+
+def sized_rows() -> Iterable[Row]:
+    """A plain schedule meets every number of rounds, and both numbers of ranks; with a feature they take turns."""
+    number = 0
+    for feature, (_, which) in SIZED.items():
+        for schedule in which.split():
+            for rounds in range(1, 5) if feature == "plain" else [1 + number % 4]:
+                ranks = (4, 8)[number % 2]
+                yield sized_row(feature, schedule, ranks, rounds, chunks_of(schedule), by(schedule, ranks))
+                number += 1
+            number += feature == "plain"
+    for name, (rounds, chunks, ours) in MOVING.items():
+        yield sized_row("plain", name, 8, rounds, chunks, ours, moves=True)
+
+
+def parameters(rows: Iterable[Row]) -> list[Any]:
+    return [row.parameter() for row in rows]
+
+
+V_AND_STOCK = {row.name: row for row in v_rows()}
+PIPES = [
+    *pipes_rows(PIPES_ROWS),
+    *pipes_rows(PIPES_WIDE_ROWS, 8),
+    *pipes_rows(SIXTEEN_ROWS, 16, 8),
+    *sized_rows(),
+]
 
 
 @pytest.fixture(scope="module")
-def schedules(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    folder = written(tmp_path_factory.mktemp("schedules"))
+def places(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("schedules")
+    write(folder)
     if request.config.getoption("--slow"):
         corpus, prefix = str(folder / "corpus.jsonl"), str(folder / "corpus")
-        make = ("make_corpus.py", "--output", corpus, "--max-bytes", "100000")
-        count = (
-            "preprocess_data.py",
-            "--input",
-            corpus,
-            "--output-prefix",
-            prefix,
-            "--tokenizer-type",
-            "ByteLevelTokenizer",
-            "--append-eod",
-        )
-        for script, *arguments in (make, count):
+        for words in (
+            f"make_corpus.py --output {corpus} --max-bytes 100000",
+            f"preprocess_data.py --input {corpus} --output-prefix {prefix} --tokenizer-type ByteLevelTokenizer --append-eod",
+        ):
+            script, *arguments = words.split()
             subprocess.run([sys.executable, str(ROOT / "scripts/data" / script), *arguments], check=True, timeout=120)
-    return folder
+    return {"schedules": folder}
 
 
-@pytest.fixture(scope="module")
-def run_placed(run_cases: Callable[..., Outcome], schedules: Path) -> Placed:
-    def run(cases: list[Case], timeout_s: float, worker: str = "named_worker.py", world: int = 4) -> Outcome:
-        placed = [
-            Case(case.name, [each.replace("{schedules}", str(schedules)) for each in case.arguments]) for case in cases
-        ]
-        return run_cases(world, placed, timeout_s=timeout_s, worker=worker)
-
-    return run
+@pytest.mark.parametrize("row", parameters(V_AND_STOCK.values()))
+def test_a_v_trains_as_stock_does(trained: Trained, row: Row) -> None:
+    outcome = trained(row)
+    row_is_alike(outcome, row)
+    skipped = [step["skipped"] for step in outcome.record(row.ours.name, row.world - 1)["iterations"]]
+    assert any(skipped) is ("--fp16" in row.stock.flags), "a step whose gradients overflow is skipped"
 
 
-def weights(outcome: Outcome, case: str, world: int) -> dict[str, str]:
-    """Of the whole model; what several ranks have is equal on all."""
-    found: dict[str, str] = {}
-    for rank in range(world):
-        for name, digest in outcome.record(case, rank)["weights"].items():
-            assert found.setdefault(name, digest) == digest, f"{case}: copies of {name} differ"
-    return found
+@pytest.mark.parametrize("row", parameters([V_AND_STOCK["grows-v-half"]]))
+def test_a_batch_grows_in_a_v(trained: Trained, row: Row) -> None:
+    said = trained(row).said(row.ours.name, 3)
+    assert set(re.findall(r"global batch size: +(\d+)", said)) == {"8", "16"}
 
 
-def alike(outcome: Outcome, stock: str, ours: str, world: int = 4) -> None:
-    """Every loss and every weight; the norm of the gradients is not among what is the same."""
-
-    def losses(case: str) -> list[dict[str, Any]]:
-        return [
-            {name: value for name, value in step.items() if name != "grad_norm"}
-            for step in outcome.record(case, world - 1)["iterations"]
-        ]
-
-    assert losses(ours) == losses(stock)
-    assert not all(step["skipped"] for step in losses(stock)), "weights that never change are equal anyway"
-    assert len({step["lm loss"] for step in losses(stock)}) == len(losses(stock)) > 0, (
-        "losses that do not change are equal anyway"
-    )
-    assert weights(outcome, ours, world) == weights(outcome, stock, world)
+@pytest.mark.parametrize("row", parameters(hybrid_rows()))
+def test_a_pattern_is_dealt_out_by_stage(trained: Trained, row: Row) -> None:
+    row_is_alike(trained(row), row)
 
 
-def only_slow(name: str) -> Any:
-    return pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow)
+@pytest.mark.parametrize("row", parameters(PIPES))
+def test_two_pipes_train_as_stock_does(trained: Trained, row: Row) -> None:
+    outcome = trained(row)
+    row_is_alike(outcome, row)
+    if row.moves is not None:
+        reports = outcome.reports(row.ours.name)
+        assert [report["pipeline"] for report in reports] == [0] * row.world
+        assert sorted(report["stage"] for report in reports) == list(range(row.world))
 
 
-@pytest.fixture(scope="module")
-def from_stock(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
-    cases = []
-    wanted = asked_for(request, "name")
-    for name, (flags, ranks, microbatches, more) in FROM_STOCK.items():
-        if (name,) not in wanted:
-            continue
-        stock, ours = (*ALIKE, *flags), (*ALIKE, *flags, *of_file(f"v_half_{ranks}_{microbatches}"), *more)
-        first, second = (("--train-iters", "2", *RESUMED), ("--train-iters", "4", *RESUMED))
-        for kind, its, others in (("stock", stock, "ours"), ("ours", ours, "stock")):
-            begun = (
-                "--load",
-                f"{{folder}}/{name}_begun",
-                *first,
-                "--save",
-                f"{{folder}}/{name}_{kind}",
-                "--save-interval",
-                "2",
-            )
-            cases.append(Case(f"{name}_{kind}", (*its, *begun)))
-            cases.append(Case(f"{name}_{kind}_on", (*its, "--load", f"{{folder}}/{name}_{others}", *second)))
-        begin = Case(
-            f"{name}_begun",
-            (*stock, "--train-iters", "1", "--save", f"{{folder}}/{name}_begun", "--save-interval", "1"),
-        )
-        cases[-4:] = [begin, cases[-4], cases[-2], cases[-3], cases[-1]]
-    return run_placed(cases, 1500)
+@pytest.mark.parametrize("row", parameters([*pipes_rows(PAIR_ROWS), *pipes_rows(PAIR_EIGHT_ROWS, 8, 8)]))
+def test_experts_of_a_pair_add_up_tokens_of_both_pipes(trained: Trained, row: Row) -> None:
+    """Tokens of its own pipe come first, and in stock a chunk always serves the same: so experts' sums have other
+    last bits."""
+    outcome, ours, stock = trained(row), row.ours.name, row.stock.name
+    first, of_stock = (without_norms(outcome.record(case, row.world - 1))[0] for case in (ours, stock))
+    assert first == of_stock
+    expected, actual = (gradients(outcome, case, row.world) for case in (stock, ours))
+    differ = {name for name, gradient in expected.items() if not torch.equal(actual[name], gradient)}
+    assert all("local_experts" in name for name in differ)
+    assert furthest(actual, expected) < 1e-6
 
 
-@pytest.mark.timeout(1560)
-@pytest.mark.parametrize("name", [only_slow(name) for name in FROM_STOCK])
-def test_a_v_goes_on_from_stocks_checkpoint_and_stock_from_a_vs(from_stock: Outcome, name: str) -> None:
-    """The optimizer's state with it, or the second pair would not be equal."""
-    alike(from_stock, f"{name}_stock", f"{name}_ours")
-    alike(from_stock, f"{name}_stock_on", f"{name}_ours_on")
+# Layers of chunks that serve the pipe that begins in their rank's half of the ranks.
+ITS_OWN_PIPES = {"chimera": {0, 1, 2, 3}, "bitpipe-2": {0, 1, 6, 7}}
 
 
-@pytest.mark.timeout(1560)
-@pytest.mark.parametrize("name", ["tied"])
-def test_a_tied_weight_is_saved_once(from_stock: Outcome, name: str) -> None:
-    """And a V's checkpoint holds what stock's holds, by the same names in the same shapes."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    def held(kind: str) -> dict[str, tuple[int, ...] | None]:
-        reader = FileSystemReader(from_stock.folder / f"{name}_{kind}/iter_0000002")
-        entries = reader.read_metadata().state_dict_metadata
-        return {name: tuple(entry.size) if hasattr(entry, "size") else None for name, entry in entries.items()}
-
-    assert held("ours") == held("stock")
-    assert not any("output_layer" in name for name in held("ours"))
-
-
-def trained(
-    rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]],
-    pipeline: tuple[str, ...],
-    run: Placed,
-    wanted: set[tuple[Any, ...]],
-) -> Outcome:
-    cases = []
-    for name, (flags, microbatches, more) in rows.items():
-        of_row = [schedule for row, schedule in by_schedule([name]) if (row, schedule) in wanted]
-        if of_row:
-            cases.append(Case(name, (*ALIKE, *pipeline, *flags)))
-        for schedule in of_row:
-            ours = of_file(f"{schedule}_{pipeline[1]}_{microbatches}")
-            cases.append(Case(f"{name}_{schedule}", (*ALIKE, *pipeline, *flags, *more, *ours)))
-    return run(cases, 2400)
-
-
-@pytest.fixture(scope="module")
-def four(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
-    return trained(ROWS, FOUR, run_placed, asked_for(request, "row", "schedule"))
-
-
-@pytest.fixture(scope="module")
-def wide(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
-    return trained(WIDE_ROWS, TWO, run_placed, asked_for(request, "row", "schedule"))
+@pytest.mark.parametrize("row", parameters(pipes_rows(ROUNDED_ROWS, 8)))
+def test_a_sum_of_four_differs_by_its_order(trained: Trained, row: Row) -> None:
+    """A rank's chunks serve both pipes, and half of them read the samples of its pair, so half of the sums have another
+    order. Of the others even the bits are stock's."""
+    outcome, ours, stock = trained(row), row.ours.name, row.stock.name
+    assert losses_of(outcome, ours) == pytest.approx(losses_of(outcome, stock), rel=1e-6)
+    if "--gradients" in row.stock.flags:
+        expected, actual = (gradients(outcome, case, 8) for case in (stock, ours))
+        assert furthest(actual, expected) < 1e-6
+        layers = {
+            layer: [name for name in expected if name.startswith(f"decoder.layers.{layer}.")] for layer in range(8)
+        }
+        equal = {
+            layer for layer, names in layers.items() if all(torch.equal(actual[name], expected[name]) for name in names)
+        }
+        assert equal == ITS_OWN_PIPES[row.name.partition("-")[2]]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2460)
-@pytest.mark.parametrize(("row", "schedule"), by_schedule(ROWS))
-def test_a_v_trains_as_stock_does(four: Outcome, row: str, schedule: str) -> None:
-    alike(four, row, f"{row}_{schedule}")
-    skipped = [step["skipped"] for step in four.record(f"{row}_{schedule}", 3)["iterations"]]
-    assert any(skipped) is ("--fp16" in ROWS[row][0]), "a step whose gradients overflow is skipped"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2460)
-@pytest.mark.parametrize(("row", "schedule"), by_schedule(WIDE_ROWS))
-def test_another_dimension_beside_a_v_changes_nothing(wide: Outcome, row: str, schedule: str) -> None:
-    alike(wide, row, f"{row}_{schedule}")
-
-
-PEER = (*BPIPE, "--bpipe-transport", "peer")
-CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
-GROUPED = ("--bpipe-schedule", "grouped-interleaved", "--bpipe-group", "4", *CHUNKS)
-EIGHT_RANKS: dict[str, tuple[str, ...]] = {
-    "1f1b": ("--bpipe-executor",),
-    "1f1b_balanced": ("--bpipe-executor", *PEER),
-    "interleaved": ("--bpipe-executor", *CHUNKS),
-    "interleaved_balanced": ("--bpipe-executor", *CHUNKS, *PEER),
-    "1f1b-split": ("--bpipe-schedule", "1f1b-split"),
-    "1f1b-split_balanced": ("--bpipe-schedule", "1f1b-split", "--bpipe-delay", "1", *PEER),
-    "zb-h1": ("--bpipe-schedule", "zb-h1"),
-    "v-half": ("--bpipe-schedule", "v-half"),
-    "v-min": ("--bpipe-schedule", "v-min"),
-    "zb-v": ("--bpipe-schedule", "zb-v"),
-    "dual_pipe_v": of_file("dual_pipe_v_8"),
-    "grouped": GROUPED,
-    "grouped_balanced": (*GROUPED, *PEER),
-}
-
-
-def measured(name: str, flags: tuple[str, ...]) -> Case:
-    return Case(name, (*flags, *MEASURED[:-1], f"{MEASURED[-1]}{name}"))
-
-
-def as_predicted(outcome: Outcome, name: str, world: int, moves: bool) -> None:
-    """What each rank held is what its schedule predicted, to the byte, in its own report and in the run's."""
-    reports = outcome.reports(name)
-    assert len(reports) == world
-    for report in reports:
-        assert report["peak_microbatches"] == report["predicted_microbatches"], f"rank {report['rank']}"
-        assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"rank {report['rank']}"
-    run = report_of(outcome.report_folder(name)).comparison
-    assert [stage.measured_bytes for stage in run.stages] == [stage.predicted_bytes for stage in run.stages]
-    assert any(report["evictions"] for report in reports) is moves, (
-        "what was to be moved was not, or the other way round"
-    )
-
-
-@pytest.fixture(scope="module")
-def eight_ranks(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
-    wanted = asked_for(request, "name")
-    common = (
-        *ALIKE,
-        "--num-layers",
-        "16",
-        "--pipeline-model-parallel-size",
-        "8",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "16",
-    )
-    cases = [measured(name, (*common, *flags)) for name, flags in EIGHT_RANKS.items() if (name,) in wanted]
-    return run_placed([Case("stock", common), *cases], 1500, world=8)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1560)
-@pytest.mark.parametrize("name", EIGHT_RANKS)
-def test_eight_stages_train_as_stock_does(eight_ranks: Outcome, name: str) -> None:
-    alike(eight_ranks, "stock", name, world=8)
-    as_predicted(eight_ranks, name, 8, moves=name.endswith("balanced"))
-
-
-@pytest.fixture(scope="module")
-def named(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
-    common = (*ALIKE, *FOUR, *EIGHT)
+@pytest.mark.timeout(600)
+def test_gradients_are_those_of_one_process_over_the_same_samples(run_cases: Callable[..., Outcome]) -> None:
+    """And not where both pipes read the first one's: samples that nobody reads would show in no loss of a single
+    run."""
+    common = f"{NAMED} {batch(8)} --gradients --train-iters 1"
+    alone = run_cases(1, [Case("alone", f"{common} {pipeline(1)}")], 200)
     cases = [
-        measured(name, (*common, *ours)) for name, ours in FAMILIES.items() if (name,) in asked_for(request, "name")
+        Case("bitpipe", f"{common} {by('bitpipe-2')}"),
+        Case("deaf", f"{common} {by('bitpipe-2')} --one-pipes-samples"),
     ]
-    return run_placed([Case("stock", common), *cases], 900)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_v_by_name_or_from_elsewhere_trains_as_stock_does(named: Outcome, name: str) -> None:
-    alike(named, "stock", name)
-    # A uniform V leaves nothing to balance.
-    as_predicted(named, name, 4, moves=name.startswith("eager"))
-
-
-# The same numbers for one micro-batch of one stage, whoever computes it, and when.
-SEEDED = ("--seeded", "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
-
-
-@pytest.fixture(scope="module")
-def seeded(run_placed: Placed) -> Outcome:
-    common = (*ALIKE, *FOUR, *EIGHT)
-    cases = [Case(name, (*common, *SEEDED, *flags)) for name, flags in DRAWN.items()]
-    return run_placed([Case("stock", (*common, *CHUNKS, *SEEDED)), Case("quiet", common), *cases], 400)
-
-
-DRAWN = {
-    **{name: FAMILIES[name] for name in ("zb-v", "v-half")},
-    "grouped_balanced": ("--bpipe-schedule", "grouped-interleaved", *CHUNKS, *PEER),
-}
+    both = run_cases(4, cases, 300)
+    expected = gradients(alone, "alone", 1)
+    assert furthest(gradients(both, "bitpipe", 4), expected) < 1e-6
+    assert furthest(gradients(both, "deaf", 4), expected) > 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(460)
-@pytest.mark.parametrize("name", DRAWN)
-def test_dropout_drawn_by_stage_is_stocks_interleaved_one(seeded: Outcome, name: str) -> None:
-    """Of chunks as large: beside the order in which ranks draw, nothing about a V has to do with dropout."""
-    alike(seeded, "stock", name)
-    assert weights(seeded, "stock", 4) != weights(seeded, "quiet", 4), "nothing was dropped"
+def test_seeded_dropout_drops_something(run_cases: Callable[..., Outcome]) -> None:
+    common = f"{NAMED} {FOUR} {batch(8)}"
+    outcome = run_cases(4, [Case("dropped", f"{common} {CHUNKS} {SEEDED}"), Case("quiet", common)], 400)
+    assert weights(outcome, "dropped", 4) != weights(outcome, "quiet", 4)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(360)
-def test_a_batch_that_grows_in_a_v(run_placed: Placed) -> None:
-    """By name: a file has one number of micro-batches."""
-    *alike_but_for_the_batch, _, _ = ALIKE
-    common = (*alike_but_for_the_batch, *FOUR, *GROWS)
-    outcome = run_placed([Case("grows", common), measured("grows_v-half", (*common, *FAMILIES["v-half"]))], 300)
-    alike(outcome, "grows", "grows_v-half")
-    assert set(re.findall(r"global batch size: +(\d+)", outcome.logs[3])) == {"8", "16"}
+# With the logits of all tokens in shards, which add up in another order.
+SHARDED = {
+    "v-half": "--bpipe-schedule v-half --bpipe-vocabulary 1",
+    "grouped": f"--bpipe-schedule grouped-interleaved --bpipe-vocabulary 2 {BPIPE}",
+}
 
 
-@pytest.fixture(scope="module")
-def deferred(run_placed: Placed) -> Outcome:
-    common = (*ALIKE, *FOUR, *EIGHT, *DEFERRED)
-    cases = [Case("deferred", common), *(Case(name, (*common, *FAMILIES[name])) for name in ("v-half", "zb-v"))]
-    return run_placed(cases, 600, worker="named_fused_worker.py")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(660)
-@pytest.mark.parametrize("name", ["v-half", "zb-v"])
-def test_the_output_layers_deferred_gradients_in_a_v(deferred: Outcome, name: str) -> None:
-    """Put off to the end of an iteration and added up inside their product, on the rank that has the embedding, too."""
-    alike(deferred, "deferred", name)
+@pytest.mark.timeout(320)
+def test_further_tokens_of_a_layout_have_their_logits_in_shards(run_cases: Callable[..., Outcome]) -> None:
+    common = f"{NAMED} {batch(8)} --mtp-num-layers 1 --position-embedding-type rope {FOUR} {UNTIED} {LAYOUT}"
+    cases = [Case("stock", f"{common} Et*2|t*2|t*2|t*2mL")]
+    cases += [Case(name, f"{common} Et|t|t|t|t|t|t|tmL {added}") for name, added in SHARDED.items()]
+    outcome = run_cases(4, cases, 300)
+    for name in SHARDED:
+        pairs = zip(losses_of(outcome, name), losses_of(outcome, "stock"), strict=True)
+        for number, (actual, expected) in enumerate(pairs):
+            assert actual == pytest.approx(expected, rel=1e-6 if number else 2.5e-7), f"{name}, iteration {number + 1}"

@@ -92,14 +92,14 @@ def shrunk(setup: Setup) -> Setup:
 def test_rows_start_in_the_trainer(model: str, run_cases: Callable[..., Outcome]) -> None:
     found = rows(model, SHARE[model])
     assert {setup.is_sharded for setup in found} == {True, False}
-    cases = [Case(f"row{number}", megatron_flags(shrunk(setup))) for number, setup in enumerate(found)]
+    cases = [Case(f"row{number}", shlex.join(megatron_flags(shrunk(setup)))) for number, setup in enumerate(found)]
     start(run_cases, 4, cases)
 
 
 def start(run_cases: Callable[..., Outcome], world: int, cases: Sequence[Case]) -> None:
     done = run_cases(world, cases, 500.0)
     for case in cases:
-        assert len(done.record(case.name, 0)["iterations"]) == 3, " ".join(case.arguments)
+        assert len(done.record(case.name, 0)["iterations"]) == 3, case.flags
 
 
 def printed(model: str, device: str, capsys: pytest.CaptureFixture[str]) -> list[Setup]:
@@ -122,5 +122,5 @@ def test_what_is_printed_of_every_model_on_every_device_starts_in_the_trainer(
     # Many are alike once they are small.
     every = dict.fromkeys(shrunk(setup) for found in answered for setup in found)
     for world in sorted({setup.pipeline for setup in every}):
-        flags = [megatron_flags(setup) for setup in every if setup.pipeline == world]
+        flags = [shlex.join(megatron_flags(setup)) for setup in every if setup.pipeline == world]
         start(run_cases, world, [Case(f"row{number}", one) for number, one in enumerate(flags)])

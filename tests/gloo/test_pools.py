@@ -13,34 +13,22 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, predicted_devices, smallest_bytes, within
+from bpipe.plan.budget import Devices, smallest_bytes, within
 from bpipe.plan.fit import budget_text
-from bpipe.plan.options import setup_from
-from megatron.scheduling.cpu import ARGUMENTS
-from tests.gloo.conftest import BPIPE, TINY, Case, Outcome
-from tests.gloo.test_parallelism import INPUT_BYTES
-from tests.gloo.test_training import same
+from tests.gloo.compare import as_predicted, devices_of, same
+from tests.gloo.conftest import Case, Outcome
+from tests.gloo.flags import BPIPE, INPUT_BYTES, REPORT
 
-BATCH = ("--global-batch-size", "16")
+pytestmark = pytest.mark.timeout(400)
+
+BATCH = "--global-batch-size 16"
 # The first two stages are heavy, and the pairs' own partners have not room enough for them.
-UNEVEN = ("--num-layers", "9", "--pipeline-model-parallel-layout", "Et*4|t*2|t*2|tL", *BATCH)
-MEASURED = (*BPIPE, "--bpipe-report", "{folder}/{case}")
+UNEVEN = f"--num-layers 9 --pipeline-model-parallel-layout Et*4|t*2|t*2|tL {BATCH}"
+POOL = "--bpipe-hosts pool"
 
 
 def uneven(hosts: str) -> Devices:
-    words = [
-        *ARGUMENTS,
-        *TINY,
-        "--pipeline-model-parallel-size",
-        "4",
-        *UNEVEN,
-        "--bpipe-min-bytes",
-        "1024",
-        "--bpipe",
-        "--bpipe-hosts",
-        hosts,
-    ]
-    return predicted_devices(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
+    return devices_of(f"{UNEVEN} --bpipe-hosts {hosts}")
 
 
 def least(hosts: str) -> str:
@@ -48,61 +36,20 @@ def least(hosts: str) -> str:
     return budget_text([smallest_bytes(uneven(hosts))])
 
 
-def case(name: str, *flags: str) -> Case:
-    return Case(name, [flag.replace("{case}", name) for flag in (*MEASURED, *flags)])
-
-
 @pytest.fixture(scope="module")
 def four(run_cases: Callable[..., Outcome]) -> Outcome:
-    return run_cases(
-        4,
-        [
-            Case("even", BATCH),
-            case(
-                "to_several", *BATCH, "--bpipe-hosts", "pool", "--bpipe-bound", "2,3,3,3", "--bpipe-transport", "gloo"
-            ),
-            case(
-                "to_one",
-                *BATCH,
-                "--bpipe-hosts",
-                "pool",
-                "--bpipe-bound",
-                "3,2,2,6",
-                "--bpipe-transport",
-                "peer",
-                "--bpipe-executor",
-            ),
-            Case("uneven", UNEVEN),
-            case("uneven_pair", *UNEVEN, "--bpipe-memory", least("pair"), "--bpipe-transport", "peer"),
-            case(
-                "uneven_pool",
-                *UNEVEN,
-                "--bpipe-memory",
-                least("pool"),
-                "--bpipe-hosts",
-                "pool",
-                "--bpipe-transport",
-                "peer",
-            ),
-            case(
-                "uneven_auto",
-                *UNEVEN,
-                "--bpipe-memory",
-                f"auto:{least('pool')}",
-                "--bpipe-hosts",
-                "pool",
-                "--bpipe-transport",
-                "gloo",
-            ),
-        ],
-    )
+    pair, pool = least("pair"), least("pool")
+    ours = {
+        "to_several": f"{BATCH} {POOL} --bpipe-bound 2,3,3,3 --bpipe-transport gloo",
+        "to_one": f"{BATCH} {POOL} --bpipe-bound 3,2,2,6 --bpipe-transport peer --bpipe-executor",
+        "uneven_pair": f"{UNEVEN} --bpipe-memory {pair} --bpipe-transport peer",
+        "uneven_pool": f"{UNEVEN} --bpipe-memory {pool} {POOL} --bpipe-transport peer",
+        "uneven_auto": f"{UNEVEN} --bpipe-memory auto:{pool} {POOL} --bpipe-transport gloo",
+    }
+    cases = [Case("even", BATCH), Case("uneven", UNEVEN)]
+    return run_cases(4, [*cases, *(Case(name, f"{BPIPE} {REPORT} {flags}") for name, flags in ours.items())])
 
 
-def said(outcome: Outcome, name: str) -> str:
-    return outcome.logs[0].split(f"=== {name}\n")[1].split("===")[0]
-
-
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("stock", "name"),
     [
@@ -115,16 +62,13 @@ def said(outcome: Outcome, name: str) -> str:
 )
 def test_a_pool_changes_no_bit_and_holds_what_was_predicted(four: Outcome, stock: str, name: str) -> None:
     same(four, stock, name, 4)
-    for report in four.reports(name):
-        assert report["peak_bytes"] == report["predicted_bytes"], f"{name}: rank {report['rank']}"
-        assert report["peak_microbatches"] == report["predicted_microbatches"]
+    as_predicted(four, name, 4, moves=True)
 
 
-@pytest.mark.timeout(400)
 def test_who_hosts_for_whom(four: Outcome) -> None:
-    assert "evicting 0 -> 2 (2 of 8, 1 host buffers), 0 -> 3 (5 of 8, 2 host buffers)\n" in said(four, "to_several")
+    assert "evicting 0 -> 2 (2 of 8, 1 host buffers), 0 -> 3 (5 of 8, 2 host buffers)\n" in four.said("to_several")
     assert re.search(
-        r"evicting 0 -> 3 \(\d of 8, 2 host buffers\), 1 -> 3 \(\d of 8, 2 host buffers\)\n", said(four, "to_one")
+        r"evicting 0 -> 3 \(\d of 8, 2 host buffers\), 1 -> 3 \(\d of 8, 2 host buffers\)\n", four.said("to_one")
     )
     assert [report["evictions"] > 0 for report in four.reports("to_one")] == [True, True, False, False]
     found = within(replace(uneven("pool"), budget_bytes=(int(float(least("pool")) * 2**30),) * 4))
@@ -134,12 +78,11 @@ def test_who_hosts_for_whom(four: Outcome) -> None:
 
 
 def found_lines(outcome: Outcome, name: str) -> list[str]:
-    found = [line for line in said(outcome, name).splitlines() if " would need " in line]
+    found = [line for line in outcome.said(name).splitlines() if " would need " in line]
     assert found
     return found
 
 
-@pytest.mark.timeout(400)
 def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> None:
     """Measured, of the fullest rank: activations, with weights, gradients and optimizer state as they are predicted."""
     fullest = {}
@@ -151,7 +94,6 @@ def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> No
     assert fullest["pool"] < 0.97 * fullest["pair"]
 
 
-@pytest.mark.timeout(400)
 def test_the_report_says_who_hosts_for_whom(four: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(four.report_folder("to_several"))]) == 0
     text = " ".join(capsys.readouterr().out.split())

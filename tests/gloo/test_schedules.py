@@ -1,310 +1,411 @@
-"""Our own loop in Megatron's trainer equals stock Megatron's loops to the last bit, whatever it runs.
+"""Training with this project equals stock Megatron's to the last bit, under every schedule that places stages as stock does.
 
-"Stock" runs with no patch of ours in Megatron's scheduler. Ours runs stock's two programs, with dropout and clipping
-on, and GPipe, whose forwards come in stock's order; with an engine around them too, which poisons what it frees and
-what it loads into.
+"Stock" runs with no patch of ours in Megatron's scheduler. Ours runs Megatron's own loops with activations moved, or our
+loop; with dropout and clipping on, unless a schedule computes forwards in another order. Memory that is freed, and that
+is loaded into, is poisoned. Each row is a feature of Megatron's; what was held is what the schedule predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
+from bpipe.record.read import read_run
 from bpipe.schedule.files.text import write_csv
-from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
-from tests.gloo.test_parallelism import (
+from tests.gloo.compare import row_is_same, same
+from tests.gloo.conftest import Case, Outcome, Row
+from tests.gloo.flags import (
+    BPIPE,
+    BUCKETS,
+    CHUNKS,
+    CONTEXT,
+    DEFERRED,
+    EVALUATED,
+    EXPERT_PAIR,
     EXPERTS,
+    FOUR,
     FP16,
-    GROUPS,
+    FULL,
+    FURTHER,
+    GLOO,
+    GROWS,
     INPUT_BYTES,
     INTERLEAVED,
+    LATENT,
+    LAYOUT,
     LLAMA,
+    MEASURED,
     OVERLAPS,
+    PEER,
     PLAIN_ATTENTION,
+    QUIET,
+    REPORT,
+    SEQUENCE,
+    TENSOR,
+    TWO_STAGES,
+    UNALIGNED,
+    UNTIED,
+    WHOLE,
 )
-from tests.gloo.test_training import same
 from tests.support.torch_schedules import as_csv, torch_schedule
 
-MEASURED = ("--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/{case}")
-OWN = ("--bpipe-executor", *MEASURED)
-GROUPED = ("--bpipe-schedule", "grouped-interleaved", *MEASURED)
-TORCH = ("--bpipe-schedule", "{schedules}/torch.csv", *MEASURED)
-PEER, GLOO = (*BPIPE, "--bpipe-transport", "peer"), (*BPIPE, "--bpipe-transport", "gloo")
+pytestmark = pytest.mark.timeout(2460)
+Trained = Callable[[Row], Outcome]
+
+H1, SPLIT, GROUPED = (f"--bpipe-schedule {name}" for name in ("zb-h1", "1f1b-split", "grouped-interleaved"))
 OURS = {
-    "own": OWN,
-    "balanced": (*OWN, *PEER),
-    "balanced_gloo": (*OWN, *GLOO),
-    "gpipe": ("--bpipe-schedule", "gpipe", *MEASURED),
-    "split": ("--bpipe-schedule", "1f1b-split", "--bpipe-delay", "2", *MEASURED, *GLOO),
+    # Megatron's own loops.
+    "megatrons": BPIPE,
+    "own": "--bpipe-executor",
+    "balanced": f"--bpipe-executor {PEER}",
+    "balanced_gloo": f"--bpipe-executor {GLOO}",
+    "gpipe": "--bpipe-schedule gpipe",
+    # Backwards in halves, late or at once.
+    "zb_h1": H1,
+    "zb_h1_balanced": f"{H1} {PEER}",
+    "zb_h1_whole": f"{H1} {WHOLE}",
+    "zb_h1_whole_balanced": f"{H1} {WHOLE} {BPIPE}",
+    "split": SPLIT,
+    "split_balanced": f"{SPLIT} --bpipe-delay 1 {GLOO}",
+    "split_later_balanced": f"{SPLIT} --bpipe-delay 2 {GLOO}",
     "grouped": GROUPED,
-    "grouped_balanced": (*GROUPED, *PEER),
-    # Its order chosen for a bound.
-    "grouped_chosen": (*GROUPED, *PEER, "--bpipe-bound", "8", "--bpipe-group", "auto"),
-    "grouped_of_3": (*GROUPED, "--bpipe-group", "3"),
-    "grouped_whole": (*GROUPED, "--bpipe-keep-weights-halves", "none"),
-    "grouped_whole_balanced": (*GROUPED, "--bpipe-keep-weights-halves", "none", *GLOO),
-    # A schedule of torch's own, from a file.
-    "torch": TORCH,
-    # A file that says itself what moves.
-    "written_balanced": ("--bpipe-schedule", "{schedules}/moving.csv", *MEASURED, *PEER),
+    "grouped_balanced": f"{GROUPED} {PEER}",
+    # Its order is chosen for a bound.
+    "grouped_chosen_balanced": f"{GROUPED} {PEER} --bpipe-bound 8 --bpipe-group auto",
+    "grouped_of_3": f"{GROUPED} --bpipe-group 3",
+    "grouped_whole": f"{GROUPED} {WHOLE}",
+    "grouped_whole_balanced": f"{GROUPED} {WHOLE} {GLOO}",
+    # Files: a schedule of torch's own, and one that says itself what moves.
+    "torch": "--bpipe-schedule {schedules}/torch.csv",
+    "written_balanced": f"--bpipe-schedule {{schedules}}/moving.csv {PEER}",
 }
-
-# Another order of forwards draws other dropout.
-QUIET = ("--attention-dropout", "0", "--hidden-dropout", "0")
-QUIET_OURS = (
-    "grouped",
-    "grouped_balanced",
-    "grouped_chosen",
-    "grouped_of_3",
-    "grouped_whole",
-    "grouped_whole_balanced",
-    "torch",
+QUIET_OURS = "grouped grouped_balanced grouped_chosen_balanced grouped_of_3 grouped_whole grouped_whole_balanced torch"
+CHUNKED_QUIET = f"{INTERLEAVED} {QUIET}"
+GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage 6"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+OFFLOADING = (
+    f"--stand-in offloading --transformer-impl transformer_engine {PLAIN_ATTENTION} "
+    "--fine-grained-activation-offloading --offload-modules core_attn attn_proj --min-offloaded-tensor-size 1024"
 )
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-GROWS = ("--step-batch-size-schedule", "0:8 1024:16", "--train-samples", "48", "--lr-decay-samples", "48")
-AHEAD = ("--global-batch-size", "16", "--mtp-num-layers", "2", "--position-embedding-type", "rope")
-# One row a feature of Megatron's, of four stages: its flags, and which of ours are compared with stock.
-ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "m8": (("--global-batch-size", "16"), ("own", "balanced", "balanced_gloo", "gpipe", "split", "written_balanced")),
-    "m3": (("--global-batch-size", "6"), ("own", "gpipe")),
-    "interleaved": ((*INTERLEAVED, "--global-batch-size", "16"), ("own", "balanced", "balanced_gloo")),
-    "interleaved_groups": ((*INTERLEAVED, *GROUPS, "--global-batch-size", "20"), ("own",)),
-    "interleaved_v3": (
-        ("--num-layers", "12", "--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "8"),
-        ("own",),
+
+# Flags of a feature, and which of ours are compared with stock: four stages, eight micro-batches unless a row says so.
+ROWS = {
+    "m8": (
+        "",
+        "own balanced balanced_gloo gpipe written_balanced zb_h1 zb_h1_balanced zb_h1_whole zb_h1_whole_balanced split "
+        "split_balanced split_later_balanced",
     ),
-    "interleaved_quiet": ((*INTERLEAVED, *QUIET, "--global-batch-size", "16"), QUIET_OURS),
-    "quiet_recomputed": ((*INTERLEAVED, *QUIET, *FULL, "--global-batch-size", "16"), ("grouped_balanced",)),
-    "quiet_fp16": ((*INTERLEAVED, *QUIET, *FP16, "--global-batch-size", "16"), ("grouped_balanced",)),
-    "quiet_llama": ((*INTERLEAVED, *QUIET, *LLAMA, "--bf16", "--global-batch-size", "16"), ("grouped_balanced",)),
-    "quiet_experts": ((*INTERLEAVED, *QUIET, *EXPERTS, "--global-batch-size", "16"), ("grouped_balanced",)),
-    "quiet_evaluation": (
-        (*INTERLEAVED, *QUIET, "--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"),
-        ("grouped_balanced",),
-    ),
-    "quiet_batch_that_grows": ((*INTERLEAVED, *QUIET, *GROWS), ("grouped_balanced",)),
-    "quiet_predictions": (
-        (*INTERLEAVED, *QUIET, *AHEAD, "--untie-embeddings-and-output-weights"),
-        ("grouped_balanced",),
-    ),
-    "quiet_predictions_tied": ((*INTERLEAVED, *QUIET, *AHEAD), ("grouped_balanced",)),
-    # Two virtual stages per rank, which the layout says.
-    "quiet_layout": (
-        (
-            *QUIET,
-            "--num-layers",
-            "9",
-            "--pipeline-model-parallel-layout",
-            "Et|tt|t|t|tt|t|t|L",
-            "--global-batch-size",
-            "16",
-        ),
-        ("grouped_balanced",),
-    ),
-    "quiet_per_token_loss": (
-        (*INTERLEAVED, *QUIET, "--global-batch-size", "16", "--calculate-per-token-loss"),
-        ("grouped_balanced",),
-    ),
-    "evaluation": (("--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"), ("own", "gpipe")),
+    "m3": ("--global-batch-size 6", "own gpipe"),
+    "m16": ("--global-batch-size 32", "megatrons"),
+    "interleaved_m8": (INTERLEAVED, "megatrons own balanced balanced_gloo"),
+    "interleaved_m4": (f"{INTERLEAVED} --global-batch-size 8", "megatrons"),
+    "interleaved_m16": (f"{INTERLEAVED} --global-batch-size 32", "megatrons"),
+    "interleaved_v3": ("--num-layers 12 --num-virtual-stages-per-pipeline-rank 3", "megatrons own"),
+    # Groups of 6 micro-batches where there are 4 stages; 10 micro-batches leave 4 for the last group.
+    "interleaved_uneven_groups": (f"{INTERLEAVED} {GROUPS} --global-batch-size 20", "megatrons own"),
+    "interleaved_large_groups": (f"{INTERLEAVED} {GROUPS} --global-batch-size 24", "megatrons"),
+    "interleaved_no_overlap": (f"{INTERLEAVED} --no-overlap-p2p-communication", "megatrons"),
+    "interleaved_overlapped_ends": (f"{INTERLEAVED} --overlap-p2p-communication-warmup-flush", "megatrons"),
+    "interleaved_layout": (f"--num-layers 9 {LAYOUT} Et|tt|t|t|t|t|t|tL", "megatrons"),
+    "interleaved_experts": (f"{INTERLEAVED} {EXPERTS}", "megatrons"),
+    "interleaved_evaluated": (f"{INTERLEAVED} --global-batch-size 8 --eval-interval 2 --eval-iters 1", "own"),
+    # Another order of forwards would draw other dropout.
+    "quiet": (CHUNKED_QUIET, QUIET_OURS),
+    "quiet_recomputed_fp16": (f"{CHUNKED_QUIET} {FULL} {FP16}", "grouped_balanced"),
+    "quiet_llama": (f"{CHUNKED_QUIET} {LLAMA} --bf16 --calculate-per-token-loss {EVALUATED}", "grouped_balanced"),
+    "quiet_experts": (f"{CHUNKED_QUIET} {EXPERTS}", "grouped_balanced"),
+    "quiet_batch_that_grows": (f"{CHUNKED_QUIET} {GROWS}", "grouped_balanced"),
+    "quiet_predictions": (f"{CHUNKED_QUIET} {FURTHER} {UNTIED}", "grouped_balanced"),
+    "quiet_predictions_tied": (f"{CHUNKED_QUIET} {FURTHER}", "grouped_balanced"),
+    "quiet_layout": (f"{QUIET} --num-layers 9 {LAYOUT} Et|tt|t|t|tt|t|t|L", "grouped_balanced"),
+    "llama": (f"{LLAMA} --bf16", "megatrons own balanced zb_h1"),
+    # Some steps overflow, and are skipped.
+    "fp16": (FP16, "megatrons balanced zb_h1"),
+    "evaluation": (f"{EVALUATED} --calculate-per-token-loss", "megatrons own gpipe zb_h1"),
     "evaluation_of_another_size": (
-        (
-            *(
-                "--global-batch-size",
-                "16",
-                "--eval-interval",
-                "1",
-                "--eval-iters",
-                "1",
-                "--eval-global-batch-size",
-                "6",
-            ),
-            *("--eval-micro-batch-size", "1"),
-        ),
-        ("own",),
+        "--eval-interval 1 --eval-iters 1 --eval-global-batch-size 6 --eval-micro-batch-size 1",
+        "megatrons own",
     ),
-    "evaluation_interleaved": (
-        (*INTERLEAVED, "--global-batch-size", "8", "--eval-interval", "2", "--eval-iters", "1"),
-        ("own",),
+    # Megatron's trainer refuses to go back to fewer micro-batches; own_loop.py does.
+    "batch_that_grows": (GROWS, "megatrons balanced zb_h1_balanced"),
+    "selective": ("--recompute-granularity selective --timing-log-level 2", "megatrons own zb_h1"),
+    "recomputed_norms": (f"{SELECTIVE} layernorm core_attn", "megatrons"),
+    "recomputed_mlp": (f"{SELECTIVE} mlp --disable-bias-linear", "megatrons"),
+    "full_uniform": (f"--num-layers 8 {FULL}", "megatrons balanced zb_h1"),
+    "full_block": (
+        "--num-layers 8 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "megatrons",
     ),
-    "batch_that_grows": (GROWS, ("balanced",)),
-    "fp16": (("--global-batch-size", "16", *FP16), ("balanced",)),
-    "bf16": (("--global-batch-size", "16", "--bf16"), ("own",)),
-    "llama": (("--global-batch-size", "16", *LLAMA), ("balanced",)),
-    "per_token_loss": (("--global-batch-size", "16", "--calculate-per-token-loss"), ("own",)),
-    "selective": (("--global-batch-size", "16", "--recompute-granularity", "selective"), ("own",)),
-    "full_uniform": (
-        ("--num-layers", "8", "--global-batch-size", "16", *FULL),
-        ("balanced",),
+    "latent_attention": (LATENT, "megatrons"),
+    "recomputed_latents": (f"{SELECTIVE} mla_up_proj core_attn {LATENT}", "megatrons"),
+    "experts": (EXPERTS, "megatrons own zb_h1"),
+    "experts_in_every_other_layer": (
+        f"{EXPERTS} --moe-layer-freq 2 --swiglu --moe-shared-expert-intermediate-size 32",
+        "megatrons",
     ),
-    "layout": (
-        ("--num-layers", "5", "--pipeline-model-parallel-layout", "Et|tt|t|tL", "--global-batch-size", "8"),
-        ("own",),
+    "recomputed_experts": (f"{SELECTIVE} moe {EXPERTS}", "megatrons"),
+    "fully_recomputed_experts": (f"{EXPERTS} {FULL}", "megatrons"),
+    "documents": (
+        "--cross-entropy-loss-fusion --reset-position-ids --reset-attention-mask --eod-mask-loss",
+        "megatrons",
     ),
-    "experts": ((*EXPERTS, "--global-batch-size", "8"), ("own",)),
-    "multi_token_prediction": (
-        ("--global-batch-size", "8", "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
-        ("own",),
+    "uneven_ends": (
+        "--num-layers 6 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+        "megatrons",
     ),
-    "timed": (("--global-batch-size", "8", "--timing-log-level", "2"), ("own",)),
+    "account_for_both": (
+        "--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        "megatrons",
+    ),
+    "layout": (f"--num-layers 5 {LAYOUT} Et|tt|t|tL", "megatrons own zb_h1"),
+    "multi_token_prediction": (FURTHER, "megatrons own zb_h1"),
+    "untied_prediction": (f"{FURTHER} {UNTIED}", "zb_h1"),
+    "repeated_prediction": (f"{FURTHER} --mtp-use-repeated-layer", "megatrons"),
+    # Gradients of weights are added up inside their matrix product.
+    "fused": ("--stand-in fused", "megatrons own zb_h1"),
+    "fused_recomputed": (f"--stand-in fused {FULL}", "zb_h1"),
+    "fused_in_groups": (f"--stand-in fused {CHUNKED_QUIET}", "grouped_balanced"),
+    "deferred": (DEFERRED, "megatrons own zb_h1"),
+    "deferred_in_groups": (f"{DEFERRED} {CHUNKED_QUIET}", "grouped_balanced"),
+    "interleaved_deferred": (f"{DEFERRED} {INTERLEAVED} {UNTIED} --wgrad-deferral-limit 3", "megatrons"),
+    # Functions with further parameters, as of a later Megatron.
+    "later": ("--stand-in later", "megatrons balanced zb_h1"),
+    "offloaded": (f"--num-layers 8 {OFFLOADING}", "megatrons"),
+    "interleaved_offloaded": (
+        f"--num-layers 16 --num-layers-per-virtual-pipeline-stage 2 {OFFLOADING}",
+        "megatrons",
+    ),
 }
-
-SMALL_BUCKETS = ("--ddp-bucket-size", "20000")
-UNALIGNED = ("--no-align-grad-reduce", "--no-align-param-gather")
-CHUNKS = ("--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
+QUIET_CHUNKS = f"--num-layers 4 {CHUNKS} {QUIET}"
 # Two stages, and two ranks in another dimension.
-WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tensor": (("--tensor-model-parallel-size", "2"), ("own",)),
-    "expert_parallel": ((*EXPERTS, "--expert-model-parallel-size", "2"), ("own",)),
-    "context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("own",)),
-    "sequence": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), ("own",)),
-    "data": ((), ("own",)),
-    "overlaps": (OVERLAPS, ("own", "gpipe")),
-    "overlaps_unaligned": ((*OVERLAPS, *SMALL_BUCKETS, *UNALIGNED), ("own",)),
-    "interleaved_overlaps": ((*CHUNKS, *OVERLAPS), ("own",)),
-    "interleaved_unaligned": ((*CHUNKS, *OVERLAPS, *SMALL_BUCKETS, *UNALIGNED), ("own",)),
-    "interleaved_sequence": ((*CHUNKS, "--tensor-model-parallel-size", "2", "--sequence-parallel"), ("own",)),
-    "reduction_alone": (("--overlap-grad-reduce",), ("own",)),
-    "quiet_overlaps": ((*CHUNKS, *QUIET, *OVERLAPS), ("grouped",)),
-    "quiet_unaligned": ((*CHUNKS, *QUIET, *OVERLAPS, *SMALL_BUCKETS, *UNALIGNED), ("grouped",)),
-    "quiet_sequence": ((*CHUNKS, *QUIET, "--tensor-model-parallel-size", "2", "--sequence-parallel"), ("grouped",)),
-    "quiet_context": ((*CHUNKS, *QUIET, "--context-parallel-size", "2", *PLAIN_ATTENTION), ("grouped",)),
-    "quiet_expert_parallel": ((*CHUNKS, *QUIET, *EXPERTS, "--expert-model-parallel-size", "2"), ("grouped",)),
+WIDE_ROWS = {
+    "tensor": (TENSOR, "own zb_h1"),
+    "sequence": (SEQUENCE, "own zb_h1 zb_h1_whole"),
+    "data": ("", "own zb_h1"),
+    "expert_parallel": (EXPERT_PAIR, "own zb_h1"),
+    "context": (CONTEXT, "own zb_h1"),
+    "reduction_alone": ("--overlap-grad-reduce", "own"),
+    "overlaps": (OVERLAPS, "own gpipe zb_h1"),
+    "unaligned": (f"{UNALIGNED} {BUCKETS}", "own zb_h1"),
+    "interleaved_overlaps": (f"--num-layers 4 {CHUNKS} {OVERLAPS}", "own"),
+    "interleaved_unaligned": (f"--num-layers 4 {CHUNKS} {UNALIGNED} {BUCKETS}", "own"),
+    "interleaved_sequence": (f"--num-layers 4 {CHUNKS} {SEQUENCE}", "own"),
+    "quiet_overlaps": (f"{QUIET_CHUNKS} {OVERLAPS}", "grouped"),
+    "quiet_unaligned": (f"{QUIET_CHUNKS} {UNALIGNED} {BUCKETS}", "grouped"),
+    "quiet_sequence": (f"{QUIET_CHUNKS} {SEQUENCE}", "grouped"),
+    "quiet_context": (f"{QUIET_CHUNKS} {CONTEXT}", "grouped"),
+    "quiet_expert_parallel": (f"{QUIET_CHUNKS} {EXPERT_PAIR}", "grouped"),
 }
+EIGHT_STAGES = "--num-layers 16 --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 16"
+# Four stages, sixteen micro-batches, and two ranks in another dimension.
+EIGHT_ROWS = {
+    "tensor": (f"{TENSOR} --global-batch-size 8", "megatrons"),
+    "sequence": (SEQUENCE, "megatrons"),
+    "data_other_order": ("--use-tp-pp-dp-mapping", "megatrons"),
+    "distributed_optimizer": (f"{OVERLAPS} --global-batch-size 16", "megatrons"),
+    "expert_parallel": (EXPERT_PAIR, "megatrons"),
+    "context": (CONTEXT, "megatrons"),
+    "interleaved_overlaps": (f"{INTERLEAVED} {OVERLAPS}", "megatrons"),
+    "interleaved_unaligned": (f"{INTERLEAVED} {UNALIGNED}", "megatrons"),
+    "interleaved_early_gather": (
+        f"{INTERLEAVED} {OVERLAPS} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
+        "megatrons",
+    ),
+    "interleaved_sequence": (f"{INTERLEAVED} {SEQUENCE}", "megatrons"),
+    # Transfers, messages, and reductions and gathers of two replicas are under way at the same time.
+    "quiet_overlaps": (f"{CHUNKED_QUIET} {OVERLAPS}", "grouped_balanced"),
+    # Fewer micro-batches than stages, and yet more than the bound.
+    "fewer_than_stages": ("--num-layers 8 --pipeline-model-parallel-size 8 --global-batch-size 12", "megatrons"),
+    "eight_stages": (EIGHT_STAGES, "own balanced zb_h1"),
+    "eight_stages_of_chunks": (f"{EIGHT_STAGES} {CHUNKS}", "own balanced"),
+}
+# What a change breaks first runs always; the long tail only with --slow.
+ALWAYS = (
+    "m8-own m8-balanced m8-gpipe m8-written_balanced m8-zb_h1 m8-zb_h1_whole m8-split m8-split_later_balanced "
+    "quiet-grouped_balanced quiet-grouped_chosen_balanced quiet-grouped_whole_balanced quiet-torch "
+    "interleaved_m8-megatrons llama-megatrons fp16-megatrons full_uniform-megatrons full_uniform-zb_h1 "
+    "batch_that_grows-megatrons fused-megatrons later-megatrons later-balanced later-zb_h1 offloaded-megatrons "
+    "interleaved_offloaded-megatrons overlaps-zb_h1 sequence-zb_h1 sequence-zb_h1_whole tensor-megatrons "
+    "distributed_optimizer-megatrons"
+).split()
 
-# Of one chunk a layer's token dispatcher keeps, by a graph, the input of its last micro-batch until its next forward,
-# while the other chunk fills.
-SLACK = {"quiet_experts": INPUT_BYTES}
-
-ALWAYS = ("m8", "interleaved_quiet")
-# Of these, what others show beside something else.
-NOT_ALWAYS = ("balanced_gloo", "grouped", "grouped_of_3", "grouped_whole")
-Rows = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
-
-
-def compared(rows: Rows) -> list[Any]:
-    """Every run of ours by its row."""
-    return [
-        pytest.param(
-            row, ours, marks=() if row in ALWAYS and ours not in NOT_ALWAYS else pytest.mark.slow, id=f"{row}-{ours}"
-        )
-        for row, (_, which) in rows.items()
-        for ours in which
-    ]
+# Peaks differ from the prediction by so many received inputs at most.
+SLACK = {
+    # Megatron's interleaved loop holds up to two of them longer than their micro-batches, depending on how it overlaps.
+    "interleaved": 2,
+    # The received input goes with the backward, where other runs hold it until the next forward has returned.
+    "recomputed_norms": 1,
+    # See test_megatron_keeps_what_experts_were_recomputed_from: two layers, held when the next backward begins.
+    "recomputed_experts": 2,
+    "fully_recomputed_experts": 2,
+    # Of one chunk a layer's token dispatcher keeps, by a graph, the input of its last micro-batch until its next
+    # forward, while the other chunk fills.
+    "quiet_experts": 1,
+    # Once, on a busy machine, a peak had one more tensor of the whole sequence: a thread of gloo's let go of it late.
+    "sequence": 1,
+}
+# What Megatron itself offloads is in no prediction, nor what the output layer keeps of all micro-batches.
+UNPREDICTED = {"offloaded", "interleaved_offloaded", "deferred", "deferred_in_groups", "interleaved_deferred"}
 
 
-def cases(
-    rows: Rows, request: pytest.FixtureRequest | None, common: tuple[str, ...] = (), schedules: Path | None = None
-) -> list[Case]:
-    """What the tests of this request compare, or all."""
-    wanted = None if request is None else asked_for(request, "row", "ours")
-    found = []
-    for name, (flags, which) in rows.items():
-        of_row = [ours for ours in which if wanted is None or (name, ours) in wanted]
-        if of_row:
-            found.append(Case(name, [*common, *flags]))
-        for ours in of_row:
-            case = f"{name}_{ours}"
-            placed = [flag.replace("{case}", case).replace("{schedules}", str(schedules)) for flag in OURS[ours]]
-            found.append(Case(case, [*common, *flags, *placed]))
-    return found
-
-
-def as_stock(outcome: Outcome, row: str, ours: str, world: int = 4) -> None:
-    """The same bits, and what was held is what the schedule predicted, to the byte."""
-    same(outcome, row, f"{row}_{ours}", world)
-    reports = outcome.reports(f"{row}_{ours}")
-    assert len(reports) == world
-    for report in reports:
-        assert report["peak_microbatches"] == report["predicted_microbatches"], f"stage {report['stage']}"
-        assert 0 <= report["peak_bytes"] - report["predicted_bytes"] <= SLACK.get(row, 0), f"stage {report['stage']}"
-        assert report["predicted_bytes"] > 0
-    moves = any(report["evictions"] for report in reports)
-    assert moves is ("balanced" in ours or ours in ("split", "grouped_chosen")), (
-        "what was to be moved was not, or the other way round"
+def row_of(feature: str, flags: str, ours: str, common: str, world: int) -> Row:
+    if GROWS in flags:
+        common = ""
+    name, halves = f"{feature}-{ours}", ours.startswith(("zb_h1", "split"))
+    is_measured = feature not in UNPREDICTED and world == 4 and (not halves or feature == "m8" or TWO_STAGES in common)
+    report = "" if (feature, ours) == ("full_uniform", "zb_h1") else MEASURED if ours != "megatrons" else REPORT
+    # Ranks of ZB-H1 hold evenly much.
+    moves = ("balanced" in ours and not ours.startswith("zb_h1")) or (
+        ours == "megatrons" and feature != "interleaved_m4"
+    )
+    loop = "interleaved" if feature.startswith("interleaved") and ours == "megatrons" else feature
+    return Row(
+        name,
+        Case(feature, f"{common} {flags}"),
+        Case(name, f"{common} {flags} {OURS[ours]} {report}"),
+        world,
+        name not in ALWAYS,
+        moves=moves if is_measured else None,
+        slack_bytes=SLACK.get(loop, 0) * INPUT_BYTES,
     )
 
 
+def rows_of(table: dict[str, tuple[str, str]], common: str, world: int = 4) -> dict[str, Row]:
+    rows = (
+        row_of(feature, flags, ours, common, world)
+        for feature, (flags, which) in table.items()
+        for ours in which.split()
+    )
+    return {row.name: row for row in rows}
+
+
+BY_NAME = rows_of(ROWS, "--global-batch-size 16")
+WIDE = rows_of(WIDE_ROWS, f"{TWO_STAGES} --global-batch-size 16")
+EIGHT = rows_of(EIGHT_ROWS, f"--num-layers 4 {FOUR} --global-batch-size 32", 8)
+
+
 @pytest.fixture(scope="module")
-def four(
-    run_cases: Callable[..., Outcome], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Outcome:
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     schedules = tmp_path_factory.mktemp("schedules")
     (schedules / "torch.csv").write_text(as_csv(torch_schedule("ScheduleInterleavedZeroBubble", 4, 8, 2)))
     (schedules / "moving.csv").write_text(write_csv(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))))
-    return run_cases(4, cases(ROWS, request, schedules=schedules), timeout_s=1500)
+    return {"schedules": schedules}
 
 
-@pytest.mark.timeout(1560)
-@pytest.mark.parametrize(("row", "ours"), compared(ROWS))
-def test_our_own_loop_equals_stock(four: Outcome, row: str, ours: str) -> None:
-    as_stock(four, row, ours)
+def parameters(rows: Iterable[Row]) -> list[object]:
+    return [row.parameter() for row in rows]
 
 
-@pytest.mark.timeout(1560)
-@pytest.mark.parametrize(("row", "ours"), [("interleaved_quiet", "grouped_chosen")])
-def test_an_order_chosen_for_a_bound_keeps_it_and_is_named(four: Outcome, row: str, ours: str) -> None:
-    held = [report["peak_microbatches"] for report in four.reports(f"{row}_{ours}")]
+@pytest.mark.parametrize("row", parameters((*BY_NAME.values(), *WIDE.values(), *EIGHT.values())))
+def test_ours_trains_as_stock_does(trained: Trained, row: Row) -> None:
+    outcome = trained(row)
+    row_is_same(outcome, row)
+    if row.name.endswith(("-megatrons", "-grouped_balanced")) and row.name != "interleaved_m4-megatrons":
+        reports = outcome.reports(row.ours.name)
+        assert any(report["evictions"] for report in reports), "nothing was moved, so nothing was tested"
+
+
+@pytest.mark.parametrize("row", parameters(BY_NAME[f"m8-{ours}"] for ours in ("zb_h1", "split", "zb_h1_whole")))
+def test_between_the_halves_of_a_backward_less_is_held(trained: Trained, row: Row) -> None:
+    outcome, case = trained(row), row.ours.name
+    for rank in range(4):
+        path = Path(outcome.report_folder(case)) / f"record_{rank:05d}.jsonl"
+        line = json.loads(path.read_text().splitlines()[-1])
+        saved, between = line["saved_bytes"][str(rank)], line["after_input_bytes"][str(rank)]
+        if case == "m8-zb_h1_whole":
+            assert between == 0, "the whole backward ran in I"
+        else:
+            assert 0.3 * saved < between < 0.7 * saved
+        actions = [dict(zip(line["columns"], values, strict=True)) for values in line["actions"]]
+        assert {action["action"].strip("0123456789") for action in actions} == {"F", "I", "W"}
+        assert max(action["live_bytes"] for action in actions) == outcome.reports(case)[rank]["peak_bytes"]
+    assert "between the halves" not in outcome.said(case, None)
+
+
+@pytest.mark.parametrize("row", parameters([BY_NAME["full_uniform-zb_h1"]]))
+def test_where_more_is_held_than_was_saved_the_run_says_so(trained: Trained, row: Row) -> None:
+    """What is recomputed is saved by no forward."""
+    said = trained(row).said(row.ours.name, None)
+    stages = re.findall(
+        r"^bpipe: stage (\d): between the halves .* costs more memory than it frees", said, re.MULTILINE
+    )
+    assert sorted(stages) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("row", parameters([BY_NAME["quiet-grouped_chosen_balanced"]]))
+def test_an_order_chosen_for_a_bound_keeps_it_and_is_named(trained: Trained, row: Row) -> None:
+    outcome = trained(row)
+    held = [report["peak_microbatches"] for report in outcome.reports(row.ours.name)]
     # The last rank is full when it hosts nobody any more, and its buffers stay: the order that takes turns, as fast,
     # would hold 9 there.
     assert held == [8, 8, 8, 8]
-    assert "at most 8 held, bubble 5.9 %" in "".join(four.logs)
-    said = (
-        "bpipe: grouped-interleaved, chosen for a bound of 8 micro-batches of a chunk: groups: 2 of 4; pairs share "
-        "one limit"
+    said = outcome.said(row.ours.name, None)
+    assert "at most 8 held, bubble 5.9 %" in said
+    assert said.count("grouped-interleaved, chosen for a bound of 8 micro-batches of a chunk: groups: 2 of 4;") == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "num_inputs"),
+    [
+        BY_NAME[f"{feature}-megatrons"].parameter(number)
+        for feature, number in (("experts", 0), ("recomputed_experts", 2), ("fully_recomputed_experts", 2))
+    ],
+)
+def test_megatron_keeps_what_experts_were_recomputed_from(trained: Trained, row: Row, num_inputs: int) -> None:
+    """With recomputed experts a peak lay 30 KiB a layer above the predicted one, and nobody knew why.
+
+    The token dispatcher of a layer keeps the routing probabilities of the last recomputation, their graph its leaf, and
+    that is the input which was saved for it: 32 KiB, until the layer's next forward or recomputation. So they are still
+    there when the next backward begins, where a micro-batch fewer is away, of which 2 KiB a layer could not move.
+    """
+    run = read_run(trained(row).report_folder(row.ours.name))
+    first_stage = next(rank for rank in run.ranks if rank.place == 0)
+    left = [action.left_bytes for action in first_stage.iterations[3].rows if action.left_bytes is not None]
+    assert left[-1] == num_inputs * INPUT_BYTES
+
+
+@pytest.mark.parametrize("row", parameters([BY_NAME["fp16-megatrons"]]))
+def test_a_skipped_iteration_is_skipped_on_both(trained: Trained, row: Row) -> None:
+    """A loss scale too large for fp16 overflows, and Megatron skips the step; it goes on with a smaller one."""
+    steps = trained(row).record(row.ours.name, 3)["iterations"]
+    assert {bool(step["skipped"]) for step in steps} == {True, False}
+
+
+@pytest.mark.parametrize("row", parameters([BY_NAME["batch_that_grows-megatrons"]]))
+def test_a_batch_that_grows_has_a_program_for_each_size(trained: Trained, row: Row) -> None:
+    said = trained(row).said(row.ours.name)
+    assert said.count("4 stages, 4 micro-batches: at most 3 held") == 1
+    assert said.count("4 stages, 8 micro-batches: at most 3 held") == 1
+
+
+@pytest.mark.parametrize(
+    "row", parameters(BY_NAME[f"{name}-megatrons"] for name in ("offloaded", "interleaved_offloaded"))
+)
+def test_what_megatron_offloads_stays_its_own(trained: Trained, row: Row) -> None:
+    outcome = trained(row)
+    assert outcome.reports(row.ours.name)[0]["verified_iterations"] == 2
+    stock, ours = (
+        json.loads((outcome.folder / f"{case.name}.rank0.offloaded").read_text()) for case in (row.stock, row.ours)
     )
-    assert "".join(four.logs).count(said) == 1
+    assert stock == ours
+    assert stock[0] == stock[1] > 0, "nothing was offloaded, so nothing was tested"
 
 
-@pytest.fixture(scope="module")
-def wide(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
-    common = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
-    return run_cases(4, cases(WIDE_ROWS, request, common), timeout_s=1500)
+@pytest.mark.timeout(400)
+def test_the_distributed_optimizer_resumes(run_cases: Callable[..., Outcome]) -> None:
+    """Upstream's own resume fails without Apex and Transformer Engine, at first loudly and then silently; see repairs.
 
-
-@pytest.mark.timeout(1560)
-@pytest.mark.parametrize(("row", "ours"), compared(WIDE_ROWS))
-def test_another_dimension_changes_nothing(wide: Outcome, row: str, ours: str) -> None:
-    as_stock(wide, row, ours)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(660)
-def test_eight_stages_equal_stock_with_dropout_and_clipping_on(run_cases: Callable[..., Outcome]) -> None:
-    """Norms of gradients, too: where stages lie as stock's do, these are summed in the same order."""
-    common = (
-        "--num-layers",
-        "16",
-        "--pipeline-model-parallel-size",
-        "8",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "16",
-    )
-    own = {"own": ("--bpipe-executor",), "balanced": ("--bpipe-executor", *PEER)}
-    rows = {"plain": ((), {**own, "zb_h1": ("--bpipe-schedule", "zb-h1")}), "chunks": (CHUNKS[2:], own)}
-    cases = [Case(row, (*common, *flags)) for row, (flags, _) in rows.items()]
-    cases += [
-        Case(f"{row}_{name}", (*common, *flags, *ours))
-        for row, (flags, runs) in rows.items()
-        for name, ours in runs.items()
+    Nothing moves between two stages; test_ours_trains_as_stock_does shows that what moves changes nothing here.
+    """
+    sharded = f"{TWO_STAGES} {BPIPE} --global-batch-size 16 --use-distributed-optimizer --train-iters 4"
+    cases = [
+        Case("sharded", f"{sharded} --save {{folder}}/sharded --save-interval 2"),
+        Case("sharded_resumed", f"{sharded} --load {{folder}}/sharded --ckpt-step 2"),
     ]
-    outcome = run_cases(8, cases, timeout_s=600)
-    for row, (_, runs) in rows.items():
-        for name in runs:
-            same(outcome, row, f"{row}_{name}", 8)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(460)
-def test_balanced_halves_beside_overlapped_gradients(run_cases: Callable[..., Outcome]) -> None:
-    """Eight processes: transfers, messages, and reductions and gathers of two replicas are under way at the same
-    time."""
-    common = (*INTERLEAVED, *QUIET, *OVERLAPS, "--pipeline-model-parallel-size", "4", "--global-batch-size", "32")
-    outcome = run_cases(8, cases({"overlaps": ((), ("grouped_balanced",))}, None, common), timeout_s=400)
-    as_stock(outcome, "overlaps", "grouped_balanced", 8)
+    same(run_cases(4, cases, 380), "sharded", "sharded_resumed", 4, last=2)

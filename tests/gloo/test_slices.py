@@ -7,118 +7,83 @@ is off: a slice draws its own numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
-from tests.gloo.test_training import same
+from tests.gloo.compare import same
+from tests.gloo.conftest import Case, Outcome, asked_for
+from tests.gloo.flags import BPIPE, EVALUATED, FULL, LLAMA, QUIET, SEQUENCE, TENSOR
 
 pytestmark = pytest.mark.timeout(1500)
 
 # Of losses, and of gradient norms, over 3 iterations in 32 bits.
 LOSS, NORM = 1e-6, 2e-5
 
-NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
-LLAMA = (
-    *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--group-query-attention"),
-    *("--num-query-groups", "2", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
-)
-CORE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-EVALUATED = ("--eval-iters", "2", "--eval-interval", "2")
+CORE = "--recompute-granularity selective --recompute-modules core_attn"
 # Slices of 4 micro-batches fill the pipeline and leave a steady phase.
-BATCH = ("--global-batch-size", "8", *NO_DROPOUT)
+BATCH = f"--global-batch-size 8 {QUIET}"
 LATENT = (
-    *("--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16", "--qk-head-dim", "16"),
-    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "16", "--kv-channels", "16", "--rope-type", "rope"),
-    *("--position-embedding-type", "rope", "--normalization", "RMSNorm"),
-    *("--spec", "tests.gloo.layers", "attending_to_latents"),
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --kv-channels 16 --rope-type rope --position-embedding-type rope --normalization RMSNorm "
+    "--spec tests.gloo.layers attending_to_latents"
 )
-FURTHER = ("--mtp-num-layers", "2")
-V2 = ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2")
-TWO = ("--num-layers", "4", "--pipeline-model-parallel-size", "2")
-SLICES = ("--bpipe-slices", "4")
-UNEVEN = ("--bpipe-slice-lengths", "24,18,12,10")
+FURTHER = "--mtp-num-layers 2"
+V2 = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
+TWO = "--num-layers 4 --pipeline-model-parallel-size 2"
+SLICES = "--bpipe-slices 4"
+UNEVEN = "--bpipe-slice-lengths 24,18,12,10"
 
 # One row a feature, on 4 ranks: what stock Megatron trains, and then with slices.
 MORE = {
     "listed": UNEVEN,
-    "equal_work": ("--bpipe-slice-lengths", "work", *BPIPE),
+    "equal_work": f"--bpipe-slice-lengths work {BPIPE}",
     "further_tokens": BPIPE,
-    "shards": ("--bpipe-vocabulary", "1"),
-    "tied_shards": ("--bpipe-vocabulary", "2", *UNEVEN, *BPIPE),
-    "shards_of_tensor_parallel_ranks": ("--bpipe-vocabulary", "2"),
+    "shards": "--bpipe-vocabulary 1",
+    "tied_shards": f"--bpipe-vocabulary 2 {UNEVEN} {BPIPE}",
+    "shards_of_tensor_parallel_ranks": "--bpipe-vocabulary 2",
 }
-ROWS: dict[str, tuple[str, ...]] = {
-    "gpt": (*BATCH, *EVALUATED),
-    "llama": (*BATCH, *LLAMA),
-    "windows": (*BATCH, *LLAMA, "--window-size", "15,0"),
-    "core_recomputed": (*BATCH, *CORE),
-    "fully_recomputed": (*BATCH, *LLAMA, *FULL),
-    "per_token": (*BATCH, *LLAMA, "--calculate-per-token-loss"),
-    "evaluated": (*BATCH, *LLAMA, *CORE, *EVALUATED),
-    "interleaved": (*BATCH, *LLAMA, *V2),
+ROWS: dict[str, str] = {
+    "gpt": f"{BATCH} {EVALUATED}",
+    "llama": f"{BATCH} {LLAMA}",
+    "windows": f"{BATCH} {LLAMA} --window-size 15,0",
+    "core_recomputed": f"{BATCH} {CORE}",
+    "fully_recomputed": f"{BATCH} {LLAMA} {FULL}",
+    "per_token": f"{BATCH} {LLAMA} --calculate-per-token-loss",
+    "evaluated": f"{BATCH} {LLAMA} {CORE} {EVALUATED}",
+    "interleaved": f"{BATCH} {LLAMA} {V2}",
     # Compared with whole micro-batches by the same schedule, whose stages are elsewhere than stock's.
-    "v_half": (*BATCH, *LLAMA, *V2, "--bpipe-schedule", "v-half"),
-    "listed": (*BATCH, *LLAMA),
-    "equal_work": (*BATCH, *LLAMA, *CORE, "--seq-length", "256", "--max-position-embeddings", "256"),
-    "uneven": (*BATCH, *LLAMA, "--seq-length", "63"),
-    "latents": (*BATCH, *LATENT),
-    "latents_computed_again": (
-        *(*BATCH, *LATENT, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj", "core_attn"),
-    ),
-    "further_tokens": (*BATCH, *LLAMA, *CORE, *FURTHER),
-    "further_tokens_in_a_v": (*BATCH, *LLAMA, *V2, *FURTHER, "--bpipe-schedule", "v-half"),
-    "further_tokens_of_tensor_parallel_ranks": (
-        *(*BATCH, *LLAMA, *TWO, *FURTHER, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    ),
-    "latents_of_tensor_parallel_ranks": (
-        *(*BATCH, *LATENT, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    ),
-    "further_tokens_by_token": (*BATCH, *LLAMA, *FULL, *FURTHER, "--calculate-per-token-loss"),
+    "v_half": f"{BATCH} {LLAMA} {V2} --bpipe-schedule v-half",
+    "listed": f"{BATCH} {LLAMA}",
+    "equal_work": f"{BATCH} {LLAMA} {CORE} --seq-length 256 --max-position-embeddings 256",
+    "uneven": f"{BATCH} {LLAMA} --seq-length 63",
+    "latents": f"{BATCH} {LATENT}",
+    "latents_computed_again": f"{BATCH} {LATENT} --recompute-granularity selective --recompute-modules mla_up_proj core_attn",
+    "further_tokens": f"{BATCH} {LLAMA} {CORE} {FURTHER}",
+    "further_tokens_in_a_v": f"{BATCH} {LLAMA} {V2} {FURTHER} --bpipe-schedule v-half",
+    "further_tokens_of_tensor_parallel_ranks": f"{BATCH} {LLAMA} {TWO} {FURTHER} {SEQUENCE}",
+    "latents_of_tensor_parallel_ranks": f"{BATCH} {LATENT} {TWO} {SEQUENCE}",
+    "further_tokens_by_token": f"{BATCH} {LLAMA} {FULL} {FURTHER} --calculate-per-token-loss",
     # Of fewer micro-batches per token near the border between two experts goes to the other one.
     "experts": (
-        *(*BATCH, "--global-batch-size", "16", "--num-layers", "8", "--num-experts", "4", "--moe-router-topk", "2"),
-        *("--moe-aux-loss-coeff", "0.01"),
-        *("--moe-z-loss-coeff", "0.001", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall"),
+        f"{BATCH} --global-batch-size 16 --num-layers 8 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff "
+        "0.01 --moe-z-loss-coeff 0.001 --disable-bias-linear --moe-token-dispatcher-type alltoall"
     ),
-    "shards": (*BATCH, *LLAMA, *EVALUATED),
+    "shards": f"{BATCH} {LLAMA} {EVALUATED}",
     "tied_shards": BATCH,
-    "shards_of_tensor_parallel_ranks": (
-        *(*BATCH, *LLAMA, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-        "--calculate-per-token-loss",
-    ),
-    "replicas": (*BATCH, *LLAMA, *TWO, "--use-distributed-optimizer", "--overlap-grad-reduce"),
-    "tensor_parallel": (*BATCH, *LLAMA, *TWO, "--tensor-model-parallel-size", "2"),
-    "sequence_parallel": (*BATCH, *LLAMA, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "shards_of_tensor_parallel_ranks": f"{BATCH} {LLAMA} {TWO} {SEQUENCE} --calculate-per-token-loss",
+    "replicas": f"{BATCH} {LLAMA} {TWO} --use-distributed-optimizer --overlap-grad-reduce",
+    "tensor_parallel": f"{BATCH} {LLAMA} {TWO} {TENSOR}",
+    "sequence_parallel": f"{BATCH} {LLAMA} {TWO} {SEQUENCE}",
 }
 
 # Other rows show these in part; run by --slow, for all rows of a file are started by one worker.
-LONG_TAIL = {
-    *(
-        "windows",
-        "core_recomputed",
-        "per_token",
-        "listed",
-        "replicas",
-        "interleaved",
-        "latents_computed_again",
-        "further_tokens_in_a_v",
-    ),
-    # Daily in one process (tests/unit/scheduling/check_slices.py).
-    *("latents", "further_tokens", "experts"),
-    *("further_tokens_of_tensor_parallel_ranks", "latents_of_tensor_parallel_ranks", "further_tokens_by_token"),
-    *(
-        "tied_shards",
-        "shards_of_tensor_parallel_ranks",
-        "tensor_parallel",
-        "llama",
-        "fully_recomputed",
-        "equal_work",
-        "evaluated",
-    ),
-}
+LONG_TAIL = set(
+    # The last but those of tensor-parallel ranks are daily in one process (tests/unit/scheduling/check_slices.py).
+    "windows core_recomputed per_token listed replicas interleaved latents_computed_again further_tokens_in_a_v tied_shards "
+    "shards_of_tensor_parallel_ranks tensor_parallel llama fully_recomputed equal_work evaluated latents further_tokens "
+    "experts further_tokens_of_tensor_parallel_ranks latents_of_tensor_parallel_ranks further_tokens_by_token".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +91,7 @@ def rows(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> O
     wanted = {name for (name,) in asked_for(request, "name")} or set(ROWS)
     cases = []
     for name in (name for name in ROWS if name in wanted):
-        cases += [Case(name, ROWS[name]), Case(f"{name}_sliced", (*ROWS[name], *SLICES, *MORE.get(name, ())))]
+        cases += [Case(name, ROWS[name]), Case(f"{name}_sliced", f"{ROWS[name]} {SLICES} {MORE.get(name, '')}")]
     return run_cases(4, cases, 1200)
 
 
@@ -160,9 +125,9 @@ def test_slices_train_what_stock_megatron_trains(rows: Outcome, name: str) -> No
 
 @pytest.fixture(scope="module")
 def sixteen_bits(run_cases: Callable[..., Outcome]) -> Outcome:
-    narrow = ("--bf16", "--no-masked-softmax-fusion")
-    cases = {"wide": (), "whole": narrow, "sliced": (*narrow, *SLICES, *BPIPE)}
-    return run_cases(4, [Case(name, (*BATCH, *LLAMA, *more)) for name, more in cases.items()], 400)
+    narrow = "--bf16 --no-masked-softmax-fusion"
+    cases = {"wide": "", "whole": narrow, "sliced": f"{narrow} {SLICES} {BPIPE}"}
+    return run_cases(4, [Case(name, f"{BATCH} {LLAMA} {more}") for name, more in cases.items()], 400)
 
 
 def test_sixteen_bits_of_slices_are_as_near_to_thirty_two_as_the_wholes(sixteen_bits: Outcome) -> None:
@@ -186,27 +151,27 @@ def test_evaluation_in_slices_finds_the_same_loss(rows: Outcome, name: str) -> N
 
 
 # Groups of cases that must agree in every bit: the first is what the others are compared with.
-SAME: dict[str, dict[str, Sequence[str]]] = {
+SAME: dict[str, dict[str, str]] = {
     "one_stage": {
         "1f1b": SLICES,
-        "all_forwards_first": (*SLICES, "--bpipe-schedule", "gpipe"),
-        "split": (*SLICES, "--bpipe-schedule", "zb-h1"),
-        "balanced": (*SLICES, *BPIPE),
-        "split_balanced": (*SLICES, "--bpipe-schedule", "1f1b-split", "--bpipe-delay", "1", *BPIPE),
-        "recomputed": (*SLICES, *FULL),
-        "recomputed_balanced": (*SLICES, *CORE, *BPIPE),
-        "host": (*SLICES, *CORE, *BPIPE, "--bpipe-hosts", "host", "--bpipe-bound", "3"),
+        "all_forwards_first": f"{SLICES} --bpipe-schedule gpipe",
+        "split": f"{SLICES} --bpipe-schedule zb-h1",
+        "balanced": f"{SLICES} {BPIPE}",
+        "split_balanced": f"{SLICES} --bpipe-schedule 1f1b-split --bpipe-delay 1 {BPIPE}",
+        "recomputed": f"{SLICES} {FULL}",
+        "recomputed_balanced": f"{SLICES} {CORE} {BPIPE}",
+        "host": f"{SLICES} {CORE} {BPIPE} --bpipe-hosts host --bpipe-bound 3",
     },
     "chunks": {
-        "interleaved": (*SLICES, *V2),
-        "interleaved_balanced": (*SLICES, *V2, *BPIPE),
-        "grouped": (*SLICES, *V2, "--bpipe-schedule", "grouped-interleaved"),
-        "grouped_balanced": (*SLICES, *V2, "--bpipe-schedule", "grouped-interleaved", *BPIPE),
+        "interleaved": f"{SLICES} {V2}",
+        "interleaved_balanced": f"{SLICES} {V2} {BPIPE}",
+        "grouped": f"{SLICES} {V2} --bpipe-schedule grouped-interleaved",
+        "grouped_balanced": f"{SLICES} {V2} --bpipe-schedule grouped-interleaved {BPIPE}",
     },
     "shards": {
-        "1f1b": (*SLICES, "--bpipe-vocabulary", "2"),
-        "balanced": (*SLICES, "--bpipe-vocabulary", "2", *BPIPE),
-        "split_balanced": (*SLICES, "--bpipe-vocabulary", "2", "--bpipe-schedule", "1f1b-split", *BPIPE),
+        "1f1b": f"{SLICES} --bpipe-vocabulary 2",
+        "balanced": f"{SLICES} --bpipe-vocabulary 2 {BPIPE}",
+        "split_balanced": f"{SLICES} --bpipe-vocabulary 2 --bpipe-schedule 1f1b-split {BPIPE}",
     },
 }
 
@@ -218,7 +183,7 @@ def alike(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> 
     for group in (group for group in SAME if any(group == one for one, _ in wanted)):
         first, *others = SAME[group]
         names = [first, *(name for name in others if (group, name) in wanted)]
-        found[group] = run_cases(4, [Case(name, (*BATCH, *LLAMA, *SAME[group][name])) for name in names], 900)
+        found[group] = run_cases(4, [Case(name, f"{BATCH} {LLAMA} {SAME[group][name]}") for name in names], 900)
     return found
 
 
@@ -238,29 +203,24 @@ SAME_ALWAYS = {
 )
 def test_schedules_and_balancing_of_slices_agree_in_every_bit(alike: dict[str, Outcome], group: str, name: str) -> None:
     same(alike[group], next(iter(SAME[group])), name, 4)
-    said = alike[group].logs[0].partition(f"=== {name}\n")[2].partition("\n===")[0]
+    said = alike[group].said(name)
     assert (" evicting 0 -> " in said) is ("balanced" in name or name == "host")
     assert "little memory is freed" not in said
 
 
-def _resumed(*more: str) -> tuple[str, ...]:
-    return (*BATCH, *LLAMA, "--lr-decay-iters", "4", "--override-opt-param-scheduler", *more)
-
-
+OF_TWO_PARTS = f"{BATCH} {LLAMA} --lr-decay-iters 4 --override-opt-param-scheduler"
 RESUMED = {
-    "straight": _resumed("--train-iters", "4"),
-    "whole_first": _resumed("--train-iters", "2", "--save", "{folder}/whole", "--save-interval", "2"),
-    "sliced_then": _resumed("--train-iters", "4", "--load", "{folder}/whole", *SLICES),
-    "sliced_first": _resumed(
-        "--train-iters", "2", "--save", "{folder}/sliced", "--save-interval", "2", *SLICES, *BPIPE
-    ),
-    "whole_then": _resumed("--train-iters", "4", "--load", "{folder}/sliced"),
+    "straight": "--train-iters 4",
+    "whole_first": "--train-iters 2 --save {folder}/whole --save-interval 2",
+    "sliced_then": f"--train-iters 4 --load {{folder}}/whole {SLICES}",
+    "sliced_first": f"--train-iters 2 --save {{folder}}/sliced --save-interval 2 {SLICES} {BPIPE}",
+    "whole_then": "--train-iters 4 --load {folder}/sliced",
 }
 
 
 @pytest.fixture(scope="module")
 def resumed(run_cases: Callable[..., Outcome]) -> Outcome:
-    return run_cases(4, [Case(name, arguments) for name, arguments in RESUMED.items()], 600)
+    return run_cases(4, [Case(name, f"{OF_TWO_PARTS} {flags}") for name, flags in RESUMED.items()], 600)
 
 
 @pytest.mark.parametrize("name", ["sliced_then", "whole_then"])
@@ -272,7 +232,7 @@ def test_slices_are_switched_on_and_off_between_saving_and_resuming(resumed: Out
 
 
 def test_what_cannot_be_cut_ends_the_run_with_its_reasons(run_cases: Callable[..., Outcome]) -> None:
-    wanted = (*LLAMA, "--num-layers", "2", *SLICES, *FURTHER, "--mtp-use-repeated-layer")
+    wanted = f"{LLAMA} --num-layers 2 {SLICES} {FURTHER} --mtp-use-repeated-layer"
     done = run_cases(2, [Case("further", wanted)], 120)
     assert 0 not in done.codes
     said = "a layer keeps the keys of one pass, but a repeated layer runs once for each predicted token; drop --mtp-use-repeated"
@@ -282,10 +242,8 @@ def test_what_cannot_be_cut_ends_the_run_with_its_reasons(run_cases: Callable[..
 @pytest.fixture(scope="module")
 def of_upstream(run_cases: Callable[..., Outcome]) -> Outcome:
     """By a script that gives Megatron what Megatron-LM's own does, and has never heard of slices."""
-    common = (*BATCH, "--num-layers", "4", "--script", "upstream_script.py")
-    return run_cases(
-        4, [Case("stock", common), Case("sliced", (*common, *SLICES, *BPIPE))], 300, worker="named_worker.py"
-    )
+    common = f"--named {BATCH} --num-layers 4 --script upstream_script.py"
+    return run_cases(4, [Case("stock", common), Case("sliced", f"{common} {SLICES} {BPIPE}")], 300)
 
 
 def test_a_script_that_never_heard_of_slices_trains_in_them(of_upstream: Outcome) -> None:
@@ -294,25 +252,25 @@ def test_a_script_that_never_heard_of_slices_trains_in_them(of_upstream: Outcome
 
 # Eight layers, whose weights are drawn by name. No gradient is scaled: that would be by a norm, whose sum over ranks
 # is rounded otherwise than one rank's.
-ALIKE = (*BATCH, *LLAMA, "--train-iters", "5", "--num-layers", "8", "--clip-grad", "1000")
-ON_ONE_RANK: dict[str, tuple[str, ...]] = {
-    "whole": (),
+ALIKE = f"--named {BATCH} {LLAMA} --train-iters 5 --num-layers 8 --clip-grad 1000"
+ON_ONE_RANK: dict[str, str] = {
+    "whole": "",
     "even": SLICES,
-    "uneven": (*SLICES, *UNEVEN),
+    "uneven": f"{SLICES} {UNEVEN}",
 }
-ON_SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
+ON_SEVERAL: dict[str, tuple[str, str]] = {
     "even": ("even", SLICES),
-    "even_balanced": ("even", (*SLICES, *BPIPE)),
-    "even_split_balanced": ("even", (*SLICES, "--bpipe-schedule", "1f1b-split", "--bpipe-delay", "1", *BPIPE)),
-    "uneven_balanced": ("uneven", (*SLICES, *UNEVEN, *BPIPE)),
+    "even_balanced": ("even", f"{SLICES} {BPIPE}"),
+    "even_split_balanced": ("even", f"{SLICES} --bpipe-schedule 1f1b-split --bpipe-delay 1 {BPIPE}"),
+    "uneven_balanced": ("uneven", f"{SLICES} {UNEVEN} {BPIPE}"),
 }
 
 
 @pytest.fixture(scope="module")
 def on_one_rank(run_cases: Callable[..., Outcome]) -> Outcome:
-    one = (*ALIKE, "--pipeline-model-parallel-size", "1")
-    cases = [Case(name, (*one, *more)) for name, more in ON_ONE_RANK.items()]
-    return run_cases(1, cases, 600, worker="named_worker.py")
+    one = f"{ALIKE} --pipeline-model-parallel-size 1"
+    cases = [Case(name, f"{one} {more}") for name, more in ON_ONE_RANK.items()]
+    return run_cases(1, cases, 600)
 
 
 @pytest.fixture(scope="module")
@@ -321,8 +279,8 @@ def on_several(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]
     done = {}
     for ranks in sorted({ranks for ranks, _ in wanted}):
         names = [name for name in ON_SEVERAL if (ranks, name) in wanted]
-        cases = [Case(name, (*ALIKE, *ON_SEVERAL[name][1])) for name in names]
-        done[ranks] = run_cases(ranks, cases, 1200, worker="named_worker.py")
+        cases = [Case(name, f"{ALIKE} {ON_SEVERAL[name][1]}") for name in names]
+        done[ranks] = run_cases(ranks, cases, 1200)
     return done
 
 
@@ -367,14 +325,14 @@ def test_several_ranks_agree_with_one_in_every_bit(
 @pytest.fixture(scope="module")
 def eight(run_cases: Callable[..., Outcome]) -> Outcome:
     cases = {
-        "stock": (),
+        "stock": "",
         "sliced": SLICES,
-        "balanced": (*SLICES, *BPIPE),
-        "all_forwards_first": (*SLICES, "--bpipe-schedule", "gpipe"),
+        "balanced": f"{SLICES} {BPIPE}",
+        "all_forwards_first": f"{SLICES} --bpipe-schedule gpipe",
     }
     # Of 4 micro-batches rounding grows to twice what is allowed by the third iteration; the first is equal to the bit.
-    batch = (*BATCH, "--global-batch-size", "16")
-    return run_cases(8, [Case(name, (*batch, *LLAMA, *more)) for name, more in cases.items()], 900)
+    batch = f"{BATCH} --global-batch-size 16"
+    return run_cases(8, [Case(name, f"{batch} {LLAMA} {more}") for name, more in cases.items()], 900)
 
 
 @pytest.mark.slow

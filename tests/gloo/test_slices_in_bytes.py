@@ -3,7 +3,7 @@ budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,37 +11,37 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build, orders_of
-from bpipe.plan.budget import Devices, predicted_devices, smallest_bytes, within
+from bpipe.plan.budget import Devices, smallest_bytes, within
 from bpipe.plan.fit import budget_text
-from bpipe.plan.options import setup_from
 from bpipe.predict.activations import memory_of_setup
 from bpipe.record.read import read_run
 from bpipe.schedule.host_buffers import host_memory_buffers
 from bpipe.schedule.memory import StageMemory, peak_of_order
 from bpipe.transport.layout import ALIGNMENT_BYTES
-from megatron.scheduling.cpu import ARGUMENTS
-from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for, slow_but
-from tests.gloo.test_slices import BATCH, CORE, FULL, FURTHER, LLAMA, SLICES, TWO, UNEVEN, V2
-from tests.gloo.test_training import same
+from tests.gloo.compare import devices_of, same, setup_of
+from tests.gloo.conftest import Case, Outcome, asked_for, slow_but
+from tests.gloo.flags import BPIPE, FULL, LLAMA, REPORT, SEQUENCE
+from tests.gloo.test_slices import BATCH, CORE, FURTHER, SLICES, TWO, UNEVEN, V2
 
 pytestmark = pytest.mark.timeout(1500)
 
 # With attention computed again all slices save as much, and none keeps scores; else later ones save more.
-PEAKS: dict[str, Sequence[str]] = {
-    "whole": (*CORE, "--bpipe-executor"),
-    "2": (*CORE, "--bpipe-slices", "2"),
-    "4": (*CORE, *SLICES),
-    "4_balanced": (*CORE, *SLICES, *BPIPE),
-    "4_split": (*CORE, *SLICES, "--bpipe-schedule", "zb-h1"),
-    "4_host": (*CORE, *SLICES, *BPIPE, "--bpipe-hosts", "host", "--bpipe-bound", "3"),
-    "4_chunks": (*CORE, *SLICES, *V2, *BPIPE),
-    "4_further": (*CORE, *SLICES, *FURTHER, *BPIPE),
-    "4_shards": (*CORE, *SLICES, "--bpipe-vocabulary", "1", *BPIPE),
-    "4_uneven": (*CORE, *SLICES, *UNEVEN),
-    "4_uneven_balanced": (*CORE, *SLICES, *UNEVEN, *BPIPE),
+PEAKS: dict[str, str] = {
+    "whole": f"{CORE} --bpipe-executor",
+    "2": f"{CORE} --bpipe-slices 2",
+    "4": f"{CORE} {SLICES}",
+    "4_balanced": f"{CORE} {SLICES} {BPIPE}",
+    "4_split": f"{CORE} {SLICES} --bpipe-schedule zb-h1",
+    "4_host": f"{CORE} {SLICES} {BPIPE} --bpipe-hosts host --bpipe-bound 3",
+    "4_chunks": f"{CORE} {SLICES} {V2} {BPIPE}",
+    "4_further": f"{CORE} {SLICES} {FURTHER} {BPIPE}",
+    "4_shards": f"{CORE} {SLICES} --bpipe-vocabulary 1 {BPIPE}",
+    "4_uneven": f"{CORE} {SLICES} {UNEVEN}",
+    "4_uneven_balanced": f"{CORE} {SLICES} {UNEVEN} {BPIPE}",
     "4_scores": SLICES,
-    "4_scores_balanced": (*SLICES, *BPIPE),
+    "4_scores_balanced": f"{SLICES} {BPIPE}",
 }
+MEASURED = f"{REPORT} --bpipe-min-bytes 1"
 # 64 tokens of 2 sequences in 2 groups of 16 channels, keys and values of one layer, in 4 bytes.
 KEYS_BYTES = 64 * 2 * 2 * 16 * 2 * 4
 
@@ -52,13 +52,8 @@ PROMISED = {"whole": 4, "2": 5, "4": 7, "4_balanced": 6, "4_host": 3}
 
 @pytest.fixture(scope="module")
 def peaks(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
-    report = ("--bpipe-report", "{folder}/CASE", "--bpipe-min-bytes", "1")
     wanted = {*PROMISED, *(name for (name,) in asked_for(request, "name"))}
-    cases = []
-    for name, more in PEAKS.items():
-        if name not in wanted:
-            continue
-        cases.append(Case(name, (*BATCH, *LLAMA, *more, *(word.replace("CASE", name) for word in report))))
+    cases = [Case(name, f"{BATCH} {LLAMA} {more} {MEASURED}") for name, more in PEAKS.items() if name in wanted]
     return run_cases(4, cases, 900)
 
 
@@ -109,33 +104,30 @@ def test_slices_hold_as_little_as_is_promised(peaks: Outcome) -> None:
 
 # What is saved depends on: groups of heads, attention computed again, uneven slices, halves, chunks, precision, and how
 # many ranks divide a layer.
-BYTES: dict[str, Sequence[str]] = {
-    "bytes_gpt": (*BATCH, *SLICES),
-    "bytes_llama": (*BATCH, *LLAMA, *SLICES),
-    "bytes_full": (*BATCH, *LLAMA, *FULL, *SLICES),
-    "bytes_listed": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-slice-lengths", "24,18,12,10"),
-    "bytes_work": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-slice-lengths", "work"),
-    "bytes_split": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-schedule", "zb-h1"),
-    "bytes_grouped": (*BATCH, *LLAMA, *V2, *CORE, *SLICES, "--bpipe-schedule", "grouped-interleaved"),
-    "bytes_16": (*BATCH, *LLAMA, *CORE, *SLICES, "--bf16", "--no-masked-softmax-fusion"),
-    "bytes_divided": (*BATCH, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel", *SLICES),
+BYTES: dict[str, str] = {
+    "bytes_gpt": f"{BATCH} {SLICES}",
+    "bytes_llama": f"{BATCH} {LLAMA} {SLICES}",
+    "bytes_full": f"{BATCH} {LLAMA} {FULL} {SLICES}",
+    "bytes_listed": f"{BATCH} {LLAMA} {CORE} {SLICES} --bpipe-slice-lengths 24,18,12,10",
+    "bytes_work": f"{BATCH} {LLAMA} {CORE} {SLICES} --bpipe-slice-lengths work",
+    "bytes_split": f"{BATCH} {LLAMA} {CORE} {SLICES} --bpipe-schedule zb-h1",
+    "bytes_grouped": f"{BATCH} {LLAMA} {V2} {CORE} {SLICES} --bpipe-schedule grouped-interleaved",
+    "bytes_16": f"{BATCH} {LLAMA} {CORE} {SLICES} --bf16 --no-masked-softmax-fusion",
+    "bytes_divided": f"{BATCH} {TWO} {SEQUENCE} {SLICES}",
 }
 
 
 @pytest.fixture(scope="module")
 def held(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
     wanted = {name for (name,) in asked_for(request, "name")} or set(BYTES)
-    cases = []
-    for name in (name for name in BYTES if name in wanted):
-        cases.append(Case(name, (*BYTES[name], "--bpipe-report", f"{{folder}}/{name}", "--bpipe-min-bytes", "1")))
+    cases = [Case(name, f"{flags} {MEASURED}") for name, flags in BYTES.items() if name in wanted]
     return run_cases(4, cases, 900)
 
 
 @pytest.mark.parametrize("name", slow_but({"bytes_gpt", "bytes_listed"}, BYTES))
 def test_bytes_are_as_predicted(held: Outcome, name: str) -> None:
     """By `bpipe simulate`, before anything was measured: activations, and kept keys with their gradients."""
-    stages = ("--num-layers", "4", "--pipeline-model-parallel-size", "4")
-    setup = setup_from([*ARGUMENTS, *TINY, *stages, *BYTES[name]], "h100-80g:1x4", 128, "cpu")
+    setup = setup_of(BYTES[name])
     memory, orders = memory_of_setup(setup), list(orders_of(setup.program()))
     nothing = tuple(StageMemory(0, 0, 0) for _ in memory.stages)
     # The first of the ranks that divide a stage: others save no masks of tokens that are theirs.
@@ -147,24 +139,19 @@ def test_bytes_are_as_predicted(held: Outcome, name: str) -> None:
 
 
 # Within a budget in bytes: planned by prediction, or learned from the first iteration.
-WITHIN: dict[str, Sequence[str]] = {
-    "even": (*BATCH, *LLAMA, *CORE, *SLICES),
+WITHIN: dict[str, str] = {
+    "even": f"{BATCH} {LLAMA} {CORE} {SLICES}",
     # Host buffers of a pair have a reserve and the size of the largest slice: on 4 ranks nothing is gained by that.
-    "listed": (
-        *(*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-slice-lengths", "24,18,12,10"),
-        *("--bpipe-hosts", "host"),
-    ),
-    "scores": (*BATCH, *SLICES),
-    "chunks": (*BATCH, *LLAMA, *V2, *CORE, *SLICES, "--bpipe-schedule", "grouped-interleaved"),
+    "listed": f"{BATCH} {LLAMA} {CORE} {SLICES} --bpipe-slice-lengths 24,18,12,10 --bpipe-hosts host",
+    "scores": f"{BATCH} {SLICES}",
+    "chunks": f"{BATCH} {LLAMA} {V2} {CORE} {SLICES} --bpipe-schedule grouped-interleaved",
 }
 
 
 def _devices(name: str, learns: bool) -> Devices:
     """What the trainer predicts, with budgets that nothing exceeds; or, but for rounding, what a CPU then measures,
     where nobody counts what comes and goes."""
-    stages = ("--num-layers", "4", "--pipeline-model-parallel-size", "4")
-    words = [*ARGUMENTS, *TINY, *stages, *WITHIN[name], "--bpipe-min-bytes", "1024", "--bpipe"]
-    devices = predicted_devices(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
+    devices = devices_of(WITHIN[name])
     if not learns:
         return devices
     besides = replace(devices.besides, working_bytes=(0,) * 4, update_bytes=(0,) * 4)
@@ -182,15 +169,9 @@ def _budget(name: str, learns: bool) -> str:
 def budgeted(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> dict[str, Outcome]:
     found = {}
     for name in {name for (name, *_) in asked_for(request, "name", "learns")} or set(WITHIN):
-        report, hosts = (
-            ("--bpipe-report", "{folder}/CASE"),
-            WITHIN[name].index("--bpipe-hosts") if name == "listed" else None,
-        )
-        plain = [*WITHIN[name][:hosts], *(word.replace("CASE", "plain") for word in report)]
-        cases = [Case("plain", plain)]
+        cases = [Case("plain", f"{WITHIN[name].replace('--bpipe-hosts host', '')} {REPORT}")]
         for case, asked in (("planned", _budget(name, False)), ("learned", f"auto:{_budget(name, True)}")):
-            words = [*WITHIN[name], *BPIPE, "--bpipe-memory", asked, *(word.replace("CASE", case) for word in report)]
-            cases.append(Case(case, words))
+            cases.append(Case(case, f"{WITHIN[name]} {BPIPE} --bpipe-memory {asked} {REPORT}"))
         found[name] = run_cases(4, cases, 600)
     return found
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo.conftest import ITERATIONS, ROOT, TINY, finish, free_ports, start
+from tests.gloo.conftest import ROOT, finish, free_ports, start
+from tests.gloo.flags import FULL, ITERATIONS, TINY
 
-LAUNCH = (str(ROOT / "pretrain_gpt.py"),)
-STAGES = (*TINY, "--num-layers", "3", "--pipeline-model-parallel-size", "3", "--global-batch-size", "10", *ITERATIONS)
+LAUNCH = str(ROOT / "pretrain_gpt.py")
+STAGES = f"{TINY} --num-layers 3 --pipeline-model-parallel-size 3 --global-batch-size 10 {ITERATIONS}"
 
 
 def losses(log: str) -> list[str]:
@@ -22,10 +23,10 @@ def losses(log: str) -> list[str]:
 @pytest.mark.timeout(330)
 def test_stages_are_looked_at_and_train_as_they_would(tmp_path: Path) -> None:
     logs = []
-    for case, flags in (("plain", ()), ("audited", ("--terra-audit", "3"))):
+    for case, flags in (("plain", ""), ("audited", "--terra-audit 3")):
         folder = tmp_path / case
         folder.mkdir()
-        outcome = finish(start(3, [*LAUNCH, *STAGES, *flags], folder, free_ports(1)[0]), folder, 150)
+        outcome = finish(start(3, f"{LAUNCH} {STAGES} {flags}".split(), folder, free_ports(1)[0]), folder, 150)
         assert outcome.codes == [0] * 3, outcome.logs[0][-3000:]
         logs.append(outcome.logs)
     plain, audited = logs
@@ -65,18 +66,9 @@ def findings(log: str, rank: int) -> set[tuple[str, str]]:
 @pytest.mark.timeout(330)
 def test_a_stage_is_told_what_upstreams_issues_report(tmp_path: Path) -> None:
     """docs/terra.md has the threads."""
-    experts = (
-        "--num-experts",
-        "4",
-        "--moe-router-topk",
-        "2",
-        "--disable-bias-linear",
-        "--moe-token-dispatcher-type",
-        "alltoall",
-    )
-    recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    stage = (*TINY, "--num-layers", "2", "--global-batch-size", "10", *ITERATIONS, "--terra-audit", "3")
-    outcome = finish(start(1, [*LAUNCH, *stage, *experts, *recompute], tmp_path, free_ports(1)[0]), tmp_path, 240)
+    experts = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+    stage = f"--num-layers 2 --global-batch-size 10 {ITERATIONS} --terra-audit 3 {experts} {FULL}"
+    outcome = finish(start(1, f"{LAUNCH} {TINY} {stage}".split(), tmp_path, free_ports(1)[0]), tmp_path, 240)
     assert outcome.codes == [0], outcome.logs[0][-3000:]
     found = findings(outcome.logs[0], 0)
     # Losses are checked; tokens of an expert are counted on the host, and there are as many as the router says;
@@ -91,11 +83,10 @@ def test_a_stage_is_told_what_upstreams_issues_report(tmp_path: Path) -> None:
 def test_megatrons_optimizer_is_looked_at_in_its_whole_script(tmp_path: Path) -> None:
     """What stages have not: the script is audited as any other, on one rank."""
     found = tmp_path / "found.json"
-    stage = (*TINY, "--num-layers", "1", "--global-batch-size", "4", "--train-iters", "9", "--log-num-zeros-in-grad")
+    stage = f"{TINY} --num-layers 1 --global-batch-size 4 --train-iters 9 --log-num-zeros-in-grad"
     # Before the script is loaded Megatron is not, so that no process can be forked that has.
-    processes = start(
-        1, ["-m", "terra", "audit", "--json", str(found), *LAUNCH, *stage], tmp_path, free_ports(1)[0], cold=1
-    )
+    command = f"-m terra audit --json {found} {LAUNCH} {stage}".split()
+    processes = start(1, command, tmp_path, free_ports(1)[0], cold=1)
     outcome = finish(processes, tmp_path, 300)
     assert outcome.codes == [1], outcome.logs[0][-3000:]
     document = json.loads(found.read_text())
@@ -111,7 +102,7 @@ def test_megatrons_optimizer_is_looked_at_in_its_whole_script(tmp_path: Path) ->
 
 @pytest.mark.timeout(90)
 def test_what_we_move_is_not_taken_for_the_stages(tmp_path: Path) -> None:
-    command = [*LAUNCH, *STAGES, "--terra-audit", "3", "--bpipe"]
+    command = f"{LAUNCH} {STAGES} --terra-audit 3 --bpipe".split()
     (process,) = start(1, command, tmp_path, free_ports(1)[0], {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"})
     outcome = finish([process], tmp_path, 80)
     assert outcome.codes == [2]

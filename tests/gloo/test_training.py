@@ -19,75 +19,48 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from bpipe.build import build
 from bpipe.record.program import read_program
 from bpipe.record.report.report import report_of
-from tests.gloo.conftest import BPIPE, Case, Outcome
+from tests.gloo.compare import same
+from tests.gloo.conftest import Case, Outcome
+from tests.gloo.flags import BPIPE, MEASURED, REPORT
 
-FOUR_STAGES = [
-    Case("m8", ["--global-batch-size", "16"]),
-    Case("m8_balanced", ["--global-batch-size", "16", *BPIPE, "--bpipe-report", "{folder}/m8_balanced"]),
-    *(
-        Case(f"m8_{name}", ["--global-batch-size", "16", *BPIPE, *flags, "--bpipe-report", f"{{folder}}/m8_{name}"])
+pytestmark = pytest.mark.timeout(300)
+
+EIGHT = "--global-batch-size 16"
+SAVED = f"{EIGHT} --train-iters 4 --save-interval 2 --save"
+RESUMED = f"{EIGHT} --train-iters 4 --ckpt-step 2 --load"
+FOUR_STAGES = {
+    "m8": EIGHT,
+    **{
+        f"m8_{name}": f"{EIGHT} {BPIPE} {flags} {REPORT}"
         for name, flags in {
-            "gloo": ["--bpipe-transport", "gloo", "--timing-log-level", "2"],
-            "peer": [
-                "--bpipe-transport",
-                "peer",
-                "--bpipe-report-iterations",
-                "2-3",
-                "--tensorboard-dir",
-                "{folder}/board",
-            ],
-            "host": ["--bpipe-transport", "host"],
+            "balanced": "",
+            "gloo": "--bpipe-transport gloo --timing-log-level 2",
+            "peer": "--bpipe-transport peer --bpipe-report-iterations 2-3 --tensorboard-dir {folder}/board",
+            "host": "--bpipe-transport host",
             # Only rank 1 holds more than it may.
-            "bounds": ["--bpipe-transport", "gloo", "--bpipe-bound", "4,2,4,1"],
-            "gloo_synchronous": ["--bpipe-transport", "gloo", "--bpipe-sync-transfers"],
-            "peer_synchronous": ["--bpipe-transport", "peer", "--bpipe-sync-transfers"],
-            "gloo_small": ["--bpipe-transport", "gloo", "--bpipe-min-bytes", "100000000"],
-            "peer_small": ["--bpipe-transport", "peer", "--bpipe-min-bytes", "100000000"],
-            "host_small": ["--bpipe-transport", "host", "--bpipe-min-bytes", "100000000"],
+            "bounds": "--bpipe-transport gloo --bpipe-bound 4,2,4,1",
+            "gloo_synchronous": "--bpipe-transport gloo --bpipe-sync-transfers",
+            "peer_synchronous": "--bpipe-transport peer --bpipe-sync-transfers",
+            "gloo_small": "--bpipe-transport gloo --bpipe-min-bytes 100000000",
+            "peer_small": "--bpipe-transport peer --bpipe-min-bytes 100000000",
+            "host_small": "--bpipe-transport host --bpipe-min-bytes 100000000",
         }.items()
-    ),
-    Case(
-        "m8_measured",
-        ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"],
-    ),
+    },
+    "m8_measured": f"{EIGHT} {MEASURED}",
     # Nobody asks for a report, and Megatron's writers are told all the same.
-    Case("m8_told", ["--global-batch-size", "16", *BPIPE, "--tensorboard-dir", "{folder}/told"]),
-    Case("m4", ["--global-batch-size", "8"]),
-    Case("m4_balanced", ["--global-batch-size", "8", *BPIPE, "--bpipe-report", "{folder}/m4_balanced"]),
+    "m8_told": f"{EIGHT} {BPIPE} --tensorboard-dir {{folder}}/told",
+    "m4": "--global-batch-size 8",
+    "m4_balanced": f"--global-batch-size 8 {BPIPE} {REPORT}",
     # The norm saves a 32-bit copy of what the stage received, not the 16-bit input itself.
-    Case(
-        "bf16_measured",
-        [
-            "--normalization",
-            "RMSNorm",
-            "--bf16",
-            "--global-batch-size",
-            "16",
-            *BPIPE,
-            "--bpipe-report",
-            "{folder}/bf16_measured",
-        ],
-    ),
+    "bf16_measured": f"--normalization RMSNorm --bf16 {EIGHT} {BPIPE} {REPORT}",
     # As few micro-batches as the bound: nothing has to move.
-    Case("m3", ["--global-batch-size", "6"]),
-    Case("m3_balanced", ["--global-batch-size", "6", *BPIPE]),
-    Case(
-        "saved_stock",
-        ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/s", "--save-interval", "2"],
-    ),
-    Case(
-        "saved_balanced",
-        ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/b", "--save-interval", "2", *BPIPE],
-    ),
-    Case(
-        "stock_from_balanced",
-        ["--global-batch-size", "16", "--train-iters", "4", "--load", "{folder}/b", "--ckpt-step", "2"],
-    ),
-    Case(
-        "balanced_from_stock",
-        ["--global-batch-size", "16", "--train-iters", "4", "--load", "{folder}/s", "--ckpt-step", "2", *BPIPE],
-    ),
-]
+    "m3": "--global-batch-size 6",
+    "m3_balanced": f"--global-batch-size 6 {BPIPE}",
+    "saved_stock": f"{SAVED} {{folder}}/s",
+    "saved_balanced": f"{SAVED} {{folder}}/b {BPIPE}",
+    "stock_from_balanced": f"{RESUMED} {{folder}}/b",
+    "balanced_from_stock": f"{RESUMED} {{folder}}/s {BPIPE}",
+}
 
 
 # What only tests marked slow look at.
@@ -97,53 +70,34 @@ ONLY_SLOW = ("m4", "m4_balanced", "m8_peer_synchronous", "m8_peer_small", "m8_ho
 @pytest.fixture(scope="module")
 def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
     slow = request.config.getoption("--slow")
-    return run_cases(4, [case for case in FOUR_STAGES if slow or case.name not in ONLY_SLOW])
+    return run_cases(4, [Case(name, flags) for name, flags in FOUR_STAGES.items() if slow or name not in ONLY_SLOW])
 
 
 def slowly(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def same(outcome: Outcome, stock: str, other: str, world: int, last: int | None = None) -> None:
-    """Every rank said the same of every iteration (of the `last` ones), and ended with the same weights."""
-    for rank in range(world):
-        expected, found = outcome.record(stock, rank), outcome.record(other, rank)
-        iterations = expected["iterations"][-last:] if last else expected["iterations"]
-        assert iterations, f"{stock} trained nothing"
-        assert found["iterations"] == iterations
-        assert last or found["evaluations"] == expected["evaluations"]
-        assert found["weights"] == expected["weights"]
-    steps = outcome.record(stock, world - 1)["iterations"]
-    losses = [step["lm loss"] for step in steps]
-    assert len(set(losses)) == len(losses), "a loss that does not change would make any two runs equal"
-    assert not all(step["skipped"] for step in steps), "and so would weights that never change"
-
-
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("microbatches", [8, slowly(4), 3])
 def test_four_stages_train_as_stock_does(four: Outcome, microbatches: int) -> None:
     same(four, f"m{microbatches}", f"m{microbatches}_balanced", 4)
 
 
-@pytest.mark.timeout(300)
 def test_with_a_bound_for_each_rank_only_what_must_leaves_and_no_bit_changes(four: Outcome) -> None:
     same(four, "m8", "m8_bounds", 4)
-    assert "evicting 1 -> 2 (6 of 8, 2 host buffers)\n" in four.logs[0].split("=== m8_bounds\n")[1].split("===")[0]
+    assert "evicting 1 -> 2 (6 of 8, 2 host buffers)\n" in four.said("m8_bounds")
 
 
 TRANSPORTS = ["gloo", "peer", "host", "gloo_synchronous", slowly("peer_synchronous")]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) -> None:
     same(four, "m8", f"m8_{transport}", 4)
-    said = four.logs[0].split(f"=== m8_{transport}\n")[1].split("===")[0]
+    said = four.said(f"m8_{transport}")
     assert f"bpipe:   stages 0 and 3: {transport.removesuffix('_synchronous')} " in said
     assert said.count("bpipe: batch_p2p_sync is off in this run: ") == 1
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "synchronous"), [("m8_gloo", False), ("m8_gloo_synchronous", True)])
 def test_the_report_knows_whether_transfers_were_waited_for(four: Outcome, case: str, synchronous: bool) -> None:
     comparison = report_of(four.report_folder(case)).comparison
@@ -151,7 +105,6 @@ def test_the_report_knows_whether_transfers_were_waited_for(four: Outcome, case:
     assert (comparison.stages[0].predicted_exposed_s > 0) or not synchronous
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("case", "peaks", "evictions"),
     [
@@ -177,7 +130,6 @@ def test_measured_peaks_are_the_predicted(four: Outcome, case: str, peaks: list[
         assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"stage {report['stage']}"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "iterations"), [("m8_gloo", [3]), ("m8_peer", [2, 3]), ("m8_measured", [3])])
 def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, iterations: list[int]) -> None:
     """Each rank's rows are its program, computations in order; where the evictor copies by itself, the acceptor sees
@@ -207,7 +159,6 @@ def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, 
         assert max(row["live_bytes"] for row in computed) == four.reports(case)[rank]["peak_bytes"]
 
 
-@pytest.mark.timeout(300)
 def test_megatrons_writers_are_told(four: Outcome) -> None:
     board = EventAccumulator(str(four.folder / "board")).Reload()
     for stage, report in enumerate(four.reports("m8_peer")):
@@ -217,7 +168,6 @@ def test_megatrons_writers_are_told(four: Outcome) -> None:
         assert [event.step for event in board.Scalars(f"bpipe-exposed-transfer-ms/stage-{stage}")] == [1, 2, 3]
 
 
-@pytest.mark.timeout(300)
 def test_megatrons_writers_are_told_without_a_report(four: Outcome) -> None:
     """Of four stages the first sends 3 of 8 micro-batches away."""
     board, other = (EventAccumulator(str(four.folder / name)).Reload() for name in ("told", "board"))
@@ -240,21 +190,15 @@ def test_megatrons_writers_are_told_without_a_report(four: Outcome) -> None:
     assert "bpipe-link-gb-per-s/stage-3" not in tags
 
 
-@pytest.mark.timeout(300)
 def test_what_balancing_takes_is_among_megatrons_timers(four: Outcome) -> None:
     """Printed by the last rank, once an iteration, as `--log-interval` asks; which process that is, the placement
     says."""
-
-    def logged(case: str) -> str:
-        return "".join(log.split(f"=== {case}\n")[1].split("=== ")[0] for log in four.logs)
-
-    said = logged("m8_gloo")
+    said = four.said("m8_gloo", None)
     for name in ("bpipe-evict", "bpipe-load", "bpipe-host", "bpipe-return", "bpipe-wait"):
         assert len(re.findall(rf"^ +{name} \.*: \(\d+\.\d+, \d+\.\d+\)$", said, re.MULTILINE)) == 3, said
-    assert "bpipe-evict" not in logged("m8_peer")
+    assert "bpipe-evict" not in four.said("m8_peer", None)
 
 
-@pytest.mark.timeout(300)
 def test_evicted_bytes_are_really_freed(four: Outcome) -> None:
     """Stage 0 holds three micro-batches instead of four, and little of the fourth: what is too small to move."""
     plain, balanced = four.reports("m8_measured")[0], four.reports("m8_balanced")[0]
@@ -262,18 +206,16 @@ def test_evicted_bytes_are_really_freed(four: Outcome) -> None:
     assert plain["peak_bytes"] - balanced["peak_bytes"] > 0.97 * a_microbatch
 
 
-@pytest.mark.timeout(300)
 def test_where_nothing_moves_one_line_says_so(four: Outcome) -> None:
-    said = four.logs[0].split("=== m3_balanced")[1].split("===")[0]
+    said = four.said("m3_balanced")
     why = "pairing stages cannot get all of them below the 3 micro-batches that the fullest stage holds alone"
     assert f"bpipe: 1f1b, 4 stages, 3 micro-batches: {why}; training as usual" in said
     assert "batch_p2p_sync" not in said, "what waits in stock waits here too"
 
 
-@pytest.mark.timeout(300)
 def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) -> None:
     """The middle stages move nothing of their own, so they have nothing to say."""
-    said = "".join(log.split("=== m8_gloo\n")[1].split("===")[0] for log in four.logs)
+    said = four.said("m8_gloo", None)
     (line,) = re.findall(r"^bpipe: stage \d moves [01]\.\d\d of what a forward keeps .*", said, re.MULTILINE)
     fraction = float(line.split()[4])
     assert line.startswith("bpipe: stage 0 ")
@@ -287,7 +229,6 @@ def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) ->
     assert "moves 0.00" not in "".join(four.logs)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["gloo", slowly("peer"), slowly("host")])
 def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport: str) -> None:
     """It ended with an error.
@@ -296,7 +237,7 @@ def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport
     """
     case = f"m8_{transport}_small"
     same(four, "m8", case, 4)
-    said = "".join(log.split(f"=== {case}\n")[1].split("===")[0] for log in four.logs)
+    said = four.said(f"{case}", None)
     assert (
         said.count("bpipe: stage 0 moves nothing: no storage that a forward saves is both at least 100000000 bytes")
         == 1
@@ -315,7 +256,6 @@ def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport
     ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("saved", "resumed"), [("saved_balanced", "stock_from_balanced"), slowly("saved_stock", "balanced_from_stock")]
 )
@@ -324,7 +264,6 @@ def test_a_checkpoint_does_not_know_of_balancing(four: Outcome, saved: str, resu
     same(four, saved, resumed, 4, last=2)
 
 
-@pytest.mark.timeout(300)
 def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
     """With NCCL's first batch of messages, for which all ranks of a pipeline wait, no run with 8 stages came through
     its first iteration.
@@ -335,10 +274,9 @@ def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
     outcome = run_cases(
         8,
         [
-            Case("stock", ["--global-batch-size", "32"]),
-            Case("balanced", ["--global-batch-size", "32", *BPIPE, "--bpipe-report", "{folder}/balanced"]),
+            Case("stock", "--stand-in births --global-batch-size 32"),
+            Case("balanced", f"--stand-in births --global-batch-size 32 {BPIPE} --bpipe-report {{folder}}/balanced"),
         ],
-        worker="birth_worker.py",
     )
     same(outcome, "stock", "balanced", 8)
 
@@ -352,9 +290,7 @@ def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
 
 @pytest.mark.timeout(120)
 def test_two_stages_train_as_usual(run_cases: Callable[..., Outcome]) -> None:
-    outcome = run_cases(
-        2, [Case("stock", ["--global-batch-size", "8"]), Case("balanced", ["--global-batch-size", "8", *BPIPE])]
-    )
+    outcome = run_cases(2, [Case("stock", "--global-batch-size 8"), Case("balanced", f"--global-batch-size 8 {BPIPE}")])
     same(outcome, "stock", "balanced", 2)
     why = "pairing stages cannot get all of them below the 2 micro-batches that the fullest stage holds alone"
     assert f"bpipe: 1f1b, 2 stages, 4 micro-batches: {why}; training as usual" in outcome.logs[0]

@@ -115,109 +115,46 @@ def test_a_short_soak(tmp_path: Path) -> None:
             assert record["groups"] == GROUPS[record["transport"]], f"{outcome.scenario.name}: {record}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", ["gloo", "peer", "host"])
-def test_a_long_soak(transport: str, tmp_path: Path) -> None:
-    """Six stages have two pairs, and host buffers that are filled again while what left them is on its way."""
-    (outcome,) = run([Scenario(transport, transport, ranks=6, seconds=60.0, limit_s=300.0)], tmp_path)
-    assert_nothing_lost_and_nothing_kept(outcome)
-    print(
-        f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} "
-        f"transfers of stage 0"
-    )
+# Six stages have two pairs, and host buffers that are filled again while what left them is on its way.
+POOL = (4, 4, 3, 3, 5, 8)
+LONG: dict[str, dict[str, Any]] = {
+    "pairs": {"ranks": 6, "seconds": 60.0},
+    # Three stages share one host, and each of them has a partner of its own in another program.
+    "pool": {"ranks": 6, "seconds": 0.0, "microbatches": 3000, "bounds": POOL},
+    # Backwards in halves, two chunks per rank in groups of two micro-batches.
+    "groups": {
+        "ranks": 6,
+        "schedule": "grouped-interleaved",
+        "chunks": 2,
+        "group": 2,
+        "seconds": 0.0,
+        "microbatches": 4000,
+    },
+    # Keys and values stay, and what else a slice saves leaves.
+    "slices": {"seconds": 0.0, "microbatches": 4000, "slices": 4},
+    # The largest micro-batches grow: some stay at home, and host buffers grow and are given back.
+    "differing": {"seconds": 45.0, "differing": True},
+    "differing pool": {"ranks": 6, "seconds": 50.0, "microbatches": 1000, "bounds": POOL, "differing": True},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_a_long_soak_of_a_pool(transport: str, tmp_path: Path) -> None:
-    """Three stages share one host, and each of them has a partner of its own beside it in another program."""
-    pool = Scenario(transport, transport, 6, seconds=0.0, microbatches=3000, limit_s=800.0, bounds=(4, 4, 3, 3, 5, 8))
-    (outcome,) = run([pool], tmp_path)
+@pytest.mark.parametrize(
+    ("name", "transport"), [*((name, transport) for name in LONG for transport in ("gloo", "peer")), ("pairs", "host")]
+)
+def test_a_long_soak(name: str, transport: str, tmp_path: Path) -> None:
+    scenario = Scenario(transport, transport, limit_s=800.0, **LONG[name])
+    (outcome,) = run([scenario], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
-    assert all(record["microbatches"] >= 3000 for record in outcome.records)
-    print(
-        f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} "
-        f"transfers of rank 0"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_a_long_soak_of_halves_in_groups(transport: str, tmp_path: Path) -> None:
-    """Backwards in halves, two chunks per rank in groups of two micro-batches, two pairs, freed memory poisoned."""
-    grouped = Scenario(
-        transport, transport, 6, "grouped-interleaved", 2, 2, seconds=0.0, microbatches=4000, limit_s=800.0
-    )
-    (outcome,) = run([grouped], tmp_path)
-    assert_nothing_lost_and_nothing_kept(outcome)
-    assert all(record["microbatches"] >= 4000 for record in outcome.records)
-    assert all(outcome.records[rank]["transfers"] > 400 for rank in (0, 1))
-    print(
-        f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} "
-        f"transfers of rank 0"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_a_long_soak_of_slices(transport: str, tmp_path: Path) -> None:
-    """4,000 slices: keys and values stay, what else a slice saves leaves, and freed memory is poisoned."""
-    sliced = Scenario(transport, transport, seconds=0.0, microbatches=4000, limit_s=800.0, slices=4)
-    (outcome,) = run([sliced], tmp_path)
-    assert_nothing_lost_and_nothing_kept(outcome)
-    assert all(record["microbatches"] >= 4000 for record in outcome.records)
-    assert outcome.records[EVICTOR]["transfers"] > 400
-    print(
-        f"{transport}: {outcome.records[0]['microbatches']} slices, {outcome.records[0]['transfers']} transfers of "
-        f"rank 0 in {outcome.seconds:.0f} s"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_a_long_soak_of_sizes_that_differ(transport: str, tmp_path: Path) -> None:
-    """Every micro-batch has rows of its own, and the largest grow: some stay at home, and host buffers grow and are
-    given back."""
-    (outcome,) = run([Scenario(transport, transport, seconds=45.0, limit_s=300.0, differing=True)], tmp_path)
-    assert_nothing_lost_and_nothing_kept(outcome)
-    first = outcome.records[EVICTOR]
-    assert first["stayed"] > 0
-    assert first["grown"] > 1
-    print(
-        f"{transport}: {first['microbatches']} micro-batches, {first['transfers']} transfers, {first['stayed']} "
-        f"stayed at home"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_a_long_soak_of_a_pool_of_sizes_that_differ(transport: str, tmp_path: Path) -> None:
-    """Three ranks with rooms that grow share one host, which gives each its own back."""
-    pool = Scenario(
-        transport,
-        transport,
-        6,
-        seconds=50.0,
-        microbatches=1000,
-        limit_s=800.0,
-        bounds=(4, 4, 3, 3, 5, 8),
-        differing=True,
-    )
-    (outcome,) = run([pool], tmp_path)
-    assert_nothing_lost_and_nothing_kept(outcome)
-    senders = outcome.records[:3]
-    assert all(record["microbatches"] >= 1000 and record["transfers"] > 300 for record in senders)
-    assert all(record["stayed"] > 0 and record["grown"] > 1 for record in senders)
-    print(
-        f"{transport}: {senders[0]['microbatches']} micro-batches, {[record['transfers'] for record in senders]} "
-        f"transfers"
-    )
+    assert all(record["microbatches"] >= scenario.microbatches for record in outcome.records)
+    senders = outcome.records[: 3 if scenario.bounds else 1]
+    if scenario.microbatches:
+        assert all(record["transfers"] > 300 for record in senders)
+    if scenario.differing:
+        assert all(record["stayed"] > 0 and record["grown"] > 1 for record in senders)
+    counts = [(record["microbatches"], record["transfers"], record["stayed"]) for record in senders]
+    print(f"{name} over {transport}: micro-batches, transfers, and what stayed at home of each sender: {counts}")
 
 
 def breaking(
@@ -280,48 +217,24 @@ def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
         assert_the_others_end_and_say_where(outcome)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_whenever_a_process_breaks_between_slices_the_others_end(transport: str, what: str, tmp_path: Path) -> None:
-    every = [(rank, moment) for rank in SLICED_MOMENTS for moment in SLICED_MOMENTS[rank]]
-    for outcome in run([breaking(transport, *one, what, slices=4) for one in every], tmp_path):
-        if outcome.scenario.fault == (ACCEPTOR, "copying", what) and transport == "peer":
-            assert outcome.codes == [0] * 4
-        else:
-            assert_the_others_end_and_say_where(outcome)
+# By whom and when, and how it runs: the host of two shares it with each of those for whom it hosts.
+BREAKING: dict[str, tuple[dict[int, tuple[str, ...]], dict[str, Any]]] = {
+    "1f1b": (MOMENTS, {}),
+    "grouped": (GROUPED_MOMENTS, {"how": GROUPED}),
+    "shared": (SHARED_MOMENTS, {"bounds": SHARED}),
+    "slices": (SLICED_MOMENTS, {"slices": 4}),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_whenever_one_of_three_that_share_a_host_breaks_the_others_end(
-    transport: str, what: str, tmp_path: Path
-) -> None:
-    """The host of two, and each of those for whom it hosts."""
-    every = [(rank, moment) for rank in SHARED_MOMENTS for moment in SHARED_MOMENTS[rank]]
-    for outcome in run([breaking(transport, *one, what, bounds=SHARED) for one in every], tmp_path):
-        if outcome.scenario.fault == (ACCEPTOR, "copying", what) and transport == "peer":
-            assert outcome.codes == [0] * 4
-        else:
-            assert_the_others_end_and_say_where(outcome)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("transport", ["gloo", "peer"])
-@pytest.mark.parametrize(
-    ("how", "moments"), [(("1f1b", 1, None), MOMENTS), (GROUPED, GROUPED_MOMENTS)], ids=["1f1b", "grouped"]
-)
-def test_whenever_a_process_breaks_the_others_end(
-    how: tuple[str, int, int | None], moments: dict[int, tuple[str, ...]], transport: str, what: str, tmp_path: Path
-) -> None:
-    for outcome in run(
-        [breaking(transport, rank, moment, what, how) for rank in moments for moment in moments[rank]], tmp_path
-    ):
+@pytest.mark.parametrize("name", BREAKING)
+def test_whenever_a_process_breaks_the_others_end(name: str, transport: str, what: str, tmp_path: Path) -> None:
+    moments, how = BREAKING[name]
+    scenarios = [breaking(transport, rank, moment, what, **how) for rank in moments for moment in moments[rank]]
+    for outcome in run(scenarios, tmp_path):
         if outcome.scenario.fault == (ACCEPTOR, "copying", what) and transport == "peer":
             # Its acceptor copies nothing: nothing breaks, and that is the point of it.
             assert outcome.codes == [0] * 4

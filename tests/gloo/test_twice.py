@@ -3,29 +3,23 @@ not come."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.gloo import twice
-from tests.gloo.conftest import ROOT
+from tests.gloo.conftest import forked
+
+pytestmark = pytest.mark.timeout(120)
 
 NOTHING = {"files": 0, "mappings": 0, "groups": 0, "threads": 0}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("twice")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gloo.twice", str(folder)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(twice.RANKS)]
+    return forked("twice", tmp_path_factory.mktemp("twice"), timeout_s=100)
 
 
-@pytest.mark.timeout(120)
 def test_every_training_has_torchs_bits_and_leaves_nothing(found: list[dict[str, Any]]) -> None:
     """Two threads, three groups and a shared piece of memory of each stayed."""
     for rank in found:
@@ -40,7 +34,6 @@ def test_every_training_has_torchs_bits_and_leaves_nothing(found: list[dict[str,
             assert one["held"]["threads"] == 2
 
 
-@pytest.mark.timeout(120)
 def test_a_loop_of_ones_own_leaves_nothing(found: list[dict[str, Any]]) -> None:
     for rank in found:
         first, second = rank["own loop"]
@@ -48,18 +41,15 @@ def test_a_loop_of_ones_own_leaves_nothing(found: list[dict[str, Any]]) -> None:
         assert first[-1] == NOTHING
 
 
-@pytest.mark.timeout(120)
 def test_a_closed_schedule_takes_no_step(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["refusal"].startswith("this BalancedSchedule is closed: ")
 
 
-@pytest.mark.timeout(120)
 def test_an_error_between_two_steps_waits_for_nobody(found: list[dict[str, Any]]) -> None:
     assert all(rank["raised_s"] < 1.0 for rank in found), [rank["raised_s"] for rank in found]
 
 
-@pytest.mark.timeout(120)
 def test_a_partner_that_left_is_named_and_not_waited_for(found: list[dict[str, Any]]) -> None:
     """Rank 3 lends to rank 0. The others have no partner."""
     (line,) = found[0]["alone"]

@@ -1,8 +1,7 @@
-"""The output layer in shards trains what stock Megatron trains, within what another order of additions makes of it.
+"""The output layer in shards, and the embedding, train what stock Megatron trains, but for the order of additions.
 
-"Stock" runs with no patch of ours in Megatron's scheduler. Weights are equal to the bit at the start, and so is
-everything that balancing alone changes. Every row has a case of stock's and one with shards; the weight of the output
-layer is compared in one piece.
+"Stock" runs with no patch of ours in Megatron's scheduler. Weights are equal to the bit at the start, and so is everything
+that balancing alone changes. The weights of the vocabulary's layers are compared in one piece.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,62 +23,49 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.model import gpt
 from bpipe.record.read import read_held
 from bpipe.schedule.layout import Vocabulary
-from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, asked_for, finish, free_ports, start
-from tests.gloo.test_launch import FOUR, iterations
-from tests.gloo.test_parallelism import LLAMA, OVERLAPS, PLAIN_ATTENTION
-from tests.gloo.test_training import same
+from tests.gloo.compare import as_predicted, distance, same
+from tests.gloo.conftest import ROOT, Case, Outcome, Row, finish, free_ports, start
+from tests.gloo.flags import (
+    BPIPE,
+    BUCKETS,
+    CONTEXT,
+    EVALUATED,
+    FULL,
+    ITERATIONS,
+    LLAMA,
+    MEASURED,
+    OVERLAPS,
+    PEER,
+    SEQUENCE,
+    TENSOR,
+    TINY,
+    TWO_STAGES,
+    UNALIGNED,
+    UNTIED,
+    batch,
+)
+from tests.gloo.test_launch import iterations
 
-OUTPUT = "output_layer.weight"
-EMBEDDING = "embedding.word_embeddings.weight"
-UNTIED = ("--untie-embeddings-and-output-weights",)
-SHARDS = ("--bpipe-vocabulary", "1")
-INPUT = ("--bpipe-vocabulary-input", "--bpipe-vocabulary")
-AHEAD = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+pytestmark = pytest.mark.timeout(2460)
+Trained = Callable[[Row], Outcome]
+
+OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+SHARDS, INPUT = "--bpipe-vocabulary", "--bpipe-vocabulary-input --bpipe-vocabulary"
+AHEAD = "--mtp-num-layers 1 --position-embedding-type rope"
 OURS = {
-    "one": ("--bpipe-vocabulary", "1", "--bpipe-report", "{{folder}}/{case}"),
-    "two": ("--bpipe-vocabulary", "2", "--bpipe-report", "{{folder}}/{case}"),
-    "interlaced": (
-        "--bpipe-vocabulary",
-        "interlaced",
-        "--bpipe-min-bytes",
-        "1024",
-        "--bpipe-report",
-        "{{folder}}/{case}",
-    ),
-    "balanced": ("--bpipe-vocabulary", "1", *BPIPE, "--bpipe-transport", "peer", "--bpipe-report", "{{folder}}/{case}"),
-    "input": (*INPUT, "1", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
-    "input_two": (*INPUT, "2", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
-    "input_interlaced": (*INPUT, "interlaced", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
-    "input_balanced": (*INPUT, "1", *BPIPE, "--bpipe-transport", "peer", "--bpipe-report", "{{folder}}/{case}"),
-    "input_zb_h1": (
-        *INPUT,
-        "2",
-        "--bpipe-schedule",
-        "zb-h1",
-        "--bpipe-min-bytes",
-        "1024",
-        "--bpipe-report",
-        "{{folder}}/{case}",
-    ),
-    "input_split_balanced": (
-        *INPUT,
-        "1",
-        "--bpipe-schedule",
-        "1f1b-split",
-        *BPIPE,
-        "--bpipe-report",
-        "{{folder}}/{case}",
-    ),
-    "zb_h1": ("--bpipe-vocabulary", "1", "--bpipe-schedule", "zb-h1", "--bpipe-report", "{{folder}}/{case}"),
-    "two_balanced": (
-        "--bpipe-vocabulary",
-        "2",
-        *BPIPE,
-        "--bpipe-transport",
-        "peer",
-        "--bpipe-report",
-        "{{folder}}/{case}",
-    ),
+    "one": f"{SHARDS} 1",
+    "two": f"{SHARDS} 2",
+    "interlaced": f"{SHARDS} interlaced",
+    "balanced": f"{SHARDS} 1 {PEER}",
+    "two_balanced": f"{SHARDS} 2 {PEER}",
+    "zb_h1": f"{SHARDS} 1 --bpipe-schedule zb-h1",
+    # The embedding in shards, too, and backwards in halves.
+    "input": f"{INPUT} 1",
+    "input_two": f"{INPUT} 2",
+    "input_interlaced": f"{INPUT} interlaced",
+    "input_balanced": f"{INPUT} 1 {PEER}",
+    "input_zb_h1": f"{INPUT} 2 --bpipe-schedule zb-h1",
+    "input_split_balanced": f"{INPUT} 1 --bpipe-schedule 1f1b-split {BPIPE}",
 }
 
 
@@ -99,262 +85,209 @@ FP32 = Tolerance(2.5e-7, 1e-6, 1e-6, 3e-6, 3e-6)
 PARTS = FP32._replace(gradient=math.inf, whole=math.inf)
 HALF = Tolerance(1e-6, 1e-3, 1e-3, 3e-2, 1e-2)
 
-# The embedding in shards, too.
-INPUTS = ("input", "input_two", "input_interlaced", "input_balanced")
-# And backwards in halves.
-SPLIT_INPUTS = ("input_zb_h1", "input_split_balanced")
-# One row a feature of Megatron's, of four stages: its flags, which of ours are compared with stock, and how closely.
-ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
-    "vocabulary_m8": (
-        ("--global-batch-size", "16"),
-        ("one", "two", "interlaced", "balanced", "two_balanced", *INPUTS, *SPLIT_INPUTS),
-        FP32,
+SCALED = "--fp16 --initial-loss-scale 65536"
+INPUTS = "input input_two input_interlaced input_balanced input_zb_h1 input_split_balanced"
+# Flags of a feature, and which of ours are compared with stock: four stages and eight micro-batches, unless a row says so.
+ROWS: dict[str, tuple[str, str]] = {
+    "m8": (UNTIED, f"one two interlaced balanced two_balanced {INPUTS}"),
+    "tied": ("", f"one two balanced {INPUTS}"),
+    "tied_bf16": ("--bf16", "one two input"),
+    "m1": (f"{UNTIED} {batch(1)}", "one two interlaced input"),
+    "m2": (f"{UNTIED} {batch(2)}", "one two input"),
+    "m3": (f"{UNTIED} {batch(3)}", "one two input_two"),
+    "m5": (f"{UNTIED} {batch(5)}", "one two"),
+    "m16": (f"{UNTIED} {batch(16)}", "one"),
+    "bf16": (f"{UNTIED} --bf16", "one two balanced two_balanced input"),
+    "fp16": (f"{UNTIED} {SCALED}", "one two input"),
+    "evaluation": (
+        f"{UNTIED} --calculate-per-token-loss {EVALUATED}",
+        "one two interlaced input input_two input_interlaced",
     ),
-    "vocabulary_tied": (("--global-batch-size", "16"), ("one", "two", "balanced", *INPUTS, *SPLIT_INPUTS), FP32),
-    "vocabulary_tied_bf16": (("--global-batch-size", "16", "--bf16"), ("one", "two", "input"), HALF),
-    "vocabulary_m1": (("--global-batch-size", "2"), ("one", "two", "interlaced", "input"), FP32),
-    "vocabulary_m2": (("--global-batch-size", "4"), ("one", "two", "input"), FP32),
-    "vocabulary_m3": (("--global-batch-size", "6"), ("one", "two", "input_two"), FP32),
-    "vocabulary_m5": (("--global-batch-size", "10"), ("one", "two"), FP32),
-    "vocabulary_m16": (("--global-batch-size", "32"), ("one",), FP32),
-    "vocabulary_bf16": (
-        ("--global-batch-size", "16", "--bf16"),
-        ("one", "two", "balanced", "two_balanced", "input"),
-        HALF,
-    ),
-    "vocabulary_fp16": (
-        ("--global-batch-size", "16", "--fp16", "--initial-loss-scale", "65536"),
-        ("one", "two", "input"),
-        HALF,
-    ),
-    "vocabulary_per_token_loss": (
-        ("--global-batch-size", "16", "--calculate-per-token-loss"),
-        ("one", "two", "input"),
-        FP32,
-    ),
-    "vocabulary_evaluation": (
-        ("--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"),
-        ("one", "two", "interlaced", "input", "input_two", "input_interlaced"),
-        FP32,
-    ),
-    "vocabulary_llama": (("--global-batch-size", "16", *LLAMA), ("one", "input"), FP32),
-    "vocabulary_further": (
-        ("--global-batch-size", "16", *AHEAD, "--eval-interval", "2", "--eval-iters", "2"),
-        ("one", "two", "interlaced", "balanced", "two_balanced", "zb_h1"),
-        FP32,
-    ),
-    "vocabulary_two_further": (
-        ("--global-batch-size", "16", *AHEAD, "--mtp-num-layers", "2", "--calculate-per-token-loss"),
-        ("one", "two"),
-        FP32,
-    ),
-    "vocabulary_further_fp16": (
-        ("--global-batch-size", "16", *AHEAD, "--fp16", "--initial-loss-scale", "65536"),
-        ("one", "two"),
-        HALF,
-    ),
-    "vocabulary_full_recomputation": (
-        (
-            *("--global-batch-size", "16", "--recompute-granularity", "full"),
-            *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
-        ),
-        ("one", "two", "input"),
-        FP32,
-    ),
+    "llama": (f"{LLAMA} {FULL}", "one two input"),
+    "further": (f"{UNTIED} {AHEAD} {EVALUATED}", "one two interlaced balanced two_balanced zb_h1"),
+    "two_further": (f"{UNTIED} {AHEAD} --mtp-num-layers 2 --calculate-per-token-loss", "one two"),
+    "further_fp16": (f"{UNTIED} {AHEAD} {SCALED}", "one two"),
 }
+DIVISIBLE = "--make-vocab-size-divisible-by 64"
 # Two stages, and two ranks in another dimension.
-UNALIGNED = ("--ddp-bucket-size", "20000", "--no-align-grad-reduce", "--no-align-param-gather")
-TENSOR = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64")
-WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
-    "vocabulary_tensor": (TENSOR, ("one", "two", "input"), FP32),
-    "vocabulary_sequence": ((*TENSOR, "--sequence-parallel"), ("one", "two", "input"), FP32),
+WIDE_ROWS: dict[str, tuple[str, str]] = {
+    "tensor": (f"{UNTIED} {TENSOR} {DIVISIBLE}", "one two input"),
+    "tied_tensor": (f"{TENSOR} {DIVISIBLE}", "one two input input_two"),
+    "sequence": (f"{UNTIED} {SEQUENCE} {DIVISIBLE}", "one two input"),
     # Megatron's embedding transposes and scatters itself.
-    "vocabulary_sequence_llama": ((*TENSOR, "--sequence-parallel", *LLAMA), ("one", "input", "input_two"), FP32),
-    "vocabulary_further_sequence": (
-        (*TENSOR, "--sequence-parallel", *AHEAD, "--mtp-num-layers", "2"),
-        ("one", "two"),
-        FP32,
-    ),
-    "vocabulary_tied_tensor": (TENSOR, ("one", "two", "input", "input_two"), FP32),
-    "vocabulary_tied_data": ((), ("one", "input"), FP32),
-    "vocabulary_data": ((), ("one", "two", "input"), FP32),
-    "vocabulary_overlaps": (OVERLAPS, ("one", "two", "interlaced", "input"), PARTS),
-    "vocabulary_tied_overlaps": (OVERLAPS, ("one", "two", "input", "input_two"), PARTS),
-    "vocabulary_unaligned": ((*OVERLAPS, *UNALIGNED), ("one", "two", "input"), PARTS),
-    "vocabulary_tied_unaligned": ((*OVERLAPS, *UNALIGNED), ("one", "two", "input"), PARTS),
-    "vocabulary_tied_distributed": (("--use-distributed-optimizer",), ("one",), PARTS),
-    "vocabulary_context": (
-        ("--context-parallel-size", "2", *PLAIN_ATTENTION),
-        ("one", "two", "interlaced", "input"),
-        FP32,
-    ),
-    "vocabulary_tied_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two", "input"), FP32),
+    "sequence_llama": (f"{SEQUENCE} {DIVISIBLE} {LLAMA}", "one input input_two"),
+    "further_sequence": (f"{UNTIED} {SEQUENCE} {DIVISIBLE} {AHEAD} --mtp-num-layers 2", "one two"),
+    "data": (UNTIED, "one two input"),
+    "tied_data": ("", "one input"),
+    "tied_distributed": ("--use-distributed-optimizer", "one"),
+    "overlaps": (f"{UNTIED} {OVERLAPS}", "one two interlaced input"),
+    "tied_overlaps": (OVERLAPS, "one two input input_two"),
+    "unaligned": (f"{UNTIED} {UNALIGNED} {BUCKETS}", "one two input"),
+    "tied_unaligned": (f"{UNALIGNED} {BUCKETS}", "one two input"),
+    "context": (f"{UNTIED} {CONTEXT}", "one two interlaced input"),
+    "tied_context": (CONTEXT, "one two input"),
 }
+# Other numbers of stages, and of micro-batches: from one to four for each.
+SIZES = {2: (1, 3, 8), 8: (1, 9, 32)}
+# What a rank holds follows from how many stages come after its own.
+HELD: dict[str, Callable[[int], int]] = {
+    "one": lambda later: later + 3,
+    "two": lambda later: later + 2,
+    "interlaced": lambda later: math.ceil(1.5 * (later + 1)),
+    "input": lambda later: later + 3,
+}
+# Which balanced run is compared with which, and by how many micro-batches it may hold more than without shards.
+BALANCED = {"balanced": ("one", 2), "two_balanced": ("two", 1), "input_balanced": ("input", 2)}
 # Every algorithm, one of them balanced, one weight of both layers, and the embedding in shards, too.
-ALWAYS = {
-    *(("vocabulary_m8", ours) for ours in ("one", "two", "interlaced", "balanced")),
-    *(("vocabulary_tied", ours) for ours in ("one", "input")),
-    *(("vocabulary_further", ours) for ours in ("one", "balanced")),
-}
+ALWAYS = "m8-one m8-two m8-interlaced m8-balanced tied-one tied-input further-one further-balanced".split()
 
 
-def compared(rows: dict[str, Any]) -> list[Any]:
-    return [
-        pytest.param(row, ours, marks=() if (row, ours) in ALWAYS else pytest.mark.slow, id=f"{row}-{ours}")
-        for row, (_, which, _) in rows.items()
-        for ours in which
-    ]
+def rows_of(table: dict[str, tuple[str, str]], common: str, world: int = 4) -> dict[str, Row]:
+    rows = {}
+    for feature, (flags, which) in table.items():
+        stock = Case(feature, f"--tensors {common} {flags}")
+        cases = {ours: Case(f"{feature}-{ours}", f"{stock.flags} {OURS[ours]} {MEASURED}") for ours in which.split()}
+        for ours, case in cases.items():
+            plain = (cases[BALANCED[ours][0]],) if ours in BALANCED else ()
+            rows[case.name] = Row(case.name, stock, case, world, case.name not in ALWAYS, plain)
+    return rows
 
 
-def cases(rows: dict[str, Any], request: pytest.FixtureRequest, common: tuple[str, ...] = ()) -> list[Case]:
-    """Of each row that a test asks for, stock's and what it is compared with; tests that name a row alone look at
-    its first."""
-    wanted = asked_for(request, "row", "ours") | {(row, "one") for (row,) in asked_for(request, "row")}
-    wanted |= {(row, ours) for row, *both in asked_for(request, "row", "plain", "moved") for ours in both}
-    wanted |= {(row, "interlaced") for row, _ in asked_for(request, "row", "held")}
-    found = []
-    for name, (flags, which, _) in rows.items():
-        of_row = [ours for ours in which if (name, ours) in wanted]
-        if not of_row:
-            continue
-        flags = (*(() if "tied" in name else UNTIED), *common, *flags)
-        found.append(Case(name, flags))
-        for ours in of_row:
-            case = f"{name}_{ours}"
-            found.append(Case(case, [*flags, *(flag.format(case=case) for flag in OURS[ours])]))
-    return found
+def sized_rows(stages: int) -> dict[str, Row]:
+    table = {
+        f"p{stages}_m{m}": (f"{batch(m)} {UNTIED if m % 2 else ''}", " ".join((*HELD, *BALANCED)))
+        for m in SIZES[stages]
+    }
+    return rows_of(table, "", stages)
+
+
+BY_NAME = rows_of(ROWS, batch(8))
+WIDE = rows_of(WIDE_ROWS, f"{TWO_STAGES} {batch(8)}")
+SIZED = {name: row for stages in SIZES for name, row in sized_rows(stages).items()}
+
+
+def tolerance_of(row: Row) -> Tolerance:
+    if "--use-distributed-optimizer" in row.stock.flags:
+        return PARTS
+    return HALF if {"--bf16", "--fp16"} & set(row.stock.flags.split()) else FP32
+
+
+def stages_of(row: Row) -> int:
+    return 2 if TWO_STAGES in row.stock.flags else row.world
 
 
 def tensors(outcome: Outcome, case: str, what: str, stages: int) -> dict[str, torch.Tensor]:
     """Of all ranks, by rank and name; the vocabulary's rows in one piece, for each rank of another dimension."""
-    found: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {}
     world = len(outcome.codes)
     # Ranks of the pipeline are the outermost.
-    beside = world // stages
+    others = world // stages
     for rank in range(world):
         for name, tensor in torch.load(outcome.folder / f"{case}.rank{rank}.pt")[what].items():
             if name in (OUTPUT, EMBEDDING):
-                rows.setdefault(f"{rank % beside} {name}", []).append(tensor.double())
+                rows.setdefault(f"{rank % others} {name}", []).append(tensor.double())
             else:
-                found[f"{rank} {name}"] = tensor.double()
-    found |= {name: torch.cat(parts) for name, parts in rows.items()}
+                by_name[f"{rank} {name}"] = tensor.double()
+    by_name |= {name: torch.cat(parts) for name, parts in rows.items()}
     # A shard of both layers is one weight.
-    return found | {
-        f"{rank} {OUTPUT}": found[f"{rank} {EMBEDDING}"] for rank in range(beside) if f"{rank} {OUTPUT}" not in found
+    return by_name | {
+        f"{rank} {OUTPUT}": by_name[f"{rank} {EMBEDDING}"]
+        for rank in range(others)
+        if f"{rank} {OUTPUT}" not in by_name
     }
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).norm() / other.norm())
+def pairs_of(
+    outcome: Outcome, case: str, stock: str, what: str, stages: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    actual, expected = tensors(outcome, case, what, stages), tensors(outcome, stock, what, stages)
+    assert actual.keys() == expected.keys()
+    return {name: (actual[name], expected[name]) for name in expected}
 
 
-def near(one: float, other: float, tolerance: float) -> bool:
-    return math.isclose(one, other, rel_tol=tolerance)
+def near(actual: float, expected: float, tolerance: float) -> bool:
+    return math.isclose(actual, expected, rel_tol=tolerance)
 
 
-def as_stock(outcome: Outcome, row: str, ours: str, tolerance: Tolerance, stages: int = 4) -> None:
-    case = f"{row}_{ours}"
-    stock, sharded = (outcome.record(name, len(outcome.codes) - 1) for name in (row, case))
-    assert len(stock["iterations"]) == len(sharded["iterations"]) == 3
-    for place, (one, other) in enumerate(zip(sharded["iterations"], stock["iterations"], strict=True)):
-        losses = [float.fromhex(each["lm loss"]) for each in (one, other)]
-        assert near(*losses, tolerance.later if place else tolerance.loss), f"iteration {place + 1}: {losses}"
-    norms = [float.fromhex(record["iterations"][0]["grad_norm"]) for record in (sharded, stock)]
+def as_stock(outcome: Outcome, stock: str, ours: str, tolerance: Tolerance, stages: int = 4) -> None:
+    expected, actual = (outcome.record(case, len(outcome.codes) - 1) for case in (stock, ours))
+    assert len(actual["iterations"]) == len(expected["iterations"]) == 3
+    for number, steps in enumerate(zip(actual["iterations"], expected["iterations"], strict=True)):
+        losses = [float.fromhex(step["lm loss"]) for step in steps]
+        assert near(*losses, tolerance.later if number else tolerance.loss), f"iteration {number + 1}: {losses}"
+    norms = [float.fromhex(record["iterations"][0]["grad_norm"]) for record in (actual, expected)]
     assert near(*norms, tolerance.norm), norms
-    assert len(sharded["evaluations"]) == len(stock["evaluations"])
-    for one, other in zip(sharded["evaluations"], stock["evaluations"], strict=True):
-        losses = [float.fromhex(each["lm loss"]) for each in (one, other)]
+    for evaluations in zip(actual["evaluations"], expected["evaluations"], strict=True):
+        losses = [float.fromhex(evaluation["lm loss"]) for evaluation in evaluations]
         assert near(*losses, tolerance.later), f"evaluation: {losses}"
-    pairs = pairs_of(outcome, case, row, "start", stages)
-    assert all(torch.equal(one, other) for one, other in pairs.values())
+    pairs = pairs_of(outcome, ours, stock, "start", stages)
+    assert all(torch.equal(*pair) for pair in pairs.values())
     if tolerance.whole == math.inf:
         return
-    pairs = pairs_of(outcome, case, row, "gradients", stages)
-    distances = {name: apart(*pair) for name, pair in pairs.items()}
+    pairs = pairs_of(outcome, ours, stock, "gradients", stages)
+    distances = {name: distance(*pair) for name, pair in pairs.items()}
     assert max(distances.values()) <= tolerance.gradient, distances
     whole = [torch.cat([pair[side].flatten() for pair in pairs.values()]) for side in (0, 1)]
-    assert apart(*whole) <= tolerance.whole
+    assert distance(*whole) <= tolerance.whole
 
 
-def pairs_of(
-    outcome: Outcome, case: str, row: str, what: str, stages: int
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    found, expected = tensors(outcome, case, what, stages), tensors(outcome, row, what, stages)
-    assert found.keys() == expected.keys()
-    return {name: (found[name], expected[name]) for name in expected}
+def parameters(rows: Iterable[Row]) -> list[object]:
+    return [row.parameter() for row in rows]
 
 
-@pytest.fixture(scope="module")
-def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
-    return run_cases(4, cases(ROWS, request), timeout_s=900, worker="tensors_worker.py")
+@pytest.mark.parametrize("row", parameters((*BY_NAME.values(), *WIDE.values())))
+def test_shards_train_what_the_whole_layer_does(trained: Trained, row: Row) -> None:
+    as_stock(trained(row), row.stock.name, row.ours.name, tolerance_of(row), stages_of(row))
 
 
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize(("row", "ours"), compared(ROWS))
-def test_shards_train_what_the_whole_layer_does(four: Outcome, row: str, ours: str) -> None:
-    as_stock(four, row, ours, ROWS[row][2])
+@pytest.mark.parametrize("row", parameters(BY_NAME[name] for name in ("further-one", "two_further-two")))
+def test_losses_of_further_tokens_are_logged(trained: Trained, row: Row) -> None:
+    """Zeros stand in for them in the last stage's forward; they are known, and logged, after everybody's S."""
 
+    def logged(case: str) -> list[float]:
+        said = trained(row).said(case, -1)
+        return [float(value) for value in re.findall(r"mtp_\d loss: ([0-9.E+-]+)", said)]
 
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize(
-    ("row", "ours"),
-    [("vocabulary_further", "one"), pytest.param("vocabulary_two_further", "two", marks=pytest.mark.slow)],
-)
-def test_losses_of_further_tokens_are_logged(four: Outcome, row: str, ours: str) -> None:
-    """Zeros stand in for them in the last stage's forward; they are known, and logged, behind everybody's S."""
-    stock, sharded = (further_logged(four, name) for name in (row, f"{row}_{ours}"))
+    stock, sharded = logged(row.stock.name), logged(row.ours.name)
     assert len(stock) == len(sharded) >= 3
-    for one, other in zip(sharded, stock, strict=True):
-        assert other > 1
-        assert near(one, other, 1e-5)
+    for actual, expected in zip(sharded, stock, strict=True):
+        assert expected > 1
+        assert near(actual, expected, 1e-5)
 
 
-def further_logged(outcome: Outcome, case: str) -> list[float]:
-    (said,) = (log.split(f"=== {case}\n")[1].split("===")[0] for log in outcome.logs[-1:])
-    return [float(value) for value in re.findall(r"mtp_\d loss: ([0-9.E+-]+)", said)]
-
-
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize(
-    ("row", "plain", "moved"),
-    [
-        ("vocabulary_further", "one", "balanced"),
-        pytest.param("vocabulary_further", "two", "two_balanced", marks=pytest.mark.slow),
-    ],
-)
-def test_balancing_shards_of_further_tokens_changes_no_bit(four: Outcome, row: str, plain: str, moved: str) -> None:
-    same(four, f"{row}_{plain}", f"{row}_{moved}", 4)
-    assert four.reports(f"{row}_{moved}")[0]["evictions"] > 0
-
-
-BALANCED = [
-    ("vocabulary_m8", "one", "balanced"),
-    pytest.param("vocabulary_tied", "one", "balanced", marks=pytest.mark.slow),
-    pytest.param("vocabulary_bf16", "one", "balanced", marks=pytest.mark.slow),
-    pytest.param("vocabulary_m8", "two", "two_balanced", marks=pytest.mark.slow),
-    pytest.param("vocabulary_bf16", "two", "two_balanced", marks=pytest.mark.slow),
-    pytest.param("vocabulary_m8", "input", "input_balanced", marks=pytest.mark.slow),
-    pytest.param("vocabulary_tied", "input", "input_balanced", marks=pytest.mark.slow),
-]
 # Of micro-batches, by algorithm and then balanced.
 PEAKS = {"one": [6, 5, 4, 3], "balanced": [5, 5, 4, 4], "two": [5, 4, 3, 2], "two_balanced": [4, 4, 3, 4]}
 PEAKS |= {"input": PEAKS["one"], "input_balanced": PEAKS["balanced"]}
 
 
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize(("row", "plain", "moved"), BALANCED)
-def test_balancing_shards_changes_no_bit(four: Outcome, row: str, plain: str, moved: str) -> None:
-    same(four, f"{row}_{plain}", f"{row}_{moved}", 4)
+@pytest.mark.parametrize(
+    "row",
+    parameters(
+        BY_NAME[f"{feature}-{ours}"]
+        for feature, runs in {
+            "m8": "balanced two_balanced input_balanced",
+            "tied": "balanced input_balanced",
+            "bf16": "balanced two_balanced",
+            "further": "balanced two_balanced",
+        }.items()
+        for ours in runs.split()
+    ),
+)
+def test_balancing_shards_changes_no_bit(trained: Trained, row: Row) -> None:
+    outcome, (feature, _, moved) = trained(row), row.name.partition("-")
+    plain = BALANCED[moved][0]
+    same(outcome, f"{feature}-{plain}", row.ours.name, 4)
+    if feature == "further":
+        assert outcome.reports(row.ours.name)[0]["evictions"] > 0
+        return
     for ours in (plain, moved):
-        modelled = shard_modelled("2" if "two" in ours else "1", "bf16" if "bf16" in row else "fp32")
-        reports = four.reports(f"{row}_{ours}")
-        assert [report["peak_microbatches"] for report in reports] == PEAKS[ours]
-        for report in reports:
-            assert report["peak_microbatches"] == report["predicted_microbatches"], f"{ours}: stage {report['stage']}"
-            assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"{ours}: stage {report['stage']}"
-            assert shard_held(four, f"{row}_{ours}", report["rank"]) == modelled, f"{ours}: stage {report['stage']}"
-        held = read_held(Path(four.report_folder(f"{row}_{ours}")))
+        case = f"{feature}-{ours}"
+        modelled = shard_modelled("2" if "two" in ours else "1", "bf16" if feature == "bf16" else "fp32")
+        assert [report["peak_microbatches"] for report in outcome.reports(case)] == PEAKS[ours]
+        as_predicted(outcome, case, 4, moves=ours == moved)
+        assert {shard_held(outcome, case, rank) for rank in range(4)} == {modelled}
+        held = read_held(Path(outcome.report_folder(case)))
         assert held is not None
         # What is written as it happens, for a run that runs out of memory.
         assert {max(mark.shard_bytes for mark in rank.marks) for rank in held.ranks} == {modelled}
@@ -374,208 +307,123 @@ def shard_modelled(algorithm: str, precision: str = "fp32", stages: int = 4, mic
     return shard_bytes(Setup(tiny, *cut, **choices))  # type: ignore[arg-type]
 
 
-@pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     ("row", "held"),
-    [("vocabulary_m8", (6, 5, 3, 2)), pytest.param("vocabulary_m1", (1, 1, 1, 1), marks=pytest.mark.slow)],
+    [BY_NAME[name].parameter(held) for name, held in {"m8-interlaced": [6, 5, 3, 2], "m1-interlaced": [1] * 4}.items()],
 )
-def test_interlaced_holds_half_as_much_again_as_1f1b(four: Outcome, row: str, held: tuple[int, ...]) -> None:
-    """To the byte what is predicted."""
-    reports = four.reports(f"{row}_interlaced")
-    assert tuple(report["peak_microbatches"] for report in reports) == held
-    for report in reports:
-        assert report["peak_microbatches"] == report["predicted_microbatches"]
-        assert report["peak_bytes"] == report["predicted_bytes"] > 0
+def test_interlaced_holds_half_as_much_again_as_1f1b(trained: Trained, row: Row, held: list[int]) -> None:
+    outcome = trained(row)
+    assert [report["peak_microbatches"] for report in outcome.reports(row.ours.name)] == held
+    as_predicted(outcome, row.ours.name, 4, moves=False)
 
 
-# Other numbers of stages, and of micro-batches: from one to four for each. What a rank holds follows from how many
-# stages are behind it.
-SIZES = {2: (1, 3, 8), 8: (1, 9, 32)}
-HELD: dict[str, Callable[[int], int]] = {
-    "one": lambda behind: behind + 3,
-    "two": lambda behind: behind + 2,
-    "interlaced": lambda behind: math.ceil(1.5 * (behind + 1)),
-    "input": lambda behind: behind + 3,
-}
+@pytest.mark.parametrize("row", parameters(SIZED.values()))
+def test_any_number_of_stages_and_micro_batches(trained: Trained, row: Row) -> None:
+    """As near stock as four stages are, and each rank holds what it says it will.
+
+    Balanced within (p + 3) // 2 micro-batches and as many as there are barriers; with two stages nothing moves.
+    """
+    outcome, case, p = trained(row), row.ours.name, row.world
+    feature, _, ours = row.name.partition("-")
+    m = int(feature.partition("_m")[2])
+    moves = ours in BALANCED and p > 2 and m > p
+    as_predicted(outcome, case, p, moves)
+    peaks = [report["peak_microbatches"] for report in outcome.reports(case)]
+    if ours in BALANCED:
+        plain, more = BALANCED[ours]
+        same(outcome, f"{feature}-{plain}", case, p)
+        assert max(peaks) <= (p + 3) // 2 + more
+    else:
+        as_stock(outcome, row.stock.name, case, FP32, stages=p)
+        assert peaks == [min(m, HELD[ours](p - 1 - rank)) for rank in range(p)]
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def sized(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> tuple[int, Outcome]:
-    p, found = request.param, []
-    for m in SIZES[p]:
-        flags = (*(UNTIED if m % 2 else ()), "--global-batch-size", f"{2 * m}")
-        found.append(Case(f"m{m}", flags))
-        wanted = {ours for (ours,) in asked_for(request, "ours")} | {plain for (plain,) in asked_for(request, "plain")}
-        for ours in sorted(wanted):
-            case = f"m{m}_{ours}"
-            found.append(
-                Case(case, (*flags, "--bpipe-min-bytes", "1024", *(flag.format(case=case) for flag in OURS[ours])))
-            )
-    return p, run_cases(p, found, timeout_s=900, worker="tensors_worker.py")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize("ours", HELD)
-def test_any_number_of_stages_and_micro_batches(sized: tuple[int, Outcome], ours: str) -> None:
-    """As near stock as four stages are, and each rank holds what it says it will."""
-    p, outcome = sized
-    for m in SIZES[p]:
-        as_stock(outcome, f"m{m}", ours, FP32, stages=p)
-        reports = outcome.reports(f"m{m}_{ours}")
-        assert [report["peak_microbatches"] for report in reports] == [
-            min(m, HELD[ours](p - 1 - rank)) for rank in range(p)
-        ]
-        assert all(report["peak_bytes"] == report["predicted_bytes"] > 0 for report in reports)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize(
-    ("ours", "plain", "more"), [("balanced", "one", 2), ("two_balanced", "two", 1), ("input_balanced", "input", 2)]
-)
-def test_balancing_any_number_of_stages_changes_no_bit(
-    sized: tuple[int, Outcome], ours: str, plain: str, more: int
-) -> None:
-    """Within (p + 3) // 2 and as many as there are barriers; with two stages nothing moves."""
-    p, outcome = sized
-    for m in SIZES[p]:
-        same(outcome, f"m{m}_{plain}", f"m{m}_{ours}", p)
-        reports = outcome.reports(f"m{m}_{ours}")
-        assert max(report["peak_microbatches"] for report in reports) <= (p + 3) // 2 + more
-        assert all(report["peak_bytes"] == report["predicted_bytes"] > 0 for report in reports)
-        assert any(report["evictions"] for report in reports) is (p > 2 and m > p)
-
-
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize("row", ["vocabulary_tied"])
-def test_copies_of_a_tied_weight_stay_equal(four: Outcome, row: str) -> None:
-    start, end = (tensors(four, f"{row}_one", what, 4) for what in ("start", "end"))
-    assert not torch.equal(start[f"0 {EMBEDDING}"], end[f"0 {EMBEDDING}"])
-    for found in (start, end):
-        assert torch.equal(found[f"0 {EMBEDDING}"], found[f"0 {OUTPUT}"])
-
-
-@pytest.fixture(scope="module")
-def wide(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
-    common = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
-    return run_cases(4, cases(WIDE_ROWS, request, common), timeout_s=600, worker="tensors_worker.py")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(660)
-@pytest.mark.parametrize("row", ["vocabulary_tied_data", "vocabulary_tied_distributed"])
-def test_copies_on_several_replicas_stay_equal(wide: Outcome, row: str) -> None:
-    """The distributed optimizer has other parts of each copy on a replica."""
-    start, end = (tensors(wide, f"{row}_one", what, 2) for what in ("start", "end"))
-    for replica in "01":
+@pytest.mark.parametrize("row", parameters((BY_NAME["tied-one"], WIDE["tied_data-one"], WIDE["tied_distributed-one"])))
+def test_copies_of_a_tied_weight_stay_equal(trained: Trained, row: Row) -> None:
+    """On several replicas, too, where the distributed optimizer has other parts of each copy."""
+    outcome, stages = trained(row), stages_of(row)
+    start, end = (tensors(outcome, row.ours.name, what, stages) for what in ("start", "end"))
+    for replica in range(4 // stages):
         assert not torch.equal(start[f"{replica} {EMBEDDING}"], end[f"{replica} {EMBEDDING}"])
         assert torch.equal(end[f"{replica} {EMBEDDING}"], end[f"{replica} {OUTPUT}"])
 
 
-@pytest.mark.timeout(660)
-@pytest.mark.parametrize(("row", "ours"), compared(WIDE_ROWS))
-def test_another_dimension_changes_no_more(wide: Outcome, row: str, ours: str) -> None:
-    as_stock(wide, row, ours, WIDE_ROWS[row][2], stages=2)
-
-
-LARGE = (
-    *("--vocab-size", "131071", "--seq-length", "512", "--max-position-embeddings", "512", "--global-batch-size", "4"),
-    *("--train-iters", "2"),
-)
+LARGE = f"{UNTIED} --vocab-size 131071 --seq-length 512 --max-position-embeddings 512 {batch(2)} --train-iters 2"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
-@pytest.mark.parametrize("ways", [("early",), ("shards", "inputs")])
+@pytest.mark.timeout(800)
 def test_the_last_rank_no_longer_holds_all_logits(
-    run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str], ways: tuple[str, ...]
+    run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """131072 rows: what every process holds when its second iteration begins, and what in it, beside weights and
     optimizer state."""
     beyond, before = {}, {}
-    flags = {"shards": SHARDS, "early": (SHARDS[0], "2"), "inputs": (*INPUT, "1")}
-    for name, ours in (("stock", ()), *((way, flags[way]) for way in ways)):
-        outcome = run_cases(4, [Case(name, [*UNTIED, *LARGE, *ours])], timeout_s=170, worker="peak_worker.py")
-        found = [outcome.record(name, rank)["weights"] for rank in range(4)]
-        beyond[name] = [each["peak"] - each["held"] for each in found]
-        before[name] = [each["held"] for each in found]
+    kinds = {"stock": "", "shards": f"{SHARDS} 1", "early": f"{SHARDS} 2", "inputs": f"{INPUT} 1"}
+    for name, ours in kinds.items():
+        outcome = run_cases(4, [Case(name, f"--peak {LARGE} {ours}")], 170)
+        memory = [outcome.record(name, number)["weights"] for number in range(4)]
+        beyond[name] = [rank["peak"] - rank["held"] for rank in memory]
+        before[name] = [rank["held"] for rank in memory]
         with capsys.disabled():
-            held = ", ".join(f"{each['peak'] / 2**20:.0f}" for each in found)
-            more = ", ".join(f"{each / 2**20:.0f}" for each in beyond[name])
-            print(f"\n{name}: MiB of each rank at its peak {held}; beyond what it held when the iteration began {more}")
-    # Stock makes the gradient in the place of the logits, too; beside theirs shards have 32 MiB of them in 32 bit at a
+            peaks = ", ".join(f"{rank['peak'] / 2**20:.0f}" for rank in memory)
+            print(f"\n{name}: MiB of each rank at its peak {peaks}")
+    # Stock makes the gradient in the place of the logits, too; besides theirs shards have 32 MiB of them in 32 bit at a
     # time, whatever p is.
     logits = 2 * 512 * 131072 * 4
     assert beyond["stock"][-1] > logits
-    assert all(max(beyond[way]) < beyond["stock"][-1] / 2 for way in ways)
-    if "inputs" in ways:
-        # Weight, gradient and two moments of the embedding, all of them or a quarter; a process rounds what it gives
-        # back.
-        assert before["shards"][0] - before["inputs"][0] > 4 * (64 * 131072 * 4) * 3 / 4 * 0.8
+    assert all(max(beyond[name]) < beyond["stock"][-1] / 2 for name in kinds if name != "stock")
+    # Weight, gradient and two moments of the embedding, all of them or a quarter; a process rounds what it gives back.
+    assert before["shards"][0] - before["inputs"][0] > 4 * (64 * 131072 * 4) * 3 / 4 * 0.8
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_fewer_layers_for_the_last_stage_are_a_layout_of_megatrons(run_cases: Callable[..., Outcome]) -> None:
     """1024 rows take as long as 1.14 layers of this width."""
-    sizes = (*UNTIED, "--num-layers", "8", "--vocab-size", "1023", "--global-batch-size", "8")
+    sizes = f"{UNTIED} --num-layers 8 --vocab-size 1023 {batch(4)}"
     cases = [
-        Case("stock", [*sizes, "--pipeline-model-parallel-layout", "Et*2|t*2|t*3|tL"]),
-        Case("moved", [*sizes, "--bpipe-vocabulary", "redistribute"]),
-        Case("balanced", [*sizes, "--bpipe-vocabulary", "redistribute", *BPIPE]),
+        Case("stock", f"{sizes} --pipeline-model-parallel-layout Et*2|t*2|t*3|tL"),
+        Case("moved", f"{sizes} {SHARDS} redistribute"),
+        Case("balanced", f"{sizes} {SHARDS} redistribute {BPIPE}"),
     ]
-    outcome = run_cases(4, cases, timeout_s=300)
+    outcome = run_cases(4, cases, 300)
     for ours in ("moved", "balanced"):
         same(outcome, "stock", ours, 4)
     assert "so stages have 2, 2, 3, 1: --pipeline-model-parallel-layout Et*2|t*2|t*3|tL" in outcome.logs[0]
 
 
-def trained(tmp_path: Path, case: str, script: Path, *flags: str) -> Outcome:
-    """By the launcher, with a report beside."""
+def launched(tmp_path: Path, case: str, script: Path, flags: str) -> Outcome:
+    """By the launcher, with a report."""
     folder = tmp_path / case
     folder.mkdir()
-    command = [
-        "-m",
-        "megatron.scheduling.launch",
-        str(script),
-        *FOUR,
-        *ITERATIONS,
-        "--bpipe-report",
-        str(folder),
-        *flags,
-    ]
-    return finish(start(4, command, folder, free_ports(1)[0]), folder, 80)
-
-
-OF_SCRIPTS = [
-    pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2", *UNTIED), id="gpt"),
-    pytest.param(
-        "plain_script.py",
-        ("--num-layers", "4", "--label-shift", "2", *UNTIED, INPUT[0]),
-        id="inputs",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param("plain_script_hybrid.py", ("--num-layers", "12"), id="hybrid", marks=pytest.mark.slow),
-    pytest.param(
-        "plain_script_hybrid.py", ("--num-layers", "12", INPUT[0]), id="hybrid_inputs", marks=pytest.mark.slow
-    ),
-]
+    four = f"{TINY} --num-layers 4 --pipeline-model-parallel-size 4 {batch(8)} {ITERATIONS}"
+    command = f"-m megatron.scheduling.launch {script} {four} --bpipe-report {folder} {flags}"
+    return finish(start(4, command.split(), folder, free_ports(1)[0]), folder, 80)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("name", "flags"), OF_SCRIPTS)
-def test_a_script_of_ones_own_is_split(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "flags", "ours"),
+    [
+        pytest.param("plain_script.py", f"--label-shift 2 {UNTIED}", f"{SHARDS} 1", id="gpt"),
+        pytest.param("plain_script.py", f"--label-shift 2 {UNTIED}", f"{INPUT} 1", id="inputs", marks=pytest.mark.slow),
+        pytest.param("plain_script_hybrid.py", "--num-layers 12", f"{SHARDS} 1", id="hybrid", marks=pytest.mark.slow),
+        pytest.param(
+            "plain_script_hybrid.py", "--num-layers 12", f"{INPUT} 1", id="hybrid_inputs", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_script_of_ones_own_is_split(tmp_path: Path, name: str, flags: str, ours: str) -> None:
     """Its model, labels and mean of the losses are its own."""
-    found = []
-    for case, ours in (("stock", ()), ("shards", SHARDS)):
-        used = flags if ours else [flag for flag in flags if flag != INPUT[0]]
-        outcome = trained(tmp_path, case, ROOT / "tests/gloo" / name, *used, *ours)
+    losses = []
+    for case, added in (("stock", ""), ("shards", ours)):
+        outcome = launched(tmp_path, case, ROOT / "tests/gloo" / name, f"{flags} {added}")
         assert outcome.codes == [0] * 4, outcome.logs[3][-3000:]
-        found.append([float.fromhex(step["lm loss"]) for step in iterations(tmp_path / case)])
-    assert len(set(found[0])) == 3
-    for place, (one, other) in enumerate(zip(*found, strict=True)):
-        assert near(one, other, FP32.later if place else FP32.loss), found
+        losses.append([float.fromhex(step["lm loss"]) for step in iterations(tmp_path / case)])
+    assert len(set(losses[0])) == 3
+    for number, pair in enumerate(zip(*losses, strict=True)):
+        assert near(*pair, FP32.later if number else FP32.loss), losses
 
 
 @pytest.mark.timeout(120)
@@ -584,6 +432,69 @@ def test_a_loss_that_is_not_linear_in_the_tokens_is_refused(tmp_path: Path) -> N
     squares = tmp_path / "squares.py"
     script = (ROOT / "tests/gloo/plain_script.py").read_text()
     squares.write_text(script.replace("losses.float().mean()", "losses.float().square().mean()"))
-    outcome = trained(tmp_path, "squares", squares, "--num-layers", "4", *UNTIED, *SHARDS)
+    outcome = launched(tmp_path, "squares", squares, f"{UNTIED} {SHARDS} 1")
     assert outcome.codes.count(0) == 0
     assert "the weight of each token depends on the losses" in outcome.logs[3]
+
+
+# -- what is done wrongly on purpose is noticed, or the run ends
+#
+# Whoever does not wait takes what is there, and one rank is late; the run that is late and does nothing else wrong passes.
+
+WRONG = (
+    "statistics-1 sum-1 sum-interlaced second_step-2 early-2 order-1 order-2 weight-1 weight-2 lookups-1 gradients-1 "
+    "no_lookup-2 no_gradient-2"
+).split()
+# What goes wrong with the embedding's shards.
+WRONG_INPUTS = ("lookups", "gradients", "no_lookup", "no_gradient")
+# What ends a run that does not come so far as to be compared: another rank's message, the run's own check, or
+# Megatron's.
+ENDED = {
+    "second_step": "not enough values to unpack",
+    "order": "--bpipe-timeout|did not pass",
+    "no_lookup": "--bpipe-timeout|did not pass",
+    "weight": "param_gather_handle is None",
+    # Memory that nobody has filled may hold what makes a loss infinite.
+    "statistics": "weight of each token depends on the losses|Unexpected result -?(inf|nan)",
+    "sum": "weight of each token depends on the losses",
+    "early": "weight of each token depends on the losses",
+}
+
+
+def done_wrongly(run_cases: Callable[..., Outcome], wrong: str, algorithm: str, gathered: bool) -> Outcome:
+    """`gathered`: on two replicas, whose weights are gathered while the first micro-batches are computed; a shard's in a
+    bucket that is nobody else's."""
+    flags = f"{TWO_STAGES} {batch(4)} {OVERLAPS} --ddp-bucket-size 1000" if gathered else batch(8)
+    stock = f"--tensors {UNTIED} {flags}"
+    shards = INPUT if wrong in WRONG_INPUTS else SHARDS
+    ours = f"{stock} {shards} {algorithm} --bpipe-timeout 10 --stand-in wrong_shards"
+    return run_cases(4, [Case("stock", stock), Case(f"stock_{wrong}", ours)], 110)
+
+
+def judge_wrong(outcome: Outcome, wrong: str, gathered: bool) -> None:
+    as_stock(outcome, "stock", f"stock_{wrong}", PARTS if gathered else FP32, 2 if gathered else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("algorithm", "gathered"), [("1", False), ("2", False), ("1", True)])
+def test_one_rank_that_is_late_changes_nothing(
+    run_cases: Callable[..., Outcome], algorithm: str, gathered: bool
+) -> None:
+    judge_wrong(done_wrongly(run_cases, "nothing", algorithm, gathered), "nothing", gathered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_done_wrongly_is_noticed(run_cases: Callable[..., Outcome], wrong: str) -> None:
+    what, _, algorithm = wrong.partition("-")
+    outcome = done_wrongly(run_cases, what, algorithm, what == "weight")
+    assert (outcome.folder / "stock.rank3.json").exists(), outcome.logs[3][-3000:]
+    if any(outcome.codes):
+        lines = [line for log in outcome.logs for line in log.splitlines()]
+        ended = [line for line in lines if re.match(r"(\[rank\d\]: )*[\w.]*(Error|Fault)\b", line)]
+        assert any(re.search(ENDED[what], line) for line in lines), ended
+        return
+    with pytest.raises(AssertionError):
+        judge_wrong(outcome, what, what == "weight")

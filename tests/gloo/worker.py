@@ -3,17 +3,21 @@ expensive part.
 
 In: a file of cases (name, arguments) and a folder. Out: `<folder>/<case>.rank<r>.json`, what Megatron said of each
 iteration, bit for bit, and a hash of the final weights. The recording observes `train_step`; it replaces nothing of the
-pipeline's schedule.
+pipeline's schedule. Arguments that are not Megatron's (`options`) say how else a case is recorded, and what stands in for
+what this machine does not have.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import gc
 import hashlib
 import inspect
 import json
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -118,7 +122,7 @@ def meet(path: Path) -> torch.distributed.TCPStore | None:
 def run(
     case: dict[str, Any],
     folder: Path,
-    observer: type[Recorder] = Recorder,
+    observer: Callable[[], Recorder] = Recorder,
     main: Callable[[], object] = pretrain_gpt.main,
 ) -> None:
     """Train once, by our script or another one, and write what happened."""
@@ -157,11 +161,53 @@ def cases_of(path: str) -> list[dict[str, Any]]:
     return cases
 
 
+def options() -> argparse.ArgumentParser:
+    """Flags of a case that Megatron never sees."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--named", action="store_true", help="weights are drawn and compared by name")
+    parser.add_argument("--tensors", action="store_true", help="tensors are kept, and not only hashes of them")
+    parser.add_argument("--peak", action="store_true", help="the memory of the process is recorded in place of weights")
+    parser.add_argument("--gradients", action="store_true", help="with --named: keep those of the first iteration")
+    parser.add_argument("--seeded", action="store_true", help="dropout follows from iteration, micro-batch and stage")
+    parser.add_argument("--exact-sums", action="store_true", help="sums do not depend on the order of the ranks")
+    parser.add_argument("--one-pipes-samples", action="store_true", help="both pipes read the samples of the first")
+    parser.add_argument("--script", help="the script of this folder that trains in place of pretrain_gpt.py")
+    parser.add_argument("--differing", help="how micro-batches differ in size, see differing.py")
+    parser.add_argument("--stand-in", nargs="*", default=[], help="contexts of stand_ins.py")
+    return parser
+
+
+def train(case: dict[str, Any], folder: Path) -> None:
+    """Run a case with what its options ask for."""
+    from tests.gloo import conversations, differing, recorders, stand_ins
+
+    asked, case["arguments"] = options().parse_known_args(case["arguments"])
+    main = pretrain_gpt.main
+    if asked.script:
+        script = str(Path(__file__).parent / asked.script)
+        main = functools.partial(runpy.run_path, script, run_name="__main__")
+    elif asked.differing:
+        main = functools.partial(differing.train, asked.differing)
+    if {"--data-path", "--sft"} & set(case["arguments"]):
+        case["arguments"].remove("--mock-data")
+    with contextlib.ExitStack() as stack:
+        for name in asked.stand_in:
+            stack.enter_context(stand_ins.STAND_INS[name](folder, case["name"]))
+        if "--sft" in case["arguments"]:
+            stack.enter_context(conversations.readable())
+        for patch in recorders.patches(asked):
+            stack.enter_context(patch)
+        run(case, folder, recorders.kind(asked, folder / case["name"]), main)
+
+
 def main(cases: str, folder: str) -> None:
     torch.set_num_threads(1)
     for case in cases_of(cases):
-        run(case, Path(folder))
+        train(case, Path(folder))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # The one that `recorders` import, too.
+    from tests.gloo import worker
+
+    worker.main(*sys.argv[1:])

@@ -10,21 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from bpipe.balance.config import named_balance
-from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.engine import Engine
-from bpipe.schedule.action import Kind
-from bpipe.schedule.memory import memory_of, peak_bytes
-from tests.gpu import abandon, memory, overhead, pipelines, side_stream, streams, twice
+from tests.gpu import abandon, memory, overhead, pipelines, side_stream, streams
 from tests.gpu.accelerators import CUDA, LATE, Accelerator, Held, accelerator
 from tests.gpu.cases import CASES
 from tests.gpu.common import MODERATE, SMALL, Result
 from tests.gpu.isolate import isolated, run_case
-from tests.gpu.waits import Wait
 from tests.support.late_loads import with_late_loads
 
 pytestmark = pytest.mark.timeout(600)
@@ -159,20 +153,6 @@ def test_pipelines_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.M
         assert values(run_case("pipelines", on, SMALL, LONGEST_S))["v-half"].startswith("FAILED")
 
 
-def test_streams_notices_that_nothing_shows_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    harmless = Wait("[0]", "nothing", lambda: patch.object(streams, "TIMEOUT_S", 60.0), True)
-    monkeypatch.setattr(streams, "WAITS", (harmless,))
-    assert values(run_case("streams", on, SMALL, LONGEST_S))["without [0] (nothing)"].startswith("FAILED: caught in 0")
-
-
-def test_one_queue_is_only_counted(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    one_queue = accelerator(LATE)
-    result = run_case("streams", one_queue, SMALL, LONGEST_S)
-    assert result.ok is True
-    assert values(result)["without [1] (a put does not wait for the forward)"].startswith("caught in ")
-
-
 def test_memory_notices_a_wrong_prediction(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "predicted_bytes", lambda *arguments: 1)
     assert run_case("memory", on, SMALL, 0.0).ok is False
@@ -218,64 +198,3 @@ def test_side_stream_says_when_nothing_was_tried(on: Accelerator, monkeypatch: p
     result = run_case("side_stream", on, SMALL, LONGEST_S)
     assert result.ok is False
     assert "was not moved: nothing was tried" in values(result)["the side stream noted"]
-
-
-@pytest.mark.parametrize(
-    ("free_bytes", "wrong", "computes", "named"),
-    [
-        ([9 << 20, 9 << 20, 9 << 20], 0, True, []),
-        # A first training that gave back more later is no leak.
-        ([8 << 20, 9 << 20, 9 << 20], 0, True, []),
-        ([9 << 20, 9 << 20, 5 << 20], 0, True, ["device memory, lender"]),
-        ([9 << 20, 9 << 20, 9 << 20], 1, True, ["gradients, lender"]),
-        ([9 << 20, 9 << 20, 9 << 20], 0, False, ["torch afterwards, lender"]),
-    ],
-)
-def test_twice_notices_what_a_training_left(
-    free_bytes: list[int], wrong: int, computes: bool, named: list[str]
-) -> None:
-    trainings = [{"wrong": 0, "host_buffer_bytes": 4 << 20}, {"wrong": wrong}, {"wrong": 0}]
-    good = {"transport": "peer", "trainings": [{"wrong": 0}] * 3, "free_bytes": [9 << 20] * 3, "computes": True}
-    result = Result(ok=True)
-    twice.judge(good, {"trainings": trainings, "free_bytes": free_bytes, "computes": computes}, result)
-    assert [what for what, value in result.rows if value.startswith("FAILED")] == named
-    assert result.ok is not bool(named)
-
-
-# -- the prediction
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("off", "taken", "later", "right"),
-    [
-        (5 << 20, 0, 7, True),  # more than one allocation's rounding: no error, and 2 MiB said it was
-        (-(5 << 20), 5 << 20, 7, True),
-        (9 << 20, 0, 7, False),
-        (0, 9 << 20, 7, False),
-        (0, -1, 7, False),
-        (0, 0, 8, False),
-    ],
-)
-def test_what_memory_forgives(off: int, taken: int, later: int, right: bool) -> None:
-    steady = [dict.fromkeys(memory.STEADY, value) for value in (0, 7, later)]
-    peak = memory.Peak((1 << 30) + off, 1 << 30, 0, 100, 100 + taken, steady)
-    assert memory.right(peak, memory.TOLERANCE_BYTES) is right
-    assert ("NOT flat" in memory._steady_text(steady)) is (later != 7)
-
-
-def test_a_prediction_adds_what_an_operation_needs_while_it_runs() -> None:
-    parts = memory.Parts(saved=100, forward_extra=7, backward_extra=20)
-    plain, balanced = (
-        build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance))) for balance in ("none", "bpipe")
-    )
-    assert [memory.predicted_bytes(plain, rank, parts, 0) for rank in range(4)] == [420, 320, 220, 120]
-    own = peak_bytes(balanced, memory_of((100,) * 4, (90,) * 4))[0] + 20
-    assert memory.predicted_bytes(balanced, 0, parts, 90) == own
-    # What it hosts is no part of it: host buffers are there all the time, and are added as they are.
-    assert memory.predicted_bytes(balanced, 3, parts, 90) == 120
-
-
-def test_the_parts_of_a_micro_batch() -> None:
-    watch = memory.Watch(base=1000, seen={Kind.FORWARD: (1016, 1140, 1100), Kind.BACKWARD: (1100, 1120, 1000)})
-    assert watch.parts() == memory.Parts(saved=100, forward_extra=40, backward_extra=20)

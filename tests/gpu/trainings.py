@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -35,27 +34,27 @@ DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
-COMMON = shlex.split("""
+COMMON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 --split 949,50,1 --eval-iters 0 --eval-interval 1000
     --log-interval 1 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --distributed-timeout-minutes 2
-""")
-OWN_LAYERS = shlex.split("""
+"""
+OWN_LAYERS = """
     --bf16 --deterministic-mode --bpipe-share-gpus --transformer-impl local --no-persist-layer-norm
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion
-""")
-ENGINE_LAYERS = shlex.split("""
+"""
+ENGINE_LAYERS = """
     --bf16 --deterministic-mode --bpipe-share-gpus --transformer-impl transformer_engine
     --no-gradient-accumulation-fusion
-""")
-LLAMA = shlex.split("""
+"""
+LLAMA = """
     --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-""")
-NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0")
-CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
-BALANCED = ("--bpipe", "--bpipe-timeout", "60")
+"""
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+BALANCED = "--bpipe --bpipe-timeout 60"
 # Weights alone: another placement's optimizer is another rank's.
-BEGUN = ("--load", "{folder}/begun", "--finetune", "--no-load-rng")
+BEGUN = "--load {folder}/begun --finetune --no-load-rng"
 BEGIN = "begun"
 CURE = "two micro-batches, others in CPU memory"
 EXACT, LOSSES, ROUNDED = "identical", "losses identical", "losses equal but for rounding"
@@ -71,7 +70,7 @@ class Training:
         how: `EXACT` (losses, norms and weights of every rank), `LOSSES` or `ROUNDED`.
     """
 
-    flags: Sequence[str] = ()
+    flags: str = ""
     against: str = ""
     how: str = EXACT
 
@@ -91,12 +90,12 @@ class Group:
     small: tuple[int, int, int, int, int] = (4, 64, 4, 64, 16)
     world: int = 4
     engine: bool = False
-    flags: Sequence[str] = ()
+    flags: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def over(transport: str, *flags: str) -> tuple[str, ...]:
-    return (*BALANCED, "--bpipe-transport", transport, *flags)
+def over(transport: str, flags: str = "") -> str:
+    return f"{BALANCED} --bpipe-transport {transport} {flags}"
 
 
 GROUPS: Mapping[str, Group] = {
@@ -106,7 +105,7 @@ GROUPS: Mapping[str, Group] = {
             "nccl": Training(over("nccl"), "stock"),
             "peer": Training(over("peer"), "stock"),
             "host": Training(over("host"), "stock"),
-            "verified": Training(over("auto", "--bpipe-verify", "all"), "stock"),
+            "verified": Training(over("auto", "--bpipe-verify all"), "stock"),
         }
     ),
     "trainer_te": Group(
@@ -114,9 +113,9 @@ GROUPS: Mapping[str, Group] = {
             "stock": Training(),
             "nccl": Training(over("nccl"), "stock"),
             "peer": Training(over("peer"), "stock"),
-            "zb-h1": Training(over("peer", "--bpipe-schedule", "zb-h1"), "stock"),
-            "fp8": Training(("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")),
-            "fp8_peer": Training(over("peer", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"), "fp8"),
+            "zb-h1": Training(over("peer", "--bpipe-schedule zb-h1"), "stock"),
+            "fp8": Training("--fp8-format hybrid --fp8-recipe tensorwise"),
+            "fp8_peer": Training(over("peer", "--fp8-format hybrid --fp8-recipe tensorwise"), "fp8"),
         },
         engine=True,
     ),
@@ -128,30 +127,30 @@ GROUPS: Mapping[str, Group] = {
     ),
     "schedules": Group(
         {
-            BEGIN: Training(("--train-iters", "1", "--save", "{folder}/begun", "--save-interval", "1")),
+            BEGIN: Training("--train-iters 1 --save {folder}/begun --save-interval 1"),
             "stock": Training(BEGUN),
-            "v-half": Training((*BEGUN, *over("nccl", "--bpipe-schedule", "v-half")), "stock", LOSSES),
-            "chimera": Training((*BEGUN, *BALANCED, "--bpipe-schedule", "chimera"), "stock", ROUNDED),
-            "vocabulary 1": Training((*BEGUN, *over("nccl", "--bpipe-vocabulary", "1")), "stock", ROUNDED),
-            "vocabulary 2": Training((*BEGUN, *over("nccl", "--bpipe-vocabulary", "2")), "stock", ROUNDED),
-            "slices": Training((*BEGUN, *over("peer", "--bpipe-slices", "4")), "stock", ROUNDED),
-            "CPU memory": Training((*BEGUN, *BALANCED, "--bpipe-hosts", "host", "--bpipe-bound", "2"), "stock"),
+            "v-half": Training(f"{BEGUN} {over('nccl', '--bpipe-schedule v-half')}", "stock", LOSSES),
+            "chimera": Training(f"{BEGUN} {BALANCED} --bpipe-schedule chimera", "stock", ROUNDED),
+            "vocabulary 1": Training(f"{BEGUN} {over('nccl', '--bpipe-vocabulary 1')}", "stock", ROUNDED),
+            "vocabulary 2": Training(f"{BEGUN} {over('nccl', '--bpipe-vocabulary 2')}", "stock", ROUNDED),
+            "slices": Training(f"{BEGUN} {over('peer', '--bpipe-slices 4')}", "stock", ROUNDED),
+            "CPU memory": Training(f"{BEGUN} {BALANCED} --bpipe-hosts host --bpipe-bound 2", "stock"),
             "interleaved": Training(CHUNKS),
-            "interleaved_nccl": Training((*CHUNKS, *over("nccl")), "interleaved"),
-            "grouped": Training((*CHUNKS, *over("nccl", "--bpipe-schedule", "grouped-interleaved")), "interleaved"),
+            "interleaved_nccl": Training(f"{CHUNKS} {over('nccl')}", "interleaved"),
+            "grouped": Training(f"{CHUNKS} {over('nccl', '--bpipe-schedule grouped-interleaved')}", "interleaved"),
         },
         small=(8, 64, 4, 64, 16),
         flags=NO_DROPOUT,
     ),
     "true_size": Group(
         {
-            "stock": Training(("--bpipe-report", "{folder}/report-stock")),
-            "peer": Training(over("peer", "--bpipe-report", "{folder}/report-peer"), "stock"),
-            CURE: Training((*BALANCED, "--bpipe-hosts", "host", "--bpipe-bound", "2"), "stock"),
+            "stock": Training("--bpipe-report {folder}/report-stock"),
+            "peer": Training(over("peer", "--bpipe-report {folder}/report-peer"), "stock"),
+            CURE: Training(f"{BALANCED} --bpipe-hosts host --bpipe-bound 2", "stock"),
         },
         shape=(8, 4096, 32, 4096, 16),
         small=(4, 64, 4, 512, 16),
-        flags=(*LLAMA, "--vocab-size", "32767", "--train-iters", "4"),
+        flags=f"{LLAMA} --vocab-size 32767 --train-iters 4",
     ),
 }
 
@@ -209,23 +208,16 @@ class Launch:
 
     def flags(self, training: Training) -> list[str]:
         layers, width, heads, tokens, batch = self.group.small if self.sizes.small else self.group.shape
-        shape = {
-            "num-layers": layers,
-            "hidden-size": width,
-            "num-attention-heads": heads,
-            "seq-length": tokens,
-            "max-position-embeddings": tokens,
-            "micro-batch-size": 2 if self.sizes.small else 1,
-            "global-batch-size": batch,
-            "pipeline-model-parallel-size": self.group.world,
-            "train-iters": 3,
-        }
-        sized = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
-        device = (ENGINE_LAYERS if self.group.engine else OWN_LAYERS) if self.on.name == CUDA else []
-        small = ["--vocab-size", "127"] if self.sizes.small else []
-        moved = ["--bpipe-min-bytes", "1024"] if self.sizes.small and "--bpipe" in training.flags else []
-        every = [*COMMON, *sized, *device, *self.group.flags, *small, *moved, *training.flags]
-        return [flag.format(folder=self.folder) for flag in every]
+        shape = (
+            f"--num-layers {layers} --hidden-size {width} --num-attention-heads {heads} --seq-length {tokens} "
+            f"--max-position-embeddings {tokens} --micro-batch-size {2 if self.sizes.small else 1} "
+            f"--global-batch-size {batch} --pipeline-model-parallel-size {self.group.world} --train-iters 3"
+        )
+        device = (ENGINE_LAYERS if self.group.engine else OWN_LAYERS) if self.on.name == CUDA else ""
+        small = "--vocab-size 127" if self.sizes.small else ""
+        moved = "--bpipe-min-bytes 1024" if self.sizes.small and "--bpipe " in f"{training.flags} " else ""
+        every = f"{COMMON} {shape} {device} {self.group.flags} {small} {moved} {training.flags}"
+        return [flag.format(folder=self.folder) for flag in every.split()]
 
     def train(
         self,

@@ -28,7 +28,7 @@ from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.memory import DeviceMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer, Transport
 from tests.late.control import LateControl, controls
-from tests.late.devices import TYPE, Draw, begin, device, extension
+from tests.late.devices import DIRECTED, DRAWN, TYPE, Draw, begin, device, extension
 from tests.late.group import join
 from tests.late.hosts import run_hosts
 from tests.late.model import Extra, LateModel, Place, nothing
@@ -182,3 +182,26 @@ class LatePipeline:
     def edge_control(self, rank: int) -> Callable[[int, int, float, str], Any]:
         """Return what makes a rank's end of the control group of two neighbours."""
         return lambda low, high, timeout_s, purpose: self._edge_controls[low, high].get(rank)
+
+
+def wrong_bits(pipeline: LatePipeline, draw: Draw, iterations: int = 2) -> list[Place]:
+    """Rank and stage of every gradient that is not what it has to be. Raises what a rank raised."""
+    found = pipeline.run(draw, iterations)
+    expected = pipeline.model.expected(pipeline.schedule, iterations)
+    assert found.keys() == expected.keys()
+    return [place for place in found if not torch.equal(found[place], expected[place])]
+
+
+# With all hardware queues: one orders by itself much of what nobody ordered.
+ORDERS = (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10)))
+
+
+def noticed(pipeline: Callable[[], LatePipeline]) -> str:
+    """What shows, in one of a few draws, that something is missing: wrong bits or an error; or nothing."""
+    for draw in ORDERS:
+        try:
+            if wrong_bits(pipeline(), draw):
+                return f"wrong bits: {draw}"
+        except RuntimeError as error:
+            return f"{error}: {draw}"
+    return ""

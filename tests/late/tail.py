@@ -2,18 +2,17 @@
 
 In: seconds, words of which one is to be in a case's name (by default any), and the file that keeps what came out. Out:
 a table: of each case how many directed orders and seeds were run, and how many were wrong, hung or failed.
-`python -m tests.late.tail SECONDS [WORD ...] [--counts FILE] [--seeds N]`. The status is 1 where a run was not right.
+`python -m tests.late.tail SECONDS [WORD ...] [--counts FILE] [--seeds N]` runs for a night. The status is 1 where a run
+was not right.
 
-Each result is written as soon as it is there. Whoever is interrupted goes on where the file ends: it counts what the
-same code has run before. Runs are in a fork, many to each, so one that hangs or ends its process costs no other. Which
-hang, `tests.late.watching` says, by what they do.
+Each result is written as soon as it is there, and what a file has is not run again: give new code a new file. Runs are in
+a fork, many to each, so one that hangs or ends its process costs no other. `tests.late.watching` says which hang.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import os
 import signal
@@ -22,7 +21,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -30,7 +28,7 @@ from tests.late import devices
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, Draw, draws
 from tests.late.hosts import Hangs
-from tests.late.pipeline import KINDS, LatePipeline
+from tests.late.pipeline import KINDS, LatePipeline, wrong_bits
 from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
 from tests.late.sharded import SHARDED, ShardedPipeline
 from tests.late.watching import SAMPLE_S, Watch
@@ -39,20 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 200
 ITERATIONS = 3
 RIGHT, WRONG, HUNG, FAILED = OUTCOMES = "right", "wrong", "hung", "failed"
-# What a transfer engine is for. The rest comes behind it.
-FIRST = (
-    "1f1b",
-    "interleaved",
-    "grouped",
-    "split",
-    "v-half",
-    "bidirectional",
-    "pool",
-    "own memory",
-    "behind devices",
-    "vocabulary 1",
-    "vocabulary 2",
-)
 DIFFERING = ", sizes that differ"
 # Whose activations all stay in the rank's own node, whatever carries them between ranks: one kind runs all that differs.
 OWN = ("own memory", "slices in own memory")
@@ -74,40 +58,31 @@ def cases() -> dict[str, Made]:
     def under_torch(name: str, kind: str) -> Made:
         return lambda: TorchPipeline(LISTED[name](), kind)
 
-    found = {
+    return {
         f"{name}, {kind}{DIFFERING * differing}": made(name, kind, differing)
         for name in (*SCHEDULES, *SHARDED)
         for differing in (False, True)
         if not (differing and name in ALIKE)
         for kind in (KINDS if name not in OWN else ("host",))
     } | {f"{name}, {kind}": under_torch(name, kind) for name in LISTED for kind in kinds_of(name)}
-    return dict(sorted(found.items(), key=lambda each: turn_of(each[0])))
-
-
-def turn_of(name: str) -> int:
-    """Return when a case has its turn: all draws of those before it come first."""
-    path = name.removesuffix(DIFFERING).rpartition(", ")[0]
-    return 2 if path not in FIRST else int(name.endswith(DIFFERING))
 
 
 def outcome(pipeline: LatePipeline, draw: Draw) -> tuple[str, str]:
     """Return what came out, and what is to be said of it."""
     try:
-        found = pipeline.run(draw, ITERATIONS)
+        wrong = wrong_bits(pipeline, draw, ITERATIONS)
     except Hangs:
         raise
     except Exception as error:
         text = str(error)
         return (HUNG if "nobody can go on" in text else FAILED), text
-    expected = pipeline.model.expected(pipeline.schedule, ITERATIONS)
-    wrong = [place for place in expected if place not in found or not torch.equal(found[place], expected[place])]
     if wrong:
         return WRONG, f"rank and stage: {wrong}"
     return (FAILED, "no sizes differed") if pipeline.differing and not differed(pipeline) else (RIGHT, "")
 
 
 def differed(pipeline: LatePipeline) -> bool:
-    """Return whether of some stage micro-batches of differing size moved."""
+    """Whether of some stage micro-batches of differing size moved."""
     moved = defaultdict(set)
     for rank in pipeline.ranks:
         assert rank.engine is not None
@@ -116,65 +91,32 @@ def differed(pipeline: LatePipeline) -> bool:
     return any(len(sizes - {0}) > 1 for sizes in moved.values())
 
 
-def code_of_this_process() -> str:
-    """Return a name for all of this project's code that is loaded here."""
-    files = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
-    own = sorted(Path(file) for file in files if file and Path(file).is_relative_to(ROOT) and ".venv" not in file)
-    own += sorted((ROOT / "tests/late/csrc").iterdir())
-    digest = hashlib.sha256()
-    for path in own:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+class Tail:
+    """Results on disk, a line each, and what is still to be run."""
 
-
-class Counts:
-    """Results on disk, a line each."""
-
-    def __init__(self, path: Path, code: str) -> None:
-        self._path, self._code = path, code
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
-            # Whoever wrote this was ended in the middle of a line.
-            with path.open("a") as file:
-                file.write("\n")
+    def __init__(self, counts: Path, seeds: int, made: dict[str, Made]) -> None:
+        self._counts, self._made, self._draws = counts, made, draws(seeds)
+        counts.parent.mkdir(parents=True, exist_ok=True)
         self.found: dict[Task, str] = {}
-        self._read = 0
         self.read()
 
     def read(self) -> None:
-        """Take in what has been written since."""
-        if not self._path.exists():
-            return
-        with self._path.open() as lines:
-            lines.seek(self._read)
-            for line in lines:
-                if not line.endswith("\n"):
-                    break
-                self._read += len(line.encode())
-                try:
-                    one = json.loads(line)
-                except ValueError:
-                    continue
-                if one["code"] == self._code:
-                    self.found[one["case"], one["draw"]] = one["outcome"]
+        for line in self._counts.read_text().splitlines() if self._counts.exists() else ():
+            # Whoever wrote the last line may have been ended in the middle.
+            if line.endswith("}"):
+                result = json.loads(line)
+                self.found[result["case"], result["draw"]] = result["outcome"]
 
-    def writer(self) -> TextIO:
-        return self._path.open("a")
-
-    def line(self, task: Task, came_out: str, said: str, draw: Draw, seconds: float) -> str:
-        told = {"how": str(draw), "seconds": round(seconds, 3)} | ({"said": said} if said else {})
-        return json.dumps({"case": task[0], "draw": task[1], "outcome": came_out, "code": self._code, **told}) + "\n"
-
-
-class Tail:
-    def __init__(self, counts: Counts, seeds: int, made: dict[str, Made]) -> None:
-        self._counts, self._made, self._draws = counts, made, draws(seeds)
+    def write(self, task: Task, came_out: str, said: str = "") -> None:
+        result = {"case": task[0], "draw": task[1], "outcome": came_out, "how": str(self._draws[task[1]]), "said": said}
+        with self._counts.open("a") as file:
+            file.write(json.dumps(result) + "\n")
 
     def pending(self, names: Sequence[str]) -> Iterator[Task]:
         """Yield what has not been run: all cases come to the same number of draws."""
         for number in range(len(self._draws)):
             for name in names:
-                if (name, number) not in self._counts.found:
+                if (name, number) not in self.found:
                     yield name, number
 
     def run(self, names: Sequence[str], end_s: float) -> None:
@@ -187,29 +129,22 @@ class Tail:
                 self._work(tasks, end_s, parent)
                 os._exit(0)
             why = self._wait(child)
-            self._counts.read()
+            self.read()
             if why:
-                task = next(self.pending(names))
-                with self._counts.writer() as file:
-                    file.write(self._counts.line(task, why.partition(":")[0], why, self._draws[task[1]], 0.0))
-                self._counts.read()
+                self.write(next(self.pending(names)), why.partition(":")[0], why)
+                self.read()
 
     def _work(self, tasks: Sequence[Task], end_s: float, parent: int) -> None:
         """Run tasks one after the other, in a fork, while its parent lives."""
-        with self._counts.writer() as file:
-            for name, number in tasks:
-                if (begun := time.monotonic()) > end_s or os.getppid() != parent:
-                    return
-                draw, goes_on = self._draws[number], True
-                try:
-                    came_out, said = outcome(self._made[name](), draw)
-                except Hangs as error:
-                    came_out, said, goes_on = HUNG, str(error), False
-                file.write(self._counts.line((name, number), came_out, said, draw, time.monotonic() - begun))
-                file.flush()
-                if not goes_on:
-                    # Its threads are still there.
-                    return
+        for name, number in tasks:
+            if time.monotonic() > end_s or os.getppid() != parent:
+                return
+            try:
+                self.write((name, number), *outcome(self._made[name](), self._draws[number]))
+            except Hangs as error:
+                # Its threads are still there.
+                self.write((name, number), HUNG, str(error))
+                return
 
     def _wait(self, child: int) -> str:
         """Return why a fork came to no end of its own, or nothing. One that holds Python's lock cannot say."""
@@ -219,8 +154,8 @@ class Tail:
             if ended:
                 code = os.waitstatus_to_exitcode(status)
                 return f"{FAILED}: its process ended with {code}" if code else ""
-            self._counts.read()
-            if why := watch.hangs(len(self._counts.found)):
+            self.read()
+            if why := watch.hangs(len(self.found)):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 return f"{HUNG}: {why}"
@@ -229,7 +164,7 @@ class Tail:
     def table(self, names: Sequence[str]) -> Iterator[str]:
         """Yield a line a case."""
         by_case: dict[str, Counter[str]] = defaultdict(Counter)
-        for (name, number), came_out in self._counts.found.items():
+        for (name, number), came_out in self.found.items():
             by_case[name]["directed" if number < len(DIRECTED) else "seeds"] += 1
             by_case[name][came_out] += 1
         columns = ("directed", "seeds", *OUTCOMES)
@@ -239,7 +174,7 @@ class Tail:
             yield f"{name:{width}} " + " ".join(f"{by_case[name][column]:>8}" for column in columns)
 
     def bad(self, names: Sequence[str]) -> int:
-        return sum(came_out != RIGHT for (name, _), came_out in self._counts.found.items() if name in names)
+        return sum(came_out != RIGHT for (name, _), came_out in self.found.items() if name in names)
 
 
 def main() -> int:
@@ -257,10 +192,8 @@ def main() -> int:
     names = [name for name in made if not given.words or any(word in name for word in given.words)]
     if not names:
         parser.error(f"no case has one of {', '.join(given.words)} in its name")
-    tail = Tail(Counts(given.counts, code_of_this_process()), given.seeds, made)
-    end_s = time.monotonic() + given.seconds
-    for turn in sorted({turn_of(name) for name in names}):
-        tail.run([name for name in names if turn_of(name) == turn], end_s)
+    tail = Tail(given.counts, given.seeds, made)
+    tail.run(names, time.monotonic() + given.seconds)
     print("\n".join(tail.table(names)))
     return int(tail.bad(names) > 0)
 

@@ -31,8 +31,7 @@ from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, device
 from tests.late.grid import Run, plan_of, stands_still
 from tests.late.model import LateModel
-from tests.late.pipeline import LatePipeline, Rank
-from tests.late.test_pipelines import wrong_bits
+from tests.late.pipeline import LatePipeline, Rank, wrong_bits
 
 
 @pytest.mark.parametrize("births", [False, True])

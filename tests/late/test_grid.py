@@ -9,10 +9,11 @@ from __future__ import annotations
 import pytest
 
 from bpipe.schedule.action import Kind
-from bpipe.schedule.check.deadlock import WaitLevel
+from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.program import Exchange
+from tests.late.cases import SCHEDULES
 from tests.late.grid import (
     EXCHANGES,
     MOVES,
@@ -26,7 +27,18 @@ from tests.late.grid import (
 )
 from tests.support.hand_made import far_ahead, host_first
 
+PLANS = {**SCHEDULES, "far ahead": far_ahead}
 SHARE = (("1f1b", 8), ("interleaved-1f1b", 4), ("v-half", 4), ("chimera", 4), ("zb-h1", 4))
+
+
+@pytest.mark.parametrize("kind", ["two-sided", "host"])
+@pytest.mark.parametrize("name", PLANS)
+def test_both_say_the_same_of_a_schedule(name: str, kind: str) -> None:
+    """Our own loop, with as many hardware queues as streams, and with one."""
+    schedule = PLANS[name]()
+    for waits, connections in ((WaitLevel.ASYNCHRONOUS, 0), (WaitLevel.ONE_QUEUE, 1)):
+        run = Run(kind, connections, waits)
+        assert stands_still(schedule, Exchange.POSTED, run) == bool(blocked_ranks(schedule, waits)), run
 
 
 @pytest.mark.parametrize(("name", "p"), SHARE)

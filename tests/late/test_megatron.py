@@ -20,46 +20,42 @@ from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
 from tests.late.training import LateCase, close_parents, train
 
-BPIPE = ("--bpipe", "--bpipe-min-bytes", "1024", "--bpipe-poison", "--bpipe-timeout", "60", "--bpipe-transport")
-EIGHT_MICROBATCHES = ("--global-batch-size", "16")
-INTERLEAVED = (*EIGHT_MICROBATCHES, "--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2")
+pytestmark = pytest.mark.timeout(1200)
+
+BPIPE = "--bpipe --bpipe-min-bytes 1024 --bpipe-poison --bpipe-timeout 60 --bpipe-transport"
+BATCH = "--global-batch-size 16"
+INTERLEAVED = f"{BATCH} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 # The same slices on CPUs, which nothing leaves.
-SLICES = (*EIGHT_MICROBATCHES, "--bpipe-slices", "4")
-STOCK = {"1f1b": EIGHT_MICROBATCHES, "interleaved": INTERLEAVED, "slices": SLICES}
+SLICES = f"{BATCH} --bpipe-slices 4"
+STOCK = {"1f1b": BATCH, "interleaved": INTERLEAVED, "slices": SLICES}
+OWN_MEMORY = f"{BPIPE} auto --bpipe-hosts host"
+ALL_HOSTS = f"{BPIPE} auto --bpipe-hosts all --bpipe-bound 6"
 
 # By name: the stock run that says what has to come out, what is given, and the draw.
-CASES: dict[str, tuple[str, tuple[str, ...], Draw]] = {
-    "stock": ("1f1b", (), Draw(1, COMPUTE_LAST)),
-    "stock_blocking": ("1f1b", (), Draw(1, launch_blocks=True)),
-    "nccl": ("1f1b", (*BPIPE, "nccl"), Draw(1, COPIES_LAST)),
-    "peer": ("1f1b", (*BPIPE, "peer"), Draw(1, AS_LATE)),
-    "host": ("1f1b", (*BPIPE, "host"), Draw(2)),
-    "auto": ("1f1b", (*BPIPE, "auto"), Draw(3, eagerness=0.3)),
-    "own_memory": ("1f1b", (*BPIPE, "auto", "--bpipe-hosts", "host"), Draw(4)),
-    "pool": ("1f1b", (*BPIPE, "nccl", "--bpipe-hosts", "pool", "--bpipe-bound", "2,3,3,3"), Draw(16)),
-    "all_hosts": (
-        "interleaved",
-        (*BPIPE, "auto", "--bpipe-hosts", "all", "--bpipe-bound", "6"),
-        Draw(17, COPIES_LAST),
-    ),
-    "all_hosts_late": (
-        "interleaved",
-        (*BPIPE, "auto", "--bpipe-hosts", "all", "--bpipe-bound", "6"),
-        Draw(18, AS_LATE),
-    ),
-    "own_memory_compute_last": ("1f1b", (*BPIPE, "auto", "--bpipe-hosts", "host"), Draw(19, COMPUTE_LAST)),
-    "nccl_blocking": ("1f1b", (*BPIPE, "nccl"), Draw(1, launch_blocks=True)),
-    "timers_1": ("1f1b", (*BPIPE, "nccl", "--timing-log-level", "1"), Draw(5)),
-    "timers_2": ("1f1b", (*BPIPE, "nccl", "--timing-log-level", "2"), Draw(6, COMPUTE_LAST)),
-    "own_loop": ("1f1b", (*BPIPE, "nccl", "--bpipe-executor"), Draw(7)),
-    "own_loop_split": ("1f1b", (*BPIPE, "peer", "--bpipe-schedule", "1f1b-split"), Draw(8, COPIES_LAST)),
-    "interleaved_stock": ("interleaved", (), Draw(9)),
-    "interleaved_nccl": ("interleaved", (*BPIPE, "nccl"), Draw(10, COMPUTE_LAST)),
-    "interleaved_peer": ("interleaved", (*BPIPE, "peer"), Draw(11, COPIES_LAST)),
-    "slices_nccl": ("slices", (*BPIPE, "nccl"), Draw(12, COPIES_LAST)),
-    "slices_peer": ("slices", (*BPIPE, "peer"), Draw(13, COMPUTE_LAST)),
-    "slices_split": ("slices", (*BPIPE, "nccl", "--bpipe-schedule", "1f1b-split"), Draw(14, AS_LATE)),
-    "slices_own_memory": ("slices", (*BPIPE, "auto", "--bpipe-hosts", "host", "--bpipe-bound", "3"), Draw(15)),
+CASES: dict[str, tuple[str, str, Draw]] = {
+    "stock": ("1f1b", "", Draw(1, COMPUTE_LAST)),
+    "stock_blocking": ("1f1b", "", Draw(1, launch_blocks=True)),
+    "nccl": ("1f1b", f"{BPIPE} nccl", Draw(1, COPIES_LAST)),
+    "peer": ("1f1b", f"{BPIPE} peer", Draw(1, AS_LATE)),
+    "host": ("1f1b", f"{BPIPE} host", Draw(2)),
+    "auto": ("1f1b", f"{BPIPE} auto", Draw(3, eagerness=0.3)),
+    "own_memory": ("1f1b", OWN_MEMORY, Draw(4)),
+    "pool": ("1f1b", f"{BPIPE} nccl --bpipe-hosts pool --bpipe-bound 2,3,3,3", Draw(16)),
+    "all_hosts": ("interleaved", ALL_HOSTS, Draw(17, COPIES_LAST)),
+    "all_hosts_late": ("interleaved", ALL_HOSTS, Draw(18, AS_LATE)),
+    "own_memory_compute_last": ("1f1b", OWN_MEMORY, Draw(19, COMPUTE_LAST)),
+    "nccl_blocking": ("1f1b", f"{BPIPE} nccl", Draw(1, launch_blocks=True)),
+    "timers_1": ("1f1b", f"{BPIPE} nccl --timing-log-level 1", Draw(5)),
+    "timers_2": ("1f1b", f"{BPIPE} nccl --timing-log-level 2", Draw(6, COMPUTE_LAST)),
+    "own_loop": ("1f1b", f"{BPIPE} nccl --bpipe-executor", Draw(7)),
+    "own_loop_split": ("1f1b", f"{BPIPE} peer --bpipe-schedule 1f1b-split", Draw(8, COPIES_LAST)),
+    "interleaved_stock": ("interleaved", "", Draw(9)),
+    "interleaved_nccl": ("interleaved", f"{BPIPE} nccl", Draw(10, COMPUTE_LAST)),
+    "interleaved_peer": ("interleaved", f"{BPIPE} peer", Draw(11, COPIES_LAST)),
+    "slices_nccl": ("slices", f"{BPIPE} nccl", Draw(12, COPIES_LAST)),
+    "slices_peer": ("slices", f"{BPIPE} peer", Draw(13, COMPUTE_LAST)),
+    "slices_split": ("slices", f"{BPIPE} nccl --bpipe-schedule 1f1b-split", Draw(14, AS_LATE)),
+    "slices_own_memory": ("slices", f"{OWN_MEMORY} --bpipe-bound 3", Draw(15)),
 }
 DAILY = ("nccl", "peer", "timers_1", "own_loop", "all_hosts", "interleaved_nccl", "slices_nccl")
 
@@ -76,16 +72,15 @@ def slowly(names: Iterable[str]) -> list[object]:
 
 @pytest.fixture(scope="module")
 def on_cpus(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(
-        "cpu", 4, [LateCase(name, arguments) for name, arguments in STOCK.items()], tmp_path_factory.mktemp("cpu")
-    )
+    cases = [LateCase(name, flags) for name, flags in STOCK.items()]
+    return train("cpu", 4, cases, tmp_path_factory.mktemp("cpu"))
 
 
 @pytest.fixture(scope="module")
 def on_late_devices(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Outcome:
     slow = request.config.getoption("--slow")
     cases = [
-        LateCase(name, (*STOCK[stock], *given), draw)
+        LateCase(name, f"{STOCK[stock]} {given}", draw)
         for name, (stock, given, draw) in CASES.items()
         if slow or name in DAILY
     ]
@@ -100,55 +95,47 @@ def same(outcome: Outcome, case: str, stock: Outcome, of: str, world: int) -> No
         assert len({step["gradients"] for step in expected["iterations"]}) == len(expected["iterations"])
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", slowly(CASES))
 def test_late_devices_train_as_the_stock_loop_on_cpus(on_cpus: Outcome, on_late_devices: Outcome, case: str) -> None:
     print(CASES[case][2])
     same(on_late_devices, case, on_cpus, CASES[case][0], 4)
 
 
-def said_by(log: str, case: str) -> str:
-    return log.split(f"=== {case}\n")[1].split("=== ")[0]
-
-
-@pytest.mark.timeout(1200)
 def test_transports_carry_what_they_are_to(on_late_devices: Outcome) -> None:
     for transport in ("nccl", "peer"):
-        assert f"bpipe:   stages 0 and 3: {transport} " in said_by(on_late_devices.logs[0], transport)
-    tiers = said_by(on_late_devices.logs[0], "all_hosts")
+        assert f"bpipe:   stages 0 and 3: {transport} " in on_late_devices.said(transport)
+    tiers = on_late_devices.said("all_hosts")
     for link in ("stages 0 and 3: peer ", *(f"stage {stage} and its node's CPU memory: host " for stage in range(3))):
         assert f"bpipe:   {link}" in tiers
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_eight_ranks_make_their_communicators_and_train(tmp_path: Path) -> None:
     """What hung before communicators were made ahead of the loop: DEVICE.md's ring of a sender's sizes, a message
     and a birth."""
-    arguments = ("--global-batch-size", "32", "--train-iters", "1")
+    flags = "--global-batch-size 32 --train-iters 1"
     folders = [tmp_path / device for device in ("cpu", "late")]
     for folder in folders:
         folder.mkdir()
-    stock = train("cpu", 8, [LateCase("m16", arguments)], folders[0])
-    cases = [LateCase(kind, (*arguments, *BPIPE, kind), Draw(1)) for kind in ("nccl", "peer")]
+    stock = train("cpu", 8, [LateCase("m16", flags)], folders[0])
+    cases = [LateCase(kind, f"{flags} {BPIPE} {kind}", Draw(1)) for kind in ("nccl", "peer")]
     late = train("late", 8, cases, folders[1], 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     for case in cases:
         same(late, case.name, stock, "m16", 8)
 
 
-VOCABULARY = (*EIGHT_MICROBATCHES, "--bpipe-min-bytes", "1024", "--bpipe-timeout", "60", "--bpipe-vocabulary")
+VOCABULARY = f"{BATCH} --bpipe-min-bytes 1024 --bpipe-timeout 60 --bpipe-vocabulary"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) -> None:
     """Ranks' parts are added in the order of late groups on CPUs, too: NCCL promises none, and gloo's is another."""
     folders = [tmp_path / device for device in ("cpu", "late")]
     for folder in folders:
         folder.mkdir()
-    on_cpus = train("cpu", 4, [LateCase(number, (*VOCABULARY, number)) for number in ("1", "2")], folders[0])
+    on_cpus = train("cpu", 4, [LateCase(number, f"{VOCABULARY} {number}") for number in ("1", "2")], folders[0])
     cases = {
-        LateCase(f"{number}_draw{draw.seed}", (*VOCABULARY, number), draw): number
+        LateCase(f"{number}_draw{draw.seed}", f"{VOCABULARY} {number}", draw): number
         for number in ("1", "2")
         for draw in (Draw(3, eagerness=0.8), Draw(1, COMPUTE_LAST), Draw(2))
     }
@@ -160,21 +147,22 @@ def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) 
 def memory_said(outcome: Outcome, case: str) -> dict[int, list[tuple[int, ...]]]:
     """Return by stage, of each iteration, bytes in segments, how often one was taken, and the most that was given out."""
     found = {}
-    for log in outcome.logs:
-        lines = [line.split(": ")[1] for line in said_by(log, case).splitlines() if line.startswith("memory of stage")]
+    for rank in range(len(outcome.logs)):
+        lines = [
+            line.split(": ")[1] for line in outcome.said(case, rank).splitlines() if line.startswith("memory of stage")
+        ]
         (stage,) = {int(line.split()[0]) for line in lines}
         found[stage] = [tuple(map(int, line.split()[1:])) for line in lines]
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_memory_is_what_the_schedule_says_and_is_taken_once(tmp_path: Path) -> None:
     """Peaks against stock's, in micro-batches that leave; from the second iteration on, which has an optimizer's
     state, no segment is taken."""
-    more = (*EIGHT_MICROBATCHES, "--train-iters", "6")
+    more = f"{BATCH} --train-iters 6"
     stock = LateCase("stock", more, Draw(1, AS_LATE), memory=True)
-    cases = [LateCase(kind, (*more, *BPIPE, kind), Draw(2), memory=True) for kind in ("nccl", "peer")]
+    cases = [LateCase(kind, f"{more} {BPIPE} {kind}", Draw(2), memory=True) for kind in ("nccl", "peer")]
     late = train("late", 4, [stock, *cases], tmp_path, 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     peaks = {}
     for case in (stock, *cases):

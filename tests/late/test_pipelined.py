@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
-from unittest.mock import patch
-
 import pytest
 from torch.distributed.pipelining import schedules
 
-from tests.late.devices import DIRECTED, DRAWN, Draw
+from tests.late.devices import DIRECTED, Draw
+from tests.late.pipeline import noticed, wrong_bits
 from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
-from tests.late.test_pipelines import wrong_bits
 from tests.late.waits import WAITS
 
 DAILY = (
@@ -61,19 +56,6 @@ def test_sizes_that_differ_change_no_bit(name: str, kind: str) -> None:
         assert any(rank.moved_bytes for rank in pipeline.ranks), "nothing has moved"
 
 
-def noticed(taken_out: Callable[[], AbstractContextManager[Any]], name: str, kind: str) -> str:
-    """Return what noticed, wrong bits or an error, in one of a few draws; or nothing."""
-    schedule = LISTED[name]()
-    with taken_out():
-        for draw in (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10))):
-            try:
-                if wrong_bits(TorchPipeline(schedule, kind), draw):
-                    return f"wrong bits: {draw}"
-            except RuntimeError as error:
-                return f"{error}: {draw}"
-    return ""
-
-
 OF_TRANSFERS = [
     name if name[:3] in ("[3]", "[7]") else pytest.param(name, marks=pytest.mark.slow)
     for name in WAITS
@@ -85,13 +67,13 @@ OF_TRANSFERS = [
 def test_a_wait_for_a_transfer_that_is_missing_is_noticed(name: str) -> None:
     for wait in WAITS[name]:
         plan = "torch's 1F1B of 8" if wait.schedule == "1f1b of 8" else "torch's 1F1B"
-        assert noticed(wait.taken_out, plan, wait.kind), f"{name} by {wait.kind}: nobody noticed"
-
-
-def nobody_waits() -> AbstractContextManager[Any]:
-    return patch.object(schedules, "_wait_batch_p2p", lambda works: None)
+        schedule = LISTED[plan]()
+        with wait.taken_out():
+            found = noticed(lambda kind=wait.kind, schedule=schedule: TorchPipeline(schedule, kind))
+        assert found, f"{name} by {wait.kind}: nobody noticed"
 
 
 @pytest.mark.parametrize("name", ["torch's 1F1B", "torch's ZBVZeroBubble"])
-def test_a_message_that_torch_does_not_wait_for_is_noticed(name: str) -> None:
-    assert noticed(nobody_waits, name, "host")
+def test_a_message_that_torch_does_not_wait_for_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "_wait_batch_p2p", lambda works: None)
+    assert noticed(lambda: TorchPipeline(LISTED[name](), "host"))

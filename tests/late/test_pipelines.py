@@ -12,21 +12,14 @@ import torch
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.memory import memory_of, num_transfers, peak_counts
+from bpipe.transport.memory import DeviceMemory
 from megatron.scheduling.slices.key_value_cache import KeptKeys
 from tests.late.cases import SCHEDULES
-from tests.late.devices import DIRECTED, DRAWN, Draw, draws
-from tests.late.pipeline import KINDS, LatePipeline
-from tests.late.waits import WAITS, Wait
+from tests.late.devices import DIRECTED, Draw, draws
+from tests.late.pipeline import KINDS, LatePipeline, noticed, wrong_bits
+from tests.late.waits import WAITS
 
 ITERATIONS = 2
-
-
-def wrong_bits(pipeline: LatePipeline, draw: Draw, iterations: int = ITERATIONS) -> list[object]:
-    """Rank and stage of every gradient that is not what it has to be. Raises what a rank raised."""
-    found = pipeline.run(draw, iterations)
-    expected = pipeline.model.expected(pipeline.schedule, iterations)
-    assert found.keys() == expected.keys()
-    return [place for place in found if not torch.equal(found[place], expected[place])]
 
 
 def runs_right(name: str, kind: str, draw: Draw, differing: bool = False) -> None:
@@ -83,24 +76,41 @@ def test_gradients_of_keys_that_are_left_out_are_noticed(monkeypatch: pytest.Mon
     assert not any(torch.equal(found[place], one) for place, one in expected.items())
 
 
+# A pool of hosts, both tiers, sizes that differ, and two pipes: by what moves, and whether sizes differ.
+PATHS = (
+    ("pool", "two-sided", False),
+    ("own memory", "host", False),
+    ("behind devices", "peer", False),
+    ("1f1b of 6", "two-sided", True),
+    ("bidirectional", "two-sided", False),
+)
+
+
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_that_is_missing_is_noticed(name: str) -> None:
     for wait in WAITS[name]:
-        assert noticed(wait), f"{name}, in {wait.schedule} by {wait.kind}: nobody noticed"
+        paths = [(wait.schedule, wait.kind, False)]
+        if not name.startswith("[8]"):
+            paths += PATHS if wait is WAITS[name][0] else ()
+        elif wait.kind == "two-sided":
+            # Of copies only that case takes a buffer that is filled again while it is read.
+            paths += [path for path in PATHS if path[1] == "two-sided"]
+        for schedule, kind, differing in paths:
+            plan = SCHEDULES[schedule]()
+            with wait.taken_out():
+                found = noticed(
+                    lambda plan=plan, kind=kind, differing=differing: LatePipeline(plan, kind, differing=differing)
+                )
+            assert found, f"{name}, in {schedule} by {kind}: nobody noticed"
 
 
-def noticed(wait: Wait) -> str:
-    """By wrong bits or by an error, in one of a few draws; without one, nothing."""
-    plan = SCHEDULES[wait.schedule]()
-    with wait.taken_out():
-        # With all hardware queues: one orders by itself much of what nobody ordered.
-        for draw in (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10))):
-            try:
-                if wrong_bits(LatePipeline(plan, wait.kind), draw):
-                    return f"wrong bits: {draw}"
-            except RuntimeError as error:
-                return f"{error}: {draw}"
-    return ""
+def test_a_rank_that_cannot_lend_tells_its_partner_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(self: DeviceMemory, nbytes: int) -> None:
+        raise MemoryError(f"no {nbytes} bytes")
+
+    monkeypatch.setattr(DeviceMemory, "make", make)
+    with pytest.raises(RuntimeError, match="the partner could not allocate the host buffers that it lends"):
+        LatePipeline(SCHEDULES["1f1b"](), "peer").run(Draw(1), 1)
 
 
 def test_memory_made_for_a_partner_while_receives_are_posted() -> None:

@@ -20,14 +20,14 @@ LIMIT_S = 90.0
 
 
 @contextmanager
-def two_ranks(script: str, folder: Path, *arguments: str) -> Iterator[tuple[list[Popen[bytes]], list[Path]]]:
+def two_ranks(what: str, folder: Path, timeout_s: int) -> Iterator[tuple[list[Popen[bytes]], list[Path]]]:
     """Yield two processes and their logs. Ends both."""
     (port,) = free_ports(1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     logs = [folder / f"{rank}.log" for rank in range(2)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/late" / script), str(rank), str(port), *arguments],
+            [sys.executable, str(ROOT / "tests/late/pair_worker.py"), what, str(rank), str(port), str(timeout_s)],
             cwd=folder,
             env=environment,
             stdout=logs[rank].open("wb"),
@@ -45,7 +45,7 @@ def two_ranks(script: str, folder: Path, *arguments: str) -> Iterator[tuple[list
 
 @pytest.mark.timeout(300)
 def test_the_watchdog_ends_a_rank_that_waits_longer_than_the_group_allows(tmp_path: Path) -> None:
-    with two_ranks("lonely_worker.py", tmp_path, "3") as (ranks, logs):
+    with two_ranks("lonely", tmp_path, 3) as (ranks, logs):
         assert ranks[0].wait(LIMIT_S) == -signal.SIGABRT, logs[0].read_text()
         ranks[1].wait(LIMIT_S)
     said = logs[0].read_text()
@@ -59,7 +59,7 @@ def test_the_watchdog_ends_a_rank_that_waits_longer_than_the_group_allows(tmp_pa
 @pytest.mark.timeout(300)
 def test_a_link_that_carries_nothing_is_given_up_before_the_watchdog_ends_the_process(tmp_path: Path) -> None:
     """`auto` tried NCCL first and waited for it as long as the group allows: there was nobody left to try another."""
-    with two_ranks("probing_worker.py", tmp_path, "6", "yes") as (ranks, logs):
+    with two_ranks("probing", tmp_path, 6) as (ranks, logs):
         for rank, log in zip(ranks, logs, strict=True):
             assert rank.wait(LIMIT_S) == 0, log.read_text()
             said = log.read_text()
@@ -71,7 +71,7 @@ def test_a_link_that_carries_nothing_is_given_up_before_the_watchdog_ends_the_pr
 @pytest.mark.timeout(300)
 def test_a_link_that_nobody_gives_up_is_ended_by_the_watchdog(tmp_path: Path) -> None:
     """As it was."""
-    with two_ranks("probing_worker.py", tmp_path, "3", "no") as (ranks, logs):
+    with two_ranks("patient", tmp_path, 3) as (ranks, logs):
         assert ranks[0].wait(LIMIT_S) == -signal.SIGABRT, logs[0].read_text()
     assert "late: watchdog of rank 0: " in logs[0].read_text()
     assert "chosen" not in logs[0].read_text()

@@ -17,8 +17,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.program import Instruction, Op
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED
-from tests.late.pipeline import LatePipeline
-from tests.late.test_pipelines import wrong_bits
+from tests.late.pipeline import LatePipeline, wrong_bits
 
 Broken = Callable[[], AbstractContextManager[Any]]
 

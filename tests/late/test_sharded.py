@@ -11,9 +11,8 @@ import torch
 
 from bpipe.transport import collectives
 from tests.late.devices import AS_LATE, COMPUTE_LAST, DIRECTED, Draw
-from tests.late.pipeline import KINDS
+from tests.late.pipeline import KINDS, noticed, wrong_bits
 from tests.late.sharded import SHARDED, ShardedPipeline
-from tests.late.test_pipelines import wrong_bits
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -43,3 +42,15 @@ def test_several_kernels_for_what_one_rank_makes_stand_still_in_one_queue(monkey
     monkeypatch.setattr(collectives, "in_one_call", one_by_one)
     with pytest.raises(RuntimeError, match="nobody can go on"):
         ShardedPipeline(SHARDED["vocabulary 1"](), "two-sided").run(Draw(1, AS_LATE, connections=1))
+
+
+@pytest.mark.parametrize("name", ["vocabulary 1", "vocabulary 2"])
+def test_a_collective_that_nobody_waits_for_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = collectives.Collectives.wait
+
+    def hasty(self: collectives.Collectives, message: Any) -> Any:
+        passing = self._passing.get(message.value)
+        return wait(self, message) if passing is None else (*passing.result, *passing.later_result)
+
+    monkeypatch.setattr(collectives.Collectives, "wait", hasty)
+    assert noticed(lambda: ShardedPipeline(SHARDED[name](), "two-sided"))

@@ -18,8 +18,7 @@ from tests.late.cases import SCHEDULES, balanced
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, DRAWN, STREAM_LAST, Draw
 from tests.late.in_pieces import PiecesPipeline
 from tests.late.model import LateModel
-from tests.late.pipeline import LatePipeline
-from tests.late.test_pipelines import wrong_bits
+from tests.late.pipeline import LatePipeline, wrong_bits
 from tests.unit.runtime.pipeline import inputs_of
 
 

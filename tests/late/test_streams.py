@@ -20,8 +20,7 @@ from tests.gpu.common import SMALL
 from tests.gpu.streams import SIZES, Stage0
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, device, draws
-from tests.late.pipeline import LatePipeline
-from tests.late.test_pipelines import wrong_bits
+from tests.late.pipeline import LatePipeline, wrong_bits
 
 
 @pytest.mark.parametrize("kind", ["two-sided", "peer"])

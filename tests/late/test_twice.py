@@ -15,11 +15,13 @@ import pytest
 
 from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, Draw
-from tests.late.test_megatron import BPIPE, said_by
+from tests.late.test_megatron import BPIPE
 from tests.late.training import LateCase, close_parents, train
 
-ARGUMENTS = ("--global-batch-size", "8", "--train-iters", "2", "--eval-iters", "1", *BPIPE)
-OWN_LOOP = ("--bpipe-executor",)
+pytestmark = pytest.mark.timeout(500)
+
+FLAGS = f"--global-batch-size 8 --train-iters 2 --eval-iters 1 {BPIPE}"
+OWN_LOOP = "--bpipe-executor"
 TEN = 10
 
 
@@ -29,10 +31,10 @@ def parents() -> Iterator[None]:
     close_parents()
 
 
-def trained(folder: Path, device: str, transports: tuple[str, ...], further: tuple[str, ...] = ()) -> Outcome:
+def trained(folder: Path, device: str, transports: tuple[str, ...], further: str = "") -> Outcome:
     """Train once over each of the transports, in the same four processes."""
     cases = [
-        LateCase(f"{number}_{transport}", (*ARGUMENTS, transport, *further), Draw(number, AS_LATE))
+        LateCase(f"{number}_{transport}", f"{FLAGS} {transport} {further}", Draw(number, AS_LATE))
         for number, transport in enumerate(transports)
     ]
     outcome = train(device, 4, cases, folder, 400.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
@@ -41,8 +43,7 @@ def trained(folder: Path, device: str, transports: tuple[str, ...], further: tup
         assert len(first["iterations"]) == 2
         assert later == [first] * len(later)
         first_left, *later_left = [
-            json.loads(said_by(outcome.logs[rank], case.name).partition("holding: ")[2].splitlines()[0])
-            for case in cases
+            json.loads(outcome.said(case.name, rank).partition("holding: ")[2].splitlines()[0]) for case in cases
         ]
         assert later_left == [first_left] * len(later_left)
         # What Megatron itself leaves on a device is not ours.
@@ -51,26 +52,22 @@ def trained(folder: Path, device: str, transports: tuple[str, ...], further: tup
     return outcome
 
 
-@pytest.mark.timeout(500)
 def test_a_training_behind_one_over_peer_trains_the_same(tmp_path: Path) -> None:
     trained(tmp_path, "late", ("peer", "nccl", "peer"))
 
 
-@pytest.mark.timeout(500)
 def test_a_training_behind_one_over_shared_memory_trains_the_same(tmp_path: Path) -> None:
     trained(tmp_path, "cpu", ("peer", "gloo", "peer"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("device", ["late", "cpu"])
 def test_ten_trainings_leave_nothing(device: str, tmp_path: Path) -> None:
     trained(tmp_path, device, ("peer",) * TEN)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize(("device", "further"), [("late", ()), ("late", OWN_LOOP), ("cpu", OWN_LOOP), ("cpu", ())])
-def test_every_transport_gives_back_what_it_had(device: str, further: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "further"), [("late", ""), ("late", OWN_LOOP), ("cpu", OWN_LOOP), ("cpu", "")])
+def test_every_transport_gives_back_what_it_had(device: str, further: str, tmp_path: Path) -> None:
     two_sided = "nccl" if device == "late" else "gloo"
     trained(tmp_path, device, ("host", "peer", two_sided, "host", "auto"), further)

@@ -14,8 +14,8 @@ from bpipe.transport.distributed import Distributed, Works
 from bpipe.transport.one_sided import OneSidedCopies
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, DRAWN, Draw
-from tests.late.pipeline import KINDS, LatePipeline
-from tests.late.test_pipelines import number_of, wrong_bits
+from tests.late.pipeline import KINDS, LatePipeline, wrong_bits
+from tests.late.test_pipelines import number_of
 from tests.late.waits import WAITS
 
 

@@ -9,9 +9,10 @@ import time
 import pytest
 
 from tests.late import watching
+from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, extension
 from tests.late.hosts import Hangs, run_hosts
-from tests.late.test_pipelines import runs_right
+from tests.late.pipeline import LatePipeline, wrong_bits
 
 
 def test_a_rank_that_waits_for_a_lock_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,35 +31,7 @@ def test_a_rank_that_waits_for_a_lock_hangs(monkeypatch: pytest.MonkeyPatch) -> 
     let_go.set()
     while threading.active_count() > before:
         time.sleep(0.01)
-    runs_right("1f1b", "host", Draw(1))
-
-
-def test_a_rank_that_computes_for_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "ASLEEP", 2)
-
-    def compute(rank: int) -> None:
-        end_s = time.thread_time() + 1.5
-        while time.thread_time() < end_s:
-            pass
-
-    begin(Draw(1))
-    run_hosts(2, compute)
-
-
-def test_a_loop_without_an_end_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "BUSY_S", 1.0)
-    over = threading.Event()
-
-    def ask(rank: int) -> None:
-        while not over.is_set():
-            pass
-
-    begin(Draw(1))
-    try:
-        with pytest.raises(Hangs, match="nothing was done in 1 s of processor time"):
-            run_hosts(1, ask)
-    finally:
-        over.set()
+    assert wrong_bits(LatePipeline(SCHEDULES["1f1b"](), "host"), Draw(1)) == []
 
 
 @pytest.mark.parametrize("seed", range(4))

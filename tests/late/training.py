@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.gloo.conftest import ITERATIONS, PARENTS, ROOT, TINY, Outcome, Parents, finish, start
+from tests.gloo.conftest import PARENTS, ROOT, Outcome, Parents, finish, start
+from tests.gloo.flags import ITERATIONS, TINY
 from tests.gloo.ports import free_ports
 from tests.late.devices import Draw
 
@@ -25,11 +26,11 @@ def close_parents() -> None:
 
 @dataclass(frozen=True)
 class LateCase:
-    """One training run. `arguments` come after those of the tiny model, so they win. `memory`: its allocator's counters
-    are printed."""
+    """One training run. `flags` come after those of the tiny model, so they win. `memory`: its allocator's counters are
+    printed."""
 
     name: str
-    arguments: Sequence[str] = ()
+    flags: str = ""
     draw: Draw = field(default_factory=lambda: Draw(1))
     memory: bool = False
 
@@ -43,11 +44,11 @@ def train(
     environment: dict[str, str] | None = None,
 ) -> Outcome:
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
-    stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
+    common = f"{TINY} {ITERATIONS} --num-layers {world} --pipeline-model-parallel-size {world}"
     described = [
         {
             "name": case.name,
-            "arguments": [*TINY, *ITERATIONS, *stages, *case.arguments],
+            "arguments": f"{common} {case.flags}".split(),
             "draw": asdict(case.draw),
             "memory": case.memory,
         }

@@ -1,10 +1,9 @@
-"""One rank of a test's training runs whose micro-batches differ in size by what a script of one's own does.
+"""Micro-batches that differ in size by what a script of one's own does.
 
-In: as worker.py; a case says --differing and how, or trains on conversations by --sft. Out: the same records. The sizes
-of --differing follow from how many forwards this rank has run, or this chunk, so that all ranks of a pipeline cut a
-micro-batch alike; and so does stock Megatron's run.
+Sizes follow from how many forwards this rank, or this chunk, has run, so all ranks of a pipeline cut a micro-batch
+alike, in stock Megatron's run, too.
 
-    lengths   rows of differing length, whose shapes Megatron's pipeline then sends in front (variable_seq_lengths)
+    lengths   rows of differing length, whose shapes Megatron's pipeline then sends first (variable_seq_lengths)
     policy    such rows in a step of training by reinforcement, see policy.py
     partial   some micro-batches recompute all layers, the others none (num_microbatches_with_partial_activation_checkpoints)
 """
@@ -13,20 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.gloo import conversations, policy, worker
+import pretrain_gpt
+from tests.gloo import policy
 
 # isort: split
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 
-pretrain_gpt = worker.pretrain_gpt
 # Of the micro-batches, over and over; the first is not the largest.
 LENGTHS = (48, 64, 40, 64, 56, 24)
 
@@ -93,22 +90,3 @@ def train(how: str) -> None:
         else contextlib.nullcontext(),
     ):
         pretrain_gpt.main()
-
-
-def train_on_conversations() -> None:
-    with conversations.readable():
-        pretrain_gpt.main()
-
-
-torch.set_num_threads(1)
-cases, folder = sys.argv[1:]
-for case in worker.cases_of(cases):
-    main = pretrain_gpt.main
-    if "--differing" in case["arguments"]:
-        at = case["arguments"].index("--differing")
-        main = functools.partial(train, case["arguments"][at + 1])
-        case["arguments"][at : at + 2] = []
-    if "--sft" in case["arguments"]:
-        case["arguments"].remove("--mock-data")
-        main = train_on_conversations
-    worker.run(case, Path(folder), main=main)
