@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.names import unknown
-from bpipe.predict.hybrid import MOST_LAYERS
+from bpipe.predict.hybrid import EXPERTS, MOST_LAYERS, Hybrid
 from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent
 from bpipe.predict.model import PRESETS, Model
-from bpipe.values import a_flag, a_list, a_number, a_whole, an_object, load_json
+from bpipe.values import a_flag, a_list, a_number, a_text, a_whole, an_object, load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class _Kind:
     defaults: Mapping[str, int] = field(default_factory=dict)
     qkv_biases: bool = False
     """Whether `attention_bias` is of queries, keys and values alone."""
+    hybrid: bool = False
+    """Whether a pattern says what each layer is."""
 
 
 _DEEPSEEK = _ExpertKeys(
@@ -106,6 +108,12 @@ _KINDS = {
     "llama4_text": _Kind(differs={"qk_norm": True}, experts=_LLAMA4),
     "glm4_moe": _Kind(experts=replace(_DEEPSEEK, step=None, sigmoid=True), qkv_biases=True),
     "minimax_m2": _Kind(experts=replace(_MIXTRAL, sigmoid=True)),
+    "nemotron_h": _Kind(
+        ("relu2",),
+        differs={"gated": False, "squared_relu": True, "no_positions": True},
+        experts=replace(_DEEPSEEK, shared="moe_shared_expert_intermediate_size", first=None, step=None, sigmoid=True),
+        hybrid=True,
+    ),
     "phi3": _Kind(),
     "nemotron": _Kind(("relu2",), differs={"gated": False, "rms_norm": False, "squared_relu": True}),
 }
@@ -116,7 +124,6 @@ _MISSING = {
     "gpt_oss": "attention sinks and biases of experts are not modelled",
     "dbrx": "its own names for sizes are not read",
     "qwen3_next": "linear attention is not modelled",
-    "nemotron_h": "hybrid models are read from launches only",
 }
 _GPT2 = {
     "num_hidden_layers": "n_layer",
@@ -175,7 +182,7 @@ def _model(config: dict[str, Any], name: str) -> Model:
         value = config.get(key)
         return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, largest)
 
-    acts = ("hidden_activation", names.get("hidden_act", "hidden_act"))
+    acts = ("hidden_activation", names.get("hidden_act", "hidden_act"), "mlp_hidden_act")
     activation = next((config[key] for key in acts if config.get(key)), None)
     if activation is not None and activation not in kind.activations:
         raise ValueError(
@@ -228,7 +235,7 @@ def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int])
         "chunk": number("attention_chunk_size") if config.get("attention_chunk_size") else None,
         "capped_attention": _is_capped(config, "attn_logit_softcapping"),
         "capped_logits": _is_capped(config, "final_logit_softcapping"),
-        "experts": _experts(config, kind.experts, number) if kind.experts else None,
+        "experts": _experts(config, kind.experts, number) if kind.experts and not kind.hybrid else None,
         "gated": True,
         "rms_norm": True,
         "linear_bias": not kind.qkv_biases and _has_biases(config),
@@ -242,7 +249,15 @@ def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int])
         rank = number("q_lora_rank") if config.get("q_lora_rank") else None
         sizes = map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         shape |= {"latent": Latent(rank, *sizes), "num_query_groups": heads}
-    return shape
+    return shape | (_hybrid(config, kind, number) if kind.hybrid else {})
+
+
+def _hybrid(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
+    """Return the pattern of layers, the sizes of Mamba layers and, if the pattern has some, of experts."""
+    pattern = a_text(config.get("hybrid_override_pattern"), "hybrid_override_pattern")
+    sizes = (number(key) for key in ("mamba_num_heads", "ssm_state_size", "mamba_head_dim", "n_groups"))
+    experts = _experts(config, kind.experts, number) if kind.experts and EXPERTS in pattern else None
+    return {"hybrid": Hybrid(pattern, *sizes), "experts": experts}
 
 
 def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:

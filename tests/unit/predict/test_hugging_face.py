@@ -190,3 +190,50 @@ def test_a_file_and_flags_give_the_same_prediction(tmp_path: Path, capsys: pytes
     assert (by_file["iteration_time_s"], by_file["stages"]) == (by_flags["iteration_time_s"], by_flags["stages"])
     assert main(["simulate", *sizes, "--swiglu", *rest]) == 2
     assert "SwiGLU and squared ReLU exclude each other" in capsys.readouterr().err
+
+
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "architectures": ["NemotronHForCausalLM"],
+    "mlp_hidden_act": "relu2",
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pattern", "own", "billions"),
+    [
+        (
+            (52, 4096, 32, 8, 128, 21504, 131072),
+            "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            {"mamba_num_heads": 128},
+            8.1,
+        ),
+        (
+            (52, 2688, 32, 2, 128, 1856, 131072),
+            "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            {
+                "mamba_num_heads": 64,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 1856,
+                "moe_shared_expert_intermediate_size": 3712,
+                "n_shared_experts": 1,
+            },
+            31.6,
+        ),
+    ],
+    ids=["Nemotron-H 8B", "Nemotron 3 Nano 30B"],
+)
+def test_layers_that_are_one_part_alone(
+    sizes: tuple[int, ...], pattern: str, own: dict[str, Any], billions: float, tmp_path: Path
+) -> None:
+    config = {**NEMOTRON_H, **dict(zip(NAMES, sizes, strict=True)), "hybrid_override_pattern": pattern, **own}
+    model = find_model(written(tmp_path, config))
+    assert num_parameters(model) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert model.no_positions
+    assert model.hybrid is not None
+    assert model.hybrid.pattern == pattern
