@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from operator import add, gt
+from operator import gt
 from typing import NamedTuple
 
 from bpipe.predict.activations import activations, held_of
@@ -205,13 +205,10 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     if family.ahead is None or (setup.slices > 1 and family.sliced_warm_up is not None):
         # For slices in turns the warm-up says more (`least_warm_bytes`).
         return least
-    saved = least_saved_bytes(setup)
-    working, width = working_bytes(setup), setup.num_microbatches * setup.slices
+    saved, width = least_saved_bytes(setup), setup.num_microbatches * setup.slices
     held_bytes = family.ahead(setup.pipeline, width, setup.num_chunks, setup.turn_size)
     held_bytes *= min(saved[stage] for stage in setup.stages_of(0))
-    if setup.balance is None:
-        return max(least, with_state(setup, states[0], held_bytes + working[0]))
-    return max(least, with_state(setup, min(states), part_of_held(setup, held_bytes) + min(working)))
+    return max(least, _least_of_held(setup, states, [held_bytes]))
 
 
 def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
@@ -219,11 +216,8 @@ def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> i
     states = states or rank_states(setup)
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup, states)
-    working = working_bytes(setup)
-    held_bytes = max(own for own, _ in activations(replace(setup, balance=None)))
-    return max(
-        least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held_bytes) + min(working))
-    )
+    held_bytes = [own for own, _ in activations(replace(setup, balance=None))]
+    return max(least_bytes(setup, states), _least_of_held(setup, states, held_bytes))
 
 
 def least_sharded_bytes(setup: Setup, states: tuple[int, ...]) -> int:
@@ -235,16 +229,22 @@ def least_sharded_bytes(setup: Setup, states: tuple[int, ...]) -> int:
     saved = stage_bytes(setup)
     after_input = list(map(min, saved, after_input_bytes(setup)))
     whole = replace(setup, vocabulary=Vocabulary.WHOLE, input_shards=False, balance=None)
-    own, working = [held.num_bytes(saved, after_input)[0] for held in held_of(whole)], working_bytes(setup)
+    return _least_of_held(setup, states, [held.num_bytes(saved, after_input)[0] for held in held_of(whole)])
+
+
+def _least_of_held(setup: Setup, states: Sequence[int], held_bytes: Sequence[int]) -> int:
+    """Return the least bytes of the fullest rank if the first ranks hold these bytes of activations unbalanced.
+
+    If balanced, a rank or one of those who host for it holds at least a part; a node's memory may hold all of it.
+    """
+    working = working_bytes(setup)
     if setup.balance is None:
-        return max(with_state(setup, *sizes) for sizes in zip(states, map(add, own, working), strict=True))
-    return with_state(setup, min(states), part_of_held(setup, max(own)) + min(working))
-
-
-def part_of_held(setup: Setup, held_bytes: int) -> int:
-    """Return the part of what a rank holds that it, or one of those who host for it, holds at least; a node's memory
-    may have all of it."""
-    return {PAIR: held_bytes // 2, POOL: held_bytes // setup.pipeline}.get(setup.hosts, 0)
+        return max(
+            with_state(setup, state, sum(going)) for state, *going in zip(states, held_bytes, working, strict=False)
+        )
+    largest = max(held_bytes)
+    part = {PAIR: largest // 2, POOL: largest // setup.pipeline}.get(setup.hosts, 0)
+    return with_state(setup, min(states), part + min(working))
 
 
 def with_state(setup: Setup, state: int, going: int) -> int:
@@ -307,11 +307,8 @@ def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int
     if setup.balance is not None and setup.slices == 1:
         # The first rank's part comes from its order (`least_shared_bytes`).
         return 0
-    working = working_bytes(setup)
     held_bytes = [_held(sizes[rank], told.at_first_backward(rank)) for rank in range(setup.pipeline)]
-    if setup.balance is None:
-        return max(with_state(setup, states[rank], own + working[rank]) for rank, own in enumerate(held_bytes))
-    return with_state(setup, min(states), part_of_held(setup, max(held_bytes)) + min(working))
+    return _least_of_held(setup, states, held_bytes)
 
 
 def _told(setup: Setup) -> WarmUp | None:
