@@ -8,7 +8,7 @@ from typing import Any
 
 from bpipe.config.features.feature import Feature, Settings, State
 from bpipe.config.features.table import FEATURES, SLICED
-from bpipe.config.flags.launches import ARGUMENTS, SWITCHED_OFF
+from bpipe.config.flags.launches import SWITCHED_OFF, argument_of
 
 # Megatron's defaults that the table asks for.
 _DEFAULTS = {
@@ -28,7 +28,7 @@ def settings_of(flags: Iterable[str]) -> SimpleNamespace:
     for word in flags:
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
-            name = SWITCHED_OFF.get(flag) or ARGUMENTS.get(flag, flag[2:].replace("-", "_"))
+            name = SWITCHED_OFF.get(flag) or argument_of(flag)
             settings[name] = _value(value) if equals else flag not in SWITCHED_OFF
         elif settings.get(name) is True:
             settings[name] = _value(word)

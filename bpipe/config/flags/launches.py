@@ -28,6 +28,13 @@ SWITCHED_OFF = {
     "--no-overlap-p2p-communication": "overlap_p2p_comm",
     "--no-rope-fusion": "apply_rope_fusion",
 }
+
+
+def argument_of(flag: str) -> str:
+    """Return the name that Megatron's parser gives the value of a flag."""
+    return ARGUMENTS.get(flag, flag[2:].replace("-", "_"))
+
+
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 _POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.flag import Flag, Options
-from bpipe.config.flags.launches import ARGUMENTS, READ, SWITCHED_OFF
+from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.other_flags import GROUP, REFUSED
 from bpipe.schedule.layout import REDISTRIBUTE
@@ -76,11 +76,6 @@ class MegatronSettings:
     def without(self, flags: Collection[str]) -> MegatronSettings:
         """Return the settings without some of the `others`."""
         return MegatronSettings(self.values, tuple(entry for entry in self.others if entry[0] not in flags))
-
-
-def argument_of(flag: str) -> str:
-    """Return the name that Megatron's parser gives the value of a flag."""
-    return ARGUMENTS.get(flag, flag[2:].replace("-", "_"))
 
 
 def _is_switched_off(flag: str, args: object) -> bool:

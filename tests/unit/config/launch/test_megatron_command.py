@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from bpipe.cli import main
 from bpipe.config.flags.budgets import read_budget
-from bpipe.config.flags.launches import READ, SWITCHED_OFF
+from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.megatron_names import names
-from bpipe.config.launch.megatron_settings import MegatronSettings, argument_of, read_log
+from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
 from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
