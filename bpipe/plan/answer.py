@@ -37,10 +37,10 @@ def plainest_of_ours(rows: Sequence[Candidate], others: Others) -> int | None:
     level = [(place, row) for place, row in ours if is_level(row.iteration_s, ours[0][1].iteration_s)]
     near = [(place, row) for place, row in level if not guarded(row.setup, others)] or level
     fastest_s = near[0][1].iteration_s
-    as_fast = (placed for placed in near if placed[1].iteration_s <= _AS_FAST * fastest_s)
-    return min(as_fast, key=lambda placed: sum(flag.startswith("--bpipe") for flag in megatron_flags(placed[1].setup)))[
-        0
-    ]
+    as_fast = {place: row for place, row in near if row.iteration_s <= _AS_FAST * fastest_s}
+    return min(
+        as_fast, key=lambda place: sum(flag.startswith("--bpipe") for flag in megatron_flags(as_fast[place].setup))
+    )
 
 
 @dataclass(frozen=True, slots=True)

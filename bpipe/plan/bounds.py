@@ -58,13 +58,14 @@ def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
     if setup.balance is not None or setup.slices > 1 or setup.num_pipes > 1 or FAMILIES[setup.schedule].fill is None:
         return 0.0
     costs = costs_of(setup, profile)
-    stages = [costs.of(stage) for stage in range(setup.num_stages)]
+    last_first = (costs.of(stage) for stage in reversed(range(setup.num_stages)))
     passes = (
-        float(one.whole_forward_s + (one.whole_input_s if setup.splits else one.whole_backward_s)) for one in stages
+        float(cost.whole_forward_s + (cost.whole_input_s if setup.splits else cost.whole_backward_s))
+        for cost in last_first
     )
-    stays = list(accumulate(reversed(list(passes))))[::-1]
-    return max(
-        setup.num_microbatches * sum(stays[stage] for stage in held.stages) / held.most_saved for held in held_of(setup)
+    stays = [*accumulate(passes)][::-1]
+    return setup.num_microbatches * max(
+        sum(stays[stage] for stage in held.stages) / held.most_saved for held in held_of(setup)
     )
 
 
