@@ -26,15 +26,13 @@ from bpipe.schedule.families.families import (
     families_with_early_forwarding,
 )
 from bpipe.schedule.families.timing import iteration_time
-from bpipe.schedule.files.document import write_json
-from bpipe.schedule.files.grid import write_grid
-from bpipe.schedule.files.listing import write_listing
-from bpipe.schedule.files.read import read_file, source_of
+from bpipe.schedule.families.unit_grid import align
+from bpipe.schedule.files.document import read_file, source_of, write_json
+from bpipe.schedule.files.grid import write_grid, write_listing
 from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.host_buffers import num_host_memory_buffers
 from bpipe.schedule.hosts import uses_host_memory
-from bpipe.schedule.lowering.align import align
-from bpipe.schedule.lowering.confirmed_sends import lower_as_run
+from bpipe.schedule.lowering.lower import lower_as_run
 from bpipe.schedule.memory import num_transfers, peak_counts, plain, with_after_input
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule

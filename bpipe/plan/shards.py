@@ -8,9 +8,8 @@ from functools import lru_cache
 
 from bpipe.build import ScheduleConfig, unchecked
 from bpipe.predict.layout import Setup
-from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel
-from bpipe.schedule.check.rules import check_waits
+from bpipe.schedule.check.rules import ScheduleError, check_waits
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 

@@ -24,8 +24,8 @@ from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.streams import Streams, synchronize
 from bpipe.schedule.action import READING, Action, Kind
 from bpipe.schedule.host_buffers import Residencies, Residency
+from bpipe.schedule.program import Step, one_by_one, steps
 from bpipe.schedule.schedule import Schedule, computed_together
-from bpipe.schedule.steps import Step, one_by_one, steps
 from bpipe.transport.base import Pending
 from bpipe.transport.one_sided import Transport
 

@@ -21,7 +21,7 @@ from bpipe.runtime.stage import Messages, Shards, Stage, Tensors
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.dependencies import NOTHING, Dependencies
 from bpipe.schedule.hosts import Pair
-from bpipe.schedule.lowering.confirmed_sends import lower_as_run
+from bpipe.schedule.lowering.lower import lower_as_run
 from bpipe.schedule.program import Exchange, Instruction, Message, Op
 from bpipe.schedule.schedule import Schedule
 

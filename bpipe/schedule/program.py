@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.dependencies import Dependencies
 from bpipe.schedule.hosts import Pair
-from bpipe.schedule.schedule import Schedule
+from bpipe.schedule.schedule import Schedule, Slot, computed_together
 
 
 class Exchange(enum.Enum):
@@ -28,14 +28,14 @@ class Exchange(enum.Enum):
     # Megatron's loop for several: right after a computation it sends what that made, in one operation with all that its
     # neighbours send before its next. The ring of neighbours would block itself with the rule above.
     MEGATRON_INTERLEAVED = "megatron-interleaved"
-    # The same loop with `--no-overlap-p2p-communication`: between two turns (`schedule.lowering.messages`) it sends
+    # The same loop with `--no-overlap-p2p-communication`: between two turns (`schedule.lowering.lower`) it sends
     # what the first made and receives what the second needs, in one operation, and goes on when that is over.
     MEGATRON_TURNS = "megatron-turns"
     # Our executor: a send starts at once and is never waited for; receives are posted one ahead, in the sender's order,
     # and only a computation that needs one waits for it.
     POSTED = "posted"
     # torch.distributed.pipelining's runtime: a send starts at once, a receive is posted where torch lists it
-    # (`schedule.lowering.messages`), and only a computation that needs it waits. The messages of two ranks, in both
+    # (`schedule.lowering.lower`), and only a computation that needs it waits. The messages of two ranks, in both
     # directions, share one queue.
     TORCH = "torch"
 
@@ -192,3 +192,62 @@ class Program:
     def slot_of(self, index: int) -> int:
         """Return the column of the grid to which an instruction belongs."""
         return self.slots[bisect_right(self.starts, index) - 1]
+
+
+class Step(NamedTuple):
+    """One computation and the transfers that start around it.
+
+    `compute` is None for the loop's start and its end, the first and last step; `overlapped` is the backward that runs
+    together with it.
+    """
+
+    compute: Action | None
+    before: tuple[Action, ...] = ()
+    after: tuple[Action, ...] = ()
+    overlapped: Action | None = None
+
+    @property
+    def computations(self) -> tuple[Action, ...]:
+        return computed_together(self.compute, self.overlapped)
+
+
+def one_by_one(program: Iterable[Step]) -> tuple[Step, ...]:
+    """Put the two computations of an overlap one after the other.
+
+    Transfers before both start before the forward, the others after the backward.
+    """
+    single: list[Step] = []
+    for step in program:
+        if step.overlapped is None:
+            single.append(step)
+        else:
+            single += (Step(step.compute, step.before), Step(step.overlapped, (), step.after))
+    return tuple(single)
+
+
+def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
+    """Return the rank's slots as steps of an engine. The first is the start of the loop and the last its end.
+
+    A transfer next to a computation starts just before it. A transfer in a bubble slot goes to the *latest hook that is
+    not later* than its slot: after the computation before it, or the start of the loop. Starting a half of a transfer
+    too early costs nothing (it only posts a receive); starting it late could make its partner wait.
+
+    Transfers after the rank's last computation go to the end of the loop, after its last message to a neighbour. The
+    partner reaches its end of these transfers only because of that message. If anything waited for a transfer before
+    the message is sent (a queue that all streams share, a synchronising timer), both would wait for ever.
+    """
+    return tuple(each_step(schedule, rank))
+
+
+def each_step(schedule: Schedule, rank: int) -> Iterator[Step]:
+    """Yield the steps of a rank one by one, for readers that need each only once."""
+    current = Slot()
+    after: tuple[Action, ...] = ()
+    for slot in schedule.ranks[rank]:
+        if slot.compute is None:
+            after += slot.transfers
+            continue
+        yield Step(current.compute, current.transfers, after, current.overlapped)
+        current, after = slot, ()
+    yield Step(current.compute, current.transfers, (), current.overlapped)
+    yield Step(None, (), after)

@@ -12,8 +12,8 @@ from bpipe.build import ScheduleConfig, config_of_schedule
 from bpipe.names import unknown
 from bpipe.schedule.action import SHARDS, Kind
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.files.read import read, read_file
-from bpipe.schedule.lowering.align import align, is_listing
+from bpipe.schedule.families.unit_grid import align, is_listing
+from bpipe.schedule.files.document import read, read_file
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.torch.upstream import Computation, SingleStage, TorchAction, schedule_class

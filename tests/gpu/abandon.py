@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.streams import synchronize
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.steps import steps
+from bpipe.schedule.program import steps
 from bpipe.transport.one_sided import Transport
 from tests.gpu.accelerators import Accelerator, Held
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on

@@ -31,9 +31,8 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.engine import Engine
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import Case, ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.schedule.check.rules import RULES, check_no_deadlock, check_other_ends
+from bpipe.schedule.check.rules import RULES, Case, ScheduleError, check_no_deadlock, check_other_ends
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.program import Exchange

@@ -6,14 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from bpipe.schedule.families.bidirectional import TWO_PIPES
-from bpipe.schedule.families.combined import FAMILY as COMBINED
 from bpipe.schedule.families.family import Family
-from bpipe.schedule.families.grouped_interleaved import FAMILY as GROUPED
-from bpipe.schedule.families.interleaved import FAMILY as INTERLEAVED
-from bpipe.schedule.families.one_f_one_b import FAMILY as ONE_F_ONE_B
-from bpipe.schedule.families.one_f_one_b import GPIPE
-from bpipe.schedule.families.one_f_one_b_split import FAMILY as SPLIT
-from bpipe.schedule.families.one_f_one_b_split import ZB_H1
+from bpipe.schedule.families.grouped_interleaved import GROUPED
+from bpipe.schedule.families.interleaved import COMBINED, INTERLEAVED
+from bpipe.schedule.families.one_f_one_b import GPIPE, ONE_F_ONE_B, SPLIT, ZB_H1
 from bpipe.schedule.families.v_shape import V_HALF, V_MIN, ZB_V
 from bpipe.schedule.program import Exchange
 

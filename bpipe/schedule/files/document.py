@@ -1,4 +1,4 @@
-"""Schedules as JSON, exact both ways.
+"""Schedules as JSON, exact both ways, and files of schedules in JSON or CSV.
 
     {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 1, "balance": "bpipe", "bounds": [3, 3, 3, 3],
      "partners": [3, 2, 1, 0], "stage_to_rank": [0, 1, 2, 3],
@@ -15,13 +15,16 @@ not 1. If micro-batches are cut, `slices` is the number of slices; numbers in sl
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bpipe.schedule.files.text import (
     NAME,
     TextError,
     describe,
     read_computation,
+    read_csv,
     read_partners,
     read_share,
     read_vocabulary,
@@ -228,3 +231,40 @@ def _number(value: object, place: str, least: int) -> int:
 
 def _numbers(value: object, place: str) -> tuple[int, ...]:
     return tuple(_number(number, f"{place}[{index}]", 0) for index, number in enumerate(_list(value, place)))
+
+
+STANDARD_INPUT = "-"
+
+
+def read(text: str) -> Schedule:
+    """Read a schedule from CSV or JSON, told apart by how they begin."""
+    if text.lstrip(" \n\r\t").startswith("{"):
+        return read_json(text)
+    first, _, rest = text.partition("\n")
+    if first.startswith("#") and rest.startswith("slot"):
+        raise TextError("line 2: 'slot' begins a grid, which is not read: write the schedule with --format csv or json")
+    return read_csv(text)
+
+
+def read_file(name: str) -> Schedule:
+    """Read a schedule from a file; `-` is standard input.
+
+    Raises:
+        OSError: The file cannot be read.
+        TextError: It is not a schedule; names the file.
+    """
+    if name == STANDARD_INPUT and sys.stdin is None:
+        raise ValueError("--input -: standard input is closed")
+    source = source_of(name)
+    try:
+        data = sys.stdin.buffer.read() if name == STANDARD_INPUT else Path(name).read_bytes()
+        return read(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise TextError(f"{source}: byte {error.start} is not UTF-8 text") from None
+    except ValueError as error:
+        raise TextError(f"{source}: {error}") from None
+
+
+def source_of(name: str) -> str:
+    """Return a file's name in words."""
+    return "standard input" if name == STANDARD_INPUT else name

@@ -1,6 +1,6 @@
 """Lowering: what each rank does, messages included, as one `Program` per rank.
 
-Computations and transfers are in the order of `schedule.steps`; what passes between ranks follows from
+Computations and transfers are in the order of `program.each_step`; what passes between ranks follows from
 `schedule.dependencies`; the exchange order decides when it is sent, received and waited for. What data needs is always
 waited for:
 
@@ -12,20 +12,220 @@ waited for:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import accumulate, chain, pairwise, repeat
 
-from bpipe.schedule.action import READING, Action, Key, Kind
-from bpipe.schedule.dependencies import NOTHING
+from bpipe.schedule.action import COMPUTE, READING, SHARDS, Action, Key, Kind
+from bpipe.schedule.dependencies import NOTHING, Dependencies, Route
 from bpipe.schedule.host_buffers import Residencies, Residency, evicted_to, host_buffers
-from bpipe.schedule.lowering.messages import ALL, NOBODY, Passing, turns_of
-from bpipe.schedule.program import Exchange, Op, Program, Transfer
-from bpipe.schedule.schedule import Schedule
-from bpipe.schedule.steps import Step, each_step
+from bpipe.schedule.program import Exchange, MessageTable, Op, Program, Step, Transfer, each_step
+from bpipe.schedule.schedule import Schedule, Slot
 
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
 _RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Op)
 # With one neighbour in both directions, to one, and from one.
 _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT]), bytes([_POST, _WAIT])
+# In place of the rank at a message's other end: it is a collective, or the value stays on its rank.
+ALL = -2
+NOBODY = -1
+# The value of a pipe's first micro-batch and the rank at its other end, by kind and stage.
+_Table = dict[Kind, list[tuple[int, int]]]
+
+
+class Passing:
+    """Values that pass between ranks.
+
+    Each list has, by rank, one entry per computation in order: what it needs and from whom, what it makes and for whom.
+    NOBODY means that the value stays on its rank.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.messages = schedule, MessageTable(schedule)
+        dependencies = self.messages.dependencies
+        # A pipe that no micro-batch takes passes nothing.
+        pipes = range(min(schedule.layout.num_pipes, schedule.num_microbatches))
+        tables = [
+            (_ends(dependencies, dependencies.operand_of, pipe), _ends(dependencies, dependencies.value_of, pipe))
+            for pipe in pipes
+        ]
+        values = [_values(row, tables) for row in schedule.ranks]
+        self.needed, self.needed_from, self.made, self.made_for = (
+            [of_rank[part] for of_rank in values] for part in range(4)
+        )
+
+    def received_behind(self) -> list[list[list[int]]]:
+        """Return what a rank of Megatron's interleaved loop receives at its start and after each computation.
+
+        That is what neighbours make, by the grid, until the rank's next computation; two that overlap count as one.
+        """
+        # By rank and slot: the number of computations begun by then.
+        begun = [list(accumulate(cell.compute is not None for cell in row)) for row in self.schedule.ranks]
+        received: list[list[list[int]]] = [[[] for _ in range(of_rank[-1] + 1)] for of_rank in begun]
+        for rank, (made, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
+            slots = (slot for slot, _ in self.schedule.computations(rank))
+            for slot, value, receiver in zip(slots, made, made_for, strict=True):
+                if receiver != NOBODY:
+                    received[receiver][begun[receiver][slot]].append(value)
+        return received
+
+    def received_before(self, turns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """Return, by rank and turn (`turns_of`) and for the loop's end, the values received before it.
+
+        That is what the next turn needs. A message that closes the ring of ranks is received as soon as the last rank
+        sends it: with larger groups that is earlier.
+        """
+        received: list[list[list[int]]] = [[[] for _ in range(of_rank[-1] + 2)] for of_rank in turns]
+        made_at = [{value: place for place, value in enumerate(of_rank)} for of_rank in self.made]
+        kinds, last = kinds_of(self.schedule), len(turns) - 1
+        for rank, senders in enumerate(self.needed_from):
+            for place, sender in enumerate(senders):
+                if sender < 0:
+                    continue
+                value, turn = self.needed[rank][place], turns[rank][place]
+                if last > 1 and {rank, sender} == {0, last}:
+                    made = kinds[sender][: made_at[sender][value] + 1]
+                    nth = made.count(made[-1]) - 1 + last
+                    after = [turns[rank][own] + 1 for own, kind in enumerate(kinds[rank]) if kind is made[-1]]
+                    turn = min([turn, *after[nth : nth + 1]])
+                received[rank][turn].append(value)
+        return received
+
+    def listed_by_torch(self) -> list[list[list[int]]]:
+        """Return, by rank, the values whose receives torch's runtime posts before its first cell and after each cell.
+
+        A cell is one computation or two that overlap. Ranks come in turn, each with its next cell if all operands from
+        other ranks have been posted to it. The sends of a cell follow it, and their receives are at once listed on the
+        other rank, so each two ranks have their messages in one order. A value that is never posted, as ranks wait for
+        each other, is not listed. Source: `_add_send_recv` in torch.distributed.pipelining.schedules, 2.11 to 2.15,
+        which a test compares.
+        """
+        cells = [_cells(row) for row in self.schedule.ranks]
+        received: list[list[list[int]]] = [[[]] for _ in cells]
+        posted: list[set[int]] = [set() for _ in cells]
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(cells):
+                cell = row[len(received[rank]) - 1] if len(received[rank]) <= len(row) else None
+                if cell is None or not posted[rank].issuperset(
+                    self.needed[rank][number] for number in cell if self.needed_from[rank][number] != NOBODY
+                ):
+                    continue
+                moved = True
+                received[rank].append([])
+                for number in cell:
+                    value, receiver = self.made[rank][number], self.made_for[rank][number]
+                    if receiver != NOBODY:
+                        received[receiver][-1].append(value)
+                        posted[receiver].add(value)
+        for of_rank, row in zip(received, cells, strict=True):
+            of_rank += [[] for _ in range(1 + len(row) - len(of_rank))]
+        return received
+
+    def inbound(self) -> list[dict[int, list[int]]]:
+        """Return, by rank and channel, what a rank receives without a part in making it, in the order of sending.
+
+        A channel is a directed edge, named by its sender, or, as a negative number, the collectives of one sort and
+        sender.
+        """
+        inbound: list[dict[int, list[int]]] = [{} for _ in self.made]
+        dependencies = self.messages.dependencies
+        for sender, (made, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
+            for value, receiver in zip(made, made_for, strict=True):
+                if receiver >= 0:
+                    inbound[receiver].setdefault(sender, []).append(value)
+                elif receiver == ALL:
+                    makers, takers = dependencies.route(value)
+                    for rank in set(takers) - set(makers):
+                        inbound[rank].setdefault(self.channel(value, receiver), []).append(value)
+        return inbound
+
+    def channel(self, value: int, source: int) -> int:
+        """Return the channel of a value; with several pipes, collectives of one sort have several senders."""
+        if source != ALL:
+            return source
+        dependencies = self.messages.dependencies
+        return ~(value // dependencies.num_microbatches * dependencies.num_ranks + dependencies.route(value).makers[0])
+
+
+def _ends(dependencies: Dependencies, value_of: Callable[[Action], int], pipe: int) -> _Table:
+    """Return what every computation makes, or needs (`value_of`), of a pipe's micro-batch 0, and its other end."""
+    making = value_of == dependencies.value_of
+
+    def end(action: Action) -> tuple[int, int]:
+        value = value_of(action)
+        if value == NOTHING or not dependencies.route(value).takers:
+            return NOTHING, NOBODY
+        route, first = dependencies.route(value), value - action.microbatch
+        # A shard that makes a value for all shards alone has it already.
+        if action.kind in SHARDS and route.makers == (action.stage,) and not making:
+            return NOTHING, NOBODY
+        if len(route.parties) > 2 or len(route.makers) > 1:
+            return first, ALL
+        if len(route.parties) == 2:
+            return first, route.parties[1] if making else route.makers[0]
+        return NOTHING, NOBODY
+
+    stages = {kind: range(dependencies.num_ranks if kind in SHARDS else dependencies.num_stages) for kind in COMPUTE}
+    return {kind: [end(Action(stage, kind, pipe)) for stage in of_kind] for kind, of_kind in stages.items()}
+
+
+def _values(
+    row: Sequence[Slot], tables: Sequence[tuple[_Table, _Table]]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return what the row's computations need, from whom, what they make, and for whom."""
+    values: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
+    add_needed, add_source, add_made, add_receiver = (column.append for column in values)
+    num_pipes = len(tables)
+    needed, made = tables[0]
+    for cell in row:
+        for action in (cell.compute, cell.overlapped):
+            if action is None:
+                continue
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            if num_pipes > 1:
+                needed, made = tables[microbatch % num_pipes]
+            first, other = needed[kind][stage]
+            add_needed(first + microbatch)
+            add_source(other)
+            first, other = made[kind][stage]
+            add_made(first + microbatch)
+            add_receiver(other)
+    return values
+
+
+def _cells(row: Sequence[Slot]) -> list[range]:
+    """Return the numbers of a rank's computations by cell that computes."""
+    ends = [0, *accumulate(len(cell.computations) for cell in row if cell.compute is not None)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def kinds_of(schedule: Schedule) -> list[list[Kind]]:
+    """Return the kinds of every rank's computations, in order."""
+    return [[action.kind for _, action in schedule.computations(rank)] for rank in range(schedule.num_ranks)]
+
+
+def turns_of(schedule: Schedule) -> list[list[int]]:
+    """Return the turn of every rank's computations in Megatron's interleaved loop without `overlap_p2p_comm`.
+
+    Between two turns the loop exchanges. A turn is a forward of the first ones, a backward of the last ones, and
+    between them a forward and the backward after it; if computations overlap, it is a computation or two that do. If a
+    rank has only one such pair, and the next rank leads with all forwards but at most one, each of its computations is
+    a turn.
+    """
+    if any(cell.overlapped for row in schedule.ranks for cell in row):
+        return [[turn for turn, cell in enumerate(_cells(row)) for _ in cell] for row in schedule.ranks]
+    kinds = kinds_of(schedule)
+    leading = [next((place for place, kind in enumerate(row) if kind is not Kind.FORWARD), len(row)) for row in kinds]
+    turns = []
+    for row, after in zip(kinds, [*leading[1:], 0], strict=True):
+        pairs = {at for at, both in enumerate(pairwise(row)) if both[0] is Kind.FORWARD and both[1] is not Kind.FORWARD}
+        if len(pairs) == 1 and after + 1 >= row.count(Kind.FORWARD):
+            pairs.clear()
+        turns.append(list(accumulate(int(place > 0 and place - 1 not in pairs) for place in range(len(row)))))
+    return turns
 
 
 def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
@@ -186,85 +386,41 @@ class _Lowering:
 
     def posted(self, inbound: dict[int, list[int]]) -> Program:
         """Return the program of our executor: on every channel receives are posted one ahead, in the sender's order."""
-        row = self.schedule.ranks[self.rank]
-        if any(cell.transfers or cell.overlapped for cell in row):
-            return self._posted_with_transfers(inbound)
-        return self._posted_alone([cell.compute for cell in row if cell.compute is not None], inbound)
+        taken = dict.fromkeys(inbound, 0)
+        early: set[int] = set()
+
+        def take(value: int, source: int) -> None:
+            self._take(value, source, inbound, taken, early)
+
+        return self._sent_at_once(take, [[messages[0] for messages in inbound.values()]])
 
     def listed(self, received: Sequence[Sequence[int]]) -> Program:
         """Return the program of torch's own runtime, with receives where its list has them."""
-        sent: list[int] = []
-        done = cell = 0
-        for step in self.steps:
-            self.starts.append(len(self.operands))
-            if step.compute is None:
-                self._step(step)
-            else:
-                cell += 1
-                together = (done,) if step.overlapped is None else (done, done + 1)
-                done += len(together)
-                for number in together:
-                    if self.needed_from[number] != NOBODY:
-                        self._add(_WAIT, self.needed[number])
-                outputs = [self.made[number] for number in together if self.made_for[number] != NOBODY]
-                self._step(step, outputs)
-                sent += outputs
-            if len(self.starts) - 1 == cell:
-                for value in received[cell]:
-                    self._add(_POST, value)
-        self.ops += bytes([_WAIT] * len(sent))
-        self.operands += sent
-        return self._program()
+        return self._sent_at_once(lambda value, source: self._add(_WAIT, value), received)
 
-    def _posted_with_transfers(self, inbound: dict[int, list[int]]) -> Program:
-        taken = dict.fromkeys(inbound, 0)
-        early: set[int] = set()
+    def _sent_at_once(self, take: Callable[[int, int], None], posted: Sequence[Sequence[int]]) -> Program:
+        """Return the program in which what a computation makes is sent right after it, and waited for at the end.
+
+        Args:
+            take: Waits for a value that comes from a rank.
+            posted: The values whose receives are posted after the start of the loop and after each computation.
+        """
+        ends = zip(self.needed, self.needed_from, self.made, self.made_for, strict=True)
         sent: list[int] = []
-        done = 0
-        for step in self.steps:
+        for step, receives in zip(self.steps, chain(posted, repeat(())), strict=False):
             self.starts.append(len(self.operands))
-            if step.compute is None:
-                self._step(step)
-                if len(self.starts) == 1:
-                    for messages in inbound.values():
-                        self._add(_POST, messages[0])
-                continue
-            together = (done,) if step.overlapped is None else (done, done + 1)
-            done += len(together)
-            for number in together:
-                if self.needed_from[number] != NOBODY:
-                    self._take(self.needed[number], self.needed_from[number], inbound, taken, early)
-            outputs = [self.made[number] for number in together if self.made_for[number] != NOBODY]
+            outputs = []
+            for _, (value, source, made, made_for) in zip(step.computations, ends, strict=False):
+                if source != NOBODY:
+                    take(value, source)
+                if made_for != NOBODY:
+                    outputs.append(made)
             self._step(step, outputs)
             sent += outputs
+            for value in receives:
+                self._add(_POST, value)
         self.ops += bytes([_WAIT] * len(sent))
         self.operands += sent
-        return self._program()
-
-    def _posted_alone(self, computations: Sequence[Action], inbound: dict[int, list[int]]) -> Program:
-        """Return the program if nothing moves or overlaps, as in most schedules of a search."""
-        taken = dict.fromkeys(inbound, 0)
-        early: set[int] = set()
-        sent: list[int] = []
-        ops, operands, add_start = self.ops, self.operands, self.starts.append
-        add_op, add_operand = ops.append, operands.append
-        add_start(0)
-        for messages in inbound.values():
-            self._add(_POST, messages[0])
-        ends = self.needed, self.needed_from, self.made, self.made_for
-        for action, value, source, made, made_for in zip(computations, *ends, strict=True):
-            add_start(len(operands))
-            if source != NOBODY:
-                self._take(value, source, inbound, taken, early)
-            add_op(_RUN)
-            add_operand(action)
-            if made_for != NOBODY:
-                add_op(_SEND)
-                add_operand(made)
-                sent.append(made)
-        add_start(len(operands))
-        ops += bytes([_WAIT] * len(sent))
-        operands += sent
         return self._program()
 
     def _take(
@@ -358,3 +514,110 @@ class _Lowering:
         if not self.buffers:
             self.buffers = host_buffers(self.schedule, self.rank)
         return self.buffers[self.residencies.of(action)]
+
+
+# By message: where a rank first waits for it, and where it sends it.
+_Positions = tuple[dict[int, int], dict[int, int]]
+
+
+def lower_as_run(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
+    """Lower a schedule as it is run: our executor releases what a rank has sent as soon as it must have arrived.
+
+    A sent value is kept until it is waited for, and a backend may not report by itself when it has arrived. A later
+    message of the receiver confirms a send, so waiting for that then takes no time and blocks nobody. So does a message
+    that all shards make together, if each had to receive the value before its part. Other sends are waited for at the
+    end. The check and the simulation use programs as `lower` makes them, which wait for all sends at the end.
+    """
+    programs = lower(schedule, exchange)
+    if exchange is not Exchange.POSTED:
+        return programs
+    answers = _answers(programs)
+    if schedule.layout.shard_kinds:
+        for program, together in zip(programs, _answered_together(programs), strict=True):
+            for message, sent in together.items():
+                answers[program.rank].setdefault(message, []).extend(sent)
+    return tuple(_moved(program, answers[program.rank]) for program in programs)
+
+
+def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
+    """Return, by rank, what it has sent, by the message that comes next from its receiver."""
+    answers: list[dict[int, list[int]]] = [{} for _ in programs]
+    for program in programs:
+        rank, route = program.rank, program.messages.dependencies.route
+        taken: dict[int, list[int]] = {}
+        for op, operand in zip(program.ops, program.operands, strict=True):
+            if op not in (_SEND, _WAIT) or not isinstance(operand, int):
+                continue
+            makers, takers = route(operand)
+            if len(makers) != 1 or len(takers) != 1:
+                # A collective.
+                continue
+            if op == _WAIT and takers[0] == rank:
+                taken.setdefault(makers[0], []).append(operand)
+            elif op == _SEND and takers[0] in taken:
+                answers[takers[0]][operand] = taken.pop(takers[0])
+    return answers
+
+
+def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
+    """Return the same of values of several ranks, by a later message that needs all takers after their receipt."""
+    positions = [_positions(program) for program in programs]
+    answers: list[dict[int, list[int]]] = [{} for _ in programs]
+    for program, (waited, sent) in zip(programs, positions, strict=True):
+        rank, route = program.rank, program.messages.dependencies.route
+        received = sorted((place, value) for value, place in waited.items() if rank in route(value).takers)
+        for value, place in sent.items():
+            makers, takers = route(value)
+            between_two, waited_anyway = len(makers) == len(takers) == 1, len(makers) > 1 and rank in takers
+            if between_two or waited_anyway:
+                continue
+            others = set(takers) - {rank}
+            later = (message for _, message in received[bisect_right(received, (place, -1)) :])
+            answer = next((message for message in later if _is_answer(message, value, others, positions, route)), None)
+            if answer is not None:
+                answers[rank].setdefault(answer, []).append(value)
+    return answers
+
+
+def _is_answer(
+    message: int, value: int, takers: Set[int], positions: Sequence[_Positions], route: Callable[[int], Route]
+) -> bool:
+    """Whether all takers of the value have a part in the message, after receiving the value."""
+    return takers <= set(route(message).makers) and all(
+        positions[rank][0][value] < positions[rank][1].get(message, -1) for rank in takers
+    )
+
+
+def _positions(program: Program) -> _Positions:
+    waited: dict[int, int] = {}
+    sent: dict[int, int] = {}
+    for place, (op, operand) in enumerate(zip(program.ops, program.operands, strict=True)):
+        if isinstance(operand, int) and op in (_SEND, _WAIT):
+            (sent if op == _SEND else waited).setdefault(operand, place)
+    return waited, sent
+
+
+def _moved(program: Program, answers: Mapping[int, Sequence[int]]) -> Program:
+    ops = bytearray()
+    operands: list[Action | int | Transfer] = []
+    # New place of each instruction.
+    places: list[int] = []
+    kept: set[int] = set()
+    released: set[int] = set()
+    for op, operand in zip(program.ops, program.operands, strict=True):
+        places.append(len(operands))
+        if op == _WAIT and operand in released:
+            continue
+        ops.append(op)
+        operands.append(operand)
+        if op == _SEND and isinstance(operand, int):
+            kept.add(operand)
+        elif op == _WAIT and isinstance(operand, int):
+            arrived = [value for value in answers.get(operand, ()) if value in kept]
+            released.update(arrived)
+            # Every rank waits for a collective where it is used and again at the end.
+            kept.difference_update(arrived)
+            ops += bytes([_WAIT] * len(arrived))
+            operands += arrived
+    places.append(len(operands))
+    return replace(program, ops=bytes(ops), operands=operands, starts=[places[start] for start in program.starts])

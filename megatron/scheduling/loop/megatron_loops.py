@@ -23,8 +23,9 @@ from bpipe.config.features.feature import Settings
 from bpipe.runtime.checkpoints import leave_aside
 from bpipe.runtime.graph import Pieces
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.families import combined, interleaved, one_f_one_b
 from bpipe.schedule.families.family import Family
+from bpipe.schedule.families.interleaved import COMBINED, INTERLEAVED
+from bpipe.schedule.families.one_f_one_b import ONE_F_ONE_B
 from megatron.scheduling.hooks import patches, upstream
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.links import make_communicators
@@ -34,9 +35,9 @@ OFFLOADING = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 # The family of each loop's schedule. With one stage nothing can be balanced, but the log says so and what is held can be
 # measured: it is 1F1B of one stage.
 LOOPS = {
-    patches.ONE_F_ONE_B: one_f_one_b.FAMILY,
-    patches.INTERLEAVED: interleaved.FAMILY,
-    patches.NO_PIPELINING: one_f_one_b.FAMILY,
+    patches.ONE_F_ONE_B: ONE_F_ONE_B,
+    patches.INTERLEAVED: INTERLEAVED,
+    patches.NO_PIPELINING: ONE_F_ONE_B,
 }
 
 
@@ -65,8 +66,8 @@ class Hooks:
         driver, config = self._driver, get_model_config(as_list(kwargs["model"])[0])
         for module in ("megatron_loops", "links"):
             upstream.require(config, module)
-        if family is interleaved.FAMILY and Settings(config).overlap_moe_expert_parallel_comm:
-            family = combined.FAMILY
+        if family is INTERLEAVED and Settings(config).overlap_moe_expert_parallel_comm:
+            family = COMBINED
         program = driver.program(family, kwargs["num_microbatches"], group_of(config, family, self._num_ranks))
         try:
             with (

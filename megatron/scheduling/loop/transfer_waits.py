@@ -10,9 +10,8 @@ import torch
 from bpipe.record.format import ONE_SIDED
 from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.config import wait_level
-from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel
-from bpipe.schedule.check.rules import check_waits
+from bpipe.schedule.check.rules import ScheduleError, check_waits
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule

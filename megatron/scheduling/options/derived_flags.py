@@ -13,10 +13,10 @@ from typing import Any
 from bpipe.config.features.feature import Settings
 from bpipe.names import unknown
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.files.read import read_file
+from bpipe.schedule.families.unit_grid import align, is_listing
+from bpipe.schedule.files.document import read_file
 from bpipe.schedule.files.text import NAME
 from bpipe.schedule.layout import REDISTRIBUTE, Layout
-from bpipe.schedule.lowering.align import align, is_listing
 from bpipe.schedule.schedule import Schedule
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options import pipes

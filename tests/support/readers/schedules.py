@@ -15,8 +15,8 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.files.read import read
-from bpipe.schedule.lowering.align import align
+from bpipe.schedule.families.unit_grid import align
+from bpipe.schedule.files.document import read
 from bpipe.schedule.schedule import Schedule
 from tests.support.oracle import is_sound
 from tests.support.readers.outcome import Wrong, outcome

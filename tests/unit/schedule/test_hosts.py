@@ -13,8 +13,7 @@ from bpipe.balance.pairs import balance
 from bpipe.balance.pool import balance_over_pool
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import ScheduleError
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import ScheduleError, check
 from bpipe.schedule.files.text import TextError, read_csv
 from bpipe.schedule.hosts import Host, Tier, in_pairs, partners_of, read_hosts, write_hosts
 from bpipe.schedule.memory import memory_of

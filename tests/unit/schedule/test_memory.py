@@ -18,8 +18,7 @@ from bpipe.balance.evict import OverBound, plan_evictions
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import ScheduleError
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import ScheduleError, check
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.text import TextError, read_csv, write_csv

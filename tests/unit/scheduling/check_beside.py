@@ -19,7 +19,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.families import one_f_one_b
+from bpipe.schedule.families.one_f_one_b import ONE_F_ONE_B
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
@@ -206,7 +206,7 @@ def check_a_loop_of_ones_own_drives_the_same_iteration() -> None:
     with driver_of(5, Told(log)) as driver:
         assert not driver.running
         for changed_over in (True, False):
-            with driver.iteration(driver.program(one_f_one_b.FAMILY, MICROBATCHES), Stage().config) as plan:
+            with driver.iteration(driver.program(ONE_F_ONE_B, MICROBATCHES), Stage().config) as plan:
                 assert (driver.running, driver.changed_over) == (True, changed_over)
                 calls: Any = driver
                 run_iteration(calls, plan, new_weight(), rank=5)
@@ -221,7 +221,7 @@ def check_all_programs_share_their_streams() -> None:
         mock.patch("bpipe.runtime.streams.Streams.__init__", autospec=True, return_value=None) as made,
     ):
         for num_microbatches in range(8, 16):
-            driver._engine(driver.program(one_f_one_b.FAMILY, num_microbatches), Stage().config)
+            driver._engine(driver.program(ONE_F_ONE_B, num_microbatches), Stage().config)
     assert (len(driver._engines), made.call_count) == (8, 1)
 
 

@@ -10,8 +10,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import ScheduleError
-from bpipe.schedule.check.rules import RULES, check, check_microbatch_order, check_no_deadlock
+from bpipe.schedule.check.rules import RULES, ScheduleError, check, check_microbatch_order, check_no_deadlock
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.text import read_action, read_csv

@@ -10,8 +10,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import OTHER_END, Action, Kind
-from bpipe.schedule.check.case import Case, ScheduleError
-from bpipe.schedule.check.rules import RULES, check_no_deadlock
+from bpipe.schedule.check.rules import RULES, Case, ScheduleError, check_no_deadlock
 from bpipe.schedule.schedule import Schedule, Slot
 from tests.support.oracle import is_sound
 from tests.unit.schedule.check.test_overlap import OVERLAPPED

@@ -10,16 +10,15 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.check import deadlock
-from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import Blocked, WaitLevel, size_messages
 from bpipe.schedule.check.deadlock import blocked_ranks as blocked_in
+from bpipe.schedule.check.rules import ScheduleError
 from bpipe.schedule.families.families import FAMILIES, exchange_of
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.host_buffers import Residency, host_buffers
 from bpipe.schedule.lowering import lower
-from bpipe.schedule.program import Exchange
+from bpipe.schedule.program import Exchange, Step, steps
 from bpipe.schedule.schedule import Schedule
-from bpipe.schedule.steps import Step, steps
 from tests.support.hand_made import far_ahead, host_first
 from tests.support.late_loads import with_late_loads
 from tests.support.levels import STOOD

@@ -13,14 +13,12 @@ from bpipe.build import adopt
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import blocked_ranks
-from bpipe.schedule.check.rules import check
-from bpipe.schedule.files.document import read_json, write_json
+from bpipe.schedule.check.rules import ScheduleError, check
+from bpipe.schedule.families.unit_grid import align
+from bpipe.schedule.files.document import read, read_json, write_json
 from bpipe.schedule.files.grid import write_grid
-from bpipe.schedule.files.read import read
 from bpipe.schedule.files.text import TextError, read_csv, write_csv
-from bpipe.schedule.lowering.align import align
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.memory import live_bytes, live_counts, memory_of, peak_counts
 from bpipe.schedule.program import Exchange

@@ -18,8 +18,8 @@ from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.text import read_csv, write_csv
 from bpipe.schedule.host_buffers import host_buffers
 from bpipe.schedule.memory import counts_of, num_transfers
+from bpipe.schedule.program import steps
 from bpipe.schedule.schedule import Schedule
-from bpipe.schedule.steps import steps
 
 
 @st.composite

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.schedule.check.case import ScheduleError
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import ScheduleError, check
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.text import read_action
 from bpipe.schedule.layout import Layout

@@ -8,8 +8,8 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check
-from bpipe.schedule.families.combined import FAMILY
 from bpipe.schedule.families.family import FamilyOptions
+from bpipe.schedule.families.interleaved import COMBINED
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.memory import num_transfers, peak_counts
 from bpipe.schedule.program import Exchange, Op
@@ -19,7 +19,7 @@ EXCHANGES = (Exchange.MEGATRON_INTERLEAVED, Exchange.MEGATRON_TURNS, Exchange.PO
 
 
 def made(p: int, m: int, v: int, group: int | None = None, balance: BalanceConfig | None = None) -> Schedule:
-    return build(ScheduleConfig(FAMILY.name, p, m, num_chunks=v, balance=balance, group_size=group))
+    return build(ScheduleConfig(COMBINED.name, p, m, num_chunks=v, balance=balance, group_size=group))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_it_is_megatrons_order(p: int, m: int, v: int, g: int) -> None:
         for chunk in range(v)
         for microbatch in range(first, min(first + g, m))
     ]
-    for rank, row in enumerate(FAMILY.generate(p, m, v, FamilyOptions(group_size=g)).ranks):
+    for rank, row in enumerate(COMBINED.generate(p, m, v, FamilyOptions(group_size=g)).ranks):
         cells = [cell.computations for cell in row if cell.compute is not None]
         ahead = min(2 * (p - rank - 1) + (v - 1) * g + 1, len(turns))
         pairs = len(turns) - ahead

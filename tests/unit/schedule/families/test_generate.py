@@ -16,8 +16,8 @@ from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import FamilyOptions
 from bpipe.schedule.families.turns import chunk_turns, groups_of
+from bpipe.schedule.families.unit_grid import align
 from bpipe.schedule.files.grid import write_grid
-from bpipe.schedule.lowering.align import align
 from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
 from bpipe.schedule.schedule import Schedule
 

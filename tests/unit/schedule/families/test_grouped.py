@@ -21,7 +21,7 @@ from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import FamilyOptions, RankLimit, UnitCosts
-from bpipe.schedule.families.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list
+from bpipe.schedule.families.grouped_interleaved import ChoiceRule, Discipline, actions_of, schedule_list
 from bpipe.schedule.families.timing import iteration_time, stage_ticks
 from bpipe.schedule.families.turns import groups_of, turns
 from bpipe.schedule.memory import peak_counts

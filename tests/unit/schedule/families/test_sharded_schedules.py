@@ -11,9 +11,8 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_counts
 from bpipe.build import ScheduleConfig, build, choice_for_bound
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.schedule.check.rules import check, check_microbatch_order
+from bpipe.schedule.check.rules import ScheduleError, check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts
 from bpipe.schedule.families.shards import fit_shards, further_forwards, later_microbatch

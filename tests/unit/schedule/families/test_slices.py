@@ -13,8 +13,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build, config_of_schedule
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import ScheduleError
-from bpipe.schedule.check.rules import check, check_microbatch_order
+from bpipe.schedule.check.rules import ScheduleError, check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.families.one_f_one_b import in_turn

@@ -15,10 +15,9 @@ from bpipe.cli import main
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time, stage_ticks, starts, work_of
-from bpipe.schedule.families.unit_grid import backwards, forwards
+from bpipe.schedule.families.unit_grid import align, backwards, forwards
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.layout import one_pipe
-from bpipe.schedule.lowering.align import align
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 

@@ -11,7 +11,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
-from bpipe.schedule.files.listing import write_listing
+from bpipe.schedule.files.grid import write_listing
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.lower import lower

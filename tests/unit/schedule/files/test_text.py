@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.check.case import ScheduleError
-from bpipe.schedule.check.rules import check
-from bpipe.schedule.files.document import read_json, write_json
+from bpipe.schedule.check.rules import ScheduleError, check
+from bpipe.schedule.files.document import read, read_json, write_json
 from bpipe.schedule.files.grid import write_grid
-from bpipe.schedule.files.read import read
 from bpipe.schedule.files.text import TextError, read_action, read_csv, write_csv
 from bpipe.schedule.schedule import Schedule
 

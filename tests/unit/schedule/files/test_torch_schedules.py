@@ -9,9 +9,9 @@ import pytest
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.files.read import read
+from bpipe.schedule.families.unit_grid import align
+from bpipe.schedule.files.document import read
 from bpipe.schedule.files.text import read_csv, write_csv
-from bpipe.schedule.lowering.align import align
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
 from tests.support.oracle import is_sound

@@ -13,8 +13,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.layout import Vocabulary
-from bpipe.schedule.lowering.confirmed_sends import lower_as_run
-from bpipe.schedule.lowering.lower import lower
+from bpipe.schedule.lowering.lower import lower, lower_as_run
 from bpipe.schedule.program import Exchange, Instruction, Message, Op, Program
 from bpipe.schedule.schedule import Schedule
 from tests.support.hand_made import far_ahead, v_flat

@@ -16,9 +16,8 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.rules import ScheduleError, check
 from bpipe.schedule.dependencies import NOTHING, Dependencies
 from bpipe.schedule.families.families import exchange_of
 from bpipe.schedule.families.unit_grid import place
