@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.draw.picture import lay_out, stack
+from bpipe.draw.picture import lay_out, render_svg, stack
 from bpipe.draw.plots import StagePeaks, memory_chart, to_svg
-from bpipe.draw.svg import render_svg
-from bpipe.record.compare.read import read_stages
+from bpipe.record.compare import read_stages
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE
 from bpipe.schedule.families.timing import iteration_time

@@ -20,8 +20,7 @@ from fractions import Fraction
 from math import ceil
 
 from bpipe.balance.budget import ActivationBudget
-from bpipe.balance.evict import earliest_load
-from bpipe.balance.pairs import allocated_bytes, own_bytes
+from bpipe.balance.pairs import allocated_bytes, earliest_load, own_bytes
 from bpipe.schedule.action import OTHER_END, READING, Action, Key, Kind
 from bpipe.schedule.families.timing import jobs_of, starts
 from bpipe.schedule.host_buffers import Residency, hosts_of, slots_away

@@ -21,8 +21,15 @@ from math import ceil
 from typing import NamedTuple
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved
-from bpipe.balance.evict import Plan
-from bpipe.balance.pairs import allocated_bytes, check_input, choose_partners, moved_bytes, plan_rank, with_transfers
+from bpipe.balance.pairs import (
+    Plan,
+    allocated_bytes,
+    check_input,
+    choose_partners,
+    moved_bytes,
+    plan_rank,
+    with_transfers,
+)
 from bpipe.schedule.action import Kind
 from bpipe.schedule.host_buffers import Residencies, Residency, host_buffers, slots_away
 from bpipe.schedule.hosts import ALL, HOST, POOL, Host, Hosts, Pair, host_memory_of, in_pairs

@@ -8,10 +8,9 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from bpipe.commands.launch import lines, words_of
-from bpipe.commands.shared import CONFIGURED, cluster_of, print_json
+from bpipe.commands.launch import CONFIGURED, cluster_of, lines, words_of
 from bpipe.commands.simulate import budgeted
-from bpipe.commands.terminal import tell
+from bpipe.commands.terminal import print_json, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
@@ -20,7 +19,7 @@ from bpipe.plan.calibrate import Calibration, Ran, Steady, calibrate, steady
 from bpipe.plan.candidates import describe
 from bpipe.plan.options import filled, setup_of
 from bpipe.predict.layout import Setup
-from bpipe.record.compare.read import read_training
+from bpipe.record.compare import read_training
 
 COMMAND = Command(
     (

@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from bpipe.commands.shared import print_json
+from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Flag, Group, Options, Task
 from bpipe.config.flags.parser import REST

@@ -6,8 +6,7 @@ The exit status is 2 if it is refused.
 from __future__ import annotations
 
 from bpipe.commands.launch import flags_of, judgement_of, words_of
-from bpipe.commands.shared import print_json
-from bpipe.commands.terminal import table, tell
+from bpipe.commands.terminal import print_json, table, tell
 from bpipe.config.features.feature import Feature, State
 from bpipe.config.flags import configurations, outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from bpipe.commands.shared import print_json
+from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import PIPELINE
@@ -52,9 +52,7 @@ COMMAND = Command(
 
 
 def run(options: Options) -> int:
-    from bpipe.record.compare.judge import compare
-    from bpipe.record.compare.read import read_training
-    from bpipe.record.compare.show import document, text
+    from bpipe.record.compare import compare, document, read_training, text
 
     balanced = (False, True) if options.balancing else (None, None)
     first, second = (

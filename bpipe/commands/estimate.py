@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bpipe.commands.shared import print_json
-from bpipe.commands.terminal import table, tell
+from bpipe.commands.terminal import print_json, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import GLOBAL_BATCH, PIPELINE

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bpipe.commands.launch import lines, reading_of
-from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, print_json, with_trace
-from bpipe.commands.terminal import Verbatim, progress_of, table, tell
+from bpipe.commands.launch import CONFIGURED, cluster_of, lines, measured_of, reading_of, with_trace
+from bpipe.commands.terminal import Verbatim, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Command, Group, Options, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bpipe.commands.shared import print_json
+from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
 
@@ -36,8 +36,7 @@ def run(options: Options) -> None:
         return
     report = report_of(options.folder, options.iteration)
     if options.html is not None:
-        from bpipe.record.report.output.page import render
-        from bpipe.record.report.output.view import view
+        from bpipe.record.report.output.page import render, view
 
         # Encoded before anything is written: what cannot be would leave an empty page.
         Path(options.html).write_bytes(render(view(report)).encode("utf-8", "backslashreplace"))
@@ -54,14 +53,14 @@ def run(options: Options) -> None:
 
         print(table(report), end="")
         if held is not None and held.failure is not None:
-            from bpipe.record.report.output.shortage_text import text
+            from bpipe.record.report.shortage import text
 
             print(f"\n{text(held)}", end="")
 
 
 def _shortage(options: Options, held: Held) -> None:
     """Print what a run held that ended before it recorded an iteration, and what would have fitted."""
-    from bpipe.record.report.output.shortage_text import document, text
+    from bpipe.record.report.shortage import document, text
 
     for flag in ("html", "trace", "iteration"):
         if getattr(options, flag) is not None:

@@ -202,13 +202,13 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
     if form == "json":
         return write_json(schedule, _times_of(schedule, *given)).encode()
     if form == "svg":
-        from bpipe.draw.svg import write_svg
+        from bpipe.draw.picture import write_svg
 
         return write_svg(schedule).encode()
     if form == "png":
         if to_terminal:
             raise ValueError("a png cannot be printed on a terminal: name a file with --output")
-        from bpipe.draw.png import write_png
+        from bpipe.draw.picture import write_png
 
         return write_png(schedule)
     width = shutil.get_terminal_size().columns if to_terminal else None

@@ -6,6 +6,7 @@ colours. Rich is imported only to print, so that modules of commands load withou
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -121,3 +122,8 @@ def progress_of(what: str) -> Iterator[Progress]:
                 bar.update(task, description=what, completed=done, total=total)
 
         yield show
+
+
+def print_json(value: object) -> None:
+    json.dump(value, sys.stdout, indent=1, allow_nan=False)
+    print()

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpipe.commands.launch import flags_of, words_of
-from bpipe.commands.shared import CONFIGURED, print_json
-from bpipe.commands.terminal import progress_of, table, tell
+from bpipe.commands.launch import CONFIGURED, flags_of, words_of
+from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Command, Flag, Group, Options, Task
 from bpipe.config.launch.megatron_command import Reading, read_command, split_command

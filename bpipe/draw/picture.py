@@ -1,4 +1,4 @@
-"""Lay a schedule out as shapes: a `Picture` of boxes, lines and words in pixels, each with the name of its style.
+"""Draw a schedule: as a `Picture` of boxes, lines and words in pixels, each with the name of its style; as SVG or PNG.
 
 Time runs to the right. A lane is a rank: its computations, below them its transfers, below these the curve of the
 micro-batches that it holds, with its bound as a dashed line. Nothing differs by colour alone: forwards are plain boxes,
@@ -8,8 +8,10 @@ backwards hatched, bubbles dotted outlines without a word, transfers pointed box
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.host_buffers import guests_of
@@ -25,6 +27,10 @@ LANE_GAP = 18
 MARGIN_LEFT = 70
 MARGIN_RIGHT = 90
 MARGIN_TOP = 56
+# Of a PNG, and its renderer's limit in one direction.
+DOTS_PER_INCH = 100
+MAX_PIXELS = 32_000
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +221,109 @@ def draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, 
             picture.shapes.append(Shape(style, box(x, y - 6, 16, 12)))
         picture.words.append(Word(x + 20, y, text, 10, "start"))
         x += 34 + 6 * len(text)
+
+
+def write_svg(schedule: Schedule) -> str:
+    """Draw a schedule as one self-contained SVG document."""
+    return render_svg(lay_out(schedule))
+
+
+def render_svg(picture: Picture) -> str:
+    """Return any picture, such as a simulation's, as SVG."""
+    # Styles that few schedules have are left out of the others.
+    drawn = {shape.style for shape in picture.shapes}
+    styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width}" height="{picture.height}" '
+        f'viewBox="0 0 {picture.width} {picture.height}" font-family="sans-serif">',
+        "<defs>",
+        *(_pattern(name, style) for name, style in styles.items() if style.hatch),
+        "</defs>",
+        "<style>",
+        *(_rule(name, style) for name, style in styles.items()),
+        "text { dominant-baseline: central; fill: #111; }",
+        "</style>",
+        f'<rect width="{picture.width}" height="{picture.height}" fill="#fff"/>',
+        *(_shape(shape) for shape in picture.shapes),
+        *(_word(word) for word in picture.words),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _pattern(name: str, style: Style) -> str:
+    return (
+        f'<pattern id="hatch-{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<rect width="6" height="6" fill="{style.fill}"/>'
+        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{style.stroke}" stroke-width="1" opacity="0.35"/></pattern>'
+    )
+
+
+def _rule(name: str, style: Style) -> str:
+    fill = f"url(#hatch-{name})" if style.hatch else style.fill
+    dash = " stroke-dasharray: 3 2;" if style.dash else ""
+    return f".{name} {{ fill: {fill}; stroke: {style.stroke};{dash} }}"
+
+
+def _shape(shape: Shape) -> str:
+    points = " ".join(f"{x:g},{y:g}" for x, y in shape.points)
+    return f'<{"polygon" if shape.closed else "polyline"} class="{shape.style}" points="{points}"/>'
+
+
+def _word(word: Word) -> str:
+    return (
+        f'<text x="{word.x:g}" y="{word.y:g}" font-size="{word.size}" '
+        f'text-anchor="{word.anchor}">{escape(word.text)}</text>'
+    )
+
+
+def write_png(schedule: Schedule) -> bytes:
+    """Draw a schedule as a PNG image. Raises ValueError if it is too large, or matplotlib is missing."""
+    return render_png(lay_out(schedule))
+
+
+def render_png(picture: Picture) -> bytes:
+    """Return any picture, such as a simulation's, as PNG. Needs matplotlib, which is imported only here."""
+    if max(picture.width, picture.height) > MAX_PIXELS:
+        raise ValueError(
+            f"the picture is {picture.width} x {picture.height} pixels, a png takes at most {MAX_PIXELS}: "
+            "write svg, or draw fewer micro-batches or stages"
+        )
+    try:
+        from matplotlib import rc_context
+    except ImportError:
+        raise ValueError("png needs matplotlib, which is not installed: pip install matplotlib, or write svg") from None
+    # Thinner than the words on it.
+    with rc_context({"hatch.linewidth": 0.3}):
+        return _draw(picture)
+
+
+def _draw(picture: Picture) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Polygon
+
+    figure = Figure((picture.width / DOTS_PER_INCH, picture.height / DOTS_PER_INCH), DOTS_PER_INCH)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, picture.width)
+    axes.set_ylim(picture.height, 0)
+    axes.axis("off")
+    for shape in picture.shapes:
+        style = STYLES[shape.style]
+        polygon = Polygon(
+            list(shape.points),
+            closed=shape.closed,
+            facecolor=style.fill if shape.closed else "none",
+            edgecolor=style.stroke,
+            linewidth=0.8,
+            linestyle="--" if style.dash else "-",
+            hatch="///" if style.hatch else None,
+        )
+        axes.add_patch(polygon)
+    for word in picture.words:
+        # Sizes are pixels, matplotlib's are points of 1/72 inch.
+        axes.text(word.x, word.y, word.text, size=word.size * 72 / DOTS_PER_INCH, ha=_ANCHORS[word.anchor], va="center")
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()

@@ -7,9 +7,11 @@
     DIR/rank_00003.json       RankSummary: peaks over all iterations, measured and predicted, of a rank that ended well
     DIR/failure.json          FirstFailure: the rank of a failed run that failed first, and why
 
-A field with a rule is a key that `write` writes and `read` reads; a column of the rows is a field of `Row`. To add one,
-add it here and where it is filled. Keys are added and never renamed; later ones have a default, so that older records
-can still be read. `run` is the same name in all files of a run.
+A field of type `Annotated[int, Rule(...)]`, or of such a type or None, is a key of the same name that `write` writes
+and `read` reads. A key without a default is required; of the others null and absence mean the default. A field without
+a rule is no key. A column of the rows is a field of `Row`. To add one, add it here and where it is filled. Keys are
+added and never renamed; later ones have a default, so that older records can still be read. `run` is the same name in
+all files of a run.
 
 A *place* is a rank's position in its pipeline, 0 to p-1; with data or tensor parallelism there are several pipelines.
 Times of a row are seconds from its iteration's `begin_s`, which is unix time on rank 0's clock.
@@ -18,17 +20,291 @@ Times of a row are seconds from its iteration's `begin_s`, which is unix time on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from fractions import Fraction
+from functools import cache, lru_cache
+from itertools import starmap
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
-from bpipe.record.keys import Flag, Rule, Text, by_name, each, keys_of, line, number, whole
-from bpipe.record.program import Program
-from bpipe.schedule.action import Action
-from bpipe.schedule.files.text import read_action
-from bpipe.values import LARGEST, LARGEST_BYTES, a_number, a_text, a_whole, an_object
+from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.config import BalanceConfig, name_of, named_balance
+from bpipe.balance.deadlines import Windows
+from bpipe.build import ScheduleConfig
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.files.text import read_action, read_costs, read_share
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.memory import KeptMemory, memory_of, plain
+from bpipe.schedule.program import Exchange
+from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_list, a_number, a_text, a_whole, an_object, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a value is read and written: `read(value, name)` raises ValueError; `write` returns the JSON form."""
+
+    read: Callable[[Any, str], Any]
+    write: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a line, or one column of its rows."""
+
+    name: str
+    rule: Rule
+    needed: bool
+    default: Any
+
+
+@cache
+def keys_of(kind: type) -> tuple[Key, ...]:
+    """Return the keys in the order of the class."""
+    rules = {name: _rule(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    defaults = _defaults(kind)
+    return tuple(
+        Key(name, rule, name not in defaults, defaults.get(name)) for name, rule in rules.items() if rule is not None
+    )
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    if not is_dataclass(kind):
+        return dict(kind._field_defaults)  # type: ignore[attr-defined]
+    defaults = {}
+    for entry in fields(kind):
+        if entry.default is not MISSING:
+            defaults[entry.name] = entry.default
+        elif entry.default_factory is not MISSING:
+            defaults[entry.name] = entry.default_factory()
+    return defaults
+
+
+def _rule(hint: Any) -> Rule | None:
+    """Return the rule in a type, or in a part of it."""
+    own = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Rule)), None)
+    return own or next((rule for rule in map(_rule, get_args(hint)) if rule is not None), None)
+
+
+def values_of(kind: type, value: object, name: str, prefix: str = "") -> dict[str, Any]:
+    """Return the arguments of a `kind` that an object of a file has. Unknown keys are ignored: later versions add some."""
+    return read_keys(keys_of(kind), an_object(value, name), prefix)
+
+
+def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str) -> dict[str, Any]:
+    """Return the values of these keys by their names, without those that are absent or null."""
+    values = {}
+    for key in keys:
+        value = entries.get(key.name)
+        if value is not None:
+            values[key.name] = key.rule.read(value, prefix + key.name)
+        elif key.needed:
+            raise ValueError(f"{key.name!r} is missing")
+    return values
+
+
+def written(value: Any) -> dict[str, Any]:
+    """Return a line's keys and values as JSON has them."""
+    kind: type = type(value)
+    fields = ((key, getattr(value, key.name)) for key in keys_of(kind))
+    return {key.name: None if field is None else key.rule.write(field) for key, field in fields}
+
+
+# Rules for what files hold.
+
+
+def whole(least: int = 0, most: int = LARGEST_BYTES) -> Rule:
+    return Rule(lambda value, name: a_whole(value, name, least, most))
+
+
+def number(least: float = 0, most: float = LARGEST) -> Rule:
+    return Rule(lambda value, name: a_number(value, name, least, most))
+
+
+def each(rule: Rule, element: str | None = None) -> Rule:
+    """Read a list as a tuple. `element`: how an error calls an element, by default like the list."""
+    return Rule(
+        lambda values, name: tuple(rule.read(value, element or name) for value in a_list(values, name)),
+        lambda values: [rule.write(value) for value in values],
+    )
+
+
+def line(kind: Callable[..., Any], name: str) -> Rule:
+    """Read an object with keys of its own as a `kind`."""
+    return Rule(lambda value, _: kind(**values_of(kind, value, name)), written)  # type: ignore[arg-type]
+
+
+def by_name(rule: Rule, element: str) -> Rule:
+    """Read an object whose keys are names. `element`: how an error calls a value, with `{key}` for its key."""
+
+    def read(values: object, name: str) -> dict[str, Any]:
+        pairs = an_object(values, name).items()
+        return {printable(key): rule.read(value, element.format(key=key)) for key, value in pairs}
+
+    return Rule(read, dict)
+
+
+Text = Annotated[str, Rule(a_text)]
+Flag = Annotated[bool, Rule(a_flag)]
+
+
+_Sizes = Annotated[tuple[int, ...], each(whole())]
+_Seconds = Annotated[tuple[float, ...], each(number())]
+
+
+@dataclass(frozen=True, slots=True)
+class _BudgetKeys:
+    """Keys of an `ActivationBudget`, in bytes of one micro-batch or, with `slices`, of one slice."""
+
+    room_bytes: _Sizes  # by rank
+    saved_bytes: _Sizes  # by stage, the slices of a stage next to each other; so are the next two
+    moved_bytes: _Sizes
+    after_input_bytes: _Sizes
+    shard_bytes: Annotated[int, whole()] = 0  # of a shard of the vocabulary
+    reserved: Flag = False  # whether host buffers have a reserve
+    slices: Annotated[int, whole(1)] = 1
+    keys_bytes: _Sizes = ()  # keys and values that are kept, by stage
+    gradients_bytes: _Sizes = ()  # their gradients
+
+
+def _read_budget(value: object, name: str) -> ActivationBudget:
+    keys = _BudgetKeys(**values_of(_BudgetKeys, value, name, f"{name}."))
+    memory = memory_of(keys.saved_bytes, keys.moved_bytes, keys.after_input_bytes, keys.shard_bytes)
+    kept = tuple(starmap(KeptMemory, zip(keys.keys_bytes, keys.gradients_bytes, strict=True)))
+    return ActivationBudget(keys.room_bytes, replace(memory, reserved=keys.reserved, slices=keys.slices, kept=kept))
+
+
+def _write_budget(budget: ActivationBudget) -> dict[str, Any]:
+    memory = budget.memory
+    return written(
+        _BudgetKeys(
+            room_bytes=budget.room_bytes,
+            saved_bytes=tuple(size.saved_bytes for size in memory.stages),
+            moved_bytes=tuple(size.moved_bytes for size in memory.stages),
+            after_input_bytes=tuple(size.after_input_bytes for size in memory.stages),
+            shard_bytes=memory.shard_bytes,
+            reserved=memory.reserved,
+            slices=memory.slices,
+            keys_bytes=tuple(kept.keys_bytes for kept in memory.kept),
+            gradients_bytes=tuple(kept.gradients_bytes for kept in memory.kept),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowsKeys:
+    """Keys of `Windows`, in seconds."""
+
+    lasts_s: Annotated[
+        Mapping[str, tuple[float, ...]], by_name(each(number()), "{key} of what lasts")
+    ]  # by kind, stage
+    hop_s: Annotated[float, number()]  # of a message
+    inside_s: _Seconds  # of a stage's transfer in a node, then between nodes
+    between_s: _Seconds
+    nodes: _Sizes = ()
+    own_s: _Seconds = ()  # of a stage's transfer to its node's memory
+    slices: Annotated[int, whole(1)] = 1
+
+
+def _read_windows(value: object, name: str) -> Windows:
+    keys = values_of(_WindowsKeys, value, name, f"{name}.")
+    lasts = tuple((Kind(kind), seconds) for kind, seconds in keys.pop("lasts_s").items())
+    return Windows(lasts, **keys)
+
+
+def _write_windows(windows: Windows) -> dict[str, Any]:
+    lasts = {kind.value: tuple(map(float, seconds)) for kind, seconds in windows.lasts_s}
+    inside, between, own = (
+        tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s, windows.own_s)
+    )
+    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own, windows.slices))
+
+
+def _one_of(kind: type[Enum]) -> Rule:
+    def read(value: object, name: str) -> Enum:
+        members = {member.value: member for member in kind}
+        if value not in members:
+            raise ValueError(f"{name}: {value!r} is none of {', '.join(members)}")
+        return members[str(value)]
+
+    return Rule(read, lambda member: member.value)
+
+
+def _read_costs(value: object, name: str) -> UnitCosts:
+    try:
+        return UnitCosts(*read_costs(a_text(value, name), 4, 4))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _write_costs(costs: UnitCosts) -> str:
+    return ",".join(str(Fraction(getattr(costs, field.name))) for field in fields(UnitCosts))
+
+
+# The rule of a field, by its type.
+_RULES: dict[Any, Rule] = {
+    str: Rule(a_text),
+    bool: Rule(a_flag),
+    int: whole(1, LARGEST),
+    tuple[int, ...]: each(whole(0, LARGEST)),
+    Fraction: Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share))),
+    UnitCosts: Rule(_read_costs, _write_costs),
+    Exchange: _one_of(Exchange),
+    Vocabulary: _one_of(Vocabulary),
+    ActivationBudget: Rule(_read_budget, _write_budget),
+    Windows: Rule(_read_windows, _write_windows),
+}
+# Keys whose field has another name: in files the number of ranks was always called that of stages.
+_FIELDS = {"num_stages": "num_ranks"}
+# Written even if they are the default.
+_ALWAYS = ("schedule", "num_stages", "num_microbatches", "num_chunks")
+_BALANCE = Key("balance", Rule(a_text), False, name_of(None))
+
+
+def _keys_of(kind: type) -> list[Key]:
+    """Return a key for each field that is no configuration itself."""
+    names, hints = {field: key for key, field in _FIELDS.items()}, get_type_hints(kind)
+    keys = []
+    for entry in fields(kind):
+        hint = hints[entry.name]
+        rule = next((_RULES[part] for part in (hint, *get_args(hint)) if part in _RULES), None)
+        if rule is not None:
+            keys.append(Key(names.get(entry.name, entry.name), rule, entry.default is MISSING, entry.default))
+    return keys
+
+
+_OF_SCHEDULE, _OF_BALANCE = _keys_of(ScheduleConfig), _keys_of(BalanceConfig)
+
+
+def read_program(value: object, name: str = "program") -> ScheduleConfig:
+    """Read the configuration of a schedule."""
+    entries, prefix = an_object(value, name), f"{name}."
+    schedule = {_FIELDS.get(key, key): field for key, field in read_keys(_OF_SCHEDULE, entries, prefix).items()}
+    balancing = read_keys(_OF_BALANCE, entries, prefix)
+    balance_name = read_keys([_BALANCE], entries, prefix).get(_BALANCE.name, _BALANCE.default)
+    balance = named_balance(
+        balance_name, balancing.get("bounds"), balancing.get("partners"), hosts=balancing.get("hosts")
+    )
+    return ScheduleConfig(**schedule, balance=None if balance is None else BalanceConfig(**balancing))
+
+
+def write_program(config: ScheduleConfig) -> dict[str, Any]:
+    """Return the keys of a configuration without defaults."""
+    schedule = _written(_OF_SCHEDULE, config)
+    always = {name: schedule.pop(name) for name in _ALWAYS}
+    balancing = {} if config.balance is None else _written(_OF_BALANCE, config.balance)
+    return {**always, _BALANCE.name: config.balance_name, **balancing, **schedule}
+
+
+def _written(keys: Iterable[Key], config: object) -> dict[str, Any]:
+    values = [(key, getattr(config, _FIELDS.get(key.name, key.name))) for key in keys]
+    return {key.name: key.rule.write(value) for key, value in values if key.name in _ALWAYS or value != key.default}
+
+
+Program = Annotated[ScheduleConfig, Rule(read_program, write_program)]
+
 
 VERSION = 1
 

@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bpipe.record.format import COLUMNS, VERSION, Iteration, MemoryMark, TrainingStep
-from bpipe.record.keys import written
+from bpipe.record.format import COLUMNS, VERSION, Iteration, MemoryMark, TrainingStep, written
 
 
 def write_whole(path: Path, value: Any) -> None:

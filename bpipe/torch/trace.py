@@ -29,9 +29,8 @@ from bpipe.runtime.graph import nodes_of, saved_names, saved_tensors
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.schedule import Schedule
-from bpipe.torch.memory_budget import Memory, RankBudgets, need_bytes
+from bpipe.torch.memory_budget import Memory, RankBudgets, StageSizes, need_bytes, sizes_of
 from bpipe.torch.orders import Source, config_of, refuse_unrunnable
-from bpipe.torch.sizes import StageSizes, sizes_of
 
 # What two micro-batches both save is neither's own.
 _MICROBATCHES = 2

@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bpipe.build import build
-from bpipe.record.program import read_program
+from bpipe.record.format import read_program
 from bpipe.record.report.report import report_of
 from tests.gloo.compare import same
 from tests.gloo.conftest import Case, Outcome

@@ -1,4 +1,5 @@
-"""A whole report: table, JSON, page and trace are made from this value."""
+"""A whole report, from which table, JSON, page and trace are made, with its answers to what a reader wants to know: what
+balancing gained and cost, and which stage is the bottleneck."""
 
 from __future__ import annotations
 
@@ -6,11 +7,219 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bpipe.record.read import read_run
-from bpipe.record.report.answers import answers
-from bpipe.record.report.compare import Comparison, compare
+from bpipe.record.report.compare import Comparison, StageRow, compare, max_known, shared_cores
 from bpipe.record.report.differences import Difference, differences
+from bpipe.record.report.memory import moved_nothing
 from bpipe.record.report.replay import replay
 from bpipe.record.report.selection import choose
+from bpipe.record.report.units import bytes_text, counted, percent_text, seconds_text
+from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
+from bpipe.schedule.hosts import Host
+from bpipe.schedule.memory import num_transfers
+
+# A smaller share of the pipeline time is only what asking for transfers costs.
+NOTHING = 0.0005
+# A larger share of what a forward keeps is as good as all; `runtime.retention` uses the same of a run.
+ENOUGH = 0.9
+# The number of evicting stages that are described one by one.
+MOST_DESCRIBED = 4
+
+
+def answers(comparison: Comparison) -> tuple[str, ...]:
+    parts = (_balancing, _bottleneck, _hosting, _too_large, _staying)
+    return tuple(answer for part in parts if (answer := part(comparison)))
+
+
+def bottleneck(comparison: Comparison) -> StageRow | None:
+    """Return the stage nearest to its device's limit or, if limits are not known, the one that holds most."""
+    rows = [row for row in comparison.stages if row.held_bytes is not None]
+    if rows and all(row.limit_bytes for row in rows):
+        return min(rows, key=lambda row: (row.limit_bytes or 0) - (row.held_bytes or 0))
+    return max(rows, key=lambda row: row.held_bytes or 0, default=None)
+
+
+def longest_wait(comparison: Comparison) -> StageRow | None:
+    """Return the stage with the longest exposed time, or None if no rank recorded it."""
+    rows = [row for row in comparison.stages if row.exposed_s is not None]
+    return max(rows, key=lambda row: row.exposed_s or 0.0, default=None)
+
+
+def _bottleneck(comparison: Comparison) -> str:
+    row = bottleneck(comparison)
+    if row is None or row.all_measured_bytes is None or row.held_bytes is None:
+        return "The memory bottleneck is not known: no rank recorded what it held."
+    rank = "" if row.rank is None else f" (rank {row.rank})"
+    text = f"Stage {row.stage}{rank} is the memory bottleneck: {bytes_text(row.all_measured_bytes)} of activations"
+    if row.bound_bytes is not None:
+        over = row.all_measured_bytes - row.bound_bytes
+        relation = (
+            f"{bytes_text(abs(over))} {'above' if over > 0 else 'below'} its bound of {bytes_text(row.bound_bytes)}"
+        )
+        text += f" ({relation if over else 'exactly its bound'})"
+    if row.weights_bytes is None:
+        text += ", weights not recorded"
+    else:
+        text += f" and {bytes_text(row.weights_bytes)} of weights, gradients and optimizer state"
+    if row.limit_bytes:
+        free = row.limit_bytes - row.held_bytes
+        text += (
+            f", together {bytes_text(row.held_bytes)} of {bytes_text(row.limit_bytes)}: {bytes_text(abs(free))} "
+            f"{'free' if free >= 0 else 'over'}"
+        )
+    return f"{text}."
+
+
+def _balancing(comparison: Comparison) -> str:
+    program = comparison.measured.program
+    if program.balance is None:
+        return _would_buy(comparison)
+    if not any(slot.transfers for row in comparison.measured.schedule.ranks for slot in row):
+        sizes = f"{counted(program.num_ranks, 'stage')} and {counted(program.num_microbatches, 'micro-batch', 'es')}"
+        return f"With {sizes} there was nothing to balance."
+    if _moved_nothing(comparison):
+        return (
+            "Nothing moved: no storage of the micro-batches is as large as the smallest that moves, or other code holds "
+            "them. Memory is as without balancing."
+        )
+    text = "; ".join(part for part in (_bought(comparison), _cost(comparison)) if part) + "."
+    return text[0].upper() + text[1:]
+
+
+def _moved_nothing(comparison: Comparison) -> bool:
+    """Whether ranks were to evict, and all of these moved nothing."""
+    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes
+    evicting = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
+    return bool(evicting) and all(
+        (size := sizes[rank]) is not None and moved_nothing(schedule, rank, size.moved_bytes) for rank in evicting
+    )
+
+
+def _hosting(comparison: Comparison) -> str:
+    """Return who hosts for whom, how much, and why; empty if nobody does."""
+    schedule = comparison.measured.schedule
+    if _moved_nothing(comparison):
+        return ""
+    senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
+    sentences: list[str] = []
+    for rank in senders[:MOST_DESCRIBED]:
+        sentences += (_where(comparison, rank, host) for host in residencies_by_host(schedule, rank))
+        sentences += _limits(comparison, rank)
+    if len(senders) > MOST_DESCRIBED:
+        sentences.append(f"The same holds for {counted(len(senders) - MOST_DESCRIBED, 'more stage')}")
+    return f"{'. '.join(sentences)}." if sentences else ""
+
+
+def _limits(comparison: Comparison, rank: int) -> list[str]:
+    """Return what one evicting stage would hold without balancing, and what it may hold."""
+    bounds, row = comparison.measured.schedule.bounds, comparison.stages[rank]
+    balance = comparison.measured.program.balance
+    limits = []
+    if row.unbalanced_bytes is not None:
+        limits.append(f"would hold {bytes_text(row.unbalanced_bytes)} without balancing")
+    if balance is not None and balance.activation_budget is not None:
+        limits.append(f"has room for {bytes_text(balance.activation_budget.room_bytes[rank])}")
+    elif bounds is not None:
+        limits.append(f"may hold at most {counted(bounds[rank], 'micro-batch', 'es')}")
+    return [f"Stage {rank} {' and '.join(limits)}"] if limits else []
+
+
+def _where(comparison: Comparison, rank: int, host: Host) -> str:
+    """Return how many micro-batches of a stage are with another stage, or in a node's memory."""
+    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes[host.rank]
+    count = len(residencies_by_host(schedule, rank)[host])
+    own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
+    if not host.on_device:
+        in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
+        buffers = counted(num_host_memory_buffers(schedule, rank), "host buffer")
+        return (
+            f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's CPU memory, in {buffers}{in_all}"
+        )
+    where = f"Stage {host.rank} hosts {count} of {own} micro-batches of stage {rank}"
+    if sizes is None:
+        return where
+    if not sizes.host_bytes:
+        return f"Stage {rank} keeps {count} of its {own} micro-batches in its own CPU memory"
+    num_buffers = num_buffers_for(schedule, host.rank)
+    others = "" if len(num_buffers) == 1 else ", including those for other stages"
+    buffers = counted(num_buffers[rank], "host buffer")
+    return f"{where} in {buffers} of {bytes_text(sizes.host_bytes)} in all{others}"
+
+
+def _too_large(comparison: Comparison) -> str:
+    """Return what stayed because micro-batches differ in size; empty if everything that was to leave left."""
+    stayed = [
+        (timeline.iteration, place, lane.source)
+        for timeline in comparison.measured.shown
+        for place, lane in enumerate(timeline.lanes)
+        if lane and lane.source.stayed_microbatches
+    ]
+    if not stayed:
+        return ""
+    number, place, worst = max(stayed, key=lambda part: part[2].passed_bytes)
+    return (
+        f"Micro-batches differ in size: {sum(part.stayed_microbatches for _, _, part in stayed)} were too large for "
+        f"their host buffers and were not evicted; the bound was exceeded by at most {bytes_text(worst.passed_bytes)}, "
+        f"on stage {place} in iteration {number}. The prediction assumes that each is as large as the largest."
+    )
+
+
+def _staying(comparison: Comparison) -> str:
+    """Return which stages move only a part of a micro-batch; empty if none does."""
+    stages = ", ".join(
+        f"stage {row.stage} {percent_text(row.moved_fraction)}"
+        for row in comparison.stages
+        if row.moved_fraction is not None and row.moved_fraction < ENOUGH
+    )
+    if not stages:
+        return ""
+    return (
+        f"Less memory is freed than possible: an eviction moves only a part of what a forward keeps for its backward "
+        f"({stages}). The run's log names what holds the rest."
+    )
+
+
+def _cost(comparison: Comparison) -> str:
+    worst = longest_wait(comparison)
+    if worst is None or worst.exposed_s is None:
+        return "what balancing cost was not recorded"
+    shared = shared_cores(comparison)
+    if shared is not None:
+        return f"the time it cost cannot be measured here: {shared}, so transfers take time from computations"
+    pipeline_s = comparison.totals.pipeline_s
+    share = worst.exposed_s / pipeline_s if pipeline_s else 0.0
+    if share < NOTHING:
+        return "balancing cost no time: no transfer time was exposed"
+    return (
+        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst.stage} had "
+        f"{seconds_text(worst.exposed_s)} of exposed transfer time in {seconds_text(pipeline_s)}"
+    )
+
+
+def _bought(comparison: Comparison) -> str:
+    """Return what balancing saved; empty if nobody recorded it."""
+    before = max_known(row.unbalanced_bytes for row in comparison.stages)
+    after = max_known(row.all_measured_bytes for row in comparison.stages)
+    if before is None or after is None:
+        return ""
+    change = f"{percent_text(abs(1 - after / before))} {'less' if after <= before else 'more'}"
+    return (
+        f"with balancing the fullest stage holds {bytes_text(after)} of activations instead of {bytes_text(before)}, "
+        f"{change}"
+    )
+
+
+def _would_buy(comparison: Comparison) -> str:
+    after = comparison.prediction.balanced_bytes
+    before = max_known(row.all_measured_bytes for row in comparison.stages)
+    if after is None or before is None:
+        return "Balancing was off."
+    if not after:
+        stages = counted(comparison.measured.program.num_ranks, "stage")
+        return f"Balancing was off, and with {stages} there is nothing to balance."
+    return (
+        f"Balancing was off: with --bpipe the fullest stage would hold about {bytes_text(max(after))} of activations "
+        f"instead of {bytes_text(before)}."
+    )
 
 
 @dataclass(frozen=True, slots=True)

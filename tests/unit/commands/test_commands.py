@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
-from bpipe.commands.plan_output import peaks_text
+from bpipe.commands.plan import peaks_text
 from bpipe.predict.cluster import GIB
 from bpipe.predict.memory import RankMemory
 from bpipe.schedule.families.families import FAMILIES, SEARCHED

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from bpipe.commands.simulate_page import page_view
+from bpipe.commands.simulate import page_view
 from bpipe.plan.predict import predict, simulation_of
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import EVENLY, Setup

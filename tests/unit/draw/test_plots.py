@@ -7,9 +7,8 @@ from xml.etree import ElementTree
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.draw.picture import lay_out, stack
+from bpipe.draw.picture import lay_out, render_svg, stack
 from bpipe.draw.plots import StagePeaks, memory_chart, to_png, to_svg
-from bpipe.draw.svg import render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 2**20

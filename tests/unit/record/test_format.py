@@ -15,8 +15,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.deadlines import Windows
 from bpipe.build import ScheduleConfig, build, config_of_schedule
 from bpipe.record import format as form
-from bpipe.record.keys import keys_of
-from bpipe.record.program import read_program, write_program
+from bpipe.record.format import keys_of, read_program, write_program
 from bpipe.record.read import read_held, read_run, read_steps
 from bpipe.record.write import append, write_whole
 from bpipe.schedule.action import Action, Kind

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.balance.budget import ActivationBudget, balance_within
-from bpipe.balance.evict import OverBound, plan_evictions
+from bpipe.balance.pairs import OverBound, plan_evictions
 from bpipe.cli import main
-from bpipe.draw.svg import write_svg
+from bpipe.draw.picture import write_svg
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import ScheduleError, check
 from bpipe.schedule.families.unit_grid import place

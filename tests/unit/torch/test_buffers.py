@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bpipe.schedule.action import Action, Kind
-from bpipe.torch.buffers import ReceiveBuffers
+from bpipe.torch.calls import ReceiveBuffers
 from bpipe.torch.upstream import Computation, TorchAction
 
 MICROBATCHES, BYTES = 3, 4 * 8
@@ -88,7 +88,7 @@ def test_what_stays_on_the_rank_is_nobodys_buffer() -> None:
 
 
 def test_what_a_broken_off_step_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bpipe.torch.buffers.KEEPS_BUFFERS", False)
+    monkeypatch.setattr("bpipe.torch.calls.KEEPS_BUFFERS", False)
     here = stage(1)
     here.args_recv_info = here.grad_recv_info = {0: (info(None),)}
     buffers = ReceiveBuffers([here], {1}.__contains__)

@@ -17,8 +17,7 @@ from bpipe.cli import main
 from bpipe.commands import trace
 from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
 from bpipe.schedule.memory import num_transfers
-from bpipe.torch.memory_budget import RankBudgets, budget_bytes
-from bpipe.torch.sizes import StageSizes
+from bpipe.torch.memory_budget import RankBudgets, StageSizes, budget_bytes
 from bpipe.torch.trace import predict_peaks, trace_stages
 from bpipe.transport.layout import BufferLayout
 

@@ -1,4 +1,4 @@
-"""Write a view, the plain values of a run's or a simulation's page, as one HTML file.
+"""Write a view, the plain values of a run's or a simulation's page, as one HTML file, and make that of a run.
 
 A simulation (`is_run` false) has no measured side: ranks have names for what is `under` their activations, and stages
 say what they hold in `parts`. The page loads nothing from the network: it has its styles, scripts and data. Actions
@@ -9,13 +9,18 @@ of a large pipeline has a hundred thousand of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any, NamedTuple
 
+from bpipe.record.report.compare import StageRow
+from bpipe.record.report.output.table import facts, figures, hosts, run_name
+from bpipe.record.report.report import Report, bottleneck
+from bpipe.record.report.selection import Lane, Timeline
 from bpipe.schedule.action import Kind
 from bpipe.schedule.files.text import read_action
+from bpipe.simulate.report import Level, Simulation, with_host_buffers
 
 TICK_S = 1e-7
 # Stands for no host buffer, and for no bytes.
@@ -25,6 +30,12 @@ SCRIPTS = "data.js format.js tables.js bars.js paint.js lanes.js layout.js timel
 _KINDS = tuple(kind.value for kind in Kind)
 # A table of distinct values pays only while its indices are shorter than the values.
 _MOST_DISTINCT = 1000
+
+
+_KEYS = (
+    "stage rank measured_bytes predicted_bytes bound_bytes unbalanced_bytes weights_bytes measured_microbatches "
+    "predicted_microbatches evictions loads bubble exposed_s bytes_per_s"
+).split()
 
 
 def render(view: Mapping[str, Any]) -> str:
@@ -143,3 +154,81 @@ def _ticks(seconds: float) -> int:
 
 def _asset(name: str) -> str:
     return resources.files("bpipe.record.report.output").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def view(report: Report) -> dict[str, Any]:
+    """Return head, rows, differences, and every iteration measured and simulated.
+
+    Measured memory is what was seen during each computation and at its end.
+    """
+    comparison = report.comparison
+    measured, prediction = comparison.measured, comparison.prediction
+    simulated = [
+        simulated_track(prediction.report, row.stage, prediction.levels(row.stage)) for row in comparison.stages
+    ]
+    fullest = bottleneck(comparison)
+    # Tell one open page from another: the run, its day and its machine.
+    title = ", ".join(filter(None, (run_name(measured), (measured.run.info.started or "")[:10], hosts(measured))))
+    pairs = [*facts(comparison, beside_figures=True), *(("note", note) for note in measured.notes)]
+    return {
+        "title": f"bpipe report: {title}",
+        "figures": [list(figure) for figure in figures(comparison)],
+        "facts": [[label, value] for label, value in pairs],
+        "answers": list(report.answers),
+        "bottleneck": None if fullest is None else fullest.stage,
+        "stages": [{key: getattr(row, key) for key in _KEYS} for row in comparison.stages],
+        "differences": [
+            {
+                "what": difference.what,
+                "measured": difference.measured_text,
+                "predicted": difference.predicted_text,
+                "beside": "; ".join(difference.beside),
+                "iteration": difference.iteration,
+            }
+            for difference in report.differences
+        ],
+        "iterations": [_iteration(timeline, comparison.stages, simulated) for timeline in measured.shown],
+    }
+
+
+def _iteration(timeline: Timeline, rows: tuple[StageRow, ...], simulated: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "iteration": timeline.iteration,
+        "end_s": max(timeline.end_s, *(action[2] for row in simulated for action in row["actions"])),
+        "ranks": [
+            {
+                "rank": row.rank,
+                "label": f"stage {row.stage} ({'no record' if row.rank is None else f'rank {row.rank}'})",
+                "bound_bytes": row.bound_bytes,
+                "measured": None if lane is None else _measured(lane),
+                "simulated": planned,
+            }
+            for row, lane, planned in zip(rows, timeline.lanes, simulated, strict=True)
+        ],
+    }
+
+
+def _measured(lane: Lane) -> dict[str, Any]:
+    actions = sorted((*lane.computations, *lane.transfers), key=lambda row: row.start_s)
+    memory = [(0.0, lane.source.host_bytes), *lane.levels] if lane.levels else []
+    return {
+        "actions": [[str(row.action), row.start_s, row.end_s, row.wait_s, row.bytes, row.slot] for row in actions],
+        "memory": [list(step) for step in memory],
+    }
+
+
+def simulated_track(simulation: Simulation, rank: int, levels: Iterable[Level], under: int = 0) -> dict[str, Any]:
+    """Return one rank's actions and what it holds over time, in addition to `under` bytes that it always holds."""
+    size_of = simulation.costs.of
+    rows: list[list[Any]] = []
+    for timed in simulation.computations[rank]:
+        kind, stage, microbatch = timed.action.kind, timed.action.stage, timed.action.microbatch
+        size = size_of(stage, microbatch).saved_bytes if kind is Kind.FORWARD else None
+        rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, None])
+    for timed, buffer in with_host_buffers(simulation, rank):
+        size = size_of(timed.action.stage, timed.action.microbatch).moved_bytes
+        rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, buffer])
+    return {
+        "actions": sorted(rows, key=lambda row: (row[1], row[2])),
+        "memory": [[float(level.start_s), under + level.held_bytes] for level in levels],
+    }

@@ -1,18 +1,160 @@
-"""Write a report for the terminal, as text of at most 120 columns."""
+"""Write a report for the terminal, as text of at most 120 columns, and what stands at the head of its page."""
 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from bpipe.record.report.compare import StageRow
-from bpipe.record.report.output.facts import facts
-from bpipe.record.report.report import Report
-from bpipe.record.report.units import bytes_text, percent_text, size_unit
+from bpipe.record.report.compare import Comparison, StageRow, Totals
+from bpipe.record.report.replay import Basis
+from bpipe.record.report.report import Report, bottleneck, longest_wait
+from bpipe.record.report.selection import Measured
+from bpipe.record.report.units import bytes_text, counted, percent_text, rate_text, seconds_text, size_unit
+from bpipe.schedule.layout import Vocabulary
 
 WIDTH = 120
+# The number of machines that are named.
+MOST_HOSTS = 4
 
 _Cell = Callable[[StageRow], str]
+
+
+class Figure(NamedTuple):
+    """One of the figures at the head of a page, with the small text beneath it."""
+
+    label: str
+    value: str
+    beside: str
+
+
+def figures(comparison: Comparison) -> list[Figure]:
+    """Return the peak, the exposed transfers, the time of an iteration and the bubble."""
+    totals = comparison.totals
+    pipeline = f"{seconds_text(totals.predicted_pipeline_s)} predicted"
+    if totals.step_s is not None:
+        pipeline = f"pipeline {seconds_text(totals.pipeline_s)}, {pipeline}"
+    return [
+        _peak(comparison),
+        _exposed(comparison),
+        Figure("iteration", seconds_text(totals.step_s or totals.pipeline_s), pipeline),
+        Figure("bubble", percent_text(totals.bubble), f"{percent_text(totals.predicted_bubble)} predicted"),
+    ]
+
+
+def _peak(comparison: Comparison) -> Figure:
+    row, label = bottleneck(comparison), "peak of activations"
+    if row is None or row.all_measured_bytes is None:
+        return Figure(label, "not known", "no rank recorded it")
+    bound = "" if row.bound_bytes is None else f", bound {bytes_text(row.bound_bytes)}"
+    return Figure(label, bytes_text(row.all_measured_bytes), f"stage {row.stage}{bound}")
+
+
+def _exposed(comparison: Comparison) -> Figure:
+    row, label = longest_wait(comparison), "exposed transfers"
+    if row is None or row.exposed_s is None:
+        return Figure(label, "not known", "no rank recorded them")
+    if not any(stage.evictions for stage in comparison.stages):
+        return Figure(label, "none", "nothing is evicted")
+    predicted = seconds_text(row.predicted_exposed_s)
+    return Figure(label, seconds_text(row.exposed_s), f"stage {row.stage}, {predicted} predicted")
+
+
+def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[str, str]]:
+    """Return label and value of each fact; with `beside_figures` without those in `figures`."""
+    measured, basis = comparison.measured, comparison.prediction.basis
+    program, info = measured.program, measured.run.info
+    chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
+    parts = f" in {program.slices} slices each" if program.slices > 1 else ""
+    stages = f"{counted(program.num_ranks, 'stage')}{chunks}"
+    device = info.device or next((record.device for record in measured.records if record is not None), "not known")
+    pairs = [
+        ("run", run_name(measured)),
+        ("started", info.started or "not known"),
+        ("host", hosts(measured)),
+        ("schedule", f"{program.schedule}, {stages}, {program.num_microbatches} micro-batches{parts}"),
+    ]
+    pipes = measured.schedule.layout.num_pipes
+    if pipes > 1:
+        # A place in the pipeline has then two stages of a chunk.
+        pairs.append(("pipes", f"{pipes}, rows in the order of the first pipe's stages"))
+    pairs.append(("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")))
+    if program.vocabulary is not Vocabulary.WHOLE:
+        pairs.append(("vocabulary", program.vocabulary.value + ", and the embedding" * program.input_shards))
+    pairs += [("device", device), *((name.replace("_", "-"), version) for name, version in info.versions)]
+    if info.num_pipelines is not None and info.num_pipelines > 1:
+        pairs.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
+    pairs.append(_iterations(measured))
+    if not beside_figures:
+        pairs += _times(comparison.totals)
+    message = "not measurable, so the prediction has none"
+    if basis.message_s is not None:
+        message = seconds_text(basis.message_s)
+    return [*pairs, ("MFU", _mfu(comparison)), ("message", message), *_link(basis), *_verified(measured)]
+
+
+def _times(totals: Totals) -> list[tuple[str, str]]:
+    pairs = [
+        ("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"),
+        ("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"),
+    ]
+    return pairs if totals.step_s is None else [*pairs, ("training step", seconds_text(totals.step_s))]
+
+
+def _link(basis: Basis) -> list[tuple[str, str]]:
+    if not basis.bytes_per_s:
+        return []
+    sources = {basis.bytes_source[stage] for stage in basis.bytes_per_s}
+    return [("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({', '.join(sorted(sources))})")]
+
+
+def _verified(measured: Measured) -> list[tuple[str, str]]:
+    verified = measured.run.verified
+    if verified is None:
+        return []
+    iterations = counted(verified.iterations, "iteration")
+    moved = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
+    return [("verified", f"{iterations}: everything evicted came back unchanged ({moved})")]
+
+
+def run_name(measured: Measured) -> str:
+    """Return the name of the run's folder, which the user chose."""
+    return measured.run.folder.resolve().name
+
+
+def hosts(measured: Measured) -> str:
+    """Return the machines that left a record, with the numbers of their ranks if there are several."""
+    ranks = Counter(record.host for record in measured.run.ranks)
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    named = [f"{host} ({number} ranks)" for host, number in sorted(ranks.items())]
+    return ", ".join(named[:MOST_HOSTS]) + (f" and {len(named) - MOST_HOSTS} more" if len(named) > MOST_HOSTS else "")
+
+
+def _iterations(measured: Measured) -> tuple[str, str]:
+    shown = [timeline.iteration for timeline in measured.shown]
+    if len(shown) == 1:
+        return "iteration", str(shown[0])
+    warm_up = f" ({measured.warm_up} is a warm-up)" if measured.warm_up in shown else ""
+    return "iterations", ", ".join(map(str, shown)) + warm_up
+
+
+def _mfu(comparison: Comparison) -> str:
+    info, totals = comparison.measured.run.info, comparison.totals
+    if totals.mfu is not None and info.peak_flops is not None:
+        return (
+            f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s per device "
+            f"({info.peak_source or 'source not given'})"
+        )
+    inputs = {
+        "the device's peak (--bpipe-peak-tflops)": info.peak_flops,
+        "the FLOPs of an iteration": info.flops_per_iteration,
+        "the number of ranks": info.world_size,
+        "the time of a step": totals.step_s,
+    }
+    missing = [name for name, value in inputs.items() if not value]
+    return f"not known, missing: {', '.join(missing)}"
 
 
 def table(report: Report) -> str:

@@ -11,8 +11,7 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.record.read import read_held
-from bpipe.record.report.output.shortage_text import text
-from bpipe.record.report.shortage import shortage_of
+from bpipe.record.report.shortage import shortage_of, text
 
 GIB = 2**30
 PROGRAM = {"schedule": "1f1b", "num_stages": 8, "num_microbatches": 16, "num_chunks": 1, "balance": "none"}

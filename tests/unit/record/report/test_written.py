@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from bpipe.record.report.output.document import document
-from bpipe.record.report.output.facts import facts
-from bpipe.record.report.output.page import render
-from bpipe.record.report.output.table import table
-from bpipe.record.report.output.view import view
+from bpipe.record.report.output.page import render, view
+from bpipe.record.report.output.table import facts, table
 from bpipe.record.report.report import Report, report_of
 from bpipe.record.report.units import bytes_text, seconds_text
 from tests.unit.record.report.recorded import MOVED, documented, write_run

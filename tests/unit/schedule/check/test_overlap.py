@@ -11,7 +11,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import adopt
 from bpipe.cli import main
-from bpipe.draw.svg import write_svg
+from bpipe.draw.picture import write_svg
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import blocked_ranks
 from bpipe.schedule.check.rules import ScheduleError, check

@@ -1,0 +1,506 @@
+"""Compare two runs, A and B, number by number, by default bit by bit, and write the comparison as text or JSON values.
+
+A run is its `--bpipe-report` folder, the iterations.jsonl in it, or Megatron's log. Every number keeps every bit that is
+in the file. Only what was computed decides whether runs are equal: peaks and seconds may differ. Raises ValueError, with
+the file's name, for what cannot be used or is not what the caller expects.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from bpipe.record.format import STEPS, SUMMARY, RankSummary, values_of
+from bpipe.record.read import refuse_two_runs
+from bpipe.values import a_number, a_whole, an_object, load_json, printable
+
+LOSS = "lm loss"
+
+# It may follow a rank's prefix (`srun -l`, torchrun's --tee); Megatron ends every field with a bar.
+_LOG_LINE = re.compile(r"\biteration\s+([0-9]+)/\s*[0-9]+ \|(.*)\|")
+_LOG_TIME = "elapsed time per iteration (ms)"
+# Fields about the machine's speed, not about what the run computed.
+_MACHINE = re.compile(r"time|throughput|energy|power")
+# As `float.hex` writes a number.
+_EXACT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan")
+
+# A clock's reading of no time at all, of which nothing can be a multiple.
+_NO_TIME_S = 1e-6
+# What is shown of each iteration. A report and a log spell the gradient norm differently.
+_SHOWN = (LOSS, "grad_norm", "grad norm")
+_WIDTH = 24
+# The number of differences that are listed.
+_MOST = 3
+_MIB = 2**20
+
+Values = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StageNumbers:
+    """Peak memory of one stage, measured and predicted, and its transfers in an iteration."""
+
+    peak_microbatches: int
+    peak_bytes: int
+    predicted_microbatches: int
+    predicted_bytes: int
+    evictions: int
+    loads: int
+
+
+_NUMBERS = tuple(field.name for field in fields(StageNumbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One run. What is not known is empty or None."""
+
+    path: Path
+    exact: bool  # whether its numbers have every bit
+    iterations: Mapping[int, Values]
+    seconds: Mapping[int, float]
+    stages: Mapping[int, StageNumbers] = field(default_factory=dict)
+    balanced: bool | None = None
+
+    def extent(self) -> str:
+        return f"{len(self.iterations)} ({min(self.iterations)} to {max(self.iterations)})"
+
+
+def read_training(
+    path: Path, num_ranks: int | None = None, num_iterations: int | None = None, balanced: bool | None = None
+) -> Training:
+    """Read a training: a folder or a .jsonl file is a report, any other file a log.
+
+    Args:
+        path: the folder or file.
+        num_ranks: the number of stages that the report must have.
+        num_iterations: the number of iterations that it must have, from 1 on.
+        balanced: whether the run must have been balanced.
+
+    Raises:
+        ValueError: the file cannot be read, or is not what the arguments say.
+    """
+    exact = path.is_dir() or path.suffix == ".jsonl"
+    iterations, seconds = _read_iterations(path / STEPS if path.is_dir() else path) if exact else _read_log(path)
+    if not iterations:
+        raise ValueError(
+            f"{path}: no iteration in it; is it {'a report' if exact else 'a log of Megatron with --log-interval'}?"
+        )
+    if num_iterations is not None:
+        _check_iterations(path, iterations, num_iterations)
+    if not path.is_dir() and not num_ranks and balanced is None:
+        return Training(path, exact, iterations, seconds)
+    stages, is_balanced = read_stages(path, num_ranks, balanced)
+    return Training(path, exact, iterations, seconds, stages, is_balanced)
+
+
+def read_stages(
+    folder: Path, num_ranks: int | None = None, balanced: bool | None = None
+) -> tuple[dict[int, StageNumbers], bool | None]:
+    """Return each stage's row, and whether the run was balanced. Of replicas of a stage, the largest numbers count."""
+    stages: dict[int, StageNumbers] = {}
+    was_balanced = balanced
+    runs: list[tuple[str, str | None]] = []
+    for path in SUMMARY.files(folder):
+        stage, row, is_balanced, run = _read_rank(path)
+        runs.append((path.name, run))
+        if was_balanced is not None and is_balanced != was_balanced:
+            swapped = "are the two folders swapped?"
+            if balanced is None:
+                swapped = "other ranks say the opposite: are they of one run?"
+            raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
+        was_balanced = is_balanced
+        replica = stages.get(stage, row)
+        stages[stage] = StageNumbers(*(max(getattr(replica, name), getattr(row, name)) for name in _NUMBERS))
+    if runs:
+        refuse_two_runs(folder, runs)
+    if num_ranks is None and balanced is not None and not stages:
+        raise ValueError(f"{folder}: no rank_*.json, so it is not known whether this run was balanced")
+    if num_ranks is not None and sorted(stages) != list(range(num_ranks)):
+        raise ValueError(
+            f"{folder}: has reports of stages {sorted(stages)}, not of 0 to {num_ranks - 1}; did every rank finish?"
+        )
+    return stages, was_balanced
+
+
+def _read_rank(path: Path) -> tuple[int, StageNumbers, bool, str | None]:
+    try:
+        values = values_of(RankSummary, load_json(_read_text(path)), "it")
+        absent = next((name for name in ("stage", *_NUMBERS, "balanced") if name not in values), None)
+        if absent is not None:
+            raise ValueError(f"{absent!r} is missing")
+        numbers = StageNumbers(*(values[name] for name in _NUMBERS))
+        return values["stage"], numbers, values["balanced"], values.get("run")
+    except ValueError as error:
+        raise ValueError(f"{path}: not a complete report of a stage; was the run cut off? {error}") from None
+
+
+def _check_iterations(path: Path, iterations: Mapping[int, Values], wanted: int) -> None:
+    missing = [iteration for iteration in range(1, wanted + 1) if iteration not in iterations]
+    if missing or len(iterations) != wanted:
+        more = " and more" if len(missing) > 5 else ""
+        detail = f"iterations {missing[:5]}{more} are missing" if missing else "there are more"
+        raise ValueError(f"{path}: {len(iterations)} iterations instead of {wanted}; {detail}")
+
+
+def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
+    """Return every iteration of the file, which need not begin at 1. If one was run again, the last time counts."""
+    iterations: dict[int, Values] = {}
+    seconds: dict[int, float] = {}
+    for number, text in enumerate(_read_text(path).splitlines(), start=1):
+        try:
+            values = dict(an_object(load_json(text), "it"))
+            iteration = a_whole(values.pop("iteration", None), "iteration")
+            skipped = a_whole(values.pop("skipped", None), "skipped")
+            # Never the same twice, and no result.
+            elapsed_s = values.pop("elapsed_s", None)
+            if values.get(LOSS) is None or "grad_norm" not in values:
+                raise ValueError(f"{LOSS} or grad_norm is missing")
+            exact = {printable(name): _exact(name, value) for name, value in values.items()}
+            iterations[iteration] = {**exact, "skipped": float(skipped)}
+            seconds.pop(iteration, None)
+            if elapsed_s is not None:
+                seconds[iteration] = a_number(elapsed_s, "elapsed_s")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not a complete iteration; was the run cut off? {error}") from None
+    return iterations, seconds
+
+
+def _exact(name: str, value: object) -> float | None:
+    """Return a number as `float.hex` wrote it, to the bit; None if the run had none."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _EXACT.fullmatch(value):
+        raise ValueError(f"{name} is {value!r:.40}, not a number as float.hex writes it")
+    try:
+        return float.fromhex(value)
+    except OverflowError:
+        raise ValueError(f"{name} is {value}, which is too large") from None
+
+
+def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
+    """Return Megatron's iteration lines. If an iteration was run again, the last time counts."""
+    iterations: dict[int, Values] = {}
+    seconds: dict[int, float] = {}
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        match = _LOG_LINE.search(line)
+        if match is None:
+            continue
+        try:
+            iteration, values = int(match[1]), _read_fields(match[2])
+            elapsed_s = a_number(values[_LOG_TIME] / 1e3, _LOG_TIME) if _LOG_TIME in values else None
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: not one of Megatron's iteration lines, or two of them in one: {error}"
+            ) from None
+        seconds.pop(iteration, None)
+        if elapsed_s is not None:
+            seconds[iteration] = elapsed_s
+        iterations[iteration] = {name: value for name, value in values.items() if not _MACHINE.search(name)}
+    return iterations, seconds
+
+
+def _read_fields(text: str) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for field_text in text.split("|"):
+        name, colon, value = field_text.rpartition(":")
+        if not colon:
+            raise ValueError(f"{field_text.strip()!r:.60} is not a field with a value")
+        if _LOG_TIME in name or not _MACHINE.search(name):
+            values[printable(name.strip())] = float(value)
+    return values
+
+
+def _read_text(path: Path) -> str:
+    try:
+        # A log may contain anything. A number in which something was replaced is no number any more.
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; did the run finish? See its log") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One number that differs between two runs; None if a run lacks it."""
+
+    iteration: int
+    name: str
+    one: float | None
+    other: float | None
+
+    @property
+    def share(self) -> float:
+        """The difference as a part of the larger number; infinite if a number is missing or not finite."""
+        if self.one is None or self.other is None or not (math.isfinite(self.one) and math.isfinite(self.other)):
+            return math.inf
+        largest = max(abs(self.one), abs(self.other))
+        return abs(self.one - self.other) / largest if largest else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quartiles:
+    """Median and quartiles of several readings."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Quartiles | None:
+        if not values:
+            return None
+        low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+        return Quartiles(median, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Two runs and their differences."""
+
+    one: Training
+    other: Training
+    tolerance: float
+    common: tuple[int, ...]  # iterations that both have
+    alone: int  # the number of iterations that only one has
+    mismatches: tuple[Mismatch, ...]  # in the order of the run
+
+    @property
+    def equal(self) -> bool:
+        return not self.mismatches
+
+    @property
+    def exact(self) -> bool:
+        """Whether equal means equal in every bit."""
+        return self.one.exact and self.tolerance == 0
+
+    def seconds_ratio(self) -> Quartiles | None:
+        """Return quartiles of B's time divided by A's, over the iterations that have both."""
+        one, other = self.one.seconds, self.other.seconds
+        timed = [number for number in self.common if number in other and one.get(number, 0.0) > _NO_TIME_S]
+        return Quartiles.of([other[number] / one[number] for number in timed])
+
+
+def compare(one: Training, other: Training, tolerance: float = 0.0, only_common: bool = False) -> SideBySide:
+    """Compare two trainings number by number.
+
+    Args:
+        one: the run A.
+        other: the run B.
+        tolerance: the allowed difference as a part of the larger number; with 0, every bit must be equal.
+        only_common: whether to leave out iterations that one side lacks.
+
+    Raises:
+        ValueError: the runs cannot be compared.
+    """
+    if one.exact != other.exact:
+        report, log = (one, other) if one.exact else (other, one)
+        raise ValueError(
+            f"{log.path} is a log, whose numbers are rounded, and {report.path} is a report: compare two of the same kind"
+        )
+    common = tuple(sorted(one.iterations.keys() & other.iterations.keys()))
+    if not common:
+        raise ValueError(
+            f"{one.path} and {other.path} have no iteration in common: A has {one.extent()}, B has {other.extent()}"
+        )
+    mismatches = tuple(
+        Mismatch(iteration, name, values.get(name), others.get(name))
+        for iteration in common
+        for values, others in [(one.iterations[iteration], other.iterations[iteration])]
+        for name in sorted(values.keys() | others.keys())
+        if (name in values) != (name in others) or _differ(values.get(name), others.get(name), tolerance)
+    )
+    alone = len(one.iterations.keys() ^ other.iterations.keys())
+    if alone and not mismatches and not only_common:
+        raise ValueError(
+            f"{alone} iterations are in one run only: A has {one.extent()}, B has {other.extent()}; "
+            f"the {len(common)} that both have are equal: to compare only these, add --common"
+        )
+    return SideBySide(one, other, tolerance, common, alone, mismatches)
+
+
+def _differ(one: float | None, other: float | None, tolerance: float) -> bool:
+    # Bits, because `==` calls 0.0 and -0.0 equal, and a NaN unequal to itself.
+    if _bits(one) == _bits(other):
+        return False
+    if tolerance == 0 or one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
+        return True
+    return abs(one - other) > tolerance * max(abs(one), abs(other))
+
+
+def _bits(value: float | None) -> bytes:
+    return b"" if value is None else struct.pack("<d", value)
+
+
+def text(pair: SideBySide, num_rows: int) -> str:
+    """Return the comparison as text, which ends with the verdict, with the last `num_rows` iterations up to the first
+    difference side by side."""
+    lines = [f"A: {pair.one.path}", f"B: {pair.other.path}"]
+    if pair.one.stages and pair.other.stages:
+        lines += _peaks(pair.one, pair.other)
+    lines += _numbers(pair, num_rows)
+    if pair.alone:
+        lines.append(f"note: {pair.alone} iterations are in one run only and were not compared")
+    lines += [*_losses(pair), *_seconds(pair), *_largest(pair), _verdict(pair)]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _peaks(one: Training, other: Training) -> list[str]:
+    """Return measured and (predicted) micro-batches and MiB, one row per stage, with the transfers of balanced runs."""
+    first, second = f"{'':5}", f"{'stage':>5}"
+    for name, run in (("A", one), ("B", other)):
+        first += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
+        second += f"  {'micro-batches':>13} {'MiB':>13}"
+        if run.balanced:
+            first += f"  {'per iteration':^16}"
+            second += f"  {'evictions':>9} {'loads':>6}"
+    rows = [
+        f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (one, other))
+        for stage in sorted(one.stages.keys() | other.stages.keys())
+    ]
+    notes = []
+    for name, run in (("A", one), ("B", other)):
+        stages = sorted(run.stages.items())
+        if wrong := [stage for stage, row in stages if row.peak_microbatches != row.predicted_microbatches]:
+            notes.append(f"note: in {name}, the measured peak of stages {wrong} is not the predicted one")
+    title = "peak of saved activations on each stage: measured (predicted from the schedule)"
+    return [title, first, second, *rows, *notes]
+
+
+def _cells(row: StageNumbers | None, balanced: bool) -> str:
+    if row is None:
+        return f"  {'-':>13} {'-':>13}" + f"  {'-':>9} {'-':>6}" * balanced
+    counts = f"{row.peak_microbatches} ({row.predicted_microbatches})"
+    sizes = f"{row.peak_bytes / _MIB:.2f} ({row.predicted_bytes / _MIB:.2f})"
+    return f"  {counts:>13} {sizes:>13}" + f"  {row.evictions:>9} {row.loads:>6}" * balanced
+
+
+def _numbers(pair: SideBySide, num_rows: int) -> list[str]:
+    """Return one row per iteration, with each value of the first run, then of the second."""
+    if num_rows == 0:
+        return []
+    until = pair.common.index(pair.mismatches[0].iteration) + 1 if pair.mismatches else len(pair.common)
+    iterations = pair.common[max(0, until - num_rows) : until]
+    runs = pair.one.iterations, pair.other.iterations
+    names = [name for name in _SHOWN if any(name in run[iterations[0]] for run in runs)]
+    rows = [f"{'':>9}" + "".join(f"  {name:^{2 * _WIDTH + 2}}" for name in names)]
+    rows.append(f"{'iteration':>9}" + "".join(f"  {letter:>{_WIDTH}}" for _ in names for letter in "AB"))
+    for iteration in iterations:
+        values = (run[iteration].get(name) for name in names for run in runs)
+        rows.append(f"{iteration:>9}" + "".join(f"  {_cell(value, pair.one.exact):>{_WIDTH}}" for value in values))
+    return rows
+
+
+def _cell(value: float | None, exact: bool) -> str:
+    if value is None:
+        return "none"
+    return value.hex() if exact else f"{value!r}"
+
+
+def _losses(pair: SideBySide) -> list[str]:
+    """Return the first and the last loss; those of both runs if they differ as far as is shown."""
+    losses = []
+    for run in (pair.one, pair.other):
+        ends = [(iteration, run.iterations[iteration].get(LOSS)) for iteration in (pair.common[0], pair.common[-1])]
+        losses.append(", ".join(f"{loss:.3f} at iteration {number}" for number, loss in ends if loss is not None))
+    if not all(losses):
+        return []
+    lines = [f"loss: {losses[0]}"] if losses[0] == losses[1] else [f"loss: A {losses[0]}; B {losses[1]}"]
+    if any(not math.isfinite(run.iterations[pair.common[-1]].get(LOSS) or 0.0) for run in (pair.one, pair.other)):
+        lines.append("note: the loss is not finite")
+    return lines
+
+
+def _seconds(pair: SideBySide) -> list[str]:
+    one, other, ratio = _spread(pair, pair.one), _spread(pair, pair.other), pair.seconds_ratio()
+    if one is None or other is None or ratio is None:
+        return []
+    times = ", ".join(f"{name} {_between(spread)} s" for name, spread in (("A", one), ("B", other)))
+    return [f"time per iteration, median (quartiles): {times}; B/A {_between(ratio)}"]
+
+
+def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
+    return Quartiles.of([run.seconds[iteration] for iteration in pair.common if iteration in run.seconds])
+
+
+def _between(spread: Quartiles) -> str:
+    return f"{spread.median:.4g} ({spread.low:.4g} to {spread.high:.4g})"
+
+
+def _largest(pair: SideBySide) -> list[str]:
+    """Return the largest differences, if there are more than the one in the verdict."""
+    if len(pair.mismatches) == 1:
+        return []
+    largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:_MOST]
+    return [f"difference of {mismatch.share:.3g}, {_difference(mismatch)}" for mismatch in largest]
+
+
+def _verdict(pair: SideBySide) -> str:
+    num = len(pair.common)
+    within = f"within {pair.tolerance:g}"
+    if pair.mismatches:
+        first, others = pair.mismatches[0], len(pair.mismatches) - 1
+        more = f"; {others} more differ after it" if others else ""
+        return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {_difference(first)}{more}"
+    if pair.exact:
+        return f"identical: all numbers of {num} iterations agree to the last bit"
+    if pair.tolerance:
+        return f"equal {within}: no two numbers of {num} iterations differ by more, relative to the larger one"
+    return (
+        f"no difference in {num} iterations, but Megatron rounds the numbers in its logs; "
+        "to compare every bit, run with --bpipe-report DIR and compare the folders"
+    )
+
+
+def _difference(mismatch: Mismatch) -> str:
+    numbers = f"{_number(mismatch.one)} in A, {_number(mismatch.other)} in B"
+    return f"{mismatch.name} of iteration {mismatch.iteration}: {numbers}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value!r} ({value.hex()})"
+
+
+def document(pair: SideBySide) -> dict[str, Any]:
+    """Return the comparison as JSON values. Numbers without a JSON form are text: nan, inf, -inf."""
+    ratio = pair.seconds_ratio()
+    return {
+        "equal": pair.equal,
+        "exact": pair.exact,
+        "tolerance": pair.tolerance,
+        "iterations": len(pair.common),
+        "in_one_only": pair.alone,
+        "differences": [
+            {
+                "iteration": mismatch.iteration,
+                "name": mismatch.name,
+                "a": _plain(mismatch.one),
+                "b": _plain(mismatch.other),
+            }
+            for mismatch in pair.mismatches
+        ],
+        "a": _run(pair, pair.one),
+        "b": _run(pair, pair.other),
+        "iteration_s_ratio": None if ratio is None else asdict(ratio),
+    }
+
+
+def _run(pair: SideBySide, run: Training) -> dict[str, Any]:
+    spread = _spread(pair, run)
+    return {
+        "path": str(run.path),
+        "balanced": run.balanced,
+        "first_loss": _plain(run.iterations[pair.common[0]].get(LOSS)),
+        "last_loss": _plain(run.iterations[pair.common[-1]].get(LOSS)),
+        "iteration_s": None if spread is None else asdict(spread),
+        "stages": [{"stage": stage, **asdict(row)} for stage, row in sorted(run.stages.items())],
+    }
+
+
+def _plain(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else repr(value)
