@@ -4,7 +4,7 @@ Bounds are counts of chunk micro-batches; `budget` has bytes. A rank whose own a
 its partner (`plan_evictions` plans how); the partner's halves are in the same slots of its own row, and what it hosts counts
 against its bound. On 1F1B with `mu_opt` this is Algorithm 1 of the BPipe paper (Kim et al. 2023), with its steady-phase
 eviction read as "the latest finished forward". If a bound cannot be kept, the error names the smallest one found that
-can: the least possible for generated orders, rarely one more for others (`tests/unit/balance/test_smallest_bound.py`).
+can: the least possible for generated orders, rarely one more for others (`tests/unit/balance/test_pairs.py`).
 """
 
 from __future__ import annotations

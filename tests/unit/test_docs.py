@@ -38,7 +38,7 @@ ELSEWHERE = {
     "bpipe capture": "tests/unit/config/launch/test_capture.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
     "bpipe profile": "tests/unit/commands",
-    "bpipe report": "tests/unit/commands/test_report.py",
+    "bpipe report": "tests/unit/commands/test_compare.py",
     "torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py": "tests/unit/test_docs.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",

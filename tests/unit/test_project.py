@@ -1,5 +1,4 @@
-"""The project's outer shape: what the repository root may hold, and that the shared `megatron` namespace stays
-shared."""
+"""The project's outer shape: what the root may hold, that the `megatron` namespace stays shared, and who imports whom."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from importlinter.cli import lint_imports
 from packaging.requirements import Requirement
 
 from bpipe import __version__
@@ -129,3 +129,17 @@ def test_a_build_without_a_release_leaves_the_readme_as_it_is() -> None:
     described = runpy.run_path(str(ROOT / "setup.py"))["described"]("")
     assert described["long_description"] == (ROOT / "README.md").read_text()
     assert described["project_urls"] == {}
+
+
+def test_the_contracts_are_kept() -> None:
+    assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_the_command_loads_nothing_heavy() -> None:
+    program = (
+        "import sys; import bpipe.cli as cli; "
+        "cli.main(['schedule', '--schedule', '1f1b', '--pp', '4', '--microbatches', '4', '--format', 'svg']); "
+        "heavy = {'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules); sys.exit(' '.join(heavy) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -1,29 +1,35 @@
-"""The event simulation: exact times by hand, against the unit grid, and what transfers, ports and exchanges add."""
+"""Schedules in seconds: by hand, against a slow simulator, with reductions, shards and slices."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.balance.config import BalanceConfig, named_balance
+from bpipe.balance.budget import ActivationBudget, balance_within
+from bpipe.balance.config import BalanceConfig, balanced, named_balance
 from bpipe.build import ScheduleConfig, build
+from bpipe.plan.budget import windows_of
 from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES, exchange_of
-from bpipe.schedule.hosts import ARRANGEMENTS
+from bpipe.schedule.hosts import ARRANGEMENTS, Host
 from bpipe.schedule.layout import Vocabulary
-from bpipe.schedule.memory import live_counts, peak_bytes
+from bpipe.schedule.memory import KeptMemory, live_bytes, live_counts, memory_of, peak_bytes
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost, uniform
+from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, Number, ShardCost, StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Simulation, Timed
+from bpipe.simulate.report import Reduced, Simulation, Timed
 from tests.support.late_loads import with_late_loads
+from tests.unit.schedule.families.test_sharded_schedules import ONE, SPLIT, TWO, sharded
 
 EXCHANGES = [Exchange.POSTED, Exchange.MEGATRON_1F1B]
 UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)
@@ -287,3 +293,281 @@ def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
         StageCost(-1, 1)
     with pytest.raises(ValueError, match="bytes_per_s is 0"):
         Link(0)
+
+
+def exposed_s(simulation: Simulation) -> Number:
+    """Seconds of the last reduction beyond the pipeline."""
+    return max(row[-1].end_s for row in simulation.reductions if row) - simulation.pipeline_s
+
+
+def test_reductions_of_two_ranks_by_hand() -> None:
+    """f = 1, b = 2, a message takes 1, a reduction 4:
+
+    rank 0  0F0 0-1    1F1 2-3  1B1 3-5    0B0 6-8        and rank 1 is its mirror image
+    messages        1-2               5-6
+    """
+    schedule = build(ScheduleConfig("chimera", 2, 2))
+    costs = uniform(2, StageCost(1, 2, sent_bytes=1, reduction_s=4, optimizer_s=1), Links(Link(1)))
+    lazily, eagerly = (simulate(schedule, replace(costs, eager=eager)) for eager in (False, True))
+    assert lazily.pipeline_s == eagerly.pipeline_s == 8
+    # Stage 1's gradients are complete on both ranks at 5, and gradients of its inputs pass the ports until 6.
+    assert lazily.reductions == ((Reduced(1, 8, 12), Reduced(0, 12, 16)),) * 2
+    assert eagerly.reductions == ((Reduced(1, 5, 10), Reduced(0, 10, 14)),) * 2
+    # Each rank updates both of its stages.
+    assert (lazily.makespan_s, eagerly.makespan_s) == (16 + 2, 14 + 2)
+    assert (exposed_s(lazily), exposed_s(eagerly)) == (8, 6)
+
+
+def test_buckets_are_reduced_beside_the_last_backward() -> None:
+    """One rank, two micro-batches, b = 8 and a reduction of 4: of four buckets the last begins with the backward's end.
+
+    A 32B model on 8 devices a replica was predicted 318 TFLOP/s a GPU, in one lump behind everything, and measured 460.
+    """
+    costs = uniform(1, StageCost(2, 8, reduction_s=4, optimizer_s=1))
+    schedule = build(ScheduleConfig("1f1b", 1, 2))
+
+    def reduced(seconds: int, buckets: int, eager: bool = True) -> tuple[Reduced, ...]:
+        cost = replace(costs.stages[0], reduction_s=seconds, buckets=buckets)
+        return simulate(schedule, replace(costs, stages=(cost,), eager=eager)).reductions[0]
+
+    assert reduced(4, 1) == (Reduced(0, 20, 24),)
+    # Buckets are complete at 14, 16, 18 and 20.
+    assert reduced(4, 4) == (Reduced(0, 14, 21),)
+    # Each takes longer than the backward of it.
+    assert reduced(16, 4) == (Reduced(0, 14, 30),)
+    # Not beside computations nothing begins before their end.
+    assert reduced(4, 4, eager=False) == (Reduced(0, 20, 24),)
+
+
+def test_replicas_on_other_nodes_share_no_port_with_messages_inside_one() -> None:
+    costs = uniform(2, StageCost(1, 2, sent_bytes=1, reduction_s=4), Links(Link(1)))
+    apart = simulate(build(ScheduleConfig("chimera", 2, 2)), replace(costs, eager=True, replicas_apart=True))
+    assert apart.reductions == ((Reduced(1, 5, 9), Reduced(0, 9, 13)),) * 2
+
+
+CASES = [("chimera", 1, 1), ("mixpipe", 1, 2), ("bitpipe", 2, 1), ("bitpipe", 2, 2), ("bitpipe", 3, 1)]
+
+
+@pytest.mark.parametrize("p", [8, 16])
+@pytest.mark.parametrize(("name", "v", "rounds"), CASES)
+def test_eagerly_one_reduction_is_exposed_and_lazily_one_for_each_chunk(name: str, v: int, rounds: int, p: int) -> None:
+    """Stage 0 is complete only when all is over; whatever a rank has of both pipes besides was complete sooner."""
+    schedule = build(ScheduleConfig(name, p, rounds * p, num_chunks=v))
+    seconds = Fraction(1, 4 * v)
+    costs = uniform(p * v, StageCost(Fraction(1, v), Fraction(2, v), reduction_s=seconds))
+    assert exposed_s(simulate(schedule, costs)) == 2 * v * seconds
+    assert exposed_s(simulate(schedule, replace(costs, eager=True))) == seconds
+
+
+def test_a_reduction_waits_for_the_later_of_a_pair() -> None:
+    """Rank 7 is on another node with slow links; its mirror image, rank 0, is complete long before."""
+    schedule = build(ScheduleConfig("bitpipe", 8, 16, num_chunks=2))
+    links = Links(Link(latency_s=1), Link(latency_s=7), (0, 0, 0, 0, 0, 0, 0, 1))
+    found = simulate(schedule, Costs((StageCost(2, 4, reduction_s=1),) * 16, links, eager=True))
+    ends = [
+        {timed.action.stage: timed.end_s for timed in row if timed.action.kind.value == "B"}
+        for row in found.computations
+    ]
+    assert any(ends[0][stage] != ends[7][stage] for stage in ends[0])
+    for rank, row in enumerate(found.reductions):
+        assert row == found.reductions[7 - rank]
+        assert sorted(one.stage for one in row) == list(schedule.layout.stages_of(rank))
+        for one in row:
+            assert one.start_s >= max(ends[rank][one.stage], ends[7 - rank][one.stage])
+    assert found.reductions[0][0].start_s == max(min(ends[0].values()), min(ends[7].values()))
+
+
+def test_a_transfer_is_given_way_to_as_well() -> None:
+    schedule = build(ScheduleConfig("bitpipe", 8, 8, num_chunks=2, balance=named_balance("bpipe")))
+    cost = StageCost(6, 12, saved_bytes=1, moved_bytes=1, transfer_s=5, reduction_s=40)
+    plain, eager = (simulate(schedule, replace(uniform(16, cost), eager=eager)) for eager in (False, True))
+    assert eager.transfers == plain.transfers, "nobody waits for a reduction"
+    for rank, row in enumerate(eager.reductions):
+        for one in row:
+            pair = (rank, 7 - rank)
+            beside = [t for r in pair for t in eager.transfers[r] if t.start_s < one.end_s and t.end_s > one.start_s]
+            assert bool(beside) == (one.end_s - one.start_s > 40)
+
+
+def test_with_one_pipe_a_rank_reduces_by_itself() -> None:
+    """The last rank of 1F1B is done first: eagerly its reduction is over when the first rank's begins."""
+    schedule = build(ScheduleConfig("1f1b", 4, 8))
+    costs = uniform(4, StageCost(1, 2, reduction_s=2))
+    eager = simulate(schedule, replace(costs, eager=True))
+    assert [row[0].end_s for row in eager.reductions] == [35, 33, 31, 29]
+    assert eager.makespan_s == simulate(schedule, costs).makespan_s == 35
+    assert simulate(schedule, uniform(4, StageCost(1, 2))).reductions == ((),) * 4
+
+
+COLLECTIVES = CollectiveCost(broadcast_s=1, gather_s=2, reduce_s=3, input_reduce_s=4, input_broadcast_s=5)
+ALL_ONE = ShardCost(1, 1, 1, 1)
+
+
+def times(simulation: Simulation, kind: Kind, microbatch: int) -> list[tuple[Number, Number]]:
+    """From when to when, by rank."""
+    rows = simulation.computations
+    return [
+        (one.start_s, one.end_s)
+        for row in rows
+        for one in row
+        if (one.action.kind, one.action.microbatch) == (kind, microbatch)
+    ]
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+def test_one_micro_batch_by_hand(vocabulary: Vocabulary) -> None:
+    """Forwards until 3, broadcast until 4, S until 5, statistics until 7, with algorithm 2 reduced until 10."""
+    simulation = simulate(
+        sharded(3, 1, vocabulary), Costs((StageCost(1, 2),) * 3, shards=(ALL_ONE,), collectives=COLLECTIVES)
+    )
+    assert times(simulation, Kind.SHARD_FORWARD, 0) == [(4, 5), (4, 5), (3, 4)]
+    assert times(simulation, Kind.SHARD_BACKWARD, 0) == [(10, 11) if vocabulary is TWO else (7, 8)] * 3
+    # Algorithm 1 reduces from 8 to 11. With algorithm 2 T and the last B could both begin at 10: T does.
+    assert times(simulation, Kind.BACKWARD, 0) == [(15, 17), (13, 15), (11, 13)]
+
+
+def test_shards_of_the_embedding_by_hand() -> None:
+    """IF until 1, embeddings at the first stage at 5; links of half a second add half a second."""
+    for latency, begin in ((0, 5), (0.5, 5.5)):
+        costs = Costs(
+            (StageCost(1, 2),) * 3, Links(Link(latency_s=latency)), shards=(ALL_ONE,), collectives=COLLECTIVES
+        )
+        simulation = simulate(sharded(3, 1, ONE, input_shards=True), costs)
+        assert times(simulation, Kind.INPUT_FORWARD, 0) == [(0, 1)] * 3
+        assert times(simulation, Kind.FORWARD, 0)[0] == (begin, begin + 1)
+        over = times(simulation, Kind.BACKWARD, 0)[0][1]
+        there = over + 5 + latency
+        assert times(simulation, Kind.INPUT_BACKWARD, 0) == [(over, over + 1), (there, there + 1), (there, there + 1)]
+
+
+def test_collectives_of_a_sort_take_turns() -> None:
+    """Statistics take 10 seconds, longer than S0 and S1 are apart, so T1 waits for the second gathering."""
+    costs = Costs((StageCost(1, 2),) * 3, shards=(ShardCost(1, 1),), collectives=CollectiveCost(gather_s=10))
+    simulation = simulate(sharded(3, 6, ONE), costs)
+    begun = [times(simulation, Kind.SHARD_BACKWARD, k)[0][0] for k in range(6)]
+    assert all(after - before >= 10 for before, after in pairwise(begun))
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+def test_nobody_has_the_next_before_everybody_has_come_for_the_last(vocabulary: Vocabulary) -> None:
+    """A broadcast needs all its receivers, and each makes ready for one at a time."""
+    rng = random.Random(3)
+    p, m = 4, 12
+    for _ in range(5):
+        shards = tuple(ShardCost(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(p))
+        stages = tuple(StageCost(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(p))
+        simulation = simulate(sharded(p, m, vocabulary), Costs(stages, shards=shards))
+        for k in range(m - 1):
+            came = max(start for start, _ in times(simulation, Kind.SHARD_FORWARD, k))
+            assert all(start >= came for start, _ in times(simulation, Kind.SHARD_FORWARD, k + 1))
+
+
+def test_each_rank_may_have_a_cost_of_its_own() -> None:
+    schedule = sharded(3, 4, ONE)
+    shards = tuple(ShardCost(1 + rank, 2) for rank in range(3))
+    simulation = simulate(schedule, Costs((StageCost(1, 2),) * 3, shards=shards))
+    assert [end - start for start, end in times(simulation, Kind.SHARD_FORWARD, 2)] == [1, 2, 3]
+    with pytest.raises(ValueError, match="costs of 2 shards, but the schedule has 3 ranks"):
+        simulate(schedule, Costs((StageCost(1, 2),) * 3, shards=shards[:2]))
+    with pytest.raises(ValueError, match="give the costs of its shards"):
+        simulate(schedule, Costs((StageCost(1, 2),) * 3))
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+def test_logits_are_held_from_s_to_t_on_every_rank(vocabulary: Vocabulary) -> None:
+    """In slots as in seconds, and never of more than one micro-batch."""
+    p, m = 4, 12
+    schedule = sharded(p, m, vocabulary)
+    for rank, row in enumerate(schedule.ranks):
+        curve, held = (
+            live_bytes(schedule, rank, memory_of([100] * p, shard_bytes=7)),
+            live_bytes(schedule, rank, memory_of([100] * p)),
+        )
+        between = False
+        for slot, cell in enumerate(row):
+            kind = cell.compute.kind if cell.compute else None
+            between = between or kind is Kind.SHARD_FORWARD
+            assert curve[slot] - held[slot] == 7 * between
+            between = between and kind is not Kind.SHARD_BACKWARD
+    costs = Costs((StageCost(1, 2, saved_bytes=100),) * p, shards=(ShardCost(1, 1, held_bytes=7),))
+    simulation = simulate(schedule, costs)
+    assert {level.held_bytes % 100 for rank in range(p) for level in simulation.levels(rank)} == {0, 7}
+
+
+def test_evictions_make_room_for_logits() -> None:
+    """Bounds in bytes, logits included: what fits without them has to evict more with them, and keeps the bound."""
+    schedule = sharded(8, 24, ONE)
+    for logits in (0, 90):
+        memory = memory_of([100] * 8, shard_bytes=logits)
+        balanced = balance_within(schedule, ActivationBudget((800,) * 8, memory))
+        check(balanced)
+        assert max(peak_bytes(balanced, memory)) <= 800
+    tight = memory_of([100] * 8, shard_bytes=90)
+    plain = balance_within(schedule, ActivationBudget((800,) * 8, memory_of([100] * 8)))
+    assert max(peak_bytes(plain, tight)) > 800
+    with pytest.raises(ValueError, match="shard_bytes is -1"):
+        peak_bytes(schedule, memory_of([100] * 8, shard_bytes=-1))
+
+
+# The later slice is shorter, and takes longer.
+FIRST = StageCost(2, 4, sent_bytes=30, saved_bytes=60, moved_bytes=50)
+SECOND = StageCost(3, 6, sent_bytes=10, saved_bytes=20, moved_bytes=15)
+KEPT = (KeptMemory(8, 16),) * 2
+SLICED = Costs((FIRST, SECOND) * 2, Links(Link(10)), slices=2, kept=KEPT)
+
+
+def test_each_slice_takes_its_own_seconds_and_its_message_its_own() -> None:
+    """Messages of 3 s and 1 s. Rank 1 has B of the second slice first."""
+    found = simulate(build(ScheduleConfig("1f1b", 2, 1, slices=2)), SLICED)
+    rows = [[(str(one.action), one.start_s, one.end_s) for one in row] for row in found.computations]
+    assert rows[0] == [("0F0", 0, 2), ("0F1", 2, 5), ("0B1", 17, 23), ("0B0", 23, 27)]
+    assert rows[1] == [("1F0", 5, 7), ("1F1", 7, 10), ("1B1", 10, 16), ("1B0", 16, 20)]
+    # Back come 10 bytes at 16, and 30 at 20.
+    assert found.pipeline_s == 27
+
+
+def test_what_is_held_is_by_slice_and_kept_keys_are_held_until_the_first_slices_backward() -> None:
+    found = simulate(build(ScheduleConfig("1f1b", 2, 1, slices=2)), SLICED)
+    levels = [(level.start_s, level.held_bytes) for level in found.levels(0)]
+    # Keys with F0, sums with B1; both go with B0.
+    assert levels == [(0, 68), (2, 88), (17, 104), (23, 84), (27, 0)]
+
+
+def test_a_schedule_of_slices_takes_costs_of_whole_ones_and_no_other_slices() -> None:
+    schedule = build(ScheduleConfig("1f1b", 2, 2, slices=2))
+    assert simulate(schedule, uniform(2, StageCost(1, 2))).pipeline_s == 15
+    with pytest.raises(ValueError, match="costs of 2 slices for a schedule of 4: give one for each, or one for all"):
+        simulate(build(ScheduleConfig("1f1b", 2, 2, slices=4)), SLICED)
+    with pytest.raises(ValueError, match="costs of 1 stages for a schedule of 2: give one for each stage"):
+        simulate(schedule, replace(SLICED, stages=(FIRST, SECOND)))
+
+
+def test_a_transfer_lasts_as_its_slice_has_bytes() -> None:
+    costs = Costs((FIRST, SECOND) * 4, Links(Link(100)), slices=2, kept=KEPT * 2)
+    schedule = build(ScheduleConfig("1f1b", 4, 4, slices=2))
+    alone = simulate(schedule, costs)
+    room = ActivationBudget((200, 1000, 1000, 1000), costs.memory)
+    how = BalanceConfig(activation_budget=room)
+    fitted = balanced(schedule, how)
+    found = simulate(fitted, costs)
+    moves = [one for one in found.transfers[0] if one.action.kind.value == "EVICT"]
+    assert moves
+    for one in moves:
+        number = one.action.microbatch % 2
+        assert one.end_s - one.start_s >= (0.5, 0.15)[number]
+    assert alone.peak_bytes(0) > 200 >= found.peak_bytes(0)
+    windows = windows_of(costs, 4)
+    assert windows.slices == 2
+    assert [windows.transfer_s(1, number, 0, Host(3)) for number in (0, 1, 6, 7)] == [
+        Fraction(1, 2),
+        Fraction(3, 20),
+    ] * 2
+    in_time = balanced(schedule, replace(how, windows=windows))
+    assert simulate(in_time, costs).exposed_transfer_s <= found.exposed_transfer_s
+
+
+def test_slices_and_shards_of_the_vocabulary_are_not_predicted_together() -> None:
+    """They train together. Costs of shards are of whole micro-batches: a table of them was read beyond its end."""
+    schedule = build(ScheduleConfig("1f1b", 2, 1, slices=2, vocabulary=Vocabulary.ONE))
+    with pytest.raises(ValueError, match=r"costs of 2 slices together with shards of the vocabulary: .* leave"):
+        simulate(schedule, replace(SLICED, shards=(ShardCost(1, 1),)))

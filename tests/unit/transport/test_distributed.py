@@ -1,27 +1,33 @@
-"""The two-sided transport: which group, which order, how many operations at once, and what is waited for."""
+"""The two-sided transport: groups, orders, lengths that come first, control messages, and the threads of copy engines."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bpipe.transport import distributed
+from bpipe.transport import control, distributed
+from bpipe.transport.control import Control, Subject, Works
 from bpipe.transport.distributed import (
     MAX_BATCHED_OPERATIONS,
     MAX_CTAS,
     Distributed,
+    Headed,
     PairGroups,
     destroy_groups,
     new_group,
     pair_groups,
     try_out,
 )
+from bpipe.transport.lanes import ThreadLane
+from tests.unit.transport.loopback import controls
 
 CPU = torch.device("cpu")
 
@@ -184,3 +190,188 @@ def test_both_ranks_destroy_their_groups_in_one_order(dist: Recorded) -> None:
         return
     destroy_groups(pair_groups(0, 1, "gloo", 7.0))  # type: ignore[arg-type]
     assert dist.destroyed == ["BPIPE_UP_0_1", "BPIPE_DOWN_0_1"]
+
+
+class Headed(Headed):
+    """Writes down what it would send and receive, and what was waited for."""
+
+    def __init__(self, control: Any) -> None:
+        super().__init__(control, None)  # type: ignore[arg-type]
+        self.asked: list[tuple[str, list[int]]] = []
+        self.waited: list[tuple[str, list[int]]] = []
+
+    def _send(self, tensors: Sequence[torch.Tensor]) -> Works:
+        return self._note("send", tensors)
+
+    def _receive(self, tensors: Sequence[torch.Tensor]) -> Works:
+        return self._note("receive", tensors)
+
+    def _note(self, name: str, tensors: Sequence[torch.Tensor]) -> Works:
+        asked = name, [tensor.numel() for tensor in tensors]
+        self.asked.append(asked)
+        return Works([SimpleNamespace(wait=lambda: self.waited.append(asked))], tensors)
+
+
+def bytes_of(*lengths: int) -> list[torch.Tensor]:
+    return [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+
+
+@pytest.fixture
+def ends() -> tuple[Headed, Headed]:
+    """An evictor and an acceptor."""
+    here, there = controls(timeout_s=2.0, rendezvous=True)
+    return Headed(here), Headed(there)
+
+
+def test_a_host_posts_where_the_program_has_it(ends: tuple[Headed, Headed]) -> None:
+    """A thread once posted it when the lengths had come, after what the rank had issued meanwhile."""
+    evictor, acceptor = ends
+    hosting = threading.Thread(
+        target=lambda: (acceptor.host(0, bytes_of(512)), acceptor.get(1, bytes_of(9))), daemon=True
+    )
+    hosting.start()
+    hosting.join(0.1)
+    assert hosting.is_alive(), "nobody has told the lengths"
+    assert acceptor.asked == []
+    going = evictor.put(0, bytes_of(5))
+    hosting.join(5.0)
+    assert acceptor.asked == [("receive", [5]), ("receive", [9])]
+    going.wait()
+    assert evictor.waited == [("send", [5])]
+
+
+def test_what_a_host_buffer_holds_is_sent_back(ends: tuple[Headed, Headed]) -> None:
+    evictor, acceptor = ends
+    hosting = threading.Thread(target=lambda: acceptor.host(0, bytes_of(2048)), daemon=True)
+    hosting.start()
+    evictor.put(0, bytes_of(5, 700)).wait()
+    hosting.join(5.0)
+    acceptor.give_back(0, bytes_of(2048)).wait()
+    assert acceptor.asked == [("receive", [5, 700]), ("send", [5, 700])]
+    assert acceptor.waited == [("send", [5, 700])]
+
+
+def test_lengths_that_never_come_are_an_error_where_they_are_waited_for(ends: tuple[Headed, Headed]) -> None:
+    _, acceptor = ends
+    with pytest.raises(TimeoutError, match="no message about LENGTHS within 2 s"):
+        acceptor.host(0, bytes_of(512))
+    assert acceptor.asked == []
+
+
+class Wire:
+    """What `torch.distributed` does between two ranks: messages with one tag keep their order, others do not care."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self.waited = 0
+
+    def isend(self, tensor: torch.Tensor, to: int, group: Any, tag: int) -> SimpleNamespace:
+        # What is sent is read when it is waited for, as late as it may be.
+        self.sent[to, tag].append(tensor)
+        return SimpleNamespace(wait=self._wait)
+
+    def irecv(self, tensor: torch.Tensor, source: int, group: Any, tag: int) -> SimpleNamespace:
+        me = 1 - source
+        return SimpleNamespace(wait=lambda: tensor.copy_(self.sent[me, tag].popleft()))
+
+    def _wait(self) -> None:
+        self.waited += 1
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
+    monkeypatch.setattr(control, "dist", wire)
+    return wire
+
+
+def control_ends() -> tuple[Control, Control]:
+    return Control(1, None), Control(0, None)  # type: ignore[arg-type]
+
+
+VALUES = [
+    None,
+    "",
+    "zu wenig Speicher: 17 €",
+    {"0": [1, 2]},
+    [[3, [10**12, 0]], [0, []]],
+    {"handle": "00" * 64},
+    ["x" * 100_000],
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
+    here, there = control_ends()
+    here.send(Subject.SIZES, value)
+    assert there.receive(Subject.SIZES) == value
+
+
+def test_an_exchange_tells_before_it_listens(wire: Wire) -> None:
+    """Both ends call it at once: neither may wait for the other to begin."""
+    here, there = control_ends()
+    there.send(Subject.PROBE, "from there")
+    assert here.exchange(Subject.PROBE, "from here") == "from there"
+    assert there.receive(Subject.PROBE) == "from here"
+    assert wire.waited == 2
+
+
+class Gate:
+    """A job that begins and then waits to be let through."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.open.wait(5.0)
+
+
+def test_jobs_of_a_lane_run_in_the_order_they_were_asked_for(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    ran: list[int] = []
+    gate = Gate()
+    lanes[0].run(gate)
+    tickets = [lanes[0].run(lambda number=number: ran.append(number)) for number in range(50)]  # type: ignore[misc]
+    assert ran == []
+    gate.open.set()
+    tickets[-1].wait()
+    assert ran == list(range(50))
+
+
+def test_a_job_waits_for_those_of_the_other_lane_it_comes_after(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    outbound, inbound = lanes
+    ran: list[str] = []
+    gate = Gate()
+    first = outbound.run(lambda: (gate(), ran.append("put"))[0])
+    second = inbound.run(lambda: ran.append("get"), after=[first])
+    assert gate.begun.wait(5.0)
+    assert ran == []
+    gate.open.set()
+    second.wait()
+    assert ran == ["put", "get"]
+
+
+def test_an_error_is_raised_where_somebody_waits_and_the_lane_lives_on(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    def fail() -> None:
+        raise OSError("no such memory")
+
+    ran: list[str] = []
+    failed = lanes[0].run(fail)
+    follows = lanes[1].run(lambda: ran.append("never"), after=[failed])
+    other = lanes[0].run(lambda: ran.append("other"))
+    other.wait()
+    for ticket in (failed, failed, follows):
+        with pytest.raises(OSError, match="no such memory"):
+            ticket.wait()
+    assert ran == ["other"], "a job whose predecessor failed has nothing to work on"
+
+
+def test_a_job_that_does_not_end_is_a_time_out() -> None:
+    lane = ThreadLane("outbound", 0.05)
+    gate = Gate()
+    ticket = lane.run(gate)
+    with pytest.raises(TimeoutError, match=r"no copy within 0\.05 s"):
+        ticket.wait()
+    gate.open.set()
+    lane.close()

@@ -1,8 +1,9 @@
-"""How long orders take: formulas of known schedules, the simulator's answer, and what the command says of it."""
+"""How long orders take: at costs, beside the shortest order of the same computations, and in docs/schedules.md."""
 
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.schedule.families.families import FAMILIES
@@ -18,8 +20,11 @@ from bpipe.schedule.families.timing import iteration_time, stage_ticks, starts, 
 from bpipe.schedule.families.unit_grid import align, backwards, forwards
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.layout import one_pipe
+from bpipe.schedule.memory import num_transfers, peak_counts, plain
+from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
+from tests.support.shortest import shortest
 
 COSTS = st.builds(UnitCosts, *[st.fractions(Fraction(1, 4), 4, max_denominator=12)] * 3)
 
@@ -104,3 +109,86 @@ def test_costs_that_do_not_fit_are_refused(capfd: pytest.CaptureFixture[str], tm
     assert "makespan" not in json.loads(capfd.readouterr().out)
     assert main(["schedule", "--input", str(split), "--costs", "1,1,0"]) == 0
     assert capfd.readouterr().out.endswith("# peak=1 evictions=0 makespan=2 bubble_percent=0\n")
+
+
+LIMIT_S = 60.0
+
+
+BOTH_COSTS = (ALIKE, UnitCosts(5, 6, 4))
+# By family, for p = 4 and m = 8: chunks, the most that a rank holds, and for both costs the length of the family's order
+# and of the shortest order that holds no more. docs/schedules.md sums it up.
+LENGTHS = {
+    "gpipe": (1, 8, (33, 33), (165, 165)),
+    "1f1b": (1, 4, (33, 33), (165, 165)),
+    "interleaved-1f1b": (2, 11, (28.5, 28.5), (142.5, 142.5)),
+    "1f1b-split": (1, 4, (30, 27), (153, 141)),
+    "zb-h1": (1, 4, (27, 27), (141, 141)),
+    "zb-v": (2, 8, (25.5, 25.5), (135.5, 129)),
+    "v-half": (2, 6, (26.5, 26.5), (139.5, 137.5)),
+    "v-min": (2, 4, (29.5, 29.5), (172, 160.5)),
+    "grouped-interleaved": (2, 6, (28, 26.5), (143.5, 137.5)),
+    "chimera": (1, 4, (28, 28), (140, 140)),
+    "mixpipe": (1, 6, (27, 27), (135, 135)),
+    "bitpipe": (2, 8, (26, 26), (130, 130)),
+    "bitpipe-early": (2, 9, (25.5, 25.5), (127.5, 127.5)),
+}
+
+
+def of_family(name: str) -> tuple[Schedule, int, list[tuple[UnitCosts, float, float]]]:
+    chunks, most, *lengths = LENGTHS[name]
+    schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks))
+    return schedule, most, [(costs, *pair) for costs, pair in zip(BOTH_COSTS, lengths, strict=True)]
+
+
+def test_every_family_is_as_long_as_it_was() -> None:
+    assert list(LENGTHS) == [name for name, family in FAMILIES.items() if not family.overlaps]
+    for name in LENGTHS:
+        schedule, most, lengths = of_family(name)
+        assert most == max(peak_counts(schedule))
+        for costs, length, _ in lengths:
+            assert iteration_time(schedule, costs).makespan == length, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_order_is_shorter_than_the_shortest() -> None:
+    """Or, where others compute here too and its time ends first, the solver does not contradict it; that is seldom."""
+    num_proven = 0
+    for name in LENGTHS:
+        schedule, most, lengths = of_family(name)
+        for costs, _, least in lengths:
+            found = shortest(schedule, costs, most, LIMIT_S)
+            assert found.proven <= least <= found.makespan, (name, costs)
+            num_proven += found.is_proven
+    assert num_proven >= 22
+
+
+PAGE = (Path(__file__).parents[4] / "docs/schedules.md").read_text()
+P, M = 8, 32
+ROW = re.compile(
+    r"\| `([\w-]+)`(?: v=(\d+))?(?: g=(\d+))? \| [^|]* \| ([^|]*) \| ([\d.]+) \| ([\d.]+) \| ?([^|]*?) ?\|"
+)
+
+
+def held(schedule: Schedule) -> str:
+    return str(plain(Fraction(max(peak_counts(schedule)), schedule.num_chunks)))
+
+
+def test_the_table_says_what_the_families_are() -> None:
+    table = PAGE.partition("| name | holds at most (micro-batches per rank) |")[2].partition("\n\n")[0]
+    rows = [match for line in table.splitlines() if (match := ROW.match(line))]
+    assert {row[1] for row in rows} == set(FAMILIES)
+    assert len(rows) == table.count("\n| `")
+    for name, chunks, group, peak, bubble, moved, needs in (row.groups() for row in rows):
+        family = FAMILIES[name]
+        v, g = int(chunks or family.min_chunks), None if group is None else int(group)
+        plain_one = build(ScheduleConfig(name, P, M, num_chunks=v, group_size=g))
+        balanced = build(ScheduleConfig(name, P, M, num_chunks=v, balance=BalanceConfig(), group_size=g))
+        peaks = [held(plain_one), held(balanced)]
+        assert peak.strip() == " → ".join(peaks if peaks[0] != peaks[1] else peaks[:1]), name
+        assert bubble == f"{float(iteration_time(plain_one, ALIKE).bubble_percent):.1f}", name
+        assert moved == str(plain(Fraction(sum(num_transfers(balanced, rank).evictions for rank in range(P)), v))), name
+        in_v = "V" if plain_one.layout.placements[0][-1] == 0 and v > 1 else ""
+        pipes = "bidirectional" if family.num_pipes > 1 else ""
+        wanted = ["split" if family.splits else "", in_v or ("chunks" if v > 1 else ""), pipes]
+        assert needs.strip() == ", ".join(filter(None, wanted)), name

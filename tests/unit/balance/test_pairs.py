@@ -1,0 +1,453 @@
+"""Balancing of pairs: within which bounds, by which transfers, and no lower than is possible."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations, product
+
+import pytest
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.balance.pairs import balance, choose_partners, own_bytes, pairs_of, smallest_bound
+from bpipe.build import ScheduleConfig, build
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.family import FamilyOptions
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.host_buffers import Residency, host_buffers, num_host_buffers, slots_away
+from bpipe.schedule.hosts import default_partners, mirrored_pairs, pairing
+from bpipe.schedule.layout import one_pipe
+from bpipe.schedule.memory import counts_of, live_counts, num_transfers, peak_counts
+from bpipe.schedule.schedule import Schedule
+
+
+def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    return FAMILIES[name].generate(num_stages, num_microbatches, num_chunks)
+
+
+@pytest.mark.parametrize("hosts", ["pair", "pool", "host"])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("grouped-interleaved", 2), ("v-half", 2), ("zb-h1", 1)]
+)
+def test_no_load_could_come_earlier_and_no_eviction_later(name: str, chunks: int, hosts: str) -> None:
+    """Right before its backward a load had only that slot to come back in: three of 1F1B's cool-down stood in bubbles,
+    and a stage without bubbles waited for each of them.
+
+    What leaves is needed in the next slot: so a run waits there for the end of an eviction, and no earlier.
+    """
+    for p, m in ((4, 8), (6, 6), (8, 16)):
+        schedule = build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig(hosts=hosts)))
+        memory = counts_of(schedule)
+        assert schedule.bounds is not None
+        for rank, bound in enumerate(schedule.bounds):
+            held = own_bytes(schedule, rank, memory)
+            assert max(held) <= bound * memory.parts
+            transfers = ((slot, cell.transfers) for slot, cell in enumerate(schedule.ranks[rank]))
+            for slots in slots_away(transfers).values():
+                earlier = slots[-1] - 1
+                assert held[slots[0] + 1] + memory.parts > bound * memory.parts
+                assert earlier == slots[0] or held[earlier] + memory.parts > bound * memory.parts
+
+
+def test_interleaved_evicts_the_furthest_needed() -> None:
+    """Evicting the latest finished instead costs 3 evictions here, because backwards are not first in, first out."""
+    balanced = build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()))
+    assert num_transfers(balanced, 0) == (2, 2, 0, 0)
+    assert num_transfers(balanced, 3) == (0, 0, 2, 2)
+    assert peak_counts(balanced) == (9, 9, 7, 7)
+
+
+@pytest.mark.parametrize(("p", "v", "ahead"), [(4, 2, [2, 0]), (8, 2, [6, 4, 2, 0]), (4, 3, [2, 0])])
+def test_interleaved_sends_ahead_what_the_paper_says(p: int, v: int, ahead: list[int]) -> None:
+    balanced = build(ScheduleConfig("interleaved-1f1b", p, 4 * p, num_chunks=v, balance=BalanceConfig()))
+    for rank, expected in enumerate(ahead):
+        first_load = next(
+            (
+                slot
+                for slot, cell in enumerate(balanced.ranks[rank])
+                if any(a.kind is Kind.LOAD for a in cell.transfers)
+            ),
+            None,
+        )
+        first_backward = next(
+            slot
+            for slot, cell in enumerate(balanced.ranks[rank])
+            if cell.compute is not None and cell.compute.kind is Kind.BACKWARD
+        )
+        end = first_backward if first_load is None else min(first_load, first_backward)
+        sent = sum(a.kind is Kind.EVICT for cell in balanced.ranks[rank][:end] for a in cell.transfers)
+        # The last of them may leave beside the first backward already.
+        assert expected - 1 <= sent <= expected
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (3, 3), (4, 2), (5, 2), (6, 3), (8, 2)])
+def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_full(p: int, v: int) -> None:
+    """A pair saves 2 ((v - 1) g + p) together; one more place serves an eviction and a load."""
+    for m, g in ((p, p), (p + 1, p), (2 * p, p), (3 * p + 1, p), (2 * p, 2 * p), (4 * p, 2 * p)):
+        (bound,) = set(
+            balance(FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(group_size=g))).bounds or ()
+        )
+        formula = (v - 1) * g + p + 1
+        assert bound == formula if m >= 2 * g else bound <= formula
+
+
+def test_pairs_that_could_keep_less_hold_as_much_as_the_heaviest() -> None:
+    """Ranks 0 and 6 need 6; 1 and 7 and the others evict no more than that asks of them."""
+    plain, partners = generate("1f1b", 8, 16), (6, 7, 5, 4, 3, 2, 0, 1)
+    balanced = balance(plain, None, partners)
+    assert balanced == balance(plain, [6] * 8, partners)
+    check(balanced)
+
+
+def test_a_bound_of_its_own_for_each_rank() -> None:
+    plain = generate("1f1b", 4, 8)
+    balanced = balance(plain, [3, 3, 2, 3])
+    check(balanced)
+    assert peak_counts(balanced) == (3, 3, 2, 3)
+    with pytest.raises(ValueError, match=r"rank 3, which hosts for rank 0, holds up to 3 .* is 2\. The smallest bound"):
+        balance(plain, [3, 3, 3, 2])
+
+
+def test_a_bound_that_the_rank_itself_cannot_keep() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"rank 0 cannot keep to 1 micro-batches: it needs 2 at once in slot 1, and at least 2 over all slots",
+    ):
+        balance(generate("1f1b", 4, 8), [1] * 4)
+
+
+@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
+def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) -> None:
+    """Also where fewer micro-batches than ranks make the first ranks equally heavy, and in larger groups."""
+    for p in (1, 2, 3, 4, 5, 8, 11):
+        for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p, 3 * p + 1} - {0}):
+            for g in {None, m} if FAMILIES[name].takes_groups and m > p else {None}:
+                peaks = peak_counts(FAMILIES[name].generate(p, m, v, FamilyOptions(group_size=g)))
+                assert default_partners(peaks) == mirrored_pairs(p), peaks
+
+
+@pytest.mark.parametrize(
+    ("peaks", "partners"),
+    [
+        (
+            (5, 6, 7, 8, 8, 7, 6, 5),
+            (3, 2, 1, 0, 7, 6, 5, 4),
+        ),  # two pipes in opposite directions: each half is a pipeline's
+        ((3, 3, 3, 3, 3), (4, 3, 2, 1, 0)),
+        ((1, 9, 2, 1, 4), (4, 3, 2, 1, 0)),  # of equally light ranks the opposite one; one is left over
+        ((1, 1, 9, 4, 4, 4), (3, 2, 1, 0, 5, 4)),  # no opposite one among the lightest: the nearest
+    ],
+)
+def test_default_partners_follow_the_peaks(peaks: tuple[int, ...], partners: tuple[int, ...]) -> None:
+    assert default_partners(peaks) == partners
+    assert pairing(len(peaks), partners) == partners
+
+
+@pytest.mark.parametrize(
+    ("partners", "reason"),
+    [
+        ((3, 2, 1), "3 partners for 4 ranks"),
+        ((3, 2, 1, 4), "partner 4 is not a rank"),
+        ((1, 2, 3, 0), "pair them both ways"),
+    ],
+)
+def test_a_pairing_that_is_none_is_refused(partners: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        balance(generate("1f1b", 4, 8), [3] * 4, partners)
+
+
+def test_a_rank_without_partner_cannot_be_balanced() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 has no partner and holds up to 4 .* is 3\. Give it 4, or a partner"):
+        balance(generate("1f1b", 4, 8), [3] * 4, (0, 1, 2, 3))
+
+
+def test_balancing_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="already has transfers"):
+        balance(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), [3] * 4)
+
+
+def test_gpipe_has_no_room_to_share() -> None:
+    plain = generate("gpipe", 4, 8)
+    assert balance(plain).bounds == (8,) * 4
+    assert build(ScheduleConfig("gpipe", 4, 8, balance=BalanceConfig())).ranks == plain.ranks
+
+
+def test_host_buffers_are_reused_only_in_the_next_slot() -> None:
+    balanced = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+    assert host_buffers(balanced, 3) == {Residency(0, 1, 0): 0, Residency(0, 3, 0): 1, Residency(0, 5, 0): 0}
+    assert host_buffers(balanced, 0) == {}
+    assert (num_host_buffers(balanced, 3), num_host_buffers(balanced, 0)) == (2, 0)
+
+
+@pytest.mark.parametrize(("p", "v"), [(8, 1), (16, 1), (8, 2), (6, 3)])
+def test_host_buffers_are_as_few_as_are_hosted_at_once(p: int, v: int) -> None:
+    balanced = build(
+        ScheduleConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, num_chunks=v, balance=BalanceConfig())
+    )
+    for rank in range(p):
+        own = live_counts(FAMILIES[balanced.name].generate(p, 4 * p, v), rank)
+        hosted = [all_held - one for all_held, one in zip(live_counts(balanced, rank), own, strict=True)]
+        if num_transfers(balanced, rank).hosts:
+            assert num_host_buffers(balanced, rank) == max(hosted)
+
+
+SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
+LARGE = [pytest.param(p, m, marks=pytest.mark.slow) for p in range(17, 33) for m in (p - 1, p, p + 1, 3 * p, 6 * p)]
+
+
+def mu_opt(num_stages: int) -> int:
+    return -(-(num_stages + 2) // 2)
+
+
+def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]]]:
+    """Kim et al. 2023, Algorithm 1; "latest finished forward" for the index of slot i-3, which may be a bubble."""
+    p, m = schedule.num_stages, schedule.num_microbatches
+    row = [slot.compute for slot in schedule.ranks[stage]]
+    plan: dict[int, set[tuple[str, int]]] = {}
+    num_evictions = max(0, min(p - stage, m) - mu_opt(p))
+    away: set[int] = set()
+    for slot, compute in enumerate(row):
+        if compute is None:
+            continue
+        if compute.kind is Kind.FORWARD:
+            if mu_opt(p) - 1 <= compute.microbatch < mu_opt(p) - 1 + num_evictions:
+                previous = row[slot - 1]
+                assert previous is not None
+                plan.setdefault(slot, set()).add(("EVICT", previous.microbatch))
+                away.add(previous.microbatch)
+        elif compute.microbatch in away:
+            plan.setdefault(slot - 1, set()).add(("LOAD", compute.microbatch))
+            away.discard(compute.microbatch)
+            before = row[slot - 1]
+            if before is not None and before.kind is Kind.FORWARD:
+                finished = [one.microbatch for one in row[: slot - 2] if one is not None and one.kind is Kind.FORWARD]
+                plan.setdefault(slot - 2, set()).add(("EVICT", finished[-1]))
+                away.add(finished[-1])
+    return plan
+
+
+def placed(plan: dict[int, set[tuple[str, int]]]) -> dict[tuple[str, int, int], int]:
+    """By transfer, and how many of its kind that micro-batch had before, the slot."""
+    found: dict[tuple[str, int, int], int] = {}
+    for slot, transfers in sorted(plan.items()):
+        for kind, microbatch in transfers:
+            nth = sum(one[:2] == (kind, microbatch) for one in found)
+            found[kind, microbatch, nth] = slot
+    return found
+
+
+def test_the_worked_example() -> None:
+    schedule = build(ScheduleConfig("1f1b", num_ranks=4, num_microbatches=8, balance=BalanceConfig()))
+    computed = "F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2 F6 B3 F7 B4  . B5  . B6  . B7"
+    moved = " .  . E1  .  .  .  . E3 L1  .  . E5 L3  .  .  . L5  .  .  .  .  ."
+    hosted = " .  . H1  .  .  .  . H3 R1  .  . H5 R3  .  .  . R5  .  .  .  .  ."
+    row = schedule.ranks[0]
+    assert [str(slot.compute)[1:] if slot.compute else "." for slot in row] == computed.split()
+    assert [
+        "+".join(f"{a.kind.value[0]}{a.microbatch}" for a in slot.transfers) or "." for slot in row
+    ] == moved.split()
+    row = schedule.ranks[3]
+    assert [
+        "+".join(f"{a.kind.value[0]}{a.microbatch}" for a in slot.transfers) or "." for slot in row
+    ] == hosted.split()
+    assert all(action.stage == 0 for slot in row for action in slot.transfers), "a HOST names the evictor's stage"
+    assert schedule.bounds == (3, 3, 3, 3)
+    assert schedule.partners == (3, 2, 1, 0)
+    assert live_counts(schedule, 0) == (1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 2, 1, 1)
+    assert num_host_buffers(schedule, 3) == 2
+
+
+@pytest.mark.parametrize(("p", "m"), [*SIZES, *LARGE])
+def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
+    plain = FAMILIES["1f1b"].generate(p, m, 1)
+    assert len(plain.ranks[0]) == 2 * (m + p - 1)
+    assert peak_counts(plain) == tuple(min(p - stage, m) for stage in range(p))
+    balanced = balance(plain, [mu_opt(p)] * p)
+    check(balanced)
+    assert max(peak_counts(balanced)) <= mu_opt(p)
+    for stage in range(p // 2):
+        made = placed(
+            {
+                slot: {(action.kind.value, action.microbatch) for action in cell.transfers}
+                for slot, cell in enumerate(balanced.ranks[stage])
+            }
+        )
+        printed = placed(algorithm_1(plain, stage))
+        assert made.keys() == printed.keys()
+        for transfer, slot in made.items():
+            # Loads come as soon as the bound has room for them, where the algorithm leaves them the slot before their
+            # backward.
+            assert slot == printed[transfer] or (transfer[0] == "LOAD" and slot < printed[transfer])
+        acceptor = p - 1 - stage
+        assert num_host_buffers(balanced, acceptor) <= max(0, p - stage - mu_opt(p) + 1)
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_the_smallest_bound_is_the_papers_once_the_pipeline_is_full(p: int) -> None:
+    """`mu_opt`: a pair saves p + 1 micro-batches together, and one more place serves an eviction and a load at once."""
+    for m in (*range(1, p + 3), 3 * p + 1):
+        (bound,) = set(build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig())).bounds or ())
+        assert bound == mu_opt(p) == (p + 3) // 2 if m >= p > 1 else bound <= mu_opt(p)
+
+
+def test_a_short_iteration_keeps_less() -> None:
+    """Four micro-batches never fill five ranks: the formula says 4, which is what they hold as they are."""
+    schedule = build(ScheduleConfig("1f1b", 5, 4, balance=BalanceConfig()))
+    assert schedule.bounds == (3,) * 5
+    assert peak_counts(schedule) == (3, 3, 3, 3, 2)
+
+
+# Exhaustive search under the same bound finds no fewer evictions: (p, m) -> one number an evictor.
+FEWEST = {
+    (4, 4): [1],
+    (4, 5): [2],
+    (4, 8): [3],
+    (4, 12): [5],
+    (5, 8): [2],
+    (6, 6): [2, 1],
+    (6, 10): [4, 3],
+    (6, 12): [5, 3],
+    (8, 8): [3, 2, 1],
+    (8, 10): [3, 3, 2],
+}
+
+
+@pytest.mark.parametrize(("p", "m"), FEWEST)
+def test_evictions_are_as_few_as_exhaustive_search_finds(p: int, m: int) -> None:
+    balanced = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
+    assert [num_transfers(balanced, stage).evictions for stage in range((p - 4) // 2 + 1)] == FEWEST[p, m]
+
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+# A stage's micro-batch, and the slots of its forward, of what needs it back, and of what lets it go.
+Key = tuple[int, int]
+Spans = dict[Key, tuple[int, int, int]]
+Keys = frozenset[Key]
+# Of each rank of a pair, which are away, and which were.
+State = tuple[tuple[Keys, Keys], tuple[Keys, Keys]]
+NOTHING: Keys = frozenset()
+
+
+def drawn(seed: int) -> Schedule:
+    """Every rank's order drawn at random from what could come next."""
+    rng = random.Random(seed)
+    p, m = rng.choice((2, 2, 3, 4)), rng.randint(2, 5)
+    orders: list[list[Action]] = [[] for _ in range(p)]
+    done: set[Action] = set()
+    while len(done) < 2 * p * m:
+        ready = [
+            action
+            for rank, k, kind in product(range(p), range(m), (F, B))
+            if (action := Action(rank, kind, k)) not in done and all(need in done for need in needs(action, p))
+        ]
+        action = rng.choice(ready)
+        done.add(action)
+        orders[action.stage].append(action)
+    return place("drawn", m, one_pipe(range(p)), orders)
+
+
+def needs(action: Action, p: int) -> list[Action]:
+    rank, kind, k = action.stage, action.kind, action.microbatch
+    if kind is F:
+        return [Action(rank - 1, F, k)] if rank else []
+    return [Action(rank, F, k), *([Action(rank + 1, B, k)] if rank < p - 1 else [])]
+
+
+def subsets(items: list[Key]) -> Iterator[Keys]:
+    for size in range(len(items) + 1):
+        yield from map(frozenset, combinations(items, size))
+
+
+def can_keep(schedule: Schedule, pair: tuple[int, int], bound: int) -> bool:
+    """Whether any evictions and loads keep both ranks within the bound, if each micro-batch leaves at most once."""
+    spans = [spans_of(schedule, rank) for rank in pair]
+    states: set[State] = {((NOTHING, NOTHING), (NOTHING, NOTHING))}
+    for slot in range(len(schedule.ranks[0])):
+        after: set[State] = set()
+        for state in states:
+            choices = [list(moves(spans[one], *state[one], slot)) for one in (0, 1)]
+            for chosen in product(*choices):
+                held = [
+                    sum(first <= slot <= last for first, _, last in spans[one].values())
+                    - len(state[one][0])
+                    + len(chosen[one][0])
+                    + len(state[1 - one][0])
+                    + len(chosen[1 - one][1])
+                    for one in (0, 1)
+                ]
+                if max(held) <= bound:
+                    mine, other = (
+                        ((away - loaded) | evicted, back | loaded)
+                        for (away, back), (loaded, evicted) in zip(state, chosen, strict=True)
+                    )
+                    after.add((mine, other))
+        states = after
+    return any(not mine[0] and not other[0] for mine, other in states)
+
+
+def spans_of(schedule: Schedule, rank: int) -> Spans:
+    found: Spans = {}
+    for number, slot in enumerate(schedule.ranks[rank]):
+        if slot.compute is not None:
+            key = slot.compute.stage, slot.compute.microbatch
+            first, needed, _ = found.get(key, (number, number, number))
+            found[key] = first, number if slot.compute.kind in (B, Kind.BACKWARD_INPUT) else needed, number
+    return found
+
+
+def moves(spans: Spans, away: Keys, back: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
+    """What a rank may load and evict beside a slot. What its next slot computes on has to come back now."""
+    due = {key for key in away if spans[key][1] == slot + 1}
+    may_leave = [
+        key
+        for key, (first, needed, _) in spans.items()
+        if first < slot < needed - 1 and key not in away and key not in back
+    ]
+    for loaded in subsets(sorted(away)):
+        if due <= loaded:
+            yield from ((loaded, evicted) for evicted in subsets(may_leave))
+
+
+def bounds_of(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Of every pair, the smallest bound that is found and the smallest there is."""
+    memory = counts_of(schedule)
+    for pair in pairs_of(choose_partners(schedule, None)):
+        if pair[0] != pair[1]:
+            found = smallest_bound(schedule, pair, memory)
+            yield (
+                found,
+                next(bound for bound in range(1, found + 1) if bound == found or can_keep(schedule, pair, bound)),
+            )
+
+
+SMALL = [(name, p, m, 1) for name in ("gpipe", "1f1b", "1f1b-split", "zb-h1") for p in (2, 3, 4) for m in (2, 3, 4, 5)]
+LARGER = [(name, p, m, 1) for name in ("1f1b", "1f1b-split") for p, m in ((6, 6), (8, 8))]
+LARGER.append(("grouped-interleaved", 4, 4, 2))
+CHUNKS = [
+    (name, 2, m, 2) for name in ("interleaved-1f1b", "grouped-interleaved", "zb-v", "v-half", "v-min") for m in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "chunks"), [*SMALL, *LARGER, *CHUNKS])
+def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chunks: int) -> None:
+    assert [found == least for found, least in bounds_of(FAMILIES[name].generate(p, m, chunks))] == [True] * (p // 2)
+
+
+def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
+    """Loads right before their backwards made partners host too long: 2 % of these can keep one less."""
+    every = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
+    assert len(every) > 700
+    assert max(found - least for found, least in every) <= 1
+    assert sum(found > least for found, least in every) <= len(every) // 80
+
+
+@pytest.mark.parametrize(("seed", "bound"), [(54, 3), (61, 2), (110, 2), (248, 3), (263, 3)])
+def test_where_a_partner_has_room_only_for_a_while_loads_come_early(seed: int, bound: int) -> None:
+    """Bounds that were refused: what is hosted goes back as soon as its own rank has room for it again."""
+    schedule = drawn(seed)
+    balanced = balance(schedule, (bound,) * schedule.num_ranks)
+    check(balanced)
+    assert max(peak_counts(balanced)) <= bound < max(peak_counts(schedule))
