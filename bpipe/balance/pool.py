@@ -372,10 +372,11 @@ def pack(
     far = max((cost(item.owner, host)[0] for item in items for host in range(num_ranks)), default=0)
     above_all = 1 + far * sum(item.moved_bytes for item in items)
 
-    def cost_or_own(owner: int, host: int) -> Cost:
-        return (above_all, 0) if host == num_ranks else cost(owner, host)
-
-    search = _Search([items[index] for index in order], spare, cost_or_own)
+    search = _Search(
+        [items[index] for index in order],
+        spare,
+        lambda owner, host: (above_all, 0) if host == num_ranks else cost(owner, host),
+    )
     search.place(0, (0, 0), 0)
     if search.best is None:
         return None

@@ -45,7 +45,7 @@ def run(options: Options) -> None:
 
         Path(options.trace).write_text(write_trace(report.comparison.measured), encoding="utf-8")
     if options.format == "json":
-        from bpipe.record.report.output.document import document
+        from bpipe.record.report.report import document
 
         print_json(document(report))
     else:

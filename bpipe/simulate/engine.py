@@ -486,7 +486,10 @@ def _reductions(
         clocks: When each rank has computed everything.
     """
     reduced: list[list[Reduced]] = [[] for _ in schedule.ranks]
-    completed = [_last_backwards(row) for row in computations]
+    # Of each rank the last backward by stage.
+    completed = [
+        {timed.action.stage: timed for timed in row if timed.action.kind in OF_THE_WEIGHTS} for row in computations
+    ]
     for ranks, queue in _queues(schedule, costs, completed, clocks).items():
         between = costs.replicas_apart or any(costs.links.crosses(ranks[0], other) for other in ranks)
         taken = _merged([times for rank in ranks for port in ports(rank, between) for times in busy.get(port, ())])
@@ -529,11 +532,6 @@ def _queues(
             begun = last[0].start_s if costs.eager and len(ranks) == len(last) == 1 else ready
             queues.setdefault(ranks, []).append(_Complete(complete, stage, ready, begun))
     return queues
-
-
-def _last_backwards(row: Sequence[Timed]) -> dict[int, Timed]:
-    """Return the last of each stage's backwards on a rank."""
-    return {timed.action.stage: timed for timed in row if timed.action.kind in OF_THE_WEIGHTS}
 
 
 def _merged(times: list[tuple[Number, Number]]) -> list[tuple[Number, Number]]:

@@ -91,7 +91,8 @@ class StepRecord:
         begin_s, since = time.time(), time.perf_counter()
         yield
         elapsed_s = time.perf_counter() - since
-        self._add_peak(meter)
+        first, *others = [*self._peaks, (meter.peak_microbatches, meter.peak_bytes)]
+        self._peaks = [first, *([tuple(map(max, zip(*others, strict=True)))] if others else [])]
         self._differing.add(engine)
         if recorder is not None:
             iteration = iteration_of(engine, meter, recorder, self._program, self._number, begin_s)
@@ -119,10 +120,6 @@ class StepRecord:
                 certificate=certificate,
             )
             self._record.summarize(summary)
-
-    def _add_peak(self, meter: Meter) -> None:
-        first, *others = [*self._peaks, (meter.peak_microbatches, meter.peak_bytes)]
-        self._peaks = [first, *([tuple(map(max, zip(*others, strict=True)))] if others else [])]
 
     def _weights_bytes(self) -> int:
         """Return the bytes of this rank's own parameters; of a sharded one, those of its shard."""

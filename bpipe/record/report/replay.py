@@ -103,7 +103,10 @@ def replay(measured: Measured) -> Prediction:
         basis=Basis(seconds, speeds, sources, inside, between, assumed),
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
-        unbalanced=tuple(rank_peaks(plain, place, _without_buffers(size)) for place, size in enumerate(sizes)),
+        unbalanced=tuple(
+            rank_peaks(plain, place, None if size is None else replace(size, moved_bytes={}, host_bytes=0))
+            for place, size in enumerate(sizes)
+        ),
         balanced_bytes=_balanced(measured.program, sizes) if measured.program.balance is None else None,
     )
 
@@ -150,10 +153,6 @@ def _one_sided(measured: Measured) -> frozenset[int]:
     }
     partners = None if measured.schedule.is_pooled else measured.schedule.partners
     return frozenset(places | {partners[place] for place in places if partners})
-
-
-def _without_buffers(size: RankSizes | None) -> RankSizes | None:
-    return None if size is None else replace(size, moved_bytes={}, host_bytes=0)
 
 
 def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:

@@ -3,8 +3,9 @@ balancing gained and cost, and which stage is the bottleneck."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bpipe.record.read import read_run
 from bpipe.record.report.compare import Comparison, StageRow, compare, max_known, shared_cores
@@ -17,6 +18,7 @@ from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import num_transfers
 
+VERSION = 2
 # A smaller share of the pipeline time is only what asking for transfers costs.
 NOTHING = 0.0005
 # A larger share of what a forward keeps is as good as all; `runtime.retention` uses the same of a run.
@@ -248,3 +250,51 @@ def report_of(folder: str | Path, iteration: int | None = None) -> Report:
     measured = choose(read_run(folder), iteration)
     comparison = compare(measured, replay(measured))
     return Report(comparison, differences(comparison), answers(comparison))
+
+
+def document(report: Report) -> dict[str, Any]:
+    """Return the report as plain values whose keys docs/report.md lists. Keys are added, never renamed."""
+    comparison = report.comparison
+    measured, basis = comparison.measured, comparison.prediction.basis
+    info, program = measured.run.info, measured.program
+    return {
+        "format": "bpipe-report",
+        "version": VERSION,
+        "run": {
+            "started": info.started,
+            "world_size": info.world_size,
+            "device": info.device,
+            "synchronous": info.synchronous,
+            **dict(info.versions),
+            "num_pipelines": report.num_pipelines if info.num_pipelines is None else info.num_pipelines,
+            "pipeline": measured.pipeline,
+        },
+        "program": {
+            "schedule": program.schedule,
+            "num_stages": program.num_ranks,
+            "num_microbatches": program.num_microbatches,
+            "num_chunks": program.num_chunks,
+            "balance": program.balance_name,
+        },
+        "iterations": [timeline.iteration for timeline in measured.shown],
+        "warm_up_iteration": measured.warm_up,
+        "totals": {
+            **asdict(comparison.totals),
+            "flops_per_iteration": info.flops_per_iteration,
+            "peak_flops": info.peak_flops,
+            "peak_source": info.peak_source,
+        },
+        "stages": [asdict(row) for row in comparison.stages],
+        "differences": [{**asdict(difference), "beside": list(difference.beside)} for difference in report.differences],
+        "answers": list(report.answers),
+        "basis": {
+            "seconds": {f"{stage}{kind.value}": value for (stage, kind), value in basis.seconds.items()},
+            "bytes_per_s": {str(stage): value for stage, value in basis.bytes_per_s.items()},
+            "bytes_source": {str(stage): source for stage, source in basis.bytes_source.items()},
+            "message_s": basis.message_s,
+            "message_between_s": basis.message_between_s,
+            "assumed_stages": list(basis.assumed),
+        },
+        "verified": None if measured.run.verified is None else asdict(measured.run.verified),
+        "notes": list(measured.notes),
+    }

@@ -12,7 +12,7 @@ from statistics import median
 
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.format import Iteration, RankRecord, Row, Run
-from bpipe.schedule.action import COMPUTE, OTHER_END, Action, Kind
+from bpipe.schedule.action import COMPUTE, Kind
 from bpipe.schedule.host_buffers import guests_of, num_host_buffers, residencies_by_host
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import changes_in_time, counting
@@ -274,7 +274,7 @@ def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[
             continue
         written = {row.action.stage for row in lane.transfers if row.action.kind not in OWN_TRANSFERS}
         ends = [
-            _other_end(row)
+            Row(row.action.other_end, row.start_s, row.end_s, bytes=row.bytes, slot=row.slot)
             for guest in guests_of(schedule, place)
             for row in _sent_to(schedule, guest, place, lanes[guest])
             if row.action.stage not in written
@@ -291,11 +291,6 @@ def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> It
     for row in lane.transfers if lane is not None else ():
         if row.action.kind in OWN_TRANSFERS and row.action.key in of_host:
             yield row
-
-
-def _other_end(row: Row) -> Row:
-    action = Action(row.action.stage, OTHER_END[row.action.kind], row.action.microbatch)
-    return Row(action, row.start_s, row.end_s, bytes=row.bytes, slot=row.slot)
 
 
 def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:

@@ -146,8 +146,10 @@ def in_slices(orders: Sequence[Sequence[Action]], slices: int) -> list[list[Acti
     if slices == 1:
         return [list(order) for order in orders]
 
-    def renumbered(action: Action) -> Action:
-        is_forward = action.kind is Kind.FORWARD
-        return action if is_forward else of_microbatch(action, reversed_slice(action.microbatch, slices))
-
-    return [[renumbered(action) for action in order] for order in orders]
+    return [
+        [
+            action if action.kind is Kind.FORWARD else of_microbatch(action, reversed_slice(action.microbatch, slices))
+            for action in order
+        ]
+        for order in orders
+    ]

@@ -164,7 +164,9 @@ def write_listing(programs: Sequence[Program], exchange: Exchange) -> str:
             ends = {} if key is None else begun[key]
             others = {rank: begin for rank, begin in ends.items() if rank != program.rank}
             place, explanation = f"{program.rank}:{index}", _explained(program, instruction, others)
-            rows.append((place, _when(program, index), str(instruction), explanation))
+            before, behind = index < program.starts[1], index >= program.starts[-1]
+            when = "start" if before else "end" if behind else str(program.slot_of(index))
+            rows.append((place, when, str(instruction), explanation))
     widths = [max(len(row[column]) for row in rows if len(row[column]) <= _WIDEST) for column in range(3)]
     lines = [
         " ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
@@ -181,12 +183,6 @@ def _begun(programs: Sequence[Program], keys: Sequence[Sequence[_Key | None]]) -
             if key is not None and op not in (Op.WAIT, Op.FINISH):
                 begun.setdefault(key, {})[program.rank] = index
     return begun
-
-
-def _when(program: Program, index: int) -> str:
-    if index < program.starts[1]:
-        return "start"
-    return "end" if index >= program.starts[-1] else str(program.slot_of(index))
 
 
 def _passing(program: Program) -> list[_Key | None]:

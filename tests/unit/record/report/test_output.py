@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from bpipe.record.report.output.document import document
 from bpipe.record.report.output.page import NOTHING, TICK_S, column, render, view
 from bpipe.record.report.output.table import facts, table
 from bpipe.record.report.output.trace import write_trace
-from bpipe.record.report.report import Report, report_of
+from bpipe.record.report.report import Report, document, report_of
 from bpipe.record.report.units import bytes_text, seconds_text
 from bpipe.schedule.action import Kind
 from bpipe.schedule.files.text import read_action
