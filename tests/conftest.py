@@ -5,8 +5,6 @@ In: pytest's options and the environment. Out: the collected tests, fewer or mar
 asks for a GPU.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 

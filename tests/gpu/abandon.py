@@ -5,8 +5,6 @@ on behind transfers that had been issued. A kernel of NCCL's whose partner is go
 device before it raises shows no error, and frees memory that the partner's copies still use.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 In: nothing. Out: by name, what runs, on what sizes, and why a late device cannot answer it, where it cannot.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ graphs do not hang together. What the stage before would have sent, and the grad
 it goes wrong where nobody noted the stream is possible, and no failure.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cases run on late devices, or by `--device cuda` on a GPU."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -7,8 +7,6 @@ beside what a forward left allocated. With Transformer Engine it is the first ti
 written from its documented interface.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from contextlib import ExitStack
 

@@ -5,8 +5,6 @@ did not come to its end a failure. As a program it is that process: `python -m t
 FILE`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ programs as there are units compute tile after tile, so where something else hol
 another to end. Late devices run both by Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

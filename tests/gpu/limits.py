@@ -4,8 +4,6 @@ In: a device. Out: rates to hold the other steps against. A copy inside the devi
 that memory and is never a transfer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ without an engine, dropout on; and whether torch goes on asking the driver for m
 Megatron's, the loop around it ours.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 import time

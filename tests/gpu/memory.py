@@ -7,8 +7,6 @@ acceptor's host buffers come from `cudaMalloc`, outside torch's allocator; they 
 and added.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ through loopback sockets, because each is a node of its own for NCCL. Rank 0 run
 evicts, rank 1 that of the last one and hosts. The middle stages are not there.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ holding all but a little of the device: whether memory for host buffers, which i
 be made.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ without. A stage ends in a sum, so that nothing but the graph holds what it comp
 pipeline that has sent its output on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

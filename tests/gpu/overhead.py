@@ -13,8 +13,6 @@ How much a micro-batch moves is set by how many layers compute again in their ba
 once so much that a transfer could hide behind a forward at the measured bandwidth, and once everything.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ engines of a pair, each against itself without one: each process makes its own s
 two processes on one GPU take turns.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

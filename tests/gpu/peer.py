@@ -7,8 +7,6 @@ then runs the program of the last stage, which hosts. The middle stages are not 
 stage's inputs.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ Messages are copies behind an event. What several devices and a process group ha
 (`tests.late.pipeline`), and a node of GPUs.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

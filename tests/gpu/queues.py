@@ -9,8 +9,6 @@ how often the last kernel ran before the other stream's first work had ended:
 Times are the host's, which asks the events until all have ended: a timing event could be in the way itself. Knows no schedule.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

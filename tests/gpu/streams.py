@@ -5,8 +5,6 @@ In: a device. Out: whether every gradient has the bits of a run without an engin
 taken out at a time, how many iterations show it. The host buffers are in pinned host memory. Nothing here is timed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ On late devices with small sizes, most in this process. On a GPU as scripts/gpu_
 sizes. What they say of speed is not judged here, only that they work, and on late devices which waits are exposed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType

@@ -7,8 +7,6 @@ share it (--bpipe-share-gpus), with real NCCL through loopback sockets. As a pro
 `python tests/gpu/trainings.py DEVICE CASES FOLDER`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -5,8 +5,6 @@ each as after the first, and whether torch computes as before. Two processes on 
 left open spoiled the next one: on an H200 a mapping or a kernel of it failed with "resource already mapped".
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -7,8 +7,6 @@ memory only to occupy units and memory bandwidth, as NCCL's kernels would: how f
 is not reported.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

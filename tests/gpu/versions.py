@@ -4,8 +4,6 @@ In: a device. Out: versions; the device that each of the two runtimes calls curr
 an allocator, whether it is the one in use. Knows no schedule.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os

@@ -3,8 +3,6 @@
 In: nothing. Out: by the number it has in `bpipe/runtime/evictor.py`, what takes a wait out while it is entered.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

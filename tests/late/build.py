@@ -4,8 +4,6 @@ In: the sources beside this file. Out: the loaded module. It is kept in the user
 all it was built of. Raises `NoCompiler` where there is none.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.util

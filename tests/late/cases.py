@@ -3,8 +3,6 @@
 In: nothing. Out: schedules by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from bpipe.balance.config import BalanceConfig

@@ -6,8 +6,6 @@ until it has been taken: a wait for it ends no earlier, and whoever lets go of i
 of no use here: who waits for ever is known.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict, deque
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ What both leave out is room for what leaves: whether the first EVICT into a buff
 is up to the transport. The checker is asked so for `peer` alone; without being told it takes every host to lend.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ waited for whom. A run that neither fails nor goes on raises `Hangs`, with what 
 so nothing more can run in that process.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

@@ -11,8 +11,6 @@ that is between two ranks is one operation: in which order Megatron issues them 
 `make_communicators` of `megatron.scheduling.loop.links` exchanges one number with both before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ micro-batch by micro-batch in the order in which that rank goes back. Not one bi
 and so is their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

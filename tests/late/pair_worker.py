@@ -7,8 +7,6 @@ In: which, its number, a port, a time-out in seconds. Out: what it heard, or a l
 why not the other.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from datetime import timedelta

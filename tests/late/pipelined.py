@@ -5,8 +5,6 @@ and messages, `BalancedSchedule`, engine, streams, transports. Only who connects
 processes that could open each other's memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, cycle

@@ -6,8 +6,6 @@ as NCCL's are (ProcessGroupNCCL.cpp, broadcastUniqueNCCLID), and a watchdog ends
 than the group's time-out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any

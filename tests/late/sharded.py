@@ -5,8 +5,6 @@ one thread, where sums are taken in the order in which late groups take them. Re
 shards, and the lane beside the computation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import combinations
 

@@ -4,8 +4,6 @@ In: a schedule of slices. Out: as `tests.late.model`. What keeps keys and values
 trainer's own code. `differing`: scores are saved, so a later slice saves more; else attention computes them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ In: a process in which `megatron` has not been imported yet. Out: the same, by t
 nothing before `tests.late.processes.begin_process`. Streams, events and memory are the late device's own.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -5,8 +5,6 @@ NCCL and gloo promise no order, and another order is another rounding: a run on 
 CPUs only if both add alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ Each result is written as soon as it is there, and what a file has is not run ag
 a fork, many to each, so one that hangs or ends its process costs no other. `tests.late.watching` says which hang.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

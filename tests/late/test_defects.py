@@ -8,8 +8,6 @@ block for each unit needs a second wave. That runs on the units that are free, b
 the receive: it takes time, and changes neither bits nor who waits for whom.
 """
 
-from __future__ import annotations
-
 import gc
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The late device itself: what CUDA promises holds there, and what it does not promise does not."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -5,8 +5,6 @@ Each rank has a stream of its own on one device, as in `tests.gpu.pipelines`. Wh
 exactly.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

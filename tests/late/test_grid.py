@@ -4,8 +4,6 @@ Beside plans as they are balanced stand the same with transfers started earlier 
 many stand still.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from bpipe.schedule.action import Kind

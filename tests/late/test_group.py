@@ -1,8 +1,6 @@
 """The process group on late devices has NCCL's rules: when communicators are made, what meets what, and who waits
 for whom."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Losses, gradients and norms of each iteration are compared, and the weights at t
 device behind each batch of messages (`batch_p2p_sync`); with --bpipe they do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

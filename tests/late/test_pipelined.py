@@ -1,7 +1,5 @@
 """torch's own runtime on late devices runs balanced lists to the last bit, and each wait that is taken out is noticed."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.pipelining import schedules
 

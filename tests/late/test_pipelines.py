@@ -4,8 +4,6 @@ nothing orders.
 And each wait of the protocol, taken out, is noticed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

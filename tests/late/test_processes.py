@@ -1,7 +1,5 @@
 """The late group between processes: what it carries, and how its watchdog ends a process whose operation never does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A pipeline whose program lacks something, on late devices: it stands still, or says what is not there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace

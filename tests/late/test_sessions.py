@@ -1,7 +1,5 @@
 """Tests of late devices run in any process, whatever ran there before."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A vocabulary in shards on late devices: not one bit differs from the same plan on CPU tensors, and nobody stands
 still, whatever queues streams share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Parts of a layer that compute on a stream of their own, as overlapped shared experts and combined 1F1B do: what they
 saved leaves and comes back in an order that holds for that stream too."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager

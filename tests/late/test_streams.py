@@ -1,7 +1,5 @@
 """What waits for what beside the computation, on late devices: lanes, records, host buffers."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """The long tail of draws keeps what came out, whatever ends a run, and every path is right in some draws of each kind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

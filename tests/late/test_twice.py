@@ -5,8 +5,6 @@ second one used: "resource already mapped". Late devices say the same of a proce
 memory of others open, and refuse to free memory that somebody has open.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Checks of what moves, on late devices: right where all is right, in whichever order, and wrong where a bit or a wait
 is missing, before anybody sees a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that hangs is told from one that is slow by what it does."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

@@ -4,8 +4,6 @@ out.
 In: cases, each with the draw its devices work by. Out: what each left, as of tests/gloo/conftest.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

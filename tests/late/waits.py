@@ -3,8 +3,6 @@
 In: nothing. Out: by name, how to take a wait out, and such cases. The numbers are those of `bpipe/runtime/evictor.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

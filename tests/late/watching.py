@@ -5,8 +5,6 @@ will. Devices know at once when nobody can go on (csrc/hosts.h). This is for wha
 each other's locks, and loops without an end.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

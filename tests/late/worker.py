@@ -5,8 +5,6 @@ gradients, and where a case asks for it what its device's allocator counts. A ca
 devices work. What Megatron needs is installed before this is imported where ranks are forked.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import hashlib

@@ -3,8 +3,6 @@
 In: its name below that folder. Out: the module. Scripts find each other from there, and bpipe.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

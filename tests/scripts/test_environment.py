@@ -1,7 +1,5 @@
 """scripts/environment.py: what an environment lacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """scripts/gpu_check.py: the processes of its steps, their limits and results, and what stands in the document."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """scripts/data/make_corpus.py on a library of four files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scripts/make_figures.py: what the figures are made of, and what it says where it cannot make one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """scripts/bench/predictions.py: how far predictions are from measurements, and that docs/validation.md says so."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from pathlib import Path

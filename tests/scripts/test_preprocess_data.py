@@ -1,8 +1,6 @@
 """scripts/data/preprocess_data.py: what it reads and refuses in this process, what it writes through Megatron in one
 of its own."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

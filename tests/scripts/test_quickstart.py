@@ -1,8 +1,6 @@
 """scripts/quickstart.sh with trainings that are made up: which two it runs, what it shows of them, and what it
 refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

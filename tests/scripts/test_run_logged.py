@@ -1,7 +1,5 @@
 """scripts/run_logged.py: nothing that it started outlives it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

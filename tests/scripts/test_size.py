@@ -1,7 +1,5 @@
 """scripts/size.py: a sum that grows fails until the table says why."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

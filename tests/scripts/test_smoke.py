@@ -1,8 +1,6 @@
 """examples/smoke_8gpu.sh with trainings that are made up: each is compared, what fails or hangs is told and the
 others go on."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 That the tests pass is what it is run for, every night, with the oldest and the newest torch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 That it trains is what it is run for, by hand, for a new Megatron.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The messages of a rank whose neighbours are not there. In: what would be received. Out: that, once it was posted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from bpipe.runtime.stage import Tensors

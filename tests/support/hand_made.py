@@ -3,8 +3,6 @@
 In: sizes. Out: a layout and one order per rank. They show what a schedule can be said to be.
 """
 
-from __future__ import annotations
-
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.text import read_csv

@@ -4,8 +4,6 @@ In: nothing. Out: numbers. Memory that two processes share has no name in the fi
 open files and the mappings of this process.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

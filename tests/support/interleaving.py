@@ -7,8 +7,6 @@ have come to it. Nothing but their order tells messages from one rank to another
 sender.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

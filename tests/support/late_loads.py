@@ -3,8 +3,6 @@
 In: a balanced Schedule. Out: the same with every load, and its other end, in the slot before its backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bpipe.schedule.action import READING, Action, Key, Kind

@@ -12,8 +12,6 @@ what it needs, and as many are held at any time. So only orders are looked at in
 one after the other, and none shorter is left out.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ With more, every thread that computes brings a pool of its own, and pools that s
 milliseconds take seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -5,8 +5,6 @@ In: a class's name and sizes. Out: torch's schedule, its rows as CSV, its peaks.
 Only what a schedule asks a stage when it is made is there; no module, no group. Imports torch.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from types import SimpleNamespace

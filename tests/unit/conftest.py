@@ -3,8 +3,6 @@
 What Megatron says is tested in tests/unit/config/launch/test_validation.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from bpipe.commands import launch

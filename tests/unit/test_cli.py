@@ -1,7 +1,5 @@
 """The `bpipe` command: what it prints, what it refuses, and that it starts at once."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

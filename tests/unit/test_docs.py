@@ -1,8 +1,6 @@
 """The documentation builds without a warning, its links lead somewhere, its commands are the project's, and its
 figures are computed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

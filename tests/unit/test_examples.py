@@ -5,8 +5,6 @@ Whether Megatron understands what they say is tested in tests/gloo/test_examples
 seconds.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,8 +1,6 @@
 """bpipe/extras.py, and what runs without any package: a bare Python, without site-packages, stands for the plain
 installation."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pair-adjacent placement: the paper's layouts, and what must hold for any sizes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The project's outer shape: what the root may hold, that the `megatron` namespace stays shared, and who imports whom."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

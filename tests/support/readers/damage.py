@@ -3,8 +3,6 @@
 In: a sound one and a source of chance. Out: one that may not be sound. Knows no format.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -3,8 +3,6 @@
 In: text. Out: whether it was taken, or Wrong. Where nobody can say what a damaged one means, only that it ends, and how.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -6,8 +6,6 @@ A reader fails where it ends in a traceback or refuses without naming the file; 
 say.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

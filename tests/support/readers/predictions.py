@@ -3,8 +3,6 @@
 In: text. Out: whether it was taken, or Wrong.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

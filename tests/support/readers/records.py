@@ -3,8 +3,6 @@
 In: a file's name and text. Out: whether it was taken.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -4,8 +4,6 @@ The judge reads a file once more by hand: what is taken as equal to itself must 
 says.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

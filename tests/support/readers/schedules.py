@@ -4,8 +4,6 @@ The judge reads a file by the simplest reading there can be, walks what was read
 the readers.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Balancing in bytes: only what must leaves, host buffers count all the time, and no plan tried needs less."""
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 from dataclasses import replace

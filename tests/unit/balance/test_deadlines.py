@@ -1,7 +1,5 @@
 """Transfers issued in time: never more waiting by simulation, all budgets kept, no change with fast links."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from fractions import Fraction

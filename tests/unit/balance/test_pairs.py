@@ -1,7 +1,5 @@
 """Balancing of pairs: within which bounds, by which transfers, and no lower than is possible."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import combinations, product

@@ -1,7 +1,5 @@
 """Balancing in pools and over host memory."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace

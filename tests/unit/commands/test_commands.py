@@ -1,7 +1,5 @@
 """The sub-commands: what they print, the JSON they promise, what they refuse, and that none loads torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`bpipe compare` and `bpipe report` on recorded runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,8 +1,6 @@
 """`bpipe fit`: what else would make a launch fit. Every row is one change or two, saves what it says, and launches as it
 says."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

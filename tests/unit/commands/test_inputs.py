@@ -1,7 +1,5 @@
 """Files that commands read: what is refused, and that damage is told or harmless."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

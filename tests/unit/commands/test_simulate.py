@@ -1,7 +1,5 @@
 """`bpipe simulate`: two predictions side by side, and the page of a run that has not been."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

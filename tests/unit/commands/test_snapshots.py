@@ -6,8 +6,6 @@ is a new `$` line; `pytest tests/unit/commands/test_snapshots.py --renew-snapsho
 the difference belongs in the commit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import shlex

@@ -1,7 +1,5 @@
 """Tables and progress: no number is broken or cut off, and no byte of a colour goes where nobody looks."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """Pictures of schedules and simulations, and plots of plans."""
 
-from __future__ import annotations
-
 import re
 import sys
 from xml.etree import ElementTree

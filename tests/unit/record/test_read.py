@@ -1,7 +1,5 @@
 """Records: every key both ways, and what is refused, noted or left out when a folder is read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

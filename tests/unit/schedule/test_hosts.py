@@ -1,7 +1,5 @@
 """Who hosts is data: pairs, a pool, a rank's own host memory. Each is judged, lowered, simulated, written and read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The memory rule against sums over every micro-batch in every slot: overlaps, split backwards, shares after I."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The audit of a stage with micro-batches under way as in 1F1B, by steps that are called as Megatron's."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable

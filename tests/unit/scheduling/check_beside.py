@@ -1,7 +1,5 @@
 """What the hooks and their driver do around a loop, with Megatron's own timers and configuration."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Backwards of Megatron's own layers, whole and in halves: the same in every bit."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

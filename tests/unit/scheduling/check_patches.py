@@ -1,7 +1,5 @@
 """What the patch table does to a real Megatron."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

@@ -1,7 +1,5 @@
 """What a placement of our own changes in Megatron's answers; process groups are pairs of numbers here."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Stages of Megatron's own model under `terra.Session`: every byte is the same as without a session."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """The output layer of a real Megatron model as one shard: Megatron's results but for the order of sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from types import SimpleNamespace

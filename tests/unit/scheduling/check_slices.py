@@ -1,7 +1,5 @@
 """Megatron's GPT whole and in slices: losses and gradients are equal to rounding (16 bits: tests/gloo)."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Budgets before training: the command's own prediction and plan, what is refused, and when a plan changes over."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Which schedule a run has follows from its flags: a family's name or a file, checked before anything runs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

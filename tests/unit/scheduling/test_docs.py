@@ -1,7 +1,5 @@
 """The pages on Megatron agree with the code: what it supports, guards, refuses and repairs. Imports no Megatron."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A schedule's stages set Megatron's flags by themselves; what cannot be is said before Megatron runs into it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

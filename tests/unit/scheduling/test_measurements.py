@@ -1,7 +1,5 @@
 """What a first iteration measures, by slice and by process, and what the log says of sizes that differ."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The schedule's pairs decide which ranks share a node, wherever their stages are among Megatron's ranks."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """`place` gives each process another rank before there are process groups, once, and says why where it cannot."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The schedule's ranks and Megatron's: positions, stages, and the order of ranks for any sizes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

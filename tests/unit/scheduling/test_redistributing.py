@@ -1,7 +1,5 @@
 """A layout for the sizes of a run: what is set, what is said, and what is refused with the way out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

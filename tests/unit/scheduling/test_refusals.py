@@ -1,7 +1,5 @@
 """Every refusal applies to its feature, in Megatron's arguments and a model's configuration, and to nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows for every slice of a micro-batch, and one report of theirs; without Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

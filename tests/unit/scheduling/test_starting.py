@@ -1,7 +1,5 @@
 """How a run starts: what is refused, repaired and shared, said once, with the same status on every rank."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

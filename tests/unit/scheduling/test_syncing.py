@@ -1,7 +1,5 @@
 """Gradients are reduced after a chunk's last backward, and parameters gathered before their chunk computes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

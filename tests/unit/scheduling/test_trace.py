@@ -1,7 +1,5 @@
 """Megatron's own stages at true size, without memory, beside what the formulas say that they hold."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

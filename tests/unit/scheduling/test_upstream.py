@@ -1,7 +1,5 @@
 """Names of Megatron's that are read, functions that are replaced, and their signatures."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Before its first iteration a run asks whether it could stand still, given all that it really waits for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

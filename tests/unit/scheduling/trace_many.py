@@ -1,7 +1,5 @@
 """Trace several launches in one process: lists of flags as JSON on stdin, their traces as JSON on stdout."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

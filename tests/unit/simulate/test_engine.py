@@ -1,7 +1,5 @@
 """Schedules in seconds: by hand, against a slow simulator, with reductions, shards and slices."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What holds for tests of terra: threads that were there before a test look at none of its tensors."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Run a step plainly and with a session: what it gives must be equal in every bit, with its type."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A function that stands in for one of torch's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

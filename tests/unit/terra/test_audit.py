@@ -1,7 +1,5 @@
 """The audit of single steps: each defect is found at the line that a comment marks, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

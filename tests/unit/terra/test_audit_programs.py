@@ -1,7 +1,5 @@
 """The audit of whole programs finds what their features say, and nothing else."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Co-execution of whole programs: bit-equal to plain execution, and traced as often as necessary."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import time

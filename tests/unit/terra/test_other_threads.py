@@ -1,7 +1,5 @@
 """Other threads and processes see a step's tensors as without a session, and nothing hangs."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import queue

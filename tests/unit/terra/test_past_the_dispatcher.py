@@ -1,7 +1,5 @@
 """Uses of a step's tensors that are no operations (copies, swaps, lent memory): bit-equal with a session."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

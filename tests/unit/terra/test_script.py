@@ -1,7 +1,5 @@
 """`python -m terra audit SCRIPT`: what it says of a script that trains, and of one where nothing can be said."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sessions besides whole programs: errors, nesting, placeholders, and what they leave unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -1,7 +1,5 @@
 """Traces merged into a graph, against the pairs of operations that follow each other."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What happens around torch's runtime in a step: calls of the engine, and memory of its buffers."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What torch's runtime is about to run: its messages in our programs, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Schedules as torch's runtime has them, and torch's as we have them; what its runtime cannot run is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What stages would hold, traced on fake tensors, and plans within budgets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of torch's that are used, and records of runs in its loop."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What holds for tests of the transports, two lanes, and a fake CUDA runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -4,8 +4,6 @@ In: calls. Out: what they would do to memory, a list of them, and refusals of wh
 Signatures are those of CUDA's header, written down here a second time. It shows nothing of CUDA.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Everything above them is the real thing.
 In: nothing. Out: two controls that hear each other, and two one-sided transports joined by them.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import threading

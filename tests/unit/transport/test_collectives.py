@@ -1,7 +1,5 @@
 """Collectives in groups that deliver only what is waited for, and how the first message of each passes."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Which transports a pair tries, which it cannot use and why, and which it takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

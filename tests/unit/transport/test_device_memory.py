@@ -1,7 +1,5 @@
 """Lending and reaching GPU memory: the calls, their addresses and errors, against a fake CUDA runtime."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import weakref

@@ -1,7 +1,5 @@
 """What limits a host's memory, as the kernel writes it, and whether the buffers of all who share a limit fit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Host buffers in one allocation: aligned, disjoint, and laid out alike by both ends of a pair."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Memory that two processes share: one and the same bytes, no name in the file system, and nothing open afterwards."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

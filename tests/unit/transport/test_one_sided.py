@@ -1,7 +1,5 @@
 """Reaching into host buffers: states, the order of what touches one of them, and how the two ends part."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A failed trial of a link leaves nothing behind, since another transport takes over and needs the memory."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What a report is written as: text, JSON, the page and the trace."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

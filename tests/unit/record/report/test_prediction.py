@@ -1,7 +1,5 @@
 """What a report selects from a run, what it predicts of it, and how the run differs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run that ran out of memory left says which stage, how much of what, and what would have fitted."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No balanced plan deadlocks when everything waits for its other end, and the checker would notice if one did."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A forward and a backward in one slot, as in torch's DualPipeV: files, rules, memory, time and pictures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from io import BytesIO, TextIOWrapper

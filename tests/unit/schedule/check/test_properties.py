@@ -1,7 +1,5 @@
 """What holds for every schedule this package can build, and the checker against a slow and obvious one, on random ones."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

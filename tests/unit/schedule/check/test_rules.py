@@ -1,7 +1,5 @@
 """Every rule of the checker, of two pipes too, has a schedule that breaks just it, and the error shows where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The generators against their papers' figures, their formulas, and Megatron's own table."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from fractions import Fraction

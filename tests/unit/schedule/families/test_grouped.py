@@ -1,7 +1,5 @@
 """Grouped interleaving: what it holds, how long it takes, and that any sizes will do."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from functools import lru_cache

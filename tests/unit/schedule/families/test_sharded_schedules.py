@@ -1,7 +1,5 @@
 """Schedules with shards of the vocabulary: where S and T stand, what ranks then hold, how long it takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

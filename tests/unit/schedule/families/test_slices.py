@@ -1,7 +1,5 @@
 """Slices of sequences as data: orders, rules, memory, text. The pictures and the table are those of the design."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from fractions import Fraction

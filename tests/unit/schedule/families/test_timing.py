@@ -1,7 +1,5 @@
 """How long orders take: at costs, beside the shortest order of the same computations, and in docs/schedules.md."""
 
-from __future__ import annotations
-
 import json
 import re
 from fractions import Fraction

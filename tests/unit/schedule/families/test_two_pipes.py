@@ -1,7 +1,5 @@
 """Two pipes over the same ranks: what they hold and take, as their papers say."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """V-shaped families at any sizes and costs, and orders of many micro-batches made from those of few."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any

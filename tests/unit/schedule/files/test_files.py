@@ -1,7 +1,5 @@
 """CSV and JSON are exact both ways, and nothing that is no schedule is taken for one; listings name both ends of everything."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,7 +1,5 @@
 """Programs by hand, and that those of any order complete, lose nothing, and keep little of what they send."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

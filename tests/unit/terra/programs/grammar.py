@@ -5,8 +5,6 @@ program's statements have, so that places tell operations apart. What is drawn i
 that stay small, and what is written in place is a copy of the statement's own that no backward needs.
 """
 
-from __future__ import annotations
-
 import linecache
 import random
 from collections.abc import Callable

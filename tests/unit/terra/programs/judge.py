@@ -7,8 +7,6 @@ compared: losses, weights, gradients, optimizer's state, the states of random nu
 torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Layers of the programs."""
 
-from __future__ import annotations
-
 import math
 
 import torch

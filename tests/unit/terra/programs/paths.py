@@ -9,8 +9,6 @@ and end are tokens too). From then on steps are co-executed; one that brings a n
 next ones are traced again. Counted as in Kim et al., Terra, NeurIPS 2021.
 """
 
-from __future__ import annotations
-
 import dis
 import enum
 import functools

@@ -5,8 +5,6 @@ In: a seed. Out: steps that train, and all that they leave behind.
 Plain torch on a CPU, a few milliseconds a step. A program knows nothing of whoever runs or looks on.
 """
 
-from __future__ import annotations
-
 import enum
 import random
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Programs that train, each with something that is hard to record as a graph or to run beside Python."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
