@@ -5,8 +5,6 @@ Usage: environment.py EXTRA | --stamp (a fingerprint of what an installation dep
 Installs nothing and imports none of the packages it looks for: it runs in an environment that has nothing but pip.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -11,8 +11,6 @@ exit status is 1 if a step found something wrong or did not end, and 2 without a
 --table writes the results into docs/gpu.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import itertools

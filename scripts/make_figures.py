@@ -10,8 +10,6 @@ Usage: scripts/make_figures.py [--runs runs/quickstart] [--output docs/figures]
 Needs no torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from fractions import Fraction

@@ -8,8 +8,6 @@ has ended. On Ctrl-C, TERM or hang-up it passes the signal on and waits, then en
 of that. If this process itself is killed, the kernel tells the command.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -5,8 +5,6 @@ Compares what is there with scripts/size.txt. Exit status 1 if a sum has grown. 
 commit it with what made it grow.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

@@ -6,8 +6,6 @@ verdicts.tsv has a line per run (layout, run, verdict). If a run was compared, i
 JSON of `bpipe compare`, with the transport, what its fullest stage held, and its losses.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ partner only what must leave. At most one rank of a pair sends: as much as the o
 parts of a micro-batch may leave (`fewest_moved`), the part of each is chosen that makes the fewest bytes in all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil

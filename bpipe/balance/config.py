@@ -1,7 +1,5 @@
 """How to balance a schedule: `BalanceConfig`, and the function that balances by it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ The clock is that of a run in which nobody waits for a transfer. The caller deci
 who shares a port, whether the result helps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

@@ -3,8 +3,6 @@
 The run is a folder of `--bpipe-report`, a log that Megatron printed, or seconds.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

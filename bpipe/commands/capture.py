@@ -1,7 +1,5 @@
 """`bpipe capture`: the launches of a training script, printed and in a file."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The exit status is 2 if it is refused.
 """
 
-from __future__ import annotations
-
 from bpipe.commands.launch import flags_of, judgement_of, words_of
 from bpipe.commands.terminal import print_json, table, tell
 from bpipe.config.features.feature import Feature, State

@@ -1,7 +1,5 @@
 """`bpipe compare`: compare two runs of one training. The exit status is 0 if they are equal, 1 if not, 2 for errors."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`bpipe estimate`: the gain of a larger micro-batch from stage MFUs alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bpipe.commands.terminal import print_json, table, tell

@@ -3,8 +3,6 @@
 The exit status is 3 if nothing that was tried fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ A launch is given as `-- FLAGS` or `--launch FILE`, and the installed Megatron j
 itself come before those of the launch. Knows no flag of Megatron's.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

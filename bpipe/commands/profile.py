@@ -4,8 +4,6 @@ A stage is Megatron's own model, timed by `megatron.scheduling.record.profile` i
 neither torch nor Megatron.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`bpipe schedule`: generate or read a schedule, balance and check it, and write or draw it."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

@@ -4,8 +4,6 @@ In: flags, or a launch. Out: a table or JSON, and a profile that `simulate` and 
 the model (`megatron.scheduling.trace.stages`); this one imports neither torch nor Megatron.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -6,8 +6,6 @@ backwards hatched, bubbles dotted outlines without a word, transfers pointed box
 (L, H).
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

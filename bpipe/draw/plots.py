@@ -4,8 +4,6 @@ The colours are those of Okabe and Ito. Bars also differ by hatching, and lines 
 by colour alone. Every bar and point has an id in the svg.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass

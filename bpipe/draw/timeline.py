@@ -4,8 +4,6 @@ Styles and shapes are those of `picture`; here a box is as wide as its action is
 bound of a balanced rank is in bytes: the micro-batches that it may hold, each of the largest size that it ever holds.
 """
 
-from __future__ import annotations
-
 import math
 
 from bpipe.draw.picture import (

@@ -17,8 +17,6 @@ A *place* is a rank's position in its pipeline, 0 to p-1; with data or tensor pa
 Times of a row are seconds from its iteration's `begin_s`, which is unix time on rank 0's clock.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace

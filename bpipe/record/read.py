@@ -5,8 +5,6 @@ cannot be of one run is refused, and so is a value that no run can have: of anot
 FLOPs than the devices can do. Unknown keys and columns are ignored: later versions add some.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path

@@ -3,8 +3,6 @@
 A line is written at once, so that a killed run leaves whole ones; a file of one value is written whole or not at all.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

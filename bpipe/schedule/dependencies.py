@@ -16,8 +16,6 @@ Within its own stage a backward reads what the forward saved, and W what I left:
 (`Dependencies.own_operand_of`). Values are numbered, so that tables of them are lists.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind

@@ -6,8 +6,6 @@ for another. What a rank keeps in its own host memory has buffers there, each ta
 Both ends of a pair compute this from the same schedule.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat

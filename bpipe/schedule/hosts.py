@@ -4,8 +4,6 @@
 pairs, in which each rank's device is the other's only host; any other arrangement is a pool, host memory included.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable, Sequence
 from fractions import Fraction

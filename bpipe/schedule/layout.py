@@ -6,8 +6,6 @@ no stage. A micro-batch's sequence may be cut into slices that pass through the 
 in place of a micro-batch then means slice n % slices of micro-batch n // slices.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass

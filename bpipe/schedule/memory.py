@@ -17,8 +17,6 @@ An action takes memory when it starts and gives it back when it is over, in slot
 actions hold nothing. Counts of micro-batches follow the same rule with ones for bytes, and none for shards.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

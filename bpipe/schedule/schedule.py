@@ -1,8 +1,6 @@
 """Schedules: for every rank, what it computes in each slot of the unit grid and which transfers start with that
 slot."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -3,8 +3,6 @@
 A rank is busy while it computes; its span lasts from its first computation to the end of its last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction

@@ -6,8 +6,6 @@ the host buffer and on to the load. Slices of one thread must not overlap, so on
 same name. Times are in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -11,8 +11,6 @@ Torch's runtime is unchanged. During a step the stages' methods are wrapped, and
 next element is taken.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

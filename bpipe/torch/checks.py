@@ -1,7 +1,5 @@
 """Checks of what torch's runtime is about to run: deadlocks, and split backwards of stages that recompute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Convert schedules into what torch's runtime runs, and torch's own schedules into ours."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

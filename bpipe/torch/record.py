@@ -1,7 +1,5 @@
 """Record chosen steps of a balanced schedule for `bpipe report`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

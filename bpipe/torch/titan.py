@@ -8,8 +8,6 @@ is patched: `--module` takes any module, a `Trainer.Config` may have more sectio
 the schedule. Written for torchtitan 0.3.0, and run with it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -7,8 +7,6 @@ that each device's own kernels decide what is saved. References to fake tensors 
 own storages are those that are no parameter, buffer or other tensor of a module, no input, and no output of a stage.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

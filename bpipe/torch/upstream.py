@@ -10,8 +10,6 @@ and `_maybe_compute_loss` one, which are passed on. What else changed:
         RECV and dropped at the computation, not kept for ever; lists of actions contain the waits for sends
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from importlib import import_module

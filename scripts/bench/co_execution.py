@@ -11,8 +11,6 @@ must be bit-identical. Operations take milliseconds here, as on a device; with -
 them. It cannot show anything of a GPU, whose queue runs next to Python by itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -11,8 +11,6 @@ It cannot show anything of a GPU, where the training thread issues what a device
 
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

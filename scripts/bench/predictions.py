@@ -4,8 +4,6 @@
 Usage: scripts/bench/predictions.py [--rows] [--write docs/validation.md]
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import statistics

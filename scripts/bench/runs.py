@@ -3,8 +3,6 @@
 Nothing is fitted here: all runs are predicted with the constants of bpipe.predict. Needs no torch.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ It cannot show anything of a GPU, its links or its copy engines, nor contention 
 which on a CPU share cores and memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

@@ -1,7 +1,5 @@
 """Measure several ways of doing one thing in turns, on ranks forked from this process."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

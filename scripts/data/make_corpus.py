@@ -4,8 +4,6 @@ Writes a jsonl file, one line `{"text": ...}` per source file, always in the sam
 file is left untouched if it would not change, so what was made from it stays newer than it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

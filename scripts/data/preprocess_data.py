@@ -9,8 +9,6 @@ The output appears under its name only when it is complete, the index last: an i
 be taken for a data set.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

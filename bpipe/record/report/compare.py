@@ -3,8 +3,6 @@
 If several iterations are shown, times are the median over them, without a warm-up, and bytes the maximum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -5,8 +5,6 @@ neighbours, and a peak. The size of a difference in time is its share of the pre
 counts as often as it runs; that of a difference in bytes is its share of the predicted peak.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Unlike `schedule.memory` this knows that host buffers are preallocated, so they 
 loop keeps the last backward's input until the next forward has returned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -5,8 +5,6 @@ the link's probe, or of the measured ones if there was no probe or they were far
 the median gap between a computation and the one that was waiting for it. `Basis` has the sources.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

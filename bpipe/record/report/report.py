@@ -1,8 +1,6 @@
 """A whole report, from which table, JSON, page and trace are made, with its answers to what a reader wants to know: what
 balancing gained and cost, and which stage is the bottleneck."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

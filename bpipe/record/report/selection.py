@@ -3,8 +3,6 @@
 The pipeline is number 0, or the first of those from which most ranks left a record. Of the others only maxima are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -6,8 +6,6 @@ passes, and what else its device had allocated. Micro-batches on a stage that ra
 as the largest that was seen. Shards are equally large.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

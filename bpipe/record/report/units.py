@@ -1,7 +1,5 @@
 """Write quantities for a person, rounded to three or four digits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))

@@ -25,8 +25,6 @@ has all ranks, and each waits there until the last has come; if they pass one by
 must participate".
 """
 
-from __future__ import annotations
-
 import enum
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -8,8 +8,6 @@ one order. Two pipes cannot be mirror images if the first has one micro-batch mo
 simulated, but no training has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The table of families, by name. A new one is a `Family` in a module of this package and an entry here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 Nobody outside of this package compares a schedule's name: fields here tell families apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction

@@ -11,8 +11,6 @@ slices. Source of the order: Wan et al., "PipeOffload: Improving Scalability of 
 Optimization", 2025.
 """
 
-from __future__ import annotations
-
 import enum
 import heapq
 from collections.abc import Iterable, Iterator, Sequence

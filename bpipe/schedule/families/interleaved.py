@@ -11,8 +11,6 @@ slices, a group is of whole micro-batches and has at least p slices: 1 micro-bat
 et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from bpipe.schedule.action import Action, Kind, by_microbatch

@@ -6,8 +6,6 @@ has 2 * (m + p - 1) slots. Cut into k slices it saves min(p - rank + k - 1, m k)
 micro-batches. Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from bpipe.schedule.action import Action, Kind

@@ -26,8 +26,6 @@ are cut, each slice has shards, in the order of forwards, and slices run further
 al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 from collections.abc import Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ ever. A stage's forwards, I and W each keep the order of their micro-batches. Wi
 alone while an earlier one of the order arrives within some share of its duration.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ ticks, with as many to a unit of the costs as make every duration whole. Memory,
 `simulate`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -5,8 +5,6 @@ Backwards go the same way with the chunks reversed. All ranks take the same turn
 same on each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -4,8 +4,6 @@ Each computation takes one slot and starts as soon as the one before it on its r
 (`schedule.dependencies`) are over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ begin k - 1 intervals later, and a rank has room for as many more. Source: Qi et
 Controllable Memory", 2024.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

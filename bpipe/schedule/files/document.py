@@ -12,8 +12,6 @@ not 1. If micro-batches are cut, `slices` is the number of slices; numbers in sl
 `bounds` count slices of a chunk.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

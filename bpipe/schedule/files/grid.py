@@ -12,8 +12,6 @@ R return, L load. The stage's number comes first if a rank has several stages, o
 `after_input=0.5` in the header: half of a micro-batch counts between the halves of a split backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bpipe.schedule.action import Action, Kind

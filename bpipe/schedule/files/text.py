@@ -8,8 +8,6 @@ name. Torch's runtime form, which has messages between the computations, is refu
 understood to the last character. The rules that a schedule must keep are left to `check`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction

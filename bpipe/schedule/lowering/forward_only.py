@@ -8,8 +8,6 @@ next one, when the losses are known; no T makes a gradient, as with algorithm 2.
 here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ waited for:
 - A RETURN waits for its HOST, a HOST for the RETURN that empties its buffer.
 """
 
-from __future__ import annotations
-
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set

@@ -6,8 +6,6 @@ are columns of whole numbers (ticks of 0.1 microseconds, each column in the shor
 of a large pipeline has a hundred thousand of them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Write a report for the terminal, as text of at most 120 columns, and what stands at the head of its page."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence

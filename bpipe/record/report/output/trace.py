@@ -3,8 +3,6 @@
 Times are the device's. If the host's differ (on a GPU the host runs ahead), they are shown too.
 """
 
-from __future__ import annotations
-
 from bpipe.record.report.selection import Lane, Measured, Timeline, lanes_of
 from bpipe.simulate.trace import LOOP, NAMES, Slice, Span, Track, write_tracks
 
