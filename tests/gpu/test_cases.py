@@ -17,7 +17,7 @@ from tests.gpu.accelerators import CUDA, LATE, Accelerator, Held, accelerator
 from tests.gpu.cases import CASES
 from tests.gpu.common import MODERATE, SMALL, Result
 from tests.gpu.isolate import isolated, run_case
-from tests.support.late_loads import with_late_loads
+from tests.support.hand_made import with_late_loads
 
 pytestmark = pytest.mark.timeout(600)
 # A GPU's steps start processes and contexts of their own.

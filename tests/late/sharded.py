@@ -23,11 +23,10 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.distributed import new_group
 from bpipe.transport.edges import Edges
-from tests.late.control import controls
 from tests.late.devices import TYPE, device
 from tests.late.model import Extra, LateModel, Place, nothing
 from tests.late.model import differing as differing_sizes
-from tests.late.pipeline import TIMEOUT_S, LatePipeline, Rank
+from tests.late.pipeline import TIMEOUT_S, LatePipeline, Rank, controls
 from tests.unit.runtime.pipeline import ROWS, WIDTH, inputs_of, take_turns
 from tests.unit.runtime.sharded import VOCABULARY, Rows, SharedMail, SharedPost
 

@@ -6,7 +6,7 @@ a table: of each case how many directed orders and seeds were run, and how many 
 was not right.
 
 Each result is written as soon as it is there, and what a file has is not run again: give new code a new file. Runs are in
-a fork, many to each, so one that hangs or ends its process costs no other. `tests.late.watching` says which hang.
+a fork, many to each, so one that hangs or ends its process costs no other. `tests.late.hosts` says which hang.
 """
 
 import argparse
@@ -25,11 +25,10 @@ import torch
 from tests.late import devices
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, Draw, draws
-from tests.late.hosts import Hangs
+from tests.late.hosts import SAMPLE_S, Hangs, Watch
 from tests.late.pipeline import KINDS, LatePipeline, wrong_bits
 from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
 from tests.late.sharded import SHARDED, ShardedPipeline
-from tests.late.watching import SAMPLE_S, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 200

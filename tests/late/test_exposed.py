@@ -22,7 +22,7 @@ from tests.gpu import pipelines
 from tests.gpu.accelerators import LATE, Accelerator, accelerator
 from tests.gpu.common import seconds
 from tests.gpu.one_stage import engine_of, to_host
-from tests.support.late_loads import with_late_loads
+from tests.support.hand_made import with_late_loads
 
 # A transfer takes 2 us, a forward 3 at least.
 SIZES = pipelines.Sizes(64, 32, 1)

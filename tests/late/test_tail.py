@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.late import watching
+from tests.late import hosts
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, Draw
 from tests.late.pipeline import LatePipeline
@@ -42,7 +42,7 @@ MADE = {
 
 def test_what_ends_a_process_or_hangs_costs_no_other_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run finds the results of the first, and repeats none."""
-    monkeypatch.setattr(watching, "ASLEEP", 3)
+    monkeypatch.setattr(hosts, "ASLEEP", 3)
     monkeypatch.setattr("tests.late.tail.DIRECTED", ())
     for seconds in (60.0, 0.0):
         tail = Tail(tmp_path / "counts.jsonl", 0, MADE)

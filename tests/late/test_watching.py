@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.late import watching
+from tests.late import hosts
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, extension
 from tests.late.hosts import Hangs, run_hosts
@@ -15,7 +15,7 @@ from tests.late.pipeline import LatePipeline, wrong_bits
 
 def test_a_rank_that_waits_for_a_lock_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices do not see it. What comes behind it in the same process, once its threads have ended, is right."""
-    monkeypatch.setattr(watching, "ASLEEP", 4)
+    monkeypatch.setattr(hosts, "ASLEEP", 4)
     let_go = threading.Event()
 
     def wait(rank: int) -> None:

@@ -1,14 +1,17 @@
-"""Orders that no file of the product knows.
+"""Orders that no file of the product knows, balanced schedules with late loads, and the levels that every plan stands."""
 
-In: sizes. Out: a layout and one order per rank. They show what a schedule can be said to be.
-"""
+from dataclasses import replace
 
-from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.action import READING, Action, Key, Kind
+from bpipe.schedule.check.deadlock import WaitLevel
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.layout import one_pipe
-from bpipe.schedule.schedule import Schedule
+from bpipe.schedule.schedule import Schedule, Slot
 
+# All but that of CUDA_LAUNCH_BLOCKING=1, under which our own loop's receives hold their host.
+STOOD = tuple(waits for waits in WaitLevel if waits <= WaitLevel.ONE_QUEUE)
+BACK = (Kind.LOAD, Kind.RETURN)
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
 
@@ -55,3 +58,27 @@ HOST_FIRST = """\
 def host_first() -> Schedule:
     """Return a schedule in which two ranks evict to each other, and each starts to host before it evicts."""
     return read_csv(HOST_FIRST)
+
+
+def with_late_loads(schedule: Schedule) -> Schedule:
+    """Let activations come back as late as can be: every load, and its other end, in the slot before its backward."""
+    needed: dict[Key, int] = {}
+    for row in schedule.ranks:
+        for slot, cell in enumerate(row):
+            for action in cell.computations:
+                if action.kind in READING:
+                    needed.setdefault(action.key, slot)
+    return replace(schedule, ranks=tuple(_late(row, needed) for row in schedule.ranks))
+
+
+def _late(row: tuple[Slot, ...], needed: dict[Key, int]) -> tuple[Slot, ...]:
+    back: dict[int, list[Action]] = {}
+    for action in (action for cell in row for action in cell.transfers if action.kind in BACK):
+        back.setdefault(needed[action.key] - 1, []).append(action)
+    return tuple(
+        replace(
+            cell,
+            transfers=(*back.get(slot, ()), *(action for action in cell.transfers if action.kind not in BACK)),
+        )
+        for slot, cell in enumerate(row)
+    )

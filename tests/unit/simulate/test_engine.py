@@ -26,7 +26,7 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, Number, ShardCost, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Reduced, Simulation, Timed
-from tests.support.late_loads import with_late_loads
+from tests.support.hand_made import with_late_loads
 from tests.unit.schedule.families.test_sharded_schedules import ONE, SPLIT, TWO, sharded
 
 EXCHANGES = [Exchange.POSTED, Exchange.MEGATRON_1F1B]

@@ -1,4 +1,4 @@
-"""Sessions besides whole programs: errors, nesting, placeholders, and what they leave unchanged."""
+"""Sessions besides whole programs: errors, nesting, placeholders, what they leave unchanged; and traces merged into a graph."""
 
 import contextlib
 import copy
@@ -13,9 +13,12 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import terra
 from terra.run.cell import Placeholder
+from terra.trace.graph import Key, TraceGraph
 
 
 @pytest.fixture(params=["threaded", "lazy"])
@@ -156,3 +159,21 @@ def test_a_closed_session_leaves_nothing(session: terra.Session) -> None:
     assert "numpy" not in vars(torch.Tensor)
     assert torch.random.default_generator is torch.default_generator
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def keys(names: str) -> tuple[Key, ...]:
+    return tuple((name, (), "line") for name in names)
+
+
+# A few letters, so that traces meet, part and come round again.
+@given(st.lists(st.text("abcdef", max_size=9), min_size=1, max_size=12))
+def test_merging_says_what_is_new_and_takes_nothing_twice(traces: list[str]) -> None:
+    """What was merged needs nothing new, and neither does another trace that has no pair of its own."""
+    graph, seen = TraceGraph(), set[tuple[str, str]]()
+    for trace in traces:
+        pairs = set(zip(f"<{trace}", f"{trace}>", strict=True))
+        assert graph.merge(keys(trace)) == (not pairs <= seen)
+        seen |= pairs
+    size = len(graph)
+    assert not any(graph.merge(keys(trace)) for trace in traces)
+    assert len(graph) == size

@@ -28,7 +28,7 @@ from bpipe.torch.schedule import name_arguments
 from bpipe.torch.upstream import Computation, TorchAction
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
-from tests.support.levels import STOOD
+from tests.support.hand_made import STOOD
 
 TRANSFERS = TransferConfig()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

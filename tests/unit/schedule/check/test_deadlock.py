@@ -17,9 +17,7 @@ from bpipe.schedule.host_buffers import Residency, host_buffers
 from bpipe.schedule.lowering import lower
 from bpipe.schedule.program import Exchange, Step, steps
 from bpipe.schedule.schedule import Schedule
-from tests.support.hand_made import far_ahead, host_first
-from tests.support.late_loads import with_late_loads
-from tests.support.levels import STOOD
+from tests.support.hand_made import STOOD, far_ahead, host_first, with_late_loads
 
 
 def blocked_ranks(schedule: Schedule, waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:

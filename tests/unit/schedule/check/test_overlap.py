@@ -23,7 +23,7 @@ from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from tests.support.levels import STOOD
+from tests.support.hand_made import STOOD
 
 # What torch 2.15 prints for ScheduleDualPipeV with 2 ranks and 4 micro-batches: orders, not yet a grid.
 TORCH = """\

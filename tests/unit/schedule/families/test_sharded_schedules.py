@@ -21,7 +21,7 @@ from bpipe.schedule.layout import Layout, Vocabulary
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from tests.support.levels import STOOD
+from tests.support.hand_made import STOOD
 
 ONE, TWO, INTERLACED = Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED
 SPLIT = (ONE, TWO, INTERLACED)
