@@ -359,16 +359,6 @@ def test_without_being_asked_ranks_of_two_runs_are_refused_too(
     assert "rank_00003.json: this run was balanced; other ranks say the opposite" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("--tolerance", "-1"), ("--tolerance", "nan"), ("--tolerance", "1"), ("--rows", "-1"), ("--iterations", "0")],
-)
-def test_numbers_that_mean_nothing_are_refused(arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        compare("a", "b", *arguments)
-    assert f"argument {arguments[0]}: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("flag", ["--balancing", "--pp=4"])
 def test_what_only_a_report_can_show_is_not_taken_from_a_log(
     tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
@@ -408,28 +398,6 @@ def test_a_page_and_a_trace(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert "is the memory bottleneck" in page.read_text()
     assert "forward-compute" in trace.read_text()
     assert "is the memory bottleneck" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "nowhere is not a folder: give the one that was the run's --bpipe-report"),
-        (["run", "--iteration", "9"], "run: iteration 9 is not recorded; recorded are 5, 6, 7"),
-        (["run", "--trace", "no/such/folder/trace.json"], "there is no folder no/such/folder: create it"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(
-    folder: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(folder.parent)
-    assert main(["report", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_it_loads_nothing_heavy(folder: Path) -> None:

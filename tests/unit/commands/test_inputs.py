@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,6 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from bpipe.cli import main
-from bpipe.config.launch.capture import write_launches
 from bpipe.schedule.files.document import write_json
 from bpipe.schedule.files.text import write_csv
 from tests.support.readers.damage import damaged_json, damaged_text
@@ -46,72 +44,6 @@ from tests.support.readers.judges import (
 )
 from tests.support.readers.outcome import Reader, Wrong
 from tests.unit.record.report.recorded import write_run
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--launch", "none.json"], "none.json: there is no such file: check the name"),
-        (["--launch", "no/such.json"], "no/such.json: there is no folder no: create it, or check the name"),
-        (["--launch", "."], ".: this is a folder: name a file"),
-        (["--launch", "latin.json"], "latin.json: byte 4 is not UTF-8 text: write it with bpipe capture --output FILE"),
-        (["--launch", "run.sh"], "run.sh: line 1, column 1: Expecting value: write it with bpipe capture --output"),
-        (["--launch", "/dev/zero"], "/dev/zero: line 1, column 1: Expecting value: write it with bpipe capture"),
-        (["--launch", "two.json"], "two.json has 2 launches: choose one, such as the first with --launch two.json:1"),
-        (["--launch", "two.json:3"], "--launch two.json:3: the last launch in the file is 2"),
-        (["--launch", "-"], "--launch -: standard input is closed: pipe a capture into it, or name a file"),
-        (["--model", "gpt3-13b", "--pp", "8", "--gbs", "8", "--trace", "no/a.json"], "no/a.json: there is no folder"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Once a number of the operating system, a codec's words, or a traceback."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", None)
-    (tmp_path / "latin.json").write_bytes(b'{"Ma\xdfe": 1}')
-    (tmp_path / "run.sh").write_text("torchrun pretrain_gpt.py\n")
-    (tmp_path / "two.json").write_text(write_launches([{"words": ["a"]}, {"words": ["b"]}]))
-    assert main(["simulate", "--cluster", "a100-80g:8", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["plan", "--zp", "2"], "unknown flag --zp (see"),
-        (["fit", "--html", "x"], "unknown flag --html (see"),
-        (["plan", "--nodes", "4"], "unknown flag --nodes (see"),
-        (["report", "--htm", "x"], "unknown flag --htm, did you mean '--html'?"),
-        (["simulate", "--tensor-paralel-size", "2"], "did you mean '--tensor-model-parallel-size'?"),
-        (
-            "simulate --cluster h100-80g:128 --model gpt3-13b --pp 8 --gbs 128".split(),
-            "h100-80g:16x8",
-        ),
-        (
-            "simulate --cluster h100-80g:8 --model gpt3-13b --pp 8 --gbs 8 --memory 81920".split(),
-            "'81920' is more than the 4096 GiB of any device: the unit is GiB, and 81920 MiB are 80",
-        ),
-        (
-            "estimate --gbs 128 --pp 8 --mbs 1 2 --stage-mfu 0.378 0.476".split(),
-            "--stage-mfu 0.378 is less than 1 %: it is in percent, so give 37.8",
-        ),
-    ],
-)
-def test_what_was_meant_is_said_and_nothing_absurd(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`--html` was once to be `--help`; units and a node of 128 devices were taken as they stood."""
-    try:
-        status = main(arguments)
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    assert status == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_node_of_many_devices_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,29 +49,6 @@ def test_launches_are_compared_by_their_files(tmp_path: Path, capsys: pytest.Cap
     assert both == document([*command, "--compare", one, two, "--", *LAUNCH.split()], capsys)
 
 
-def test_it_says_which_is_faster_or_that_they_are_level(capsys: pytest.CaptureFixture[str]) -> None:
-    full = [*PLAIN, "--recompute", "full", "--compare", ""]
-    lines = said([*full, "--recompute none"], capsys).splitlines()
-    assert lines[0].split() == ["A", "B"]
-    assert " % less than A" in lines[-1]
-    assert "level" not in lines[-1]
-    assert "less than A, which is level" in said([*full, "--mbs 1"], capsys).splitlines()[-1]
-
-
-def test_what_does_not_fit_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = said([*PLAIN, "--compare", "--mbs 2", "--recompute full"], capsys).splitlines()
-    assert lines[-1].endswith("; A cannot run.")
-    assert any(line.split() == ["state", "does", "not", "fit"] for line in lines)
-
-
-def test_a_mistyped_flag_and_a_drawing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*PLAIN, "--compare", "", "--recompue full"])
-    assert "unknown flag --recompue, did you mean '--recompute'?" in capsys.readouterr().err
-    assert main([*PLAIN, "--trace", "x.json", "--compare", "", "--tp 8"]) == 2
-    assert "--compare predicts twice" in capsys.readouterr().err
-
-
 SIMULATE = ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--pp", "4", "--gbs", "16"]
 
 

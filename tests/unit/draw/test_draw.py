@@ -17,11 +17,6 @@ from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
 
-def test_png_refuses_what_no_renderer_can_draw(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "600", "--format", "png"]) == 2
-    assert "a png takes at most 32000: write svg, or draw fewer" in capfd.readouterr().err
-
-
 def test_png_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

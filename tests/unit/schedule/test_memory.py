@@ -300,31 +300,6 @@ def test_the_command_shows_shares(capfd: pytest.CaptureFixture[str], file: Path,
         assert run(capfd, "--input", str(path), "--kept", "1") == whole
 
 
-REFUSED = {
-    "generated": (["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"], "its backwards are not split"),
-    "negative": (
-        ["--input", "FILE", "--kept=-1"],
-        "share: '-1' is not a share such as 0.5: give at least 0, with at most 4 decimals",
-    ),
-    "endless": (["--input", "FILE", "--kept", "1/3"], "'1/3' is not a share"),
-    "too fine": (["--input", "FILE", "--kept", "0.00001"], "'0.00001' is not a share"),
-    "whole backwards": (["--input", "WHOLE"], "its backwards are not split into I and W"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str, capfd: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole.csv"
-    whole.write_text("0F0,0B0\n")
-    arguments, reason = REFUSED[case]
-    arguments = [{"FILE": str(file), "WHOLE": str(whole)}.get(one, one) for one in arguments]
-    with pytest.raises(SystemExit) if "share" in reason else pytest.MonkeyPatch.context():
-        if not any(one.startswith("--kept") for one in arguments):
-            arguments += ["--kept", "0.5"]
-        assert main(["schedule", *arguments]) == 2
-    assert reason in capfd.readouterr().err
-
-
 def test_files_that_say_it_wrongly() -> None:
     more = with_after_input(V_HALF, Fraction(3, 2))
     text, document = write_csv(more), write_json(more)

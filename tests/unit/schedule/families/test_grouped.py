@@ -299,23 +299,3 @@ def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> 
     assert max(rank["peak"] for rank in alone["ranks"]) <= 9
     assert cli.main([*sizes, *bound, "--group", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] >= alone["makespan"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--schedule", NAME, "--vp", "2", "--balance", "bpipe", "--buffers-stay"], "--buffers-stay is for orders"),
-        (["--schedule", NAME, "--group", "auto"], "--group auto is chosen for a bound: give --balance bpipe"),
-        (["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "4,4,4,5"], "one for all ranks"),
-        (
-            ["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "9", "--partners", "3,2,1,0"],
-            "leave --partners out",
-        ),
-        (["--schedule", "interleaved-1f1b", "--vp", "2", "--group", "auto"], f"or choose {NAME}"),
-    ],
-)
-def test_a_group_that_cannot_be_chosen_is_refused(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["schedule", "--pp", "4", "--microbatches", "8", *flags]) == 2
-    assert message in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """How long orders take: at costs, beside the shortest order of the same computations, and in docs/schedules.md."""
 
-import json
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.cli import main
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time, stage_ticks, starts, work_of
@@ -80,33 +78,6 @@ def test_orders_that_wait_for_each_other_are_named() -> None:
 def test_costs_below_nothing_are_refused(costs: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"costs .*: a forward and a backward must cost more than 0"):
         UnitCosts(*costs)
-
-
-EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8"]
-
-
-@pytest.mark.parametrize("text", ["1", "1,2,3,4", "1,-2", "a,b", "1/0,2", "1,", "1.,2"])
-def test_what_are_no_costs_is_refused(text: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*EXAMPLE, "--costs", text])
-    assert "is not 2 or 3 numbers such as 1, 1.5 or 1/2" in capfd.readouterr().err
-
-
-def test_costs_that_do_not_fit_are_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    split, shards = tmp_path / "split.csv", tmp_path / "shards.csv"
-    split.write_text("0F0,0I0,0W0\n")
-    shards.write_text("# bpipe schedule=a microbatches=1 stage_to_rank=0 vocabulary=1\n0F0,0S0,0T0,0B0\n")
-    for path, costs, reason in (
-        (split, "1,2", "its backwards are computed in halves, I and W: give three costs, F,I,W"),
-        (shards, "1,2", "shards of the vocabulary take part in it, and have no cost here: leave it out"),
-        (split, "0,1,1", "costs 0, 1, 1 and a hop of 0: a forward and a backward must cost more than 0"),
-    ):
-        assert main(["schedule", "--input", str(path), "--costs", costs, "--format", "json"]) == 2
-        assert reason in capfd.readouterr().err
-    assert main(["schedule", "--input", str(shards), "--format", "json"]) == 0
-    assert "makespan" not in json.loads(capfd.readouterr().out)
-    assert main(["schedule", "--input", str(split), "--costs", "1,1,0"]) == 0
-    assert capfd.readouterr().out.endswith("# peak=1 evictions=0 makespan=2 bubble_percent=0\n")
 
 
 LIMIT_S = 60.0

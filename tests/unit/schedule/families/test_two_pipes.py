@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.cli import main
 from bpipe.schedule.action import Action
 from bpipe.schedule.check.rules import check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
@@ -39,22 +38,6 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
 def held(schedule: Schedule) -> tuple[Fraction, ...]:
     """By rank, in micro-batches of its share."""
     return tuple(Fraction(peak) / schedule.num_chunks for peak in peak_counts(schedule))
-
-
-CHIMERA = """\
-# bpipe schedule=chimera microbatches=4 stage_to_rank=0,1,2,3/3,2,1,0
-slot       0   1   2   3   4   5   6   7   8   9
-rank 0 C 0F0 0F2   . 3F1 3B1 3F3 3B3 0B0   . 0B2
-rank 1 C   . 1F0 2F1 1F2 2F3 2B1 1B0 2B3 1B2   .
-rank 2 C   . 1F1 2F0 1F3 2F2 2B0 1B1 2B2 1B3   .
-rank 3 C 0F1 0F3   . 3F0 3B0 3F2 3B2 0B1   . 0B3
-# peak=3,4,4,3 evictions=0,0,0,0
-"""
-
-
-def test_chimera_is_its_papers_figure(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--schedule", "chimera", "--pp", "4", "--microbatches", "4"]) == 0
-    assert capfd.readouterr().out == CHIMERA
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 8, 12, 16])

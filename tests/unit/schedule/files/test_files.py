@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.cli import main
 from bpipe.schedule.check.rules import ScheduleError, check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.unit_grid import align
@@ -45,13 +44,6 @@ CONFIGS = [
     ScheduleConfig("interleaved-1f1b", 12, 13, num_chunks=2, balance=BalanceConfig()),
 ]
 
-CSV = """\
-# bpipe schedule=1f1b microbatches=4 stage_to_rank=0,1,2,3 partners=3,2,1,0 bounds=3,3,3,3
-0F0,0F1,0F2 0EVICT1,0F3,,,,0B0,0LOAD1,0B1,,0B2,,0B3
-,1F0,1F1,1F2,,,1B0,1F3,1B1,,1B2,,1B3,
-,,2F0,2F1,,2B0,2F2,2B1,2F3,2B2,,2B3,,
-,,0HOST1,3F0,3B0,3F1,3B1,3F2,3B2 0RETURN1,3F3,3B3,,,
-"""
 
 JSON = """\
 {"schedule": "1f1b", "stages": 2, "microbatches": 1, "chunks": 1, "balance": "none", "bounds": null, \
@@ -72,10 +64,6 @@ def test_every_format_is_exact_both_ways(config: ScheduleConfig) -> None:
     for width in (None, 20, 80):
         assert max(map(len, write_grid(schedule, width).split("\n")[1:])) <= (width or 10**6)
     assert read(write_json(schedule)) == schedule
-
-
-def test_csv() -> None:
-    assert write_csv(build(ScheduleConfig("1f1b", 4, 4, balance=BalanceConfig()))) == CSV
 
 
 def test_json() -> None:
@@ -251,40 +239,6 @@ def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
         assert tuple(owners[stage] for stage in range(schedule.num_stages)) == schedule.layout.placements[0]
 
 
-MESSAGES = ["schedule", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2", "--messages"]
-
-TEXT = """\
-# bpipe schedule=1f1b microbatches=2 stage_to_rank=0,1
-# exchange=megatron-1f1b
-place slot does
-
-0:0   0    run 0F0
-0:1   1    send 0F0>1F0 output to rank 1, posted at 1:0
-0:2   1    wait 0F0>1F0 output to rank 1, posted at 1:0
-0:3   1    run 0F1
-0:4   3    send 0F1>1F1 output to rank 1, posted at 1:5
-0:5   3    post 1B0>0B0 gradient from rank 1, sent at 1:4
-0:6   3    wait 0F1>1F1 output to rank 1, posted at 1:5
-0:7   3    wait 1B0>0B0 gradient from rank 1, sent at 1:4
-0:8   3    run 0B0
-0:9   5    post 1B1>0B1 gradient from rank 1, sent at 1:10
-0:10  5    wait 1B1>0B1 gradient from rank 1, sent at 1:10
-0:11  5    run 0B1
-
-1:0   1    post 0F0>1F0 output from rank 0, sent at 0:1
-1:1   1    wait 0F0>1F0 output from rank 0, sent at 0:1
-1:2   1    run 1F0
-1:3   2    run 1B0
-1:4   3    send 1B0>0B0 gradient to rank 0, posted at 0:5
-1:5   3    post 0F1>1F1 output from rank 0, sent at 0:4
-1:6   3    wait 1B0>0B0 gradient to rank 0, posted at 0:5
-1:7   3    wait 0F1>1F1 output from rank 0, sent at 0:4
-1:8   3    run 1F1
-1:9   4    run 1B1
-1:10  end  send 1B1>0B1 gradient to rank 0, posted at 0:9
-1:11  end  wait 1B1>0B1 gradient to rank 0, posted at 0:9
-"""
-
 SCHEDULES = {
     "balanced": partial(build, ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())),
     "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig())),
@@ -297,54 +251,6 @@ SCHEDULES = {
         "# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"
     ),
 }
-
-
-def test_a_program_is_printed_a_line_an_instruction(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(MESSAGES) == 0
-    assert capfd.readouterr() == (TEXT, "")
-
-
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        (["--format", "grid"], "--messages is written as text: a grid has no room for messages"),
-        (["--format", "json"], "a json has no room for messages"),
-        (["--format", "png"], "a png has no room for messages"),
-        (["--output", "a.csv"], "a csv has no room for messages"),
-    ],
-)
-def test_other_formats_are_refused(more: list[str], reason: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*MESSAGES, *more]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert reason in captured.err
-
-
-def test_what_cannot_be_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main([*MESSAGES[:-1], "--exchange", "posted"]) == 2
-    assert "--exchange says when messages pass: give --messages, too" in capfd.readouterr().err
-    path = tmp_path / "a.csv"
-    path.write_text(
-        "# bpipe schedule=a microbatches=1 stage_to_rank=0,1 vocabulary=2\n0F0,,0S0,,0T0,0B0\n,1F0,1S0,1T0,1B0,\n"
-    )
-    assert main(["schedule", "--input", str(path), "--messages", "--exchange", "megatron-1f1b"]) == 2
-    assert "shards of the vocabulary need posted" in capfd.readouterr().err
-
-
-def test_an_exchange_that_blocks_is_printed_with_a_word_of_warning(capfd: pytest.CaptureFixture[str]) -> None:
-    """The ring of neighbours that all send first."""
-    sizes = ["--schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "8", "--vp", "2", "--messages"]
-    assert main(["schedule", *sizes, "--exchange", "megatron-1f1b"]) == 0
-    printed, said = capfd.readouterr()
-    assert "# exchange=megatron-1f1b\n" in printed
-    assert said.splitlines() == [
-        f"bpipe: with --exchange megatron-1f1b rank {rank}, slot 4: waits for ever for the output of "
-        f"{rank}F{3 - rank}, "
-        f"the other end is on rank {(rank + 1) % 4}"
-        for rank in range(4)
-    ]
-    assert main(["schedule", *sizes]) == 0
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
