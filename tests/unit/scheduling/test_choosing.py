@@ -1,4 +1,4 @@
-"""Which schedule a run has follows from its flags: a family's name or a file, checked before anything runs."""
+"""Which schedule and layout a run has follows from its flags, and Megatron's flags from its stages, before anything runs."""
 
 import argparse
 import os
@@ -15,6 +15,8 @@ import pytest
 from bpipe import cli
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
+from bpipe.config.features.queries import reasons_of
+from bpipe.config.features.table import PLACED, SHARDED
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.schedule.families.family import ALIKE
 from bpipe.schedule.families.timing import iteration_time
@@ -24,9 +26,10 @@ from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.derived_flags import complete
+from megatron.scheduling.options.derived_flags import complete, follow
 from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.options.schedule_choice import requested, unplaced
+from megatron.scheduling.placement.positions import Positions
 
 # Sound, but sums of gradients come out otherwise.
 LATE_FIRST = "0F0,0F1,,,,,,,0B1,0B0\n,1F0,1F1,,,,,1B1,1B0,\n,,2F0,2F1,,,2B1,2B0,,\n,,,3F0,3F1,3B1,3B0,,,\n"
@@ -313,3 +316,227 @@ def test_shards_that_cannot_be_are_refused_with_the_way_out() -> None:
     (problem,) = unplaced(uneven, own_schedule(uneven))  # type: ignore[arg-type]
     assert problem.startswith("--bpipe-vocabulary 1: a vocabulary of 1028 rows cannot be split into 8 equal shards")
     assert problem.endswith("--make-vocab-size-divisible-by 128")
+
+
+V = Positions(4, backwards=True, mirrored=(True, False))
+WANTED = "--bpipe-schedule v-half"
+
+# Settings that a placement of its own refuses, by feature.
+NOT_FOLLOWED: dict[str, list[dict[str, Any]]] = {
+    "checkpoints by rank": [{"save": "here", "ckpt_format": "torch"}, {"load": "here", "ckpt_format": "torch_dcp"}],
+    "local checkpoints": [{"non_persistent_ckpt_type": "local"}],
+    "further tokens apart from the loss": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"}],
+    "skipped iterations": [{"iterations_to_skip": [3]}],
+}
+ALLOWED: list[dict[str, Any]] = [
+    {"save": "here", "load": "there", "ckpt_format": "torch_dist", "non_persistent_ckpt_type": "global"},
+    {"ckpt_format": "torch"},
+    {"mtp_num_layers": 1},
+    {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*3|(tt|)*6mL"},
+    {"pipeline_model_parallel_layout": "Et|tL", "iterations_to_skip": []},
+]
+
+
+def parsed(**more: Any) -> SimpleNamespace:
+    """What Megatron's parser leaves."""
+    names = dict.fromkeys(upstream.REQUIRED["derived_flags"])
+    return SimpleNamespace(
+        **{**names, "pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False, **more}
+    )
+
+
+def test_a_pattern_of_layers_says_the_stages_itself() -> None:
+    args = parsed(hybrid_layer_pattern="M|*|-|M|*|-|M|*/M")
+    follow(args, V)
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    with pytest.raises(ValueError, match=r"--hybrid-layer-pattern M\*M- has 1 stages, .* has 8: separate .* with 7 \|"):
+        follow(parsed(hybrid_layer_pattern="M*M-"), V)
+
+
+def test_a_checkpoints_chunks_do_not_count() -> None:
+    """Its run may have been interleaved otherwise; Megatron takes both flags together for a contradiction."""
+    args = parsed(num_layers_per_virtual_pipeline_stage=1, use_mp_args_from_checkpoint_args=True)
+    follow(args, V)
+    assert (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank) == (None, 2)
+
+
+def of_two_pipes(**more: Any) -> SimpleNamespace:
+    """Of 4 ranks and 2 replicas."""
+    sizes = {
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "world_size": 8,
+        "micro_batch_size": 2,
+        "global_batch_size": 16,
+    }
+    return parsed(**{**dict.fromkeys(upstream.REQUIRED["pipes"]), **sizes, "pipeline_model_parallel_size": 4, **more})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "chunks"),
+    [
+        ("chimera", {}, 2),
+        ("chimera", {"num_virtual_stages_per_pipeline_rank": 1}, 2),
+        ("bitpipe", {"num_virtual_stages_per_pipeline_rank": 2}, 4),
+        # Where nobody says how many, it takes the fewest, as a V does.
+        ("bitpipe", {}, 4),
+        ("bitpipe-early", {}, 4),
+        ("bitpipe", {"num_virtual_stages_per_pipeline_rank": 3, "num_layers": 24}, 6),
+        # What says how many layers a stage has says the same of twice as many stages on half as many ranks.
+        ("bitpipe", {"num_layers_per_virtual_pipeline_stage": 2}, None),
+        ("bitpipe", {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"}, None),
+    ],
+)
+def test_two_pipes_halve_the_pipeline_once(
+    schedule: str,
+    given: dict[str, Any],
+    chunks: int | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    upstream.remark.cache_clear()
+    args = of_two_pipes(bpipe_schedule=schedule, **given)
+    complete(args)
+    first = dict(vars(args))
+    complete(args)
+    assert vars(args) == first
+    assert (args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank) == (2, chunks)
+    assert args.overlap_p2p_comm, "Megatron needs it of two ranks"
+    assert capsys.readouterr().out == (
+        "bpipe: Megatron counts 2 pipes over the same 4 ranks as pipelines of 2 ranks, with 2 times as many virtual "
+        "stages per rank and 2 times as many data-parallel replicas; its lines below use these numbers\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "2 pipes need 4 ranks or more, not 2: use .*size 4"),
+        ({"pipeline_model_parallel_size": 5, "world_size": 10}, "even number of ranks, not 5: .*size 4 or 6"),
+        ({"world_size": 6}, "6 processes are not a multiple of 4 \\(tensor 1 times context 1 times pipeline 4\\)"),
+        ({"global_batch_size": 20}, "20 samples are not a multiple of 8 .*-size 16 or 24"),
+        ({"global_batch_size": 4}, "use --global-batch-size 8$"),
+        ({"use_tp_pp_dp_mapping": True}, "drop --use-tp-pp-dp-mapping"),
+        ({"use_mp_args_from_checkpoint_args": True}, "drop --use-mp-args-from-checkpoint-args and give"),
+        ({"num_layers": 6}, "6 layers cannot be divided into 4 equal stages: use --num-layers 4 or 8"),
+    ],
+)
+def test_what_two_pipes_cannot_be_is_refused_before_megatron_judges(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"--bpipe-schedule chimera: (?s:.*){reason}"):
+        complete(of_two_pipes(bpipe_schedule="chimera", **given))
+
+
+def test_one_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="use --pipeline-model-parallel-size 2 or more"):
+        follow(parsed(pipeline_model_parallel_size=1), Positions(1, mirrored=(False, False)))
+
+
+@pytest.mark.parametrize(
+    ("feature", "settings"), [(feature, each) for feature, tried in NOT_FOLLOWED.items() for each in tried]
+)
+def test_what_cannot_be_placed_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
+    (refusal,) = (refusal for refusal in PLACED if refusal.name == feature)
+    assert reasons_of(PLACED, SimpleNamespace(**settings), WANTED) == [f"{WANTED}: {refusal.reason}; {refusal.remedy}"]
+
+
+@pytest.mark.parametrize("settings", ALLOWED)
+def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
+    assert reasons_of(PLACED, SimpleNamespace(**settings), WANTED) == []
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "further tokens without a whole embedding": {"mtp_num_layers": 1, "bpipe_vocabulary_input": True},
+    "heads of further tokens that train alone": {"mtp_num_layers": 1, "mtp_detach_heads": True},
+    "further tokens in slices and shards": {"mtp_num_layers": 1, "bpipe_slices": 2},
+    "variable lengths in shards": {"variable_seq_lengths": True},
+    "deferred gradients of the output layer": {"defer_embedding_wgrad_compute": True},
+    "models without weights at first": {"init_model_with_meta_device": True},
+    "checkpoints by rank of shards": {"load": "here", "ckpt_format": "torch"},
+    "local checkpoints of shards": {"non_persistent_ckpt_type": "local"},
+}
+
+
+def test_what_cannot_be_split_is_refused_for_its_own_reason() -> None:
+    assert {refusal.name for refusal in SHARDED} == SPLIT.keys()
+    for refusal in SHARDED:
+        settings = SimpleNamespace(**SPLIT[refusal.name])
+        assert reasons_of(SHARDED, settings, "--x") == [f"--x: {refusal.reason}; {refusal.remedy}"]
+    fine = SimpleNamespace(
+        untie_embeddings_and_output_weights=False, save="here", ckpt_format="torch_dist", mtp_num_layers=None
+    )
+    assert reasons_of(SHARDED, fine, "--x") == []
+    fine.mtp_num_layers = 1
+    assert reasons_of(SHARDED, fine, "--x") != []
+    fine.untie_embeddings_and_output_weights = True
+    assert reasons_of(SHARDED, fine, "--x") == []
+
+
+def test_shards_file_the_optimizers_state_by_layer() -> None:
+    args = parsed(bpipe_vocabulary="1", bpipe_schedule=None, use_distributed_optimizer=True)
+    complete(args)
+    assert args.dist_ckpt_optim_fully_reshardable
+
+
+def layout_parsed(**more: Any) -> SimpleNamespace:
+    """What Megatron's parser leaves: the published model, on 8 stages."""
+    names = dict.fromkeys((*upstream.REQUIRED["redistribution"], *upstream.REQUIRED["derived_flags"]))
+    sizes = {
+        "num_layers": 32,
+        "hidden_size": 3072,
+        "seq_length": 2048,
+        "vocab_size": 255999,
+        "pipeline_model_parallel_size": 8,
+    }
+    ours = {
+        "bpipe_vocabulary": "redistribute",
+        "bpipe_schedule": None,
+        "tensor_model_parallel_size": 1,
+        "make_vocab_size_divisible_by": 128,
+    }
+    return SimpleNamespace(**{**names, **sizes, **ours, **more})
+
+
+def test_the_last_stage_has_fewer_layers_and_it_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    upstream.remark.cache_clear()
+    args, again = layout_parsed(), layout_parsed()
+    for one in (args, again):
+        complete(one)
+    assert args.pipeline_model_parallel_layout == "Et*4|t*4|t*4|(t*5|)*4L"
+    assert capsys.readouterr().out == (
+        "bpipe: --bpipe-vocabulary redistribute: the output layer takes as long as 6.2 layers, so stages have 4, 4, "
+        "4, 5, 5, 5, 5, 0: "
+        "--pipeline-model-parallel-layout Et*4|t*4|t*4|(t*5|)*4L\n"
+    )
+    complete(args)
+    assert args.pipeline_model_parallel_layout == "Et*4|t*4|t*4|(t*5|)*4L", "as a checkpoint of this run says"
+
+
+def test_a_small_vocabulary_moves_nothing() -> None:
+    args = layout_parsed(vocab_size=1000)
+    complete(args)
+    assert args.pipeline_model_parallel_layout is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pipeline_model_parallel_size": 1}, "a pipeline of one rank has no other"),
+        ({"decoder_last_pipeline_num_layers": 2}, "--decoder-last-pipeline-num-layers also sets how many layers"),
+        ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split also sets"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank: it does not work"),
+        ({"bpipe_schedule": "v-half"}, "--bpipe-schedule v-half has several stages per rank"),
+        ({"mtp_num_layers": 1}, "drop --mtp-num-layers, or give a layout"),
+        ({"hybrid_layer_pattern": "M*M-"}, r"--hybrid-layer-pattern itself says where stages begin: move its \|"),
+        ({"pipeline_model_parallel_layout": "Et*4|(t*4|)*6t*4L"}, "already places every layer: drop one of them"),
+        ({"vocab_size": None}, "depends on --vocab-size, which is not given"),
+        ({"num_layers": None}, "depends on --num-layers, which"),
+        ({"num_layers": 6}, "6 layers are fewer than the 7 stages that would share them"),
+    ],
+)
+def test_what_no_layout_can_say_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"--bpipe-vocabulary redistribute: .*{message}"):
+        complete(layout_parsed(**given))
