@@ -341,8 +341,7 @@ def _smallest(schedule: Schedule, pair: Pair, memory: Memory, least: int) -> tup
     """Return the smallest bound found from `least` up, and the pair within it.
 
     It is near half of what the pair holds together, so the search goes up from there in growing steps before it halves:
-    a
-    higher bound takes no more evictions, and requires no more of the partner.
+    a higher bound takes no more evictions, and requires no more of the partner.
     """
     curves = [live_bytes(schedule, rank, memory) for rank in pair]
     low, high = max(least, _together(curves, memory)) - 1, ceil(memory.amount(max(map(max, curves))))

@@ -55,8 +55,7 @@ class StageMemory:
         saved_bytes: Held from the forward on.
         moved_bytes: Part of these that a transfer moves.
         after_input_bytes: Held from the end of a backward's first half, I, to the end of its second, W. May exceed what
-            was
-            saved: W also needs the gradients of outputs, which tensor parallelism may have gathered.
+            was saved: W also needs the gradients of outputs, which tensor parallelism may have gathered.
     """
 
     saved_bytes: int
@@ -195,8 +194,7 @@ def memory_of(
     """Return the rule for sizes by stage.
 
     By default a transfer moves all that is saved, W needs all of it, and shards hold nothing. What is not moved stays
-    on
-    its own rank while the micro-batch is away; the acceptor holds only the moved part.
+    on its own rank while the micro-batch is away; the acceptor holds only the moved part.
     """
     moved = saved_bytes if moved_bytes is None else moved_bytes
     after = saved_bytes if after_input_bytes is None else after_input_bytes

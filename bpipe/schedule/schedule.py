@@ -25,8 +25,7 @@ class Slot:
         compute: The computation; None for a bubble.
         transfers: Transfers that start with the computation and end by its end.
         overlapped: The backward that runs together with `compute`, a forward, as one operation: neither begins before
-            both
-            have their inputs, nor passes its output on before both are over.
+            both have their inputs, nor passes its output on before both are over.
     """
 
     compute: Action | None = None

@@ -27,8 +27,7 @@ class StageCost:
         backward_s: Seconds of the layers' backward.
         weight_s: Seconds of its half that computes weight gradients; needed only if backwards are split.
         input_s: Seconds of its other half; None for the rest of `backward_s`. It includes the whole backward of the
-            output
-            layer and the embedding.
+            output layer and the embedding.
         output_forward_s: Seconds of the output layer and the loss, forward.
         output_backward_s: The same, backward.
         embedding_forward_s: Seconds of the embedding, forward.
@@ -136,8 +135,7 @@ class Link:
         bytes_per_s: Bandwidth; None if only the latency takes time.
         latency_s: Seconds of any transfer.
         gap_s: Seconds that a message between stages adds: a transfer is one operation of many messages' bytes, and
-            begins
-            early.
+            begins early.
     """
 
     bytes_per_s: Number | None = None
@@ -227,8 +225,7 @@ class Costs:
         shards: Costs of each rank's shard of the vocabulary, or one for all.
         collectives: Costs of what passes between shards.
         eager: Whether gradients of a stage are reduced as soon as they are complete, as with `--overlap-grad-reduce`,
-            and
-            not after everything else.
+            and not after everything else.
         replicas_apart: Whether some replicas of stages are on other nodes.
         slices: Slices of a micro-batch by which costs are given.
         kept: What each stage keeps for its slices.

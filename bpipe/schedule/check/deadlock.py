@@ -111,8 +111,7 @@ def size_messages(links: Iterable[Pair], rank: int) -> list[tuple[bool, Pair]]:
     links.
 
     Ranks come in ascending order; with each, a rank sends before it receives. Every pair meets before any later pair,
-    so no
-    ring of waiting forms.
+    so no ring of waiting forms.
     """
     own = sorted(link for link in links if rank in link)
     return sorted(((link[0] == rank, link) for link in own), key=lambda word: (sum(word[1]) - rank, not word[0]))

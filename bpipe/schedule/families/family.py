@@ -128,12 +128,10 @@ class Family:
         overlaps: Whether a forward and a backward run at once in its steady phase, for launches that hide communication
             so.
         fill: Micro-batches per rank with which the pipeline is full: further ones do not raise what any rank holds.
-            None if
-            every rank holds all, and pairs have nothing to share.
+            None if every rank holds all, and pairs have nothing to share.
         ahead: Micro-batches of a chunk that the first rank holds at least when it holds most, with equal costs, by
-            numbers
-            of ranks, micro-batches and chunks and the group; that many slices with slices, unless `sliced_warm_up` says
-            more. None if unknown.
+            numbers of ranks, micro-batches and chunks and the group; that many slices with slices, unless
+            `sliced_warm_up` says more. None if unknown.
         warm_up: What all ranks hold at their first backward, by the same numbers.
         sliced_warm_up: The same of slices, by the group that is asked, or None, and the number of slices.
         sharded: Orders with the vocabulary's layers split over all ranks; None if unknown.

@@ -80,8 +80,7 @@ class Turns:
         forwards: The (chunk, micro-batch) of the k-th forward; the k-th backward is of chunk v - 1 - chunk and the same
             micro-batch or, if micro-batches are cut, of the reversed slice.
         before: Of the k-th forward, the forward of its micro-batch through the chunk before, NONE for the first chunk.
-            The
-            numbers of backwards through the next chunk are the same.
+            The numbers of backwards through the next chunk are the same.
         own: The forward of the k-th backward's chunk and micro-batch.
         slices: Slices of a micro-batch; numbers are then of slices.
     """

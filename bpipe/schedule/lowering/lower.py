@@ -231,8 +231,7 @@ def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
 
     Raises:
         ValueError: Megatron's loops cannot run it: values of more than two ranks or, with one stage per rank,
-            computations
-            that overlap.
+            computations that overlap.
     """
     if exchange is not Exchange.POSTED:
         _check_runnable(schedule, exchange)
