@@ -399,8 +399,7 @@ def test_no_command_loads_torch_before_it_must() -> None:
     arguments = [[*BALANCED, "--format", "json"], [*PLAN, "--rows", "1"]]
     program = (
         f"import sys; import bpipe.cli as cli; [cli.main(arguments) for arguments in {arguments!r}]; import "
-        f"bpipe.commands.profile; "
-        "sys.exit(' '.join({'torch', 'megatron', 'matplotlib'} & set(sys.modules)) or 0)"
+        f"bpipe.commands.profile; sys.exit(' '.join({{'torch', 'megatron', 'matplotlib'}} & set(sys.modules)) or 0)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr

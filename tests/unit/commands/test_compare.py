@@ -53,12 +53,10 @@ def log(path: Path, losses: list[float] = LOSSES, milliseconds: float = 10.0, pr
     for iteration, loss in enumerate(losses, start=1):
         lines.append(
             f"{prefix} [2026-01-01 00:00:00.0] iteration {iteration:8d}/{len(losses):8d} | consumed samples: "
-            f"{32 * iteration:12d} |"
-            f" elapsed time per iteration (ms): {milliseconds * iteration:.1f} | throughput per GPU (TFLOP/s/GPU): "
-            f"{milliseconds:.1f} |"
-            f" learning rate: 6.000000E-04 | global batch size:    32 | lm loss: {loss:.6E} | loss scale: 1.0 | grad "
-            f"norm: 8.632 |"
-            " number of skipped iterations:   0 | number of nan iterations:   0 |"
+            f"{32 * iteration:12d} | elapsed time per iteration (ms): {milliseconds * iteration:.1f} | throughput per "
+            f"GPU (TFLOP/s/GPU): {milliseconds:.1f} | learning rate: 6.000000E-04 | global batch size:    32 | lm "
+            f"loss: {loss:.6E} | loss scale: 1.0 | grad norm: 8.632 | number of skipped iterations:   0 | number of "
+            "nan iterations:   0 |"
         )
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -119,8 +117,7 @@ def test_the_first_flipped_bit_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert losses == "loss: A 5.500 at iteration 1, 0.100 at iteration 3; B 5.500 at iteration 1, 0.200 at iteration 3"
     assert last == (
         "NOT identical: lm loss of iteration 2: 4.25 (0x1.1000000000000p+2) in A, 4.250000000000001 "
-        "(0x1.1000000000001p+2) in B; "
-        "1 more differ after it"
+        "(0x1.1000000000001p+2) in B; 1 more differ after it"
     )
 
 

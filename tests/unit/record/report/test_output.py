@@ -30,8 +30,7 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
     balancing, bottleneck, hosting = report(tmp_path, speed=0.4e9).answers
     assert bottleneck == (
         "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of "
-        "weights, gradients and "
-        "optimizer state."
+        "weights, gradients and optimizer state."
     )
     first, second, *_, last = hosting[:-1].split(". ")
     assert re.fullmatch(
