@@ -33,15 +33,7 @@ from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import common_flags, difference
-from bpipe.plan.answer import (
-    LAUNCH,
-    Answer,
-    accuracy,
-    advice,
-    answer_document,
-    answer_of,
-    flags_of,
-)
+from bpipe.plan.answer import LAUNCH, Answer, accuracy, advice, answer_document, answer_of, flags_of
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import CLEARLY, Candidate, cells, is_level
 from bpipe.plan.document import document

@@ -29,18 +29,7 @@ from bpipe.schedule.host_buffers import num_host_buffers
 from bpipe.schedule.memory import num_transfers
 from bpipe.simulate.cost import required_bytes_per_s
 from tests.gpu.accelerators import LATE, Accelerator
-from tests.gpu.common import (
-    FULL,
-    MODERATE,
-    SMALL,
-    Result,
-    Spread,
-    moved_bytes,
-    ratios,
-    repeats,
-    seconds,
-    tidy,
-)
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, Spread, moved_bytes, ratios, repeats, seconds, tidy
 from tests.gpu.limits import copy_rates
 from tests.gpu.one_stage import GptStage, Shape, balanced, engine_of, loop_of, to_host
 
