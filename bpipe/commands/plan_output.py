@@ -29,7 +29,7 @@ from bpipe.plan.candidates import CLEARLY, Candidate, cells, is_level
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, remarks, verdict
 from bpipe.plan.front import MOST_TIMES, Front, front_document, standing
-from bpipe.plan.search import Outcome
+from bpipe.plan.search import INDISTINCT, Outcome
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
 from bpipe.plan.standings import family_rows, family_values, needs_of_setup, trainer_needs
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_text, remedy_rows
@@ -146,7 +146,8 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
     if outcome.rows:
         head = (
             f"{outcome.num_fitting} of {outcome.num_configurations} configurations that may be among the fastest fit into "
-            f"{limit}, {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest:"
+            f"{limit}, {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest, "
+            f"to within {100 * (INDISTINCT - 1):.2g} %:"
         )
     rows = [replace(row, name=str(number)) for number, row in enumerate(outcome.rows, 1)]
     parts: list[str | Table] = [f"the launch as it is: {yours}"] if isinstance(yours, str) else []
