@@ -42,7 +42,7 @@ from bpipe.plan.front import MOST_TIMES, Front, find_front, front_document, stan
 from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import has_transformer_engine, refused_launch
-from bpipe.plan.search import Outcome, search
+from bpipe.plan.search import INDISTINCT, Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, divisors, num_grids, usual_contexts, with_free_switches
 from bpipe.plan.standings import family_rows, family_values, needs_of_setup, trainer_needs
@@ -362,7 +362,8 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
     if outcome.rows:
         head = (
             f"{outcome.num_fitting} of {outcome.num_configurations} configurations that may be among the fastest fit into "
-            f"{limit}, {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest:"
+            f"{limit}, {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest, "
+            f"to within {100 * (INDISTINCT - 1):.2g} %:"
         )
     rows = [replace(row, name=str(number)) for number, row in enumerate(outcome.rows, 1)]
     parts: list[str | Table] = [f"the launch as it is: {yours}"] if isinstance(yours, str) else []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bpipe.plan.candidates import CLEARLY, Candidate, describe, grid_of
 from bpipe.plan.judge import Closest
 from bpipe.plan.predict import SetupPrediction, costs_of
-from bpipe.plan.search import COMPARED, Outcome
+from bpipe.plan.search import COMPARED, INDISTINCT, Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import Cluster, gib_text
@@ -218,7 +218,8 @@ def verdict(outcome: Outcome) -> Verdict:
             f"{outcome.cuts.get('unneeded', 0)} more fit without it and are neither listed nor timed: this does not show "
             "a gain.",
         )
-    compared_s = COMPARED * outcome.rows[-1].iteration_s if outcome.cuts.keys() & {"slower", "skipped"} else None
+    is_cut = outcome.cuts.keys() & {"slower", "skipped"}
+    compared_s = COMPARED / INDISTINCT * outcome.rows[-1].iteration_s if is_cut else None
     if outcome.balanced is None:
         only = (
             "fits only because of it"

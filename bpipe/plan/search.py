@@ -5,8 +5,9 @@ In: the Space. Out: counts, and the best `Candidate`s, fastest first.
 Best first, by lower bounds of the iteration's time: of a whole branch (`plan.branches`), and of a configuration (no
 pipeline is faster than its slowest rank's work between the first arrival and the last departure). A branch is opened
 only while its bound is below the time of the slowest row, and its least memory within that time fits; a configuration
-is asked for its memory and simulated only then, too. So the rows are exactly those of simulating everything. What
-Megatron does alone is searched first, because it is quick and its times cut off most of the rest. Knows no command
+is asked for its memory and simulated only then, too. What can be faster than the slowest row by no more than predictions
+can tell (`INDISTINCT`) is passed over: so no row is slower by more than that than the same row of simulating everything.
+What Megatron does alone is searched first, because it is quick and its times cut off most of the rest. Knows no command
 line.
 """
 
@@ -38,6 +39,9 @@ from bpipe.schedule.layout import Vocabulary
 
 Progress = Callable[[str, int, int], None]
 
+# Ratio of two times up to which the slower one does as well: half of what predictions can tell apart. To look for what
+# is closer took a plan for 256 devices twice as long.
+INDISTINCT = (1 + CLEARLY) / 2
 # The fastest with balancing, and the fastest without, are looked for among what does not clearly take longer than the
 # slowest row.
 COMPARED = CLEARLY
@@ -61,7 +65,7 @@ class Outcome:
     families: tuple[FamilyResult, ...]
     """Result of each family of schedules, in the space's order."""
     num_configurations: int
-    """Configurations that were looked at; what was not is slower than every row."""
+    """Configurations that were looked at; what was not is slower than the slowest row, or indistinctly faster."""
     num_fitting: int
     num_only_balanced: int
     """Of those that fit, the ones that do so only balanced."""
@@ -234,7 +238,7 @@ class _Search:
 
     def _may_open(self, branch: BranchBounds, kinds: tuple[str, ...]) -> bool:
         """Whether a configuration of the branch may be among the rows of these kinds, and fit."""
-        least, limit_s = branch.bytes_within(), self._fastest.limit_s(kinds)
+        least, limit_s = branch.bytes_within(), self._fastest.limit_s(kinds) / INDISTINCT
         is_large = least > self._limit
         if not is_large and branch.seconds < limit_s and branch.bytes_within(limit_s) <= self._limit:
             return True
@@ -249,7 +253,7 @@ class _Search:
         """Ask it for its memory, or simulate it; return it if it is to come up again, with a higher bound."""
         kinds = self._kinds(setup)
         is_asked = "all" in kinds
-        if candidate.bound_s >= self._fastest.limit_s(kinds):
+        if candidate.bound_s >= self._fastest.limit_s(kinds) / INDISTINCT:
             if is_asked:
                 self._judge.is_slower(setup, candidate.bound_s)
             return None

@@ -169,9 +169,9 @@ CUTS = {
     "queues": "configurations with shards: ranks would wait for each other in the one queue of a device",
     "unneeded": "balanced configurations: they fit without balancing too",
     "refused": "configurations: the trainer refuses them with the flags of the launch",
-    "skipped": "grids with a micro-batch size and recomputation: slower than every row by a lower bound, whatever the "
-    "schedule",
-    "slower": "configurations: slower than every row by a lower bound, so whether they fit was not checked",
+    "skipped": "grids with a micro-batch size and recomputation: no schedule could make one clearly faster than "
+    "the slowest row",
+    "slower": "configurations: none could be clearly faster than the slowest row, so whether they fit was not checked",
 }
 
 

@@ -1,4 +1,4 @@
-"""The search: its first rows are those of simulating everything, it drops what does not fit, and it says when
+"""The search: its first rows are indistinctly slower than those of simulating everything, it drops what does not fit, and it says when
 balancing does not help."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bpipe.plan.candidates import describe
 from bpipe.plan.explain import only_balanced, verdict
 from bpipe.plan.judge import Judge
 from bpipe.plan.predict import costs_of, predict, simulation_of
-from bpipe.plan.search import Members, Outcome, by_bound, search
+from bpipe.plan.search import INDISTINCT, Members, Outcome, by_bound, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_branches, enumerate_setups, num_grids, usual_contexts
 from bpipe.plan.timing import steady_timing, whole_timing
 from bpipe.predict.activations import activations, moves_anything
@@ -165,7 +165,7 @@ def test_no_member_of_a_branch_is_below_its_bounds(number: int) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", MANY)
-def test_the_quick_search_finds_what_asking_everything_finds(number: int) -> None:
+def test_no_row_of_the_quick_search_is_clearly_slower_than_that_of_asking_everything(number: int) -> None:
     space = drawn_space(number)
     space = replace(space, recompute=space.recompute[:1], schedules=space.schedules[:3], max_chunks=2)
     found = search(space, num_rows=3)
@@ -176,7 +176,10 @@ def test_the_quick_search_finds_what_asking_everything_finds(number: int) -> Non
         fitted = Judge(space, Counter()).fitting(setup)
         if fitted is not None:
             best = sorted([*best, steady_timing(fitted, costs_of(fitted)).iteration_s])[:3]
-    assert [row.iteration_s for row in found.rows] == pytest.approx(best, rel=1e-6)
+    times = [row.iteration_s for row in found.rows]
+    assert len(times) == len(best)
+    for seconds, least_s in zip(times, best, strict=True):
+        assert least_s * (1 - 1e-6) <= seconds <= INDISTINCT * least_s
 
 
 @pytest.mark.parametrize("number", [*range(8), *(pytest.param(one, marks=pytest.mark.slow) for one in range(8, 400))])
