@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.unit_grid import align
 from bpipe.schedule.files.document import read, read_json, write_json
 from bpipe.schedule.files.grid import write_grid, write_listing
-from bpipe.schedule.files.text import TextError, read_action, read_csv, write_csv
+from bpipe.schedule.files.text import TextError, read_action, read_costs, read_csv, write_csv
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.memory import peak_counts
@@ -74,6 +75,13 @@ def test_json_may_leave_out_what_is_usual() -> None:
     document = json.loads(write_json(BALANCED))
     del document["partners"], document["stage_to_rank"]
     assert read_json(json.dumps(document)) == BALANCED
+
+
+def test_costs_are_exact() -> None:
+    assert read_costs("1,1.5,1/2", 2, 3) == (1, Fraction(3, 2), Fraction(1, 2))
+    for text in ("1", "1,2,3,4", "1,-2", "a,b", "1/0,2", "1,", "1.,2"):
+        with pytest.raises(TextError, match="is not 2 or 3 numbers such as"):
+            read_costs(text, 2, 3)
 
 
 @pytest.mark.parametrize(
