@@ -9,12 +9,17 @@ import pytest
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
-from bpipe.draw.picture import lay_out, render_svg, stack
+from bpipe.draw.picture import Picture, lay_out, render_png, render_svg, stack
 from bpipe.draw.plots import StagePeaks, memory_chart, to_png, to_svg
 from bpipe.draw.timeline import lay_out_simulation
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
+
+
+def test_png_refuses_what_no_renderer_can_draw() -> None:
+    with pytest.raises(ValueError, match="a png takes at most 32000: write svg, or draw fewer"):
+        render_png(Picture(32_001, 10))
 
 
 def test_png_without_matplotlib_says_what_to_install(
