@@ -300,6 +300,11 @@ def test_the_command_shows_shares(capfd: pytest.CaptureFixture[str], file: Path,
         assert run(capfd, "--input", str(path), "--kept", "1") == whole
 
 
+def test_a_share_is_for_backwards_in_halves() -> None:
+    with pytest.raises(ValueError, match="its backwards are not split into I and W"):
+        with_after_input(read_csv("0F0,0B0\n"), Fraction(1, 2))
+
+
 def test_files_that_say_it_wrongly() -> None:
     more = with_after_input(V_HALF, Fraction(3, 2))
     text, document = write_csv(more), write_json(more)
