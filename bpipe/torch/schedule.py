@@ -50,6 +50,7 @@ from bpipe.torch.upstream import (
 )
 from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
 
 logger = logging.getLogger(__name__)
@@ -363,7 +364,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self._adopt(replace(self.config, balance=self.plan.how), final=True)
 
     def _recorded(self) -> AbstractContextManager[None]:
-        if self._report is None or self.meter is None:
+        if self._report is None or self.meter is None or is_capturing(self._engine_config.device):
             return nullcontext()
         return self._report.step(self.engine, self.meter, self.links, self.verifier)
 
@@ -404,7 +405,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         super()._maybe_compute_loss(stage, output, target_mbs, mb_index, *rest, **more)
         if self._calls is None:
             return
-        if self._report is not None and stage.is_last:
+        if self._report is not None and stage.is_last and not self.engine.is_captured:
             self._report.losses.append(self._internal_losses[-1].detach())
         roots, received = self._ran(stage, mb_index)
         if stage.stage_index in self._unseen_split:
