@@ -1,4 +1,4 @@
-"""What of NVIDIA's 173 pretraining recipes with pipeline parallelism this project trains with: the counts of the README.
+"""Of NVIDIA's 173 pretraining recipes with pipeline parallelism, those that are supported: the counts of docs/supported.md.
 
 The recipes are those of Megatron-Bridge as of 2026-08-22, in tests/data, by the settings that decide. Where a recipe's
 graphs are `getattr`, its source looks up what the model's own recipe says, which for those models is "none". Where
