@@ -66,7 +66,7 @@ def longest_wait(view: dict[str, Any]) -> tuple[str, float, float]:
 def ms(text: str) -> float:
     """Seconds the page wrote, in milliseconds."""
     number, unit = text.split()
-    return float(number) * {"s": 1e3, "ms": 1.0, "µs": 1e-3}[unit]
+    return float(number) * {"s": 1e3, "ms": 1.0, "us": 1e-3}[unit]
 
 
 def facts(tip: str) -> dict[str, str]:

@@ -99,8 +99,11 @@ def _seconds(pair: SideBySide) -> list[str]:
     one, other, ratio = _spread(pair, pair.one), _spread(pair, pair.other), pair.seconds_ratio()
     if one is None or other is None or ratio is None:
         return []
-    times = ", ".join(f"{name} {_between(spread)} s" for name, spread in (("A", one), ("B", other)))
-    return [f"time per iteration, median (quartiles): {times}; B/A {_between(ratio)}"]
+    times = ", ".join(f"{name} {_between(spread)}" for name, spread in (("A", one), ("B", other)))
+    return [
+        f"seconds per iteration, median (quartiles): {times}",
+        f"B's time divided by A's, median (quartiles): {_between(ratio)}",
+    ]
 
 
 def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
@@ -108,7 +111,7 @@ def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
 
 
 def _between(spread: Quartiles) -> str:
-    return f"{spread.median:.4g} ({spread.low:.4g} to {spread.high:.4g})"
+    return f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
 
 
 def _largest(pair: SideBySide) -> list[str]:
@@ -116,7 +119,7 @@ def _largest(pair: SideBySide) -> list[str]:
     if len(pair.mismatches) == 1:
         return []
     largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:_MOST]
-    return [f"difference of {mismatch.share:.3g}, {_difference(mismatch)}" for mismatch in largest]
+    return [f"difference of {mismatch.share:.3g}, {difference(mismatch)}" for mismatch in largest]
 
 
 def _verdict(pair: SideBySide) -> str:
@@ -125,7 +128,7 @@ def _verdict(pair: SideBySide) -> str:
     if pair.mismatches:
         first, others = pair.mismatches[0], len(pair.mismatches) - 1
         more = f"; {others} more differ after it" if others else ""
-        return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {_difference(first)}{more}"
+        return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {difference(first)}{more}"
     if pair.exact:
         return f"identical: all numbers of {num} iterations agree to the last bit"
     if pair.tolerance:
@@ -136,7 +139,8 @@ def _verdict(pair: SideBySide) -> str:
     )
 
 
-def _difference(mismatch: Mismatch) -> str:
+def difference(mismatch: Mismatch) -> str:
+    """Return one sentence part: the number, and what both runs have for it."""
     numbers = f"{_number(mismatch.one)} in A, {_number(mismatch.other)} in B"
     return f"{mismatch.name} of iteration {mismatch.iteration}: {numbers}"
 

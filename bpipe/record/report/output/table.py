@@ -35,7 +35,7 @@ def table(report: Report) -> str:
 
 def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
     """Return two lines of titles and one per stage, with predictions in brackets after the measured values."""
-    sizes = ((row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.unbalanced_bytes) for row in rows)
+    sizes = ((row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.without_balancing_bytes) for row in rows)
     unit, name = size_unit(size or 0 for of_row in sizes for size in of_row)
 
     def size(value: int | None) -> str:
@@ -57,7 +57,7 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
         columns.append(("all", "pipelines", lambda row: size(row.all_measured_bytes)))
     columns += [
         ("", "bound", lambda row: size(row.bound_bytes)),
-        ("without", "balancing", lambda row: size(row.unbalanced_bytes)),
+        ("without", "balancing", lambda row: size(row.without_balancing_bytes)),
         ("weights,", "optimizer", lambda row: "-" if row.weights_bytes is None else bytes_text(row.weights_bytes)),
         ("bubble, %", "(pred.)", lambda row: f"{_percent(row.bubble)} ({_percent(row.predicted_bubble)})"),
         ("exposed, ms", "(pred.)", exposed),

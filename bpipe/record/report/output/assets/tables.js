@@ -23,12 +23,12 @@ function cell(text, kind = "") {
 
 function makeTable(caption, titles, rows) {
   const head = element("tr", {}, ...titles.map(([text, kind]) => element("th", { scope: "col", ...(kind ? { class: kind } : {}) }, text)));
-  return element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...rows));
+  return element("table", {}, element("caption", {}, element("span", {}, caption)), element("thead", {}, head), element("tbody", {}, ...rows));
 }
 
 const STAGE_TITLES = [
-  "Stage", "Rank", "Micro-batches held (predicted)", "Activations", "predicted", "bound", "without balancing", "Weights and optimizer",
-  "Bubble", "Exposed transfers", "Evictions", "Loads", "Bandwidth",
+  "Stage", "Rank", "Micro-batches held (predicted)", "Activations", "predicted", "bound", "without balancing", "Weights, optimizer",
+  "Bubble", "Exposed transfers", "Evictions, loads", "Bandwidth",
 ];
 
 function fillStages(stages) {
@@ -45,11 +45,10 @@ function fillStages(stages) {
       cell(countText(stage.rank)),
       cell(`${countText(stage.measured_microbatches)} (${countText(stage.predicted_microbatches)})`),
       measured,
-      ...[stage.predicted_bytes, stage.bound_bytes, stage.unbalanced_bytes, stage.weights_bytes].map((bytes) => cell(bytesText(bytes))),
+      ...[stage.predicted_bytes, stage.bound_bytes, stage.baseline_bytes ?? stage.unbalanced_bytes, stage.weights_bytes].map((bytes) => cell(bytesText(bytes))),
       cell(shareText(stage.bubble)),
       cell(secondsText(stage.exposed_s)),
-      cell(countText(stage.evictions)),
-      cell(countText(stage.loads)),
+      cell(stage.evictions === null ? UNKNOWN : `${stage.evictions}, ${stage.loads}`),
       cell(rateText(stage.bytes_per_s)));
     if (most > 0 && held(stage) === most) row.className = "peak";
     return row;
@@ -90,5 +89,5 @@ function fillDifferences(differences) {
     element("tr", { class: "led" }, element("th", { scope: "row" }, difference.what), cell(difference.measured), cell(difference.predicted)),
     element("tr", {}, element("td", { class: "text", colspan: "3" }, difference.beside)),
   ]);
-  byId("differences").append(makeTable("What was measured beside it is below each.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
+  byId("differences").append(makeTable("Below each: what else was measured.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
 }
