@@ -180,6 +180,21 @@ def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str,
     )
 
 
+def test_measured_bars_of_a_baseline_take_the_place_of_predicted_ones(
+    driver: Any, view: dict[str, Any], tmp_path: Path
+) -> None:
+    compared = deepcopy(view)
+    for stage in compared["stages"]:
+        stage["baseline_bytes"] = stage["unbalanced_bytes"] // 2
+    file = tmp_path / "report.html"
+    file.write_text(render(compared), encoding="utf-8")
+    page = Page(driver, file)
+    title = f"stage 0, without balancing, measured: {compared['stages'][0]['baseline_bytes'] / MIB:.2f} MiB"
+    assert page.run("return document.querySelector('#bars rect.before title').textContent") == title
+    assert page.run("return document.querySelectorAll('#bars rect[fill]').length") == 0
+    assert "without balancing: measured" in page.text("#bars")
+
+
 def test_a_rank_without_a_record_is_named(page: Page) -> None:
     assert page.text("#missing") == f"Simulated only, because there is no record: stage {MISSING} (no record)."
     assert page.hover(*page.place(MISSING, "measured", "compute", 0.1)) == f"stage {MISSING}: no record of this rank"

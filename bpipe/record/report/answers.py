@@ -119,19 +119,13 @@ def _hosting(comparison: Comparison) -> str:
 
 
 def _limits(comparison: Comparison, rank: int) -> list[str]:
-    """Return what one evicting stage would hold without balancing, and what it may hold."""
-    bounds, row = comparison.measured.schedule.bounds, comparison.stages[rank]
-    balance = comparison.measured.program.balance
-    limits = []
-    if row.baseline_bytes is not None:
-        limits.append(f"held {bytes_text(row.baseline_bytes)} without balancing")
-    elif row.unbalanced_bytes is not None:
-        limits.append(f"would hold {bytes_text(row.unbalanced_bytes)} without balancing")
+    """Return what one evicting stage may hold."""
+    bounds, balance = comparison.measured.schedule.bounds, comparison.measured.program.balance
     if balance is not None and balance.activation_budget is not None:
-        limits.append(f"has room for {bytes_text(balance.activation_budget.room_bytes[rank])}")
-    elif bounds is not None:
-        limits.append(f"may hold at most {counted(bounds[rank], 'micro-batch', 'es')}")
-    return [f"Stage {rank} {' and '.join(limits)}"] if limits else []
+        return [f"Stage {rank} has room for {bytes_text(balance.activation_budget.room_bytes[rank])}"]
+    if bounds is not None:
+        return [f"Stage {rank} may hold at most {counted(bounds[rank], 'micro-batch', 'es')}"]
+    return []
 
 
 def _where(comparison: Comparison, rank: int, host: Host) -> str:
