@@ -110,7 +110,7 @@ def compare(one: Training, other: Training, tolerance: float = 0.0, only_common:
     alone = len(one.iterations.keys() ^ other.iterations.keys())
     if alone and not mismatches and not only_common:
         raise ValueError(
-            f"{alone} iterations are in one run only: A has {one.extent()}, B has {other.extent()}; "
+            f"{alone} iteration{'s' * (alone != 1)} only in one run: A has {one.extent()}, B has {other.extent()}; "
             f"the {len(common)} that both have are equal: to compare only these, add --common"
         )
     return SideBySide(one, other, tolerance, common, alone, mismatches)

@@ -24,7 +24,7 @@ def text(pair: SideBySide, num_rows: int) -> str:
         lines += _peaks(pair.one, pair.other)
     lines += _numbers(pair, num_rows)
     if pair.alone:
-        lines.append(f"note: {pair.alone} iterations are in one run only and were not compared")
+        lines.append(f"note: {pair.alone} iteration{'s' * (pair.alone != 1)} only in one run, not compared")
     lines += [*_losses(pair), *_seconds(pair), *_largest(pair), _verdict(pair)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 

@@ -182,10 +182,10 @@ def test_a_restarted_run_is_compared_where_both_have_iterations(
 ) -> None:
     whole, restarted = iterations(tmp_path / "whole"), iterations(tmp_path / "restarted", LOSSES[1:], first=2)
     assert compare(whole, restarted) == 2
-    assert "1 iterations are in one run only: A has 3 (1 to 3), B has 2 (2 to 3); " in capsys.readouterr().err
+    assert "1 iteration only in one run: A has 3 (1 to 3), B has 2 (2 to 3); " in capsys.readouterr().err
     assert compare(whole, restarted, "--common") == 0
     said = capsys.readouterr().out.splitlines()
-    assert "note: 1 iterations are in one run only and were not compared" in said
+    assert "note: 1 iteration only in one run, not compared" in said
     assert said[-1] == "identical: all numbers of 2 iterations agree to the last bit"
 
 

@@ -12,13 +12,18 @@ from bpipe.record.report.units import bytes_text, percent_text, size_unit
 
 WIDTH = 120
 
+_LEGEND = (
+    "bound: the most that a stage may hold; exposed: time in which computation waited for transfers; moved: share of what "
+    "a forward keeps that an eviction moves"
+)
+
 _Cell = Callable[[StageRow], str]
 
 
 def table(report: Report) -> str:
     comparison = report.comparison
     lines = wrapped("; ".join(f"{label} {value}" for label, value in facts(comparison)), "")
-    lines += ["", *_stages(comparison.stages, report.num_pipelines)]
+    lines += ["", *_stages(comparison.stages, report.num_pipelines), *wrapped(_LEGEND, "")]
     lines += ["", "largest differences between measurement and prediction:"]
     for number, difference in enumerate(report.differences, 1):
         numbers = f"measured {difference.measured_text}, predicted {difference.predicted_text}"
