@@ -90,7 +90,7 @@ def refuse_standstill(
 
 
 def refuse_split_recomputation(stage: Any, outputs: Sequence[torch.Tensor], name: str) -> None:
-    """Raise ValueError if a stage of a schedule with split backwards recomputes by `torch.utils.checkpoint`.
+    """Refuse a stage that recomputes by `torch.utils.checkpoint` in a schedule with split backwards.
 
     Torch's dgrad computes a region again and its wgrad asks for it a second time, which ends with "Trying to backward
     through the graph a second time". A stage that defers its wgrad itself (`dw_builder`) has one backward.
@@ -99,6 +99,9 @@ def refuse_split_recomputation(stage: Any, outputs: Sequence[torch.Tensor], name
         stage: Of torch's pipelining.
         outputs: Of its first micro-batch.
         name: Of the schedule.
+
+    Raises:
+        ValueError: The stage recomputes and does not defer its wgrad itself.
     """
     if stage.dw_builder is not None:
         return

@@ -188,7 +188,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             meter: Measures what is held.
             report: A folder for `bpipe report`.
             report_steps: The first and the last step to record there.
-            torch_options: Options of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`,
+            **torch_options: Options of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`,
                 `output_merge_spec`, `backward_requires_autograd`.
 
         Raises:

@@ -87,6 +87,9 @@ def compare(one: Training, other: Training, tolerance: float = 0.0, only_common:
         tolerance: the allowed difference as a part of the larger number; with 0, every bit must be equal.
         only_common: whether to leave out iterations that one side lacks.
 
+    Returns:
+        Both runs, and every number that differs by more than the tolerance.
+
     Raises:
         ValueError: the runs cannot be compared.
     """

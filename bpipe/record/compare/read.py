@@ -70,6 +70,9 @@ def read_training(
         num_iterations: the number of iterations that it must have, from 1 on.
         balanced: whether the run must have been balanced.
 
+    Returns:
+        The iterations and, of a report, the peaks of each stage.
+
     Raises:
         ValueError: the file cannot be read, or is not what the arguments say.
     """

@@ -36,6 +36,9 @@ def report_of(folder: str | Path, iteration: int | None = None, baseline: str | 
         iteration: report only this iteration instead of all.
         baseline: the folder of the same training without balancing.
 
+    Returns:
+        The comparison of the run with its prediction, with sentences and differences.
+
     Raises:
         ValueError: a folder has no record of one run, or not this iteration, or the baseline is not such a training.
     """

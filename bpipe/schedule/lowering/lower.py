@@ -31,6 +31,13 @@ _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT])
 def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     """Lower a schedule to one program per rank.
 
+    Args:
+        schedule: The schedule to run.
+        exchange: When ranks send, receive and wait.
+
+    Returns:
+        The instructions of each rank.
+
     Raises:
         ValueError: Megatron's loops cannot run it: values of more than two ranks or, with one stage per rank,
             computations
@@ -61,8 +68,12 @@ def lower_received(
     """Lower a schedule for torch's runtime.
 
     Args:
+        schedule: The schedule to run.
         received: `received[rank][k]` are the values posted after the rank's k-th cell, before the first if k is 0; by
             default where torch's own list has them.
+
+    Returns:
+        The instructions of each rank.
     """
     passing = Passing(schedule)
     ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
