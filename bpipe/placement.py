@@ -37,7 +37,7 @@ class Topology:
 
     @property
     def block(self) -> int:
-        """Number of GPUs that hold one stage of one replica; they stay together."""
+        """Number of GPUs that share one stage of one replica; a placement never separates them."""
         return self.tensor * self.context
 
 

@@ -77,7 +77,7 @@ def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
 
 
 def moved_bytes(residencies: Iterable[Residency], memory: Memory) -> int:
-    """Return the bytes that leave with these residencies."""
+    """Return the bytes that the evictions of these residencies move."""
     return sum(memory.size(*residency.key).moved_bytes for residency in residencies)
 
 

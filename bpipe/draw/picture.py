@@ -89,7 +89,7 @@ class Word:
 
 @dataclass(slots=True)
 class Picture:
-    """Shapes and words to draw, back to front."""
+    """Shapes and words to draw, back to front, on a page of this size in pixels."""
 
     width: int
     height: int

@@ -94,12 +94,12 @@ def sizes_of(stage: int, saved_bytes: int, lengths: Sequence[int]) -> StageSizes
     return StageSizes(stage, saved_bytes, tuple(lengths), sizing.parts()[stage] or (0,))
 
 
-def everywhere(mine: Sequence[StageSizes]) -> dict[int, StageSizes]:
-    """Return the largest sizes of each stage that any rank has weighed. Collective over the world."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(mine))
+def everywhere(local: Sequence[StageSizes]) -> dict[int, StageSizes]:
+    """Return the largest sizes of each stage that any rank has measured. Collective over the world."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(local))
     ascending = sorted(
-        (sizes for of_rank in everyone for sizes in of_rank), key=lambda of: (of.saved_bytes, of.lengths)
+        (sizes for of_rank in gathered for sizes in of_rank), key=lambda sizes: (sizes.saved_bytes, sizes.lengths)
     )
     return {sizes.stage: sizes for sizes in ascending}
 

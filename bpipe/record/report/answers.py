@@ -44,7 +44,7 @@ def _results(comparison: Comparison) -> str:
     trainings = comparison.trainings
     if trainings is None:
         return ""
-    name = trainings.one.path.resolve().name
+    name = trainings.first.path.resolve().name
     if not trainings.equal:
         return f"Results are NOT identical to those without balancing ({name}): {difference(trainings.mismatches[0])}."
     return (

@@ -96,7 +96,7 @@ def _row(measured: Measured, prediction: Prediction, place: int, trainings: Side
         predicted_bytes=peaks.num_bytes,
         bound_bytes=peaks.bound_bytes,
         unbalanced_bytes=prediction.unbalanced[place].num_bytes,
-        baseline_bytes=None if trainings is None else trainings.one.stages[place].peak_bytes,
+        baseline_bytes=None if trainings is None else trainings.first.stages[place].peak_bytes,
         weights_bytes=weights,
         device_peak_bytes=max_known(iteration.device_peak_bytes for iteration in others),
         limit_bytes=limit,

@@ -97,9 +97,9 @@ class Measured:
     """The subject of a report."""
 
     run: Run
-    program: ScheduleConfig
+    program: ScheduleConfig  # what the schedule was built from
     schedule: Schedule
-    pipeline: int
+    pipeline: int  # the reported one, if the run has replicas or tensor-parallel ranks
     records: tuple[RankRecord | None, ...]  # by place of this pipeline, None without a record
     ranks: tuple[int | None, ...]  # by place, None if not known
     timelines: tuple[Timeline, ...]  # all recorded iterations of this program
@@ -148,7 +148,10 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
     timelines = tuple(timeline for timeline in timelines if timeline.present)
     shown = tuple(timeline for timeline in timelines if iteration in (None, timeline.iteration))
     if not shown:
-        raise ValueError(f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}")
+        recorded = [timeline.iteration for timeline in timelines]
+        raise ValueError(
+            f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}, only {', '.join(map(str, recorded)) or 'none'}"
+        )
     ranks = _ranks(run, schedule, records)
     notes += _higher_peaks(run, shown, records)
     return Measured(

@@ -85,8 +85,8 @@ def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
     overlapped = next((cell for row in schedule.ranks for cell in row if cell.overlapped is not None), None)
     if overlapped is not None and exchange is Exchange.MEGATRON_1F1B:
         raise ValueError(
-            f"{overlapped.compute} and {overlapped.overlapped} overlap, but the exchanges of {exchange.value} "
-            "handle one at a time"
+            f"{overlapped.compute} and {overlapped.overlapped} overlap, but the exchange {exchange.value} handles one "
+            "computation at a time: choose another exchange, or a schedule without overlaps"
         )
     if schedule.layout.shard_kinds:
         raise ValueError(

@@ -13,7 +13,7 @@ VERSION = 2
 
 def _baseline(trainings: SideBySide) -> dict[str, Any]:
     return {
-        "path": str(trainings.one.path),
+        "path": str(trainings.first.path),
         "iterations": len(trainings.common),
         "identical": trainings.equal,
     }
