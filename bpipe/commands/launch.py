@@ -101,7 +101,7 @@ def flags_of(words: list[str], unknown: Sequence[str] | None = None) -> list[str
 
 
 def _content(name: str) -> bytes:
-    """Read a file, but not one without an end."""
+    """Read a file up to a limit: a device such as /dev/zero never ends."""
     if name != "-":
         with Path(name).open("rb") as file:
             return file.read(_MOST_BYTES)

@@ -44,7 +44,7 @@ def run(options: Options) -> None:
         from bpipe.record.report.output.page import render
         from bpipe.record.report.output.view import view
 
-        # Encoded before anything is written: what cannot be would leave an empty page.
+        # Encode before the file is opened: an error here must not leave an empty page.
         Path(options.html).write_bytes(render(view(report)).encode("utf-8", "backslashreplace"))
     if options.trace is not None:
         from bpipe.record.report.output.trace import write_trace

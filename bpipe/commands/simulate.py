@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SUFFIXES = (".svg", ".png")
-# Of more the totals stand above them, too.
+# With more ranks, the totals are printed above them, too.
 _MANY_RANKS = 16
 _SIDES = ("A", "B")
 _TOTALS = ("iteration s", "range s", "MFU %", "bubble, % of pipeline", "bubble, % of spans", "exposed s", "state")
@@ -233,7 +233,7 @@ def _draw(simulation: Simulation, prediction: SetupPrediction, options: Options,
 
 
 def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
-    """Return the setup and plan within the memory budget asked for. Raises ValueError where no plan keeps it."""
+    """Return the setup and plan within the memory budget asked for. Raises ValueError if no plan keeps it."""
     if options.memory is None:
         return setup, None
     if options.balance == BALANCES[0] or options.bound is not None:

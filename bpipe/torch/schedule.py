@@ -181,7 +181,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
                 `bpipe schedule --format csv`, or a Schedule.
             balance: How activations move, None if none do.
             memory: Instead of bounds: bytes, or GiB as text, that each rank's micro-batches and host buffers may take.
-                Stages are weighed before the first step, by forwards of their own, and as little as possible moves.
+                Stages are measured before the first step, by forwards of their own, and as little as possible moves.
             group_size: Micro-batches of a group, for schedules that have groups.
             transfers: How activations travel, and in how many steps that is checked.
             lean_buffers: Whether what torch receives takes memory only while it is needed.
@@ -192,7 +192,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
                 `output_merge_spec`, `backward_requires_autograd`.
 
         Raises:
-            ValueError: For what cannot be built or run.
+            ValueError: The schedule cannot be built, or torch's runtime cannot run it.
         """
         stages = list(stages) if isinstance(stages, (list, tuple)) else [stages]
         _refuse_other_messages(torch_options)
@@ -331,7 +331,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         return result
 
     def _plan(self, budget: RankBudgets, *args: Any, **kwargs: Any) -> None:
-        """Weigh the stages, with the first micro-batch of a step that is about to run, and balance within the budget.
+        """Measure the stages with the first micro-batch of a step that is about to run, and balance within the budget.
 
         Collective over the world. Raises ValueError if no plan keeps it.
         """
@@ -358,7 +358,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         sizes = weigh(self._stages, self._n_microbatches, forward, settings.device, settings.transfers.minimum_bytes)
         self._internal_losses.clear()
         self.plan = budget.plan(self.schedule, everywhere(sizes))
-        for line in plan_lines(self.plan, "as weighed,"):
+        for line in plan_lines(self.plan, "as measured,"):
             logger.info("bpipe: %s", line)
         self._adopt(replace(self.config, balance=self.plan.how), final=True)
 

@@ -1,4 +1,4 @@
-"""Weigh what a forward of each stage saves and how much of it can leave, before the first step.
+"""Measure what a forward of each stage saves and how much of it can move, before the first step.
 
 It trains nothing: random numbers, buffers and gathered parameters are restored, as by torch's own handshake, which runs
 forwards and backwards of the stages to learn shapes.
@@ -106,7 +106,7 @@ def everywhere(local: Sequence[StageSizes]) -> dict[int, StageSizes]:
 
 @contextmanager
 def _unseen(stages: Sequence[Any], device: torch.device) -> Iterator[None]:
-    """Restore what forwards change besides their graphs."""
+    """Restore the random numbers and buffers that forwards change."""
     buffers = [(buffer, buffer.detach().clone()) for stage in stages for buffer in stage.submod.buffers()]
     devices = [] if device.type == "cpu" else [device]
     try:

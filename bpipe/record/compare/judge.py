@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bpipe.record.compare.read import Training
 
-# A clock's reading of no time at all, of which nothing can be a multiple.
+# A shorter time is a clock's resolution: its ratio to another one means nothing.
 _NO_TIME_S = 1e-6
 
 

@@ -148,7 +148,7 @@ def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
             values = dict(an_object(load_json(text), "it"))
             iteration = a_whole(values.pop("iteration", None), "iteration")
             skipped = a_whole(values.pop("skipped", None), "skipped")
-            # Never the same twice, and no result.
+            # Seconds differ in every run, and are no result.
             elapsed_s = values.pop("elapsed_s", None)
             if values.get(LOSS) is None or "grad_norm" not in values:
                 raise ValueError(f"{LOSS} or grad_norm is missing")

@@ -95,7 +95,7 @@ def _balancing(comparison: Comparison) -> str:
 
 
 def _moved_nothing(comparison: Comparison) -> bool:
-    """Whether ranks were to evict, and all of these moved nothing."""
+    """Whether ranks should have evicted, and none moved anything."""
     schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes
     evicting = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
     return bool(evicting) and all(
@@ -151,7 +151,7 @@ def _where(comparison: Comparison, rank: int, host: Host) -> str:
 
 
 def _too_large(comparison: Comparison) -> str:
-    """Return what stayed because micro-batches differ in size; empty if everything that was to leave left."""
+    """Return what stayed because micro-batches differ in size; empty if everything was evicted as planned."""
     stayed = [
         (timeline.iteration, place, lane.source)
         for timeline in comparison.measured.shown

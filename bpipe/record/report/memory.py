@@ -130,7 +130,7 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
 
 
 def moved_nothing(schedule: Schedule, rank: int, moved_bytes: Mapping[int, int]) -> bool:
-    """Whether a rank was to evict, and moved nothing. `moved_bytes`: of one micro-batch, by stage."""
+    """Whether a rank should have evicted, and moved nothing. `moved_bytes`: of one micro-batch, by stage."""
     return bool(num_transfers(schedule, rank).evictions) and not any(moved_bytes.values())
 
 

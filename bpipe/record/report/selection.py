@@ -18,7 +18,7 @@ from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import changes_in_time, counting
 from bpipe.schedule.schedule import Schedule
 
-# A stage is slower if it computes longer by this factor; an iteration is a warm-up if this share of its stages is slower.
+# A stage is slower if it computes this many times as long; an iteration is a warm-up if this share of its stages is slower.
 _SLOWER = 1.1
 MOST_STAGES = 0.75
 
