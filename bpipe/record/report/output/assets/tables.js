@@ -61,6 +61,7 @@ function fillStages(stages) {
 function fillParts(stages) {
   const total = (stage) => stage.parts.reduce((sum, [, bytes]) => sum + bytes, 0);
   const most = Math.max(...stages.map(total));
+  const sameLimit = stages.every((stage) => stage.bound_bytes === stages[0].bound_bytes);
   const rows = stages.map((stage) => {
     const whole = cell(bytesText(total(stage)));
     if (total(stage) > stage.bound_bytes) {
@@ -71,12 +72,13 @@ function fillParts(stages) {
       element("th", { scope: "row" }, String(stage.stage)),
       ...stage.parts.map(([, bytes]) => cell(bytesText(bytes))),
       whole,
-      ...[cell(bytesText(stage.bound_bytes)), cell(shareText(stage.bubble)), cell(secondsText(stage.exposed_s)), cell(countText(stage.evictions))]);
+      ...(sameLimit ? [] : [cell(bytesText(stage.bound_bytes))]),
+      ...[cell(shareText(stage.bubble)), cell(secondsText(stage.exposed_s)), cell(countText(stage.evictions))]);
     if (total(stage) === most) row.className = "peak";
     return row;
   });
-  const titles = ["Rank", ...stages[0].parts.map(([text]) => text), "Peak", "Limit", "Bubble", "Exposed transfers", "Evictions"];
-  byId("stages").append(makeTable("Predicted, at each rank's fullest. Bold: the rank that holds most.", titles.map((title) => [title, ""]), rows));
+  const titles = ["Rank", ...stages[0].parts.map(([text]) => text), "Peak", ...(sameLimit ? [] : ["Limit"]), "Bubble", "Exposed transfers", "Evictions"];
+  byId("stages").append(makeTable(`Predicted, at each rank's fullest.${sameLimit ? ` Limit: ${bytesText(stages[0].bound_bytes)}.` : ""} Bold: the rank that holds most.`, titles.map((title) => [title, ""]), rows));
 }
 
 function fillDifferences(differences) {
