@@ -103,7 +103,8 @@ def _tell(now: Candidate, ways: Sequence[Candidate], launch: Reading) -> None:
         return
     numbered = [[str(number), *values] for number, values in enumerate(cells(_COLUMNS, ways, now), 1)]
     flags = (f"{number}. {difference(way.setup, launch).text}" for number, way in enumerate(ways, 1))
-    tell(table(("", *_COLUMNS), numbered), *map(Flags, flags), legend([now.setup]))
+    tell(table(("", *_COLUMNS), numbered), *map(Flags, flags))
+    tell(f"{legend([now.setup])}; saved, ratio: compared with the launch as it is")
 
 
 def _values(row: Candidate) -> dict[str, Any]:
