@@ -138,8 +138,8 @@ def _check_recorded(folder: Path, setup: Setup) -> None:
         "balance": (program.balance_name, wanted.balance_name),
         "devices": (recorded.info.world_size or devices, devices),
     }
-    for name, (ran, given) in pairs.items():
-        if ran != given:
+    for name, (recorded_value, value) in pairs.items():
+        if recorded_value != value:
             raise ValueError(
-                f"{name} of the run: {ran}, of the given configuration: {given}; give the configuration that ran"
+                f"the run had {name} {recorded_value}, the given configuration has {value}: give the one that ran"
             )

@@ -190,8 +190,8 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
     peaks = [gib_text(rank.peak_bytes) for rank in memory]
     if len(peaks) <= _ALL_SHOWN:
         return " ".join(peaks)
-    alike = ((value, len(tuple(run))) for value, run in groupby(peaks))
-    return " ".join(value if number == 1 else f"{number} x {value}" for value, number in alike)
+    runs = ((value, len(tuple(run))) for value, run in groupby(peaks))
+    return " ".join(value if number == 1 else f"{number} x {value}" for value, number in runs)
 
 
 def print_front(front: Front, space: Space, options: Options, plot: Path | None) -> None:

@@ -126,15 +126,15 @@ def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
     """
     own = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (own, text))
-    others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (own, text))
+    others = [rank for rank, (_, other) in enumerate(gathered) if other != gathered[0][1]]
     if others:
         raise ValueError(
             f"ranks {', '.join(map(str, others))} made a different schedule from rank 0: give every rank of the "
             "world the same micro-batches, schedule and balance"
         )
-    return sorted({ranks for ranks, _ in everyone})
+    return sorted({ranks for ranks, _ in gathered})
 
 
 class BalancedSchedule(Runtime):  # type: ignore[misc]

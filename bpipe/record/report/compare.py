@@ -180,8 +180,8 @@ def shared_cores(comparison: Comparison) -> str | None:
     """
     ranks = comparison.measured.run.ranks
     for host in dict.fromkeys(record.host for record in ranks):
-        here = [record for record in ranks if record.host == host and record.device == "cpu"]
-        cores = min((record.cores for record in here if record.cores), default=None)
-        if cores is not None and cores < len(here):
-            return f"{len(here)} ranks share {cores} cores on {host}"
+        of_host = [record for record in ranks if record.host == host and record.device == "cpu"]
+        cores = min((record.cores for record in of_host if record.cores), default=None)
+        if cores is not None and cores < len(of_host):
+            return f"{len(of_host)} ranks share {cores} cores on {host}"
     return None

@@ -262,10 +262,10 @@ def _check_rows(run: Run, schedule: Schedule, place: int, part: Iteration) -> No
         (index for index, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]),
         min(map(len, (actual, expected))),
     )
-    has, wants = (str(row[index]) if index < len(row) else "nothing" for row in (actual, expected))
+    recorded, planned = (str(row[index]) if index < len(row) else "nothing" for row in (actual, expected))
     raise ValueError(
-        f"{run.folder}: in iteration {part.iteration}, computation {index} of stage {place} is {has}, but its program "
-        f"says {wants}. Was it recorded by another version of bpipe?"
+        f"{run.folder}: in iteration {part.iteration}, computation {index} of stage {place} is {recorded}, but its program "
+        f"says {planned}. Was it recorded by another version of bpipe?"
     )
 
 
