@@ -80,7 +80,7 @@ fi
 if [[ ! -f "$DATA.bin" || ! "$DATA.idx" -nt "$CORPUS" || scripts/data/preprocess_data.py -nt "$DATA.idx" ]]; then
     # Megatron finds its cached indices by the data's name, not by its content.
     rm -rf "$RUNS/data/cache"
-    run_logged "$RUNS/preprocess.log" '^(Processed|/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \
+    LABEL="tokenizing the text" run_logged "$RUNS/preprocess.log" '^(/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \
         --input "$CORPUS" --json-keys text --output-prefix "$RUNS/data/stdlib" --overwrite \
         --tokenizer-type ByteLevelTokenizer --vocab-size "$VOCABULARY" --append-eod ||
         die "the corpus could not be tokenized; whole log: $RUNS/preprocess.log"
