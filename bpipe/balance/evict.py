@@ -35,7 +35,10 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
     loads, each as early as the bound has room for it.
 
     Args:
+        schedule: The schedule without transfers.
+        rank: The evicting rank.
         bound: In the same parts of a unit as `memory`.
+        memory: The sizes that count.
 
     Raises:
         OverBound: No plan keeps the bound.
@@ -65,6 +68,8 @@ def earliest_load(curve: list[int], room: int, moved: int, away: range) -> int:
 
     Args:
         curve: What the rank holds in each slot.
+        room: The most that the rank may hold.
+        moved: The size of what it loads, in the same unit.
         away: From the slot of its EVICT to the last one possible for its LOAD, inclusive.
     """
     slot = away[-1]

@@ -11,7 +11,7 @@ from typing import Any
 
 from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, print_json, with_trace
-from bpipe.commands.terminal import Verbatim, progress_of, table, tell
+from bpipe.commands.terminal import Flags, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Command, Group, Options, Task
@@ -20,7 +20,7 @@ from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import difference
 from bpipe.plan.budget import ELSEWHERE, one_budget_a_rank, within_budget
-from bpipe.plan.candidates import Candidate, cells, describe
+from bpipe.plan.candidates import Candidate, cells, describe, legend
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import predict
 from bpipe.plan.ways import ways_to_fit
@@ -103,7 +103,8 @@ def _tell(now: Candidate, ways: Sequence[Candidate], launch: Reading) -> None:
         return
     numbered = [[str(number), *values] for number, values in enumerate(cells(_COLUMNS, ways, now), 1)]
     flags = (f"{number}. {difference(way.setup, launch).text}" for number, way in enumerate(ways, 1))
-    tell(table(("", *_COLUMNS), numbered), *map(Verbatim, flags))
+    tell(table(("", *_COLUMNS), numbered), *map(Flags, flags))
+    tell(f"{legend([now.setup])}; saved, ratio: compared with the launch as it is")
 
 
 def _values(row: Candidate) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def judgement_of(words: list[str], cluster: str | None = None) -> Judgement:
     launcher, flags = split_command(words)
     devices = devices_of(launcher)
     if cluster is not None:
-        known = cluster_named(cluster, devices)
-        devices = (known.num_nodes, known.devices_per_node) if devices is not None or ":" in cluster else None
+        named = cluster_named(cluster, devices)
+        devices = (named.num_nodes, named.devices_per_node) if devices is not None or ":" in cluster else None
     return judge(tuple(flags), devices, bool(launcher) or len(flags) < len(words))
 
 
@@ -101,7 +101,7 @@ def flags_of(words: list[str], unknown: Sequence[str] | None = None) -> list[str
 
 
 def _content(name: str) -> bytes:
-    """Read a file, but not one without an end."""
+    """Read a file up to a limit: a device such as /dev/zero never ends."""
     if name != "-":
         with Path(name).open("rb") as file:
             return file.read(_MOST_BYTES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bpipe.commands.launch import launch_document, lines
 from bpipe.commands.shared import print_json
-from bpipe.commands.terminal import Verbatim, table, tell
+from bpipe.commands.terminal import Flags, table, tell
 from bpipe.config.flags.flag import Options
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
@@ -25,7 +25,7 @@ from bpipe.plan.answer import (
     answer_of,
     flags_of,
 )
-from bpipe.plan.candidates import CLEARLY, Candidate, cells, is_level
+from bpipe.plan.candidates import CLEARLY, EXPOSED, Candidate, cells, is_level, legend
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, remarks, verdict
 from bpipe.plan.front import MOST_TIMES, Front, front_document, standing
@@ -93,7 +93,7 @@ def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
     tell(advice(answer), *([accuracy(choices[-1])] if choices else ()))
     for row in choices:
         tell(*(f"{row.name}: the trainer refuses this: {reason}" for reason in row.refused[:2]))
-        tell(*([Verbatim(f"{row.name}: {row.flags}")] if row.flags else ()))
+        tell(*([Flags(f"{row.name}: {row.flags}")] if row.flags else ()))
     tell("", *parts)
     if answer.taken is not None:
         tell("", advice(answer))
@@ -154,7 +154,7 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
     shown = [*([yours] if isinstance(yours, Candidate) else ()), *rows]
     parts += [head, *calibration_lines(cluster)]
     if shown:
-        parts.append(table(_OF_ROWS, cells(_OF_ROWS, shown)))
+        parts += [table(_OF_ROWS, cells(_OF_ROWS, shown)), f"{legend(row.setup for row in shown)}; {EXPOSED}"]
     num_level = sum(is_level(row.iteration_s, rows[0].iteration_s) for row in rows)
     if num_level < len(rows):
         percent = f"{100 * (CLEARLY - 1):.0f} %"
@@ -164,7 +164,7 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
     for row in shown:
         parts += ["", *_details(row, outcome, notes.launch)]
     if rows and notes.launch is None:
-        parts += ["", Verbatim(f"all rows: {shlex.join(common_flags(rows[0].setup))}")]
+        parts += ["", Flags(f"all rows: {shlex.join(common_flags(rows[0].setup))}")]
     families = family_rows(outcome)
     if families:
         parts += ["", table(("schedule", "its fastest configuration"), families), *trainer_needs(outcome)]
@@ -180,7 +180,7 @@ def _details(row: Candidate, outcome: Outcome, launch: Reading | None) -> list[s
     lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(memory)}"]
     if row.name in map(str, range(1, len(outcome.rows) + 1)):
         texts = remarks(row, pairs_apart(row.prediction, outcome.space.profile))
-        return [*lines, *(f"   {text}" for text in texts), Verbatim(f"   {flags_of(row.setup, launch)}")]
+        return [*lines, *(f"   {text}" for text in texts), Flags(f"   {flags_of(row.setup, launch)}")]
     misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
     return [*lines, *(f"   {text}" for text in (*remarks(replace(row, refused=())), fits))]
@@ -191,8 +191,8 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
     peaks = [gib_text(rank.peak_bytes) for rank in memory]
     if len(peaks) <= _ALL_SHOWN:
         return " ".join(peaks)
-    alike = ((value, len(tuple(run))) for value, run in groupby(peaks))
-    return " ".join(value if number == 1 else f"{number} x {value}" for value, number in alike)
+    runs = ((value, len(tuple(run))) for value, run in groupby(peaks))
+    return " ".join(value if number == 1 else f"{number} x {value}" for value, number in runs)
 
 
 def print_front(front: Front, space: Space, options: Options, plot: Path | None) -> None:
@@ -249,7 +249,8 @@ def _front_cells(front: Front) -> tuple[tuple[str, ...], list[list[str]]]:
 def _front_remarks(front: Front) -> list[str]:
     needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
     searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
-    return [*needs, standing(front), *([searched] if front.not_searched else [])]
+    letters = legend(row.setup for row in front.points)
+    return [letters, *needs, standing(front), *([searched] if front.not_searched else [])]
 
 
 def _drawn(front: Front, title: str, suffix: str) -> bytes:

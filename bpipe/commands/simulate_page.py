@@ -52,7 +52,7 @@ def _fits(prediction: SetupPrediction, fullest: RankMemory) -> str:
 
 
 def _figures(prediction: SetupPrediction, fullest: RankMemory) -> list[list[str]]:
-    """Return the four at the head of the page."""
+    """Return the four figures at the head of the page."""
     setup, timing = prediction.setup, prediction.timing
     longest = max(range(setup.pipeline), key=timing.exposed_s.__getitem__)
     measured = range_words(setup.error_bars, timing.iteration_s)
@@ -98,7 +98,7 @@ def _rank_row(prediction: SetupPrediction, simulation: Simulation, rank: int) ->
 
 
 def _under(row: RankMemory) -> list[list[Any]]:
-    """What lies under a rank's activations all the time, from the floor up."""
+    """What a rank holds all the time, drawn under its activations, the lowest first."""
     return [
         ["weights", row.weights_bytes],
         ["gradients", row.gradients_bytes],

@@ -20,7 +20,7 @@ def write_png(schedule: Schedule) -> bytes:
 
 
 def render_png(picture: Picture) -> bytes:
-    """Return any picture, such as a simulation's."""
+    """Render any picture, such as a simulation's, as PNG."""
     if max(picture.width, picture.height) > MAX_PIXELS:
         raise ValueError(
             f"the picture is {picture.width} x {picture.height} pixels, a png takes at most {MAX_PIXELS}: "

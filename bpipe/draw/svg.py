@@ -14,7 +14,7 @@ def write_svg(schedule: Schedule) -> str:
 
 
 def render_svg(picture: Picture) -> str:
-    """Return any picture, such as a simulation's."""
+    """Render any picture, such as a simulation's, as SVG."""
     # Styles that few schedules have are left out of the others.
     drawn = {shape.style for shape in picture.shapes}
     styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}

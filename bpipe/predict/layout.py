@@ -127,8 +127,8 @@ class Setup(ScheduleSpec, Training):
             raise ValueError(f"expert parallel {ep} does not divide the {experts.num_experts} experts")
         if block % (ep * divided):
             raise ValueError(
-                f"expert parallel {ep} * expert tensor parallel {divided} does not divide t*{'c*' * (self.context > 1)}d "
-                f"= {block}"
+                f"expert parallel {ep} * expert tensor parallel {divided} does not divide tensor * "
+                f"{'context * ' * (self.context > 1)}data parallel = {block}: choose sizes that do"
             )
         if self.tensor > 1 and not self.sequence_parallel:
             raise ValueError("experts with tensor parallelism need sequence parallelism: give --sequence-parallel")

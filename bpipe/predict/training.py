@@ -115,11 +115,14 @@ class Switches:
             raise ValueError("--overlap-param-gather needs --overlap-grad-reduce: give both")
 
     def check(self, training: Training, *, sequence_parallel: bool) -> None:
-        """Raise ValueError for a switch of something that the training does not do.
+        """Check that every switch is of something that the training does.
 
         Args:
             training: Its other settings.
             sequence_parallel: Also True without tensor parallelism.
+
+        Raises:
+            ValueError: A switch is of something that the training does not do.
         """
         if self.overlap_param_gather and not training.distributed_optimizer:
             raise ValueError(

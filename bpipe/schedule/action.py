@@ -50,8 +50,7 @@ class Action:
     """One action: `stage` is the pipeline stage whose activations it concerns (with chunks, 0 <= stage < p*v).
 
     A HOST or RETURN carries the *evictor's* stage, so both ends of a transfer name the same activations. A shard's
-    action
-    belongs to no stage: there `stage` is its rank.
+    action belongs to no stage: there `stage` is its rank.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""Give the buffers into which torch receives memory only from their RECV to their last use.
+"""Receive buffers of torch that take memory only from their RECV to their last use.
 
 Torch up to 2.14 makes a buffer for every micro-batch's input and gradient when it first runs and keeps them for ever
 (`_setup_forward_recv_info`, `_setup_backward_recv_info`): 2 m tensors of what passes between stages, for each stage.
@@ -40,8 +40,8 @@ class ReceiveBuffers:
         self._taken: dict[Key, list[torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Empty all, before anything is received."""
-        # A step that failed leaves some.
+        """Empty all buffers before anything is received."""
+        # A failed step leaves some.
         self._taken = {}
         for key in self._keys():
             buffers = self._buffers(key)
@@ -57,7 +57,7 @@ class ReceiveBuffers:
             self._empty(key)
 
     def receives(self, action: Any) -> None:
-        """Give the buffers of torch's action their memory, if it is a RECV."""
+        """Allocate the buffers of a RECV; other actions have none."""
         if action.computation_type in _RECEIVES:
             key = action.stage_index, _RECEIVES[action.computation_type], action.microbatch_index
             for buffer, nbytes in zip(self._buffers(key), self._full_bytes[key], strict=True):
@@ -78,7 +78,7 @@ class ReceiveBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the buffers have now."""
+        """Bytes that the buffers hold now."""
         return sum(buffer.untyped_storage().nbytes() for key in self._keys() for buffer in self._buffers(key))
 
     def _keys(self) -> Iterator[Key]:

@@ -104,7 +104,7 @@ class StepCalls:
     def computes(self, action: Action) -> None:
         """Note that a computation is about to run."""
         if self._unsent is not None:
-            # The other one of an overlap: the outputs of both leave together.
+            # The second computation of an overlap: the outputs of both are sent together.
             self._sent()
         self._hooks.before(action)
         self._running = action

@@ -1,4 +1,4 @@
-"""Plan what leaves each rank so that its micro-batches and host buffers keep a memory budget."""
+"""Plan what leaves each rank so that its micro-batches and host buffers stay within a memory budget."""
 
 from __future__ import annotations
 

@@ -76,9 +76,9 @@ _BATCH = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
 
 
 class CudaRuntime:
-    """The calls that are needed. Every error is raised, and cleared as CUDA's last error.
+    """The CUDA runtime calls that transports need. Every error is raised, and cleared as CUDA's last error.
 
-    Torch reads the last error after each kernel that it starts: one left there would be raised in the middle of the
+    Torch reads the last error after every kernel launch, so one that was left there would surface in the middle of the
     model, as torch's own.
     """
 

@@ -79,6 +79,9 @@ def read_command(words: Sequence[str], unknown: Sequence[str] | None = None) -> 
     Args:
         words: the command line.
         unknown: flags that Megatron's parser was asked for and does not have; None if it was not asked.
+
+    Returns:
+        The launch as options of `bpipe simulate`, and the flags that no option covers.
     """
     launcher, flags = split_command(words)
     if unknown is None:
@@ -88,11 +91,17 @@ def read_command(words: Sequence[str], unknown: Sequence[str] | None = None) -> 
 
 
 def read_settings(settings: MegatronSettings, unknown: Sequence[str] = ()) -> Reading:
-    """Read the settings of a training. Raises ValueError for what is not modelled.
+    """Read the settings of a training.
 
     Args:
         settings: from flags, parsed arguments or a log.
         unknown: flags that Megatron's parser does not have.
+
+    Returns:
+        The launch as options of `bpipe simulate`, and the flags that no option covers.
+
+    Raises:
+        ValueError: A setting is not modelled.
     """
     args, others = Options(**vars(settings.values)), settings.others
     for flag, value in others:

@@ -55,6 +55,9 @@ def judge(flags: tuple[str, ...], devices: tuple[int, int] | None, is_whole: boo
         flags: the flags of its script.
         devices: its nodes and the devices of each; None if nobody knows.
         is_whole: whether these are all flags of a launch: flags alone may be a part.
+
+    Returns:
+        Why Megatron, and this project's trainer, would refuse the launch.
     """
     if not is_installed():
         lets = f"{install_command('megatron')} lets its own validation judge"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bpipe.record.compare.read import Training
 
-# A clock's reading of no time at all, of which nothing can be a multiple.
+# A shorter time is a clock's resolution: its ratio to another one means nothing.
 _NO_TIME_S = 1e-6
 
 
@@ -23,16 +23,16 @@ class Mismatch:
 
     iteration: int
     name: str
-    one: float | None
-    other: float | None
+    first: float | None
+    second: float | None
 
     @property
     def share(self) -> float:
         """The difference as a part of the larger number; infinite if a number is missing or not finite."""
-        if self.one is None or self.other is None or not (math.isfinite(self.one) and math.isfinite(self.other)):
+        if self.first is None or self.second is None or not (math.isfinite(self.first) and math.isfinite(self.second)):
             return math.inf
-        largest = max(abs(self.one), abs(self.other))
-        return abs(self.one - self.other) / largest if largest else 0.0
+        largest = max(abs(self.first), abs(self.second))
+        return abs(self.first - self.second) / largest if largest else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Quartiles:
 class SideBySide:
     """Two runs and their differences."""
 
-    one: Training
-    other: Training
+    first: Training
+    second: Training
     tolerance: float
     common: tuple[int, ...]  # iterations that both have
     alone: int  # the number of iterations that only one has
@@ -69,60 +69,63 @@ class SideBySide:
     @property
     def exact(self) -> bool:
         """Whether equal means equal in every bit."""
-        return self.one.exact and self.tolerance == 0
+        return self.first.exact and self.tolerance == 0
 
     def seconds_ratio(self) -> Quartiles | None:
         """Return quartiles of B's time divided by A's, over the iterations that have both."""
-        one, other = self.one.seconds, self.other.seconds
-        timed = [number for number in self.common if number in other and one.get(number, 0.0) > _NO_TIME_S]
-        return Quartiles.of([other[number] / one[number] for number in timed])
+        first, second = self.first.seconds, self.second.seconds
+        timed = [number for number in self.common if number in second and first.get(number, 0.0) > _NO_TIME_S]
+        return Quartiles.of([second[number] / first[number] for number in timed])
 
 
-def compare(one: Training, other: Training, tolerance: float = 0.0, only_common: bool = False) -> SideBySide:
+def compare(first: Training, second: Training, tolerance: float = 0.0, only_common: bool = False) -> SideBySide:
     """Compare two trainings number by number.
 
     Args:
-        one: the run A.
-        other: the run B.
+        first: the run A.
+        second: the run B.
         tolerance: the allowed difference as a part of the larger number; with 0, every bit must be equal.
         only_common: whether to leave out iterations that one side lacks.
+
+    Returns:
+        Both runs, and every number that differs by more than the tolerance.
 
     Raises:
         ValueError: the runs cannot be compared.
     """
-    if one.exact != other.exact:
-        report, log = (one, other) if one.exact else (other, one)
+    if first.exact != second.exact:
+        report, log = (first, second) if first.exact else (second, first)
         raise ValueError(
             f"{log.path} is a log, whose numbers are rounded, and {report.path} is a report: compare two of the same kind"
         )
-    common = tuple(sorted(one.iterations.keys() & other.iterations.keys()))
+    common = tuple(sorted(first.iterations.keys() & second.iterations.keys()))
     if not common:
         raise ValueError(
-            f"{one.path} and {other.path} have no iteration in common: A has {one.extent()}, B has {other.extent()}"
+            f"{first.path} and {second.path} have no iteration in common: A has {first.extent()}, B has {second.extent()}"
         )
     mismatches = tuple(
         Mismatch(iteration, name, values.get(name), others.get(name))
         for iteration in common
-        for values, others in [(one.iterations[iteration], other.iterations[iteration])]
+        for values, others in [(first.iterations[iteration], second.iterations[iteration])]
         for name in sorted(values.keys() | others.keys())
         if (name in values) != (name in others) or _differ(values.get(name), others.get(name), tolerance)
     )
-    alone = len(one.iterations.keys() ^ other.iterations.keys())
+    alone = len(first.iterations.keys() ^ second.iterations.keys())
     if alone and not mismatches and not only_common:
         raise ValueError(
-            f"{alone} iterations are in one run only: A has {one.extent()}, B has {other.extent()}; "
+            f"{alone} iteration{'s' * (alone != 1)} only in one run: A has {first.extent()}, B has {second.extent()}; "
             f"the {len(common)} that both have are equal: to compare only these, add --common"
         )
-    return SideBySide(one, other, tolerance, common, alone, mismatches)
+    return SideBySide(first, second, tolerance, common, alone, mismatches)
 
 
-def _differ(one: float | None, other: float | None, tolerance: float) -> bool:
+def _differ(first: float | None, second: float | None, tolerance: float) -> bool:
     # Bits, because `==` calls 0.0 and -0.0 equal, and a NaN unequal to itself.
-    if _bits(one) == _bits(other):
+    if _bits(first) == _bits(second):
         return False
-    if tolerance == 0 or one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
+    if tolerance == 0 or first is None or second is None or not (math.isfinite(first) and math.isfinite(second)):
         return True
-    return abs(one - other) > tolerance * max(abs(one), abs(other))
+    return abs(first - second) > tolerance * max(abs(first), abs(second))
 
 
 def _bits(value: float | None) -> bytes:

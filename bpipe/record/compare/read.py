@@ -70,6 +70,9 @@ def read_training(
         num_iterations: the number of iterations that it must have, from 1 on.
         balanced: whether the run must have been balanced.
 
+    Returns:
+        The iterations and, of a report, the peaks of each stage.
+
     Raises:
         ValueError: the file cannot be read, or is not what the arguments say.
     """
@@ -145,7 +148,7 @@ def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
             values = dict(an_object(load_json(text), "it"))
             iteration = a_whole(values.pop("iteration", None), "iteration")
             skipped = a_whole(values.pop("skipped", None), "skipped")
-            # Never the same twice, and no result.
+            # Seconds differ in every run, and are no result.
             elapsed_s = values.pop("elapsed_s", None)
             if values.get(LOSS) is None or "grad_norm" not in values:
                 raise ValueError(f"{LOSS} or grad_norm is missing")

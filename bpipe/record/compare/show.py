@@ -19,36 +19,36 @@ _MIB = 2**20
 
 def text(pair: SideBySide, num_rows: int) -> str:
     """Return the comparison as text, with the last `num_rows` iterations up to the first difference side by side."""
-    lines = [f"A: {pair.one.path}", f"B: {pair.other.path}"]
-    if pair.one.stages and pair.other.stages:
-        lines += _peaks(pair.one, pair.other)
+    lines = [f"A: {pair.first.path}", f"B: {pair.second.path}"]
+    if pair.first.stages and pair.second.stages:
+        lines += _peaks(pair.first, pair.second)
     lines += _numbers(pair, num_rows)
     if pair.alone:
-        lines.append(f"note: {pair.alone} iterations are in one run only and were not compared")
+        lines.append(f"note: {pair.alone} iteration{'s' * (pair.alone != 1)} only in one run, not compared")
     lines += [*_losses(pair), *_seconds(pair), *_largest(pair), _verdict(pair)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _peaks(one: Training, other: Training) -> list[str]:
+def _peaks(first: Training, second: Training) -> list[str]:
     """Return measured and (predicted) micro-batches and MiB, one row per stage, with the transfers of balanced runs."""
-    first, second = f"{'':5}", f"{'stage':>5}"
-    for name, run in (("A", one), ("B", other)):
-        first += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
-        second += f"  {'micro-batches':>13} {'MiB':>13}"
+    head, titles = f"{'':5}", f"{'stage':>5}"
+    for name, run in (("A", first), ("B", second)):
+        head += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
+        titles += f"  {'micro-batches':>13} {'MiB':>13}"
         if run.balanced:
-            first += f"  {'per iteration':^16}"
-            second += f"  {'evictions':>9} {'loads':>6}"
+            head += f"  {'per iteration':^16}"
+            titles += f"  {'evictions':>9} {'loads':>6}"
     rows = [
-        f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (one, other))
-        for stage in sorted(one.stages.keys() | other.stages.keys())
+        f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (first, second))
+        for stage in sorted(first.stages.keys() | second.stages.keys())
     ]
     notes = []
-    for name, run in (("A", one), ("B", other)):
+    for name, run in (("A", first), ("B", second)):
         stages = sorted(run.stages.items())
         if wrong := [stage for stage, row in stages if row.peak_microbatches != row.predicted_microbatches]:
             notes.append(f"note: in {name}, the measured peak of stages {wrong} is not the predicted one")
     title = "peak of saved activations on each stage: measured (predicted from the schedule)"
-    return [title, first, second, *rows, *notes]
+    return [title, head, titles, *rows, *notes]
 
 
 def _cells(row: StageNumbers | None, balanced: bool) -> str:
@@ -65,13 +65,13 @@ def _numbers(pair: SideBySide, num_rows: int) -> list[str]:
         return []
     until = pair.common.index(pair.mismatches[0].iteration) + 1 if pair.mismatches else len(pair.common)
     iterations = pair.common[max(0, until - num_rows) : until]
-    runs = pair.one.iterations, pair.other.iterations
+    runs = pair.first.iterations, pair.second.iterations
     names = [name for name in _SHOWN if any(name in run[iterations[0]] for run in runs)]
     rows = [f"{'':>9}" + "".join(f"  {name:^{2 * _WIDTH + 2}}" for name in names)]
     rows.append(f"{'iteration':>9}" + "".join(f"  {letter:>{_WIDTH}}" for _ in names for letter in "AB"))
     for iteration in iterations:
         values = (run[iteration].get(name) for name in names for run in runs)
-        rows.append(f"{iteration:>9}" + "".join(f"  {_cell(value, pair.one.exact):>{_WIDTH}}" for value in values))
+        rows.append(f"{iteration:>9}" + "".join(f"  {_cell(value, pair.first.exact):>{_WIDTH}}" for value in values))
     return rows
 
 
@@ -84,23 +84,26 @@ def _cell(value: float | None, exact: bool) -> str:
 def _losses(pair: SideBySide) -> list[str]:
     """Return the first and the last loss; those of both runs if they differ as far as is shown."""
     losses = []
-    for run in (pair.one, pair.other):
+    for run in (pair.first, pair.second):
         ends = [(iteration, run.iterations[iteration].get(LOSS)) for iteration in (pair.common[0], pair.common[-1])]
         losses.append(", ".join(f"{loss:.3f} at iteration {number}" for number, loss in ends if loss is not None))
     if not all(losses):
         return []
     lines = [f"loss: {losses[0]}"] if losses[0] == losses[1] else [f"loss: A {losses[0]}; B {losses[1]}"]
-    if any(not math.isfinite(run.iterations[pair.common[-1]].get(LOSS) or 0.0) for run in (pair.one, pair.other)):
+    if any(not math.isfinite(run.iterations[pair.common[-1]].get(LOSS) or 0.0) for run in (pair.first, pair.second)):
         lines.append("note: the loss is not finite")
     return lines
 
 
 def _seconds(pair: SideBySide) -> list[str]:
-    one, other, ratio = _spread(pair, pair.one), _spread(pair, pair.other), pair.seconds_ratio()
-    if one is None or other is None or ratio is None:
+    first, second, ratio = _spread(pair, pair.first), _spread(pair, pair.second), pair.seconds_ratio()
+    if first is None or second is None or ratio is None:
         return []
-    times = ", ".join(f"{name} {_between(spread)} s" for name, spread in (("A", one), ("B", other)))
-    return [f"time per iteration, median (quartiles): {times}; B/A {_between(ratio)}"]
+    times = ", ".join(f"{name} {_between(spread)}" for name, spread in (("A", first), ("B", second)))
+    return [
+        f"seconds per iteration, median (quartiles): {times}",
+        f"B's time divided by A's, median (quartiles): {_between(ratio)}",
+    ]
 
 
 def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
@@ -108,7 +111,7 @@ def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
 
 
 def _between(spread: Quartiles) -> str:
-    return f"{spread.median:.4g} ({spread.low:.4g} to {spread.high:.4g})"
+    return f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
 
 
 def _largest(pair: SideBySide) -> list[str]:
@@ -116,7 +119,7 @@ def _largest(pair: SideBySide) -> list[str]:
     if len(pair.mismatches) == 1:
         return []
     largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:_MOST]
-    return [f"difference of {mismatch.share:.3g}, {_difference(mismatch)}" for mismatch in largest]
+    return [f"difference of {mismatch.share:.3g}, {difference(mismatch)}" for mismatch in largest]
 
 
 def _verdict(pair: SideBySide) -> str:
@@ -125,7 +128,7 @@ def _verdict(pair: SideBySide) -> str:
     if pair.mismatches:
         first, others = pair.mismatches[0], len(pair.mismatches) - 1
         more = f"; {others} more differ after it" if others else ""
-        return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {_difference(first)}{more}"
+        return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {difference(first)}{more}"
     if pair.exact:
         return f"identical: all numbers of {num} iterations agree to the last bit"
     if pair.tolerance:
@@ -136,8 +139,9 @@ def _verdict(pair: SideBySide) -> str:
     )
 
 
-def _difference(mismatch: Mismatch) -> str:
-    numbers = f"{_number(mismatch.one)} in A, {_number(mismatch.other)} in B"
+def difference(mismatch: Mismatch) -> str:
+    """Return one sentence part: the number, and what both runs have for it."""
+    numbers = f"{_number(mismatch.first)} in A, {_number(mismatch.second)} in B"
     return f"{mismatch.name} of iteration {mismatch.iteration}: {numbers}"
 
 
@@ -158,13 +162,13 @@ def document(pair: SideBySide) -> dict[str, Any]:
             {
                 "iteration": mismatch.iteration,
                 "name": mismatch.name,
-                "a": _plain(mismatch.one),
-                "b": _plain(mismatch.other),
+                "a": _plain(mismatch.first),
+                "b": _plain(mismatch.second),
             }
             for mismatch in pair.mismatches
         ],
-        "a": _run(pair, pair.one),
-        "b": _run(pair, pair.other),
+        "a": _run(pair, pair.first),
+        "b": _run(pair, pair.second),
         "iteration_s_ratio": None if ratio is None else asdict(ratio),
     }
 

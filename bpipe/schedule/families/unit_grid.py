@@ -41,6 +41,12 @@ def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]
 def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Order]) -> Schedule:
     """Return the schedule in which every rank keeps its order and nothing starts later than it must.
 
+    Args:
+        name: Name of the schedule.
+        num_microbatches: Micro-batches of an iteration.
+        layout: Which rank computes which stage.
+        orders: One per rank.
+
     Raises:
         ValueError: The orders wait for each other.
     """

@@ -25,6 +25,12 @@ def read(text: str) -> Schedule:
 def read_file(name: str) -> Schedule:
     """Read a schedule from a file; `-` is standard input.
 
+    Args:
+        name: The file; its ending says whether it is CSV or JSON.
+
+    Returns:
+        The checked schedule.
+
     Raises:
         OSError: The file cannot be read.
         TextError: It is not a schedule; names the file.

@@ -15,8 +15,7 @@ from bpipe.schedule.schedule import Schedule, Slot
 def align(schedule: Schedule) -> Schedule:
     """Return every computation as early as its rank's order and its neighbours allow.
 
-    Raises:
-        ValueError: The schedule has transfers, or its orders wait for each other.
+    Raises ValueError if the schedule has transfers, or its orders wait for each other.
     """
     # Tables of this size follow: a file must not make them larger than itself.
     stages, width = schedule.num_stages, schedule.num_microbatches

@@ -31,6 +31,13 @@ _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT])
 def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     """Lower a schedule to one program per rank.
 
+    Args:
+        schedule: The schedule to run.
+        exchange: When ranks send, receive and wait.
+
+    Returns:
+        The instructions of each rank.
+
     Raises:
         ValueError: Megatron's loops cannot run it: values of more than two ranks or, with one stage per rank,
             computations
@@ -61,8 +68,12 @@ def lower_received(
     """Lower a schedule for torch's runtime.
 
     Args:
+        schedule: The schedule to run.
         received: `received[rank][k]` are the values posted after the rank's k-th cell, before the first if k is 0; by
             default where torch's own list has them.
+
+    Returns:
+        The instructions of each rank.
     """
     passing = Passing(schedule)
     ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
@@ -74,8 +85,8 @@ def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
     overlapped = next((cell for row in schedule.ranks for cell in row if cell.overlapped is not None), None)
     if overlapped is not None and exchange is Exchange.MEGATRON_1F1B:
         raise ValueError(
-            f"{overlapped.compute} and {overlapped.overlapped} overlap, but the exchanges of {exchange.value} "
-            "handle one at a time"
+            f"{overlapped.compute} and {overlapped.overlapped} overlap, but the exchange {exchange.value} handles one "
+            "computation at a time: choose another exchange, or a schedule without overlaps"
         )
     if schedule.layout.shard_kinds:
         raise ValueError(

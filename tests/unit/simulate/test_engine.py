@@ -279,7 +279,7 @@ def _needed(action: Action, p: int) -> Action | None:
 
 def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
     schedule = build(ScheduleConfig("1f1b", 4, 8))
-    with pytest.raises(ValueError, match="costs of 3 stages for a schedule of 4"):
+    with pytest.raises(ValueError, match="the schedule has 4 stages, the costs 3"):
         simulate(schedule, uniform(3, UNIT))
     with pytest.raises(ValueError, match="nodes of 2 ranks, but the schedule has 4"):
         simulate(schedule, uniform(4, UNIT, Links(nodes=(0, 1))))

@@ -46,7 +46,7 @@ def test_a_schedule_of_slices_takes_costs_of_whole_ones_and_no_other_slices() ->
     assert simulate(schedule, uniform(2, StageCost(1, 2))).pipeline_s == 15
     with pytest.raises(ValueError, match="costs of 2 slices for a schedule of 4: give one for each, or one for all"):
         simulate(build(ScheduleConfig("1f1b", 2, 2, slices=4)), TWO)
-    with pytest.raises(ValueError, match="costs of 1 stages for a schedule of 2: give one for each stage"):
+    with pytest.raises(ValueError, match="the schedule has 2 stages, the costs 1: give one for each stage"):
         simulate(schedule, replace(TWO, stages=(FIRST, SECOND)))
 
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from bpipe.record.compare.judge import SideBySide
 from bpipe.record.report.report import Report
 
 VERSION = 2
+
+
+def _baseline(trainings: SideBySide) -> dict[str, Any]:
+    return {
+        "path": str(trainings.first.path),
+        "iterations": len(trainings.common),
+        "identical": trainings.equal,
+    }
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -52,6 +61,7 @@ def document(report: Report) -> dict[str, Any]:
             "message_between_s": basis.message_between_s,
             "assumed_stages": list(basis.assumed),
         },
+        "baseline": None if comparison.trainings is None else _baseline(comparison.trainings),
         "verified": None if measured.run.verified is None else asdict(measured.run.verified),
         "notes": list(measured.notes),
     }

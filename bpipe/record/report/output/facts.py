@@ -1,11 +1,11 @@
-"""What a report is about, as label and value, and the four figures at the head of its page."""
+"""What a report is about, as label and value, and the three figures at the head of its page."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import NamedTuple
 
-from bpipe.record.report.answers import bottleneck, longest_wait
+from bpipe.record.report.answers import longest_wait
 from bpipe.record.report.compare import Comparison, Totals
 from bpipe.record.report.replay import Basis
 from bpipe.record.report.selection import Measured
@@ -25,25 +25,16 @@ class Figure(NamedTuple):
 
 
 def figures(comparison: Comparison) -> list[Figure]:
-    """Return the peak, the exposed transfers, the time of an iteration and the bubble."""
+    """Return the exposed transfers, the time of an iteration and the bubble; peaks are in the answers."""
     totals = comparison.totals
     pipeline = f"{seconds_text(totals.predicted_pipeline_s)} predicted"
     if totals.step_s is not None:
         pipeline = f"pipeline {seconds_text(totals.pipeline_s)}, {pipeline}"
     return [
-        _peak(comparison),
         _exposed(comparison),
         Figure("iteration", seconds_text(totals.step_s or totals.pipeline_s), pipeline),
         Figure("bubble", percent_text(totals.bubble), f"{percent_text(totals.predicted_bubble)} predicted"),
     ]
-
-
-def _peak(comparison: Comparison) -> Figure:
-    row, label = bottleneck(comparison), "peak of activations"
-    if row is None or row.all_measured_bytes is None:
-        return Figure(label, "not known", "no rank recorded it")
-    bound = "" if row.bound_bytes is None else f", bound {bytes_text(row.bound_bytes)}"
-    return Figure(label, bytes_text(row.all_measured_bytes), f"stage {row.stage}{bound}")
 
 
 def _exposed(comparison: Comparison) -> Figure:
@@ -56,8 +47,8 @@ def _exposed(comparison: Comparison) -> Figure:
     return Figure(label, seconds_text(row.exposed_s), f"stage {row.stage}, {predicted} predicted")
 
 
-def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[str, str]]:
-    """Return label and value of each fact; with `beside_figures` without those in `figures`."""
+def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]]:
+    """Return label and value of each fact; `on_page` without those in the page's title and figures."""
     measured, basis = comparison.measured, comparison.prediction.basis
     program, info = measured.program, measured.run.info
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
@@ -81,12 +72,14 @@ def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[st
     if info.num_pipelines is not None and info.num_pipelines > 1:
         pairs.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
     pairs.append(_iterations(measured))
-    if not beside_figures:
+    if on_page:
+        pairs = [pair for pair in pairs if pair[0] not in ("run", "host")]
+    else:
         pairs += _times(comparison.totals)
     message = "not measurable, so the prediction has none"
     if basis.message_s is not None:
         message = seconds_text(basis.message_s)
-    return [*pairs, ("MFU", _mfu(comparison)), ("message", message), *_link(basis), *_verified(measured)]
+    return [*pairs, ("MFU", _mfu(comparison)), ("message between stages", message), *_link(basis), *_verified(measured)]
 
 
 def _times(totals: Totals) -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ def render(view: Mapping[str, Any]) -> str:
         "DATA": embed(data),
         "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
     }
-    # One pass, so that nothing in a title can name another part.
+    # One pass, so that a title cannot insert another part.
     pieces = _asset("page.html").split("@@")
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 

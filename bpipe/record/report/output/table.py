@@ -12,13 +12,18 @@ from bpipe.record.report.units import bytes_text, percent_text, size_unit
 
 WIDTH = 120
 
+_LEGEND = (
+    "bound: the most that a stage may hold; exposed: time in which computation waited for transfers; moved: share of what "
+    "a forward keeps that an eviction moves"
+)
+
 _Cell = Callable[[StageRow], str]
 
 
 def table(report: Report) -> str:
     comparison = report.comparison
     lines = wrapped("; ".join(f"{label} {value}" for label, value in facts(comparison)), "")
-    lines += ["", *_stages(comparison.stages, report.num_pipelines)]
+    lines += ["", *_stages(comparison.stages, report.num_pipelines), *wrapped(_LEGEND, "")]
     lines += ["", "largest differences between measurement and prediction:"]
     for number, difference in enumerate(report.differences, 1):
         numbers = f"measured {difference.measured_text}, predicted {difference.predicted_text}"
@@ -35,7 +40,7 @@ def table(report: Report) -> str:
 
 def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
     """Return two lines of titles and one per stage, with predictions in brackets after the measured values."""
-    sizes = ((row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.unbalanced_bytes) for row in rows)
+    sizes = ((row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.without_balancing_bytes) for row in rows)
     unit, name = size_unit(size or 0 for of_row in sizes for size in of_row)
 
     def size(value: int | None) -> str:
@@ -57,7 +62,7 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
         columns.append(("all", "pipelines", lambda row: size(row.all_measured_bytes)))
     columns += [
         ("", "bound", lambda row: size(row.bound_bytes)),
-        ("without", "balancing", lambda row: size(row.unbalanced_bytes)),
+        ("without", "balancing", lambda row: size(row.without_balancing_bytes)),
         ("weights,", "optimizer", lambda row: "-" if row.weights_bytes is None else bytes_text(row.weights_bytes)),
         ("bubble, %", "(pred.)", lambda row: f"{_percent(row.bubble)} ({_percent(row.predicted_bubble)})"),
         ("exposed, ms", "(pred.)", exposed),
