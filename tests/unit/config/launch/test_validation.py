@@ -178,7 +178,8 @@ class TestMegatron:
     def test_every_command_refuses_what_megatron_refuses(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """`check-launch` called it supported, and `simulate` predicted it: 20 layers, of which it trains one."""
+        """`check-launch` called it supported, and `simulate` predicted it: 20 layers, of which it trains one. `plan` gave
+        advice and exit status 0."""
         words = f"{BASE} --num-layers 20 --pipeline-model-parallel-size 1 --decoder-last-pipeline-num-layers 1".split()
         file = tmp_path / "launch.json"
         file.write_text(write_launches([{"words": words, "environment": {}}]))
@@ -188,9 +189,16 @@ class TestMegatron:
         assert "\njudged by the parser and validation of megatron-core" in said.out
         assert said.out.endswith("this launch is refused: it would end at its start\n")
         assert said.err == "asking Megatron's own parser and validation, about five seconds\n"
-        for command in ("simulate", "fit"):
+        for command in ("simulate", "fit", "plan"):
             assert main([command, "--cluster", "h100-80g", "--launch", str(file)]) == 2
             assert "bpipe: error: Megatron refuses this launch: Mismatch: 19 middle" in capsys.readouterr().err
+
+    def test_a_plan_for_another_cut_only_tells_what_megatron_refuses(self, capsys: pytest.CaptureFixture[str]) -> None:
+        few = "--pp 2 --mbs 1 --schedule 1f1b --balance none --recompute none --cp 1 --slices 1".split()
+        launch = f"{BASE} --tensor-model-parallel-size 3 --global-batch-size 48".split()
+        assert main(["plan", "--cluster", "h100-80g", *few, "--tp", "1", "--", *launch]) == 0
+        assert "without the other options, Megatron refuses this launch: num_attention" in capsys.readouterr().out
+        assert main(["plan", "--cluster", "h100-80g", "--", *launch]) == 2
 
     def test_flags_alone_need_not_be_a_whole_launch(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["check-launch", "--", "--tp-comm-overlap", "--num-layers", "8"]) == 0
