@@ -299,7 +299,7 @@ def judged(launches: list[tuple[int, str]]) -> list[Judgement]:
         check=True,
     )
     answers = json.loads(ended.stdout.splitlines()[-1])["judgements"]
-    return [Judgement("", answer["megatron"], tuple(answer["trainer"]), tuple(answer["unknown"])) for answer in answers]
+    return [validation.judgement_from(answer, "") for answer in answers]
 
 
 def words_in(text: str) -> list[str]:

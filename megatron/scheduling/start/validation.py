@@ -33,13 +33,19 @@ from typing import Any, NoReturn
 import torch
 
 from bpipe.config.launch.megatron_names import without
+from bpipe.schedule.check import exchanges
+from bpipe.schedule.families.families import FAMILIES, default_family
+from bpipe.schedule.program import Exchange
+from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling import cpu
 from megatron.scheduling.hooks import upstream
+from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.options import derived_flags
-from megatron.scheduling.options.arguments import config_from_args
+from megatron.scheduling.options.arguments import SchedulingConfig, config_from_args
 from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup, tokenizer
+from megatron.scheduling.start.exchanges import loops_of
 
 # Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError, ZeroDivisionError)
@@ -124,8 +130,9 @@ def judge(flags: Sequence[str], devices: tuple[int, int] | None) -> dict[str, An
 
     Returns:
         `unknown`: flags that Megatron's parser does not have; `megatron`: why Megatron refuses the launch, or None;
-        `trainer`: why this project's trainer refuses it, a line per reason; `unasked`: what could not be judged here
-        and why, or None.
+        `trainer`: why this project's trainer refuses it, a line per reason; `messages`: which messages between stages
+        are taken for others or who waits for whom for ever, a line each, or None if that is not judged; `unasked`: what
+        could not be judged here and why, or None.
     """
     launch = _Launch(flags)
     answer: dict[str, Any] = {"unknown": launch.unknown, "megatron": None, "trainer": [], "unasked": None}
@@ -136,7 +143,7 @@ def judge(flags: Sequence[str], devices: tuple[int, int] | None) -> dict[str, An
             answer["megatron"] = str(refusal)
         except Exception as error:
             answer["unasked"] = f"{type(error).__name__}: {_message(error)}"
-    return answer
+    return {**answer, "messages": launch.messages}
 
 
 class _Launch:
@@ -145,6 +152,8 @@ class _Launch:
     def __init__(self, flags: Sequence[str]) -> None:
         self.flags = flags
         self.unknown: list[str] = []
+        # What is wrong with the messages between stages; None until they are judged, or if they are not.
+        self.messages: list[str] | None = None
         # By argument, the flag of Megatron's parser, and the words that were given.
         self._names: dict[str, str] = {}
         self._given: dict[str, str] = {}
@@ -185,9 +194,15 @@ class _Launch:
         except ValueError as error:
             return [line.strip() for line in str(error).splitlines() if line != "this run cannot start:"]
         # The number of replicas says how many micro-batches there are, unless somebody says it.
-        if config.own is None and (devices is not None or "global_batch_size" in self._given):
+        is_known = devices is not None or "global_batch_size" in self._given
+        if config.own is None and is_known:
             with self._refusing("global_batch_size", "micro_batch_size", "pipeline_model_parallel_size"):
                 _check_interleaved_loop(args)
+        self.messages = _messages(args, is_known) if config.own is None else []
+        try:
+            _check_transfers(args, config)
+        except ValueError as error:
+            return [str(error)]
         return []
 
     def _complete_parser(self, parser: Any) -> Any:
@@ -417,6 +432,35 @@ def _check_interleaved_loop(args: Any) -> None:
             p2p_communicator=SimpleNamespace(config=config, pp_group=stages),
             pg_collection=SimpleNamespace(tp=single, cp=single),
         )
+
+
+def _messages(args: Any, is_known: bool) -> list[str] | None:
+    """Return what is wrong with the messages between stages in Megatron's own loop; None if that is not known.
+
+    `is_known`: whether the number of micro-batches is.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    if args.pipeline_model_parallel_size == 1:
+        return []
+    if args.overlap_moe_expert_parallel_comm or args.pipeline_model_parallel_comm_backend not in (None, "nccl"):
+        return None
+    config = core_transformer_config_from_args(args)
+    loops = loops_of(config, get_num_microbatches() if is_known else None)
+    return exchanges.faults(loops)
+
+
+def _check_transfers(args: Any, config: SchedulingConfig) -> None:
+    """Raise ValueError if ranks could wait for each other because of transfers over NCCL, which the launch asks for."""
+    if config.balance is None or config.transfers.transport != "nccl":
+        return
+    # Not Megatron's, and the training's own is unknown.
+    del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    schedule = config.first_schedule()
+    exchange = FAMILIES[default_family(config.num_chunks)].exchange if config.own is None else Exchange.POSTED
+    links = [MeasuredLink((0, config.num_ranks - 1), "nccl", {})]
+    refuse_standstill(schedule, exchange, config.transfers, torch.device("cuda"), links)
 
 
 def _group(size: int) -> SimpleNamespace:
