@@ -328,9 +328,9 @@ def test_a_launch_starts_if_and_only_if_it_is_not_refused(
             wrong.append(f"{world} ranks, {flags}: {outcome.codes}: {logs[-600:]}\n{said}")
         elif judgement.refused is not None:
             reason = judgement.refused.partition(" (--")[0]
-            # As words: a set has another order in each process.
+            # As words: a set has another order in each process. The trainer may end it before Megatron does.
             lacks = {*words_in(reason)} - {*words_in(logs)}
-            if lacks and not any(own in reason for own in OUR_WORDS):
+            if lacks and "bpipe: error" not in logs and not any(own in reason for own in OUR_WORDS):
                 wrong.append(f"{world} ranks, {flags}: not in these words: {reason}: {logs[-600:]}")
     assert not wrong, "\n\n".join(wrong)
     assert 0.4 * NUM_LAUNCHES < sum(verdicts) < 0.6 * NUM_LAUNCHES
