@@ -17,8 +17,6 @@ import torch
 from bpipe.schedule.check.exchanges import End, Kernel, Loop, Wait
 
 _PIPELINE, _WORLD = "pipeline", "world"
-
-
 # What acts beside computations and messages.
 _OFF = {
     "sequence_parallel": False,

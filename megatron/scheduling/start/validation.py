@@ -455,8 +455,8 @@ def _check_transfers(args: Any, config: SchedulingConfig) -> None:
     """Raise ValueError if ranks could wait for each other because of transfers over NCCL, which the launch asks for."""
     if config.balance is None or config.transfers.transport != "nccl":
         return
-    # Not Megatron's, and the training's own is unknown.
-    del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    # Set here for Megatron; whether the training has it is unknown.
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     schedule = config.first_schedule()
     exchange = FAMILIES[default_family(config.num_chunks)].exchange if config.own is None else Exchange.POSTED
     links = [MeasuredLink((0, config.num_ranks - 1), "nccl", {})]
