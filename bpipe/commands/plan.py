@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bpipe.balance.config import BALANCES
-from bpipe.commands.launch import REFUSES, judged_reading
+from bpipe.commands.launch import REFUSES, reading_of
 from bpipe.commands.plan_output import plan_notes, print_front, print_plan
 from bpipe.commands.shared import TRAINED, cluster_of, measured_of, picture_file
 from bpipe.commands.simulate import SUFFIXES, budgeted
@@ -81,7 +81,7 @@ COMMAND = Command(
 
 
 def run(asked: Options) -> int:
-    reading = judged_reading(asked)
+    reading = reading_of(asked, SEARCHED_FLAGS.flags)
     # The search chooses these whatever the launch says; `yours` below is the launch as it is.
     every = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
     options = Options(
