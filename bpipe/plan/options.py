@@ -42,6 +42,7 @@ MODEL_SWITCHES = {
     "rotary": ("learned_positions", False),
     "untie_embeddings_and_output_weights": ("tied_embedding", False),
     "no_dropout": ("dropout", False),
+    "mtp_use_repeated_layer": ("mtp_use_repeated_layer", True),
 }
 _SIZES = tuple(flag.field for flag in SIZES)
 _SETUP_FIELDS = {field.name for field in fields(Setup)}
@@ -123,13 +124,14 @@ def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any
     rest = dict(launch)
     for name in ("pipeline", "chunks"):
         if values.get(name) is not None and values[name] != rest.get(name):
-            rest.pop("layers", None)
-            rest.pop("chunks", None)
+            for cut in ("layers", "chunks", "mtp_stage"):
+                rest.pop(cut, None)
     if values.get("chunks") is None:
         chunks = rest.get("chunks", DEFAULTS["chunks"])
         fewest = _fewest_chunks(values.get("schedule"), rest.get("schedule"), chunks)
         if fewest != chunks:
             rest.pop("layers", None)
+            rest.pop("mtp_stage", None)
             rest["chunks"] = fewest
     return rest
 

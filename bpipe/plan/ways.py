@@ -260,6 +260,7 @@ def _as_long(setup: Setup, name: str, tensor: int, pipeline: int) -> _Change:
             tensor=tensor,
             pipeline=pipeline,
             layers=_layers_over(setup, pipeline, setup.num_chunks),
+            mtp_stage=None,
             sequence_parallel=tensor > 1,
             budget_bytes=budgets,
         )
@@ -316,7 +317,7 @@ def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
     # The order is chosen anew; slices stay.
     options: dict[str, Any] = {option: field.default for option, field in TAKEN.items() if option != "slices"}
     options |= {"schedule": name, "num_chunks": chunks}
-    return lambda: replace(setup, layers=_layers_over(setup, setup.pipeline, chunks), **options)
+    return lambda: replace(setup, layers=_layers_over(setup, setup.pipeline, chunks), mtp_stage=None, **options)
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:

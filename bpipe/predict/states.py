@@ -40,9 +40,12 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
     embedding = shard_size(setup.padded_vocabulary * model.hidden_size, t)
     counts = _by_stage(setup, {kind: _layer_parameters(setup, kind) for kind, _ in model.kinds()})
     counts[0] += setup.sequence * model.hidden_size * model.learned_positions
-    counts[-1] += model.norm_parameters
+    counts[setup.norm_stage] += model.norm_parameters
     if not setup.input_shards:
         counts[0] += embedding
+    if setup.further_stage:
+        # Further tokens are looked up in a copy of the embedding.
+        counts[setup.further_stage] += embedding
     # A tied output layer in another stage's chunk than the embedding is a copy of it.
     if not setup.is_sharded and (not model.tied_embedding or setup.pipeline > 1):
         counts[-1] += embedding
@@ -51,7 +54,8 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
 
 def _by_stage(setup: Setup, of_kind: Mapping[LayerKind, int]) -> list[int]:
     """Return the sums over each stage's layers."""
-    return [sum(number * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
+    held = setup.model.num_held
+    return [sum(held(kind, number) * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
 
 
 def _layer_parameters(setup: Setup, kind: LayerKind) -> int:

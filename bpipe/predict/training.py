@@ -39,6 +39,7 @@ def beyond_traces(setup: Any) -> list[str]:
     has = {
         "context parallelism": setup.context > 1,
         "experts": setup.model.experts is not None,
+        "further tokens": setup.model.further is not None,
         "slices": setup.slices > 1,
         "shards of the vocabulary": setup.is_sharded,
     }

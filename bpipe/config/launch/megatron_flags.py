@@ -56,6 +56,8 @@ def _model(setup: Setup) -> list[str]:
             "add_qkv_bias": model.qkv_bias,
             "qk_layernorm": model.qk_norm,
             "untie_embeddings_and_output_weights": not model.tied_embedding,
+            "mtp_num_layers": model.mtp_num_layers,
+            "mtp_use_repeated_layer": model.mtp_use_repeated_layer,
             "attention_dropout": dropout,
             "hidden_dropout": dropout,
         }
@@ -73,7 +75,8 @@ def _parallel(setup: Setup) -> list[str]:
         "sequence_parallel": setup.tensor > 1 and setup.sequence_parallel,
     }
     # A hybrid model's pattern has the layers of stages.
-    layers = split_flags(setup.layers, setup.pipeline) if setup.model.hybrid is None else []
+    further = setup.model.mtp_num_layers or 0
+    layers = split_flags(setup.layers, setup.pipeline, further, setup.mtp_stage) if setup.model.hybrid is None else []
     return [
         *words(cut),
         *layers,

@@ -34,7 +34,7 @@ REFUSED = {
     "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     "--distribute-saved-activations": "distributed saved activations",
     "--experimental-attention-variant": "another attention",
-    **dict.fromkeys(("--mtp-num-layers", "--mtp-hybrid-override-pattern"), "multi-token prediction"),
+    "--mtp-hybrid-override-pattern": "multi-token prediction by hybrid layers",
     **dict.fromkeys(
         ("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
         "layers of different kinds",

@@ -359,7 +359,7 @@ def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, 
         kind = getattr(action.type, "__name__", None)
         assert kind == "str" or theirs["type"] in (
             kind,
-            {"positive": "int", "factor": "float", None: "str"}.get(kind),
+            {"positive": "int", "whole": "int", "factor": "float", None: "str"}.get(kind),
         ), flag
 
 
@@ -397,7 +397,6 @@ def test_the_names_are_those_of_the_installed_megatron_and_ours(megatrons: dict[
     [
         ("--bpipe-reprot x", "unknown flag --bpipe-reprot, did you mean '--bpipe-report'?"),
         ("--bpipe-xyzzy", "unknown flag --bpipe-xyzzy: leave it out"),
-        ("--mtp-num-layers 1", "--mtp-num-layers 1 is not modelled: multi-token prediction"),
         ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1 is not modelled: offloading"),
     ],
 )
@@ -433,7 +432,7 @@ def test_absurd_numbers_are_refused() -> None:
 # What each of these takes or saves is gigabytes of a large model.
 LARGE = (
     *("--optimizer muon", "--optimizer sgd", "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"),
-    *("--enable-cuda-graph", "--external-cuda-graph", "--mtp-num-layers 1", "--cpu-offloading-num-layers 1"),
+    *("--enable-cuda-graph", "--external-cuda-graph", "--cpu-offloading-num-layers 1"),
     *("--optimizer-cpu-offload", "--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
     *("--fp32-residual-connection", "--defer-embedding-wgrad-compute", "--num-distributed-optimizer-instances 2"),
     *("--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp", "--distribute-saved-activations"),
