@@ -6,6 +6,7 @@ The shares are the same for every model and device; docs/validation.md compares 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ def total(rows: tuple[Saved, ...]) -> int:
     return sum(row.nbytes * row.num for row in rows)
 
 
-def shard_size(value: int, shards: int) -> int:
+def shard_size(value: int | Fraction, shards: int) -> int:
     """Return the size of one shard, rounded up."""
     return -(-value // shards)
 

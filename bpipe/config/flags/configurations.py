@@ -12,7 +12,16 @@ from bpipe.config.flags import schedules
 from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.config.flags.flag import Flag, Group, InLaunch, Read, number
 from bpipe.config.flags.parser import REST
-from bpipe.config.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens, whole
+from bpipe.config.flags.values import (
+    factor,
+    fraction,
+    layers,
+    positive,
+    predicted_slice_lengths,
+    slice_lengths,
+    tokens,
+    whole,
+)
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
 from bpipe.predict.layer_variants import DISPATCHERS
@@ -189,6 +198,19 @@ STATE_TYPES = (
             launch=InLaunch(default=WHOLE),
         )
         for field, choices in STATE_CHOICES.items()
+    ),
+    _switch(
+        "optimizer_cpu_offload",
+        "with --use-precision-aware-optimizer: the CPU keeps the optimizer's state and updates weights; only the "
+        "transfers of this are timed",
+    ),
+    Flag(
+        "optimizer_offload_fraction",
+        flag_of("optimizer_offload_fraction"),
+        "with --optimizer-cpu-offload: share of the parameters (default 1)",
+        "X",
+        fraction,
+        launch=InLaunch(default=1.0),
     ),
 )
 TRAINING = Group(

@@ -17,7 +17,7 @@ from bpipe.config.launch.hybrid_flags import flags_of_hybrid
 from bpipe.config.launch.layer_split import split_flags
 from bpipe.predict.layout import Setup
 from bpipe.predict.recompute import Recompute
-from bpipe.predict.training import SWITCHES, WHOLE
+from bpipe.predict.training import SWITCHES, StateTypes
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import PAIR
@@ -131,13 +131,19 @@ def _memory(setup: Setup) -> list[str]:
         "fp8_recipe": None if fp8 is None else fp8.recipe,
         "fp8_param_gather": fp8 is not None and fp8.param_gather,
         "use_distributed_optimizer": setup.distributed_optimizer,
-        **{name: None if value == WHOLE else value for name, value in asdict(setup.state_types).items()},
+        **_of_states(setup.state_types),
         # One tensor-parallel rank has nothing to overlap, and Megatron refuses the flag.
         **{
             name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES
         },
     }
     return [*_recompute_flags(setup.recomputed), *words(values)]
+
+
+def _of_states(types: StateTypes) -> dict[str, object]:
+    """Return what is not Megatron's default."""
+    values, default = asdict(types), StateTypes()
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def _recompute_flags(recompute: Recompute) -> list[str]:

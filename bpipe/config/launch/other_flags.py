@@ -25,9 +25,7 @@ REFUSED = {
     "--moe-layer-recompute": "an old name of the supported --recompute-granularity selective --recompute-modules moe",
     "--moe-latent-size": "experts of a smaller hidden size",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
-    **dict.fromkeys(
-        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD
-    ),
+    **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading"), _OFFLOAD),
     **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
     **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
     "--hybrid-context-parallel": "context parallelism whose size differs by sequence",

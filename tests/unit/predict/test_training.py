@@ -51,6 +51,9 @@ CHUNKS = {"pipeline": 2, "num_chunks": 2, "schedule": "interleaved-1f1b"}
         ({"state_types": replace(SHORT, main_params_dtype="fp16")}, (2, 2, 6, 0)),
         # Gradients are read as they are kept.
         ({"state_types": StateTypes(True), "switches": Switches(grad_reduce_in_bf16=True)}, (2, 2, 10, 0)),
+        # On the CPU types stay 32 bits, and so does a copy of shorter gradients.
+        ({"state_types": replace(SHORT, main_grads_dtype="fp32", optimizer_cpu_offload=True)}, (2, 4, 12, 0)),
+        ({"state_types": replace(SHORT, optimizer_cpu_offload=True)}, (2, 2, 16, 0)),
         # Megatron keeps main weights of 8-bit ones itself, and gives Adam gradients in 32 bit.
         ({"state_types": SHORT, "fp8": Fp8(recipe="tensorwise")}, (2, 2, 8, 4)),
         ({"state_types": SHORT, "fp8": Fp8(recipe="delayed")}, (2, 2, 6, 0)),
@@ -96,6 +99,8 @@ def test_contradictions_are_refused(setup: Setup, changes: dict[str, Any], messa
     [
         (Switches, {"overlap_param_gather": True}, "--overlap-param-gather needs --overlap-grad-reduce"),
         (StateTypes, {"exp_avg_dtype": "fp8"}, "--exp-avg-dtype fp8 needs --use-precision-aware-optimizer"),
+        (StateTypes, {"optimizer_cpu_offload": True}, "--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
+        (StateTypes, {"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction 1.5 is no share"),
         (
             StateTypes,
             {"use_precision_aware_optimizer": True, "main_grads_dtype": "fp16"},

@@ -359,7 +359,7 @@ def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, 
         kind = getattr(action.type, "__name__", None)
         assert kind == "str" or theirs["type"] in (
             kind,
-            {"positive": "int", "whole": "int", "factor": "float", None: "str"}.get(kind),
+            {"positive": "int", "whole": "int", "fraction": "float", "factor": "float", None: "str"}.get(kind),
         ), flag
 
 
@@ -433,7 +433,7 @@ def test_absurd_numbers_are_refused() -> None:
 LARGE = (
     *("--optimizer muon", "--optimizer sgd", "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"),
     *("--enable-cuda-graph", "--external-cuda-graph", "--cpu-offloading-num-layers 1"),
-    *("--optimizer-cpu-offload", "--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
+    *("--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
     *("--fp32-residual-connection", "--defer-embedding-wgrad-compute", "--num-distributed-optimizer-instances 2"),
     *("--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp", "--distribute-saved-activations"),
     *("--use-transformer-engine-op-fuser", "--no-bias-swiglu-fusion"),
