@@ -380,7 +380,7 @@ def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, A
     assert not without & (set(READ) | set(REFUSED))
     words = tuple(("recompute offload fp8 fp4 moe expert fsdp shard dtype fusion overlap cuda-graph mtp").split())
     # What only says how a scale comes from past values is done either way, and no training generates text.
-    scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"}
+    scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--mtp-loss-scaling-factor"}
     inference = {flag for flag in without if flag.startswith("--mamba-inference-")}
     assert [
         flag for flag in without - scales - inference if any(word in flag for word in words) and "ckpt" not in flag
@@ -436,7 +436,10 @@ LARGE = (
     *("--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
     *("--fp32-residual-connection", "--defer-embedding-wgrad-compute", "--num-distributed-optimizer-instances 2"),
     *("--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp", "--distribute-saved-activations"),
-    *("--use-transformer-engine-op-fuser", "--no-bias-swiglu-fusion"),
+    *("--use-transformer-engine-op-fuser", "--no-bias-swiglu-fusion", "--use-kitchen-attention", "--qk-l2-norm"),
+    *("--moe-expert-rank-capacity-factor 2", "--moe-ncclep-static-shape", "--mlp-chunks-for-training 2"),
+    *("--no-clone-scatter-output-in-embedding", "--logits-load-dir x", "--logits-save-dir x", "--no-fp8-wgrad"),
+    "--ddp-reduce-scatter-with-fp32-accumulation",
 )
 
 
