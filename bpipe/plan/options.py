@@ -25,7 +25,7 @@ from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.slices import slice_bounds
-from bpipe.predict.training import FP8_RECIPES, STATE_FIELDS, SWITCHES, Fp8, StateTypes, Switches
+from bpipe.predict.training import FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, Fp8, StateTypes, Switches
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
@@ -179,6 +179,7 @@ def training_of(options: Options) -> dict[str, Any]:
         "distributed_optimizer": not options.no_distributed_optimizer,
         "switches": Switches(**{name: getattr(options, name) for name in SWITCHES}),
         "routing": routing_of(options),
+        "transformer_impl": getattr(options, "transformer_impl", IMPLEMENTATIONS[0]),
         "fp8": fp8_of(options),
         "state_types": StateTypes(**{name: value for name, value in types.items() if value is not None}),
     }

@@ -15,7 +15,15 @@ from bpipe.predict.layer_counts import without_layers
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.model import Model
 from bpipe.predict.recompute import Recompute, StageLayers, read_recompute, stage_layers
-from bpipe.predict.training import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS, Training
+from bpipe.predict.training import (
+    ATTENTION,
+    CP_COMM_TYPES,
+    IMPLEMENTATIONS,
+    KEPT_HALVES,
+    KERNELS,
+    PRECISIONS,
+    Training,
+)
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN, Layout, SliceLengths, Vocabulary, microbatches_of
@@ -29,6 +37,7 @@ _CHOICES = {
     "kernels": KERNELS,
     "keep_weights_halves": KEPT_HALVES,
     "cp_comm_type": CP_COMM_TYPES,
+    "transformer_impl": IMPLEMENTATIONS,
 }
 
 

@@ -59,6 +59,8 @@ def traced_sizes(setup: Any) -> Traced | None:
 ATTENTION = ("unfused", "flash")
 PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
+# Whose layers: Megatron's --transformer-impl.
+IMPLEMENTATIONS = ("transformer_engine", "local")
 # Which weights' halves of split backwards are deferred: the trainer's `--bpipe-keep-weights-halves`.
 KEPT_HALVES = ("linear", "none")
 # How attention reaches the parts of a sequence on other context-parallel ranks: Megatron's --cp-comm-type.
@@ -307,6 +309,8 @@ class Training:
     """Whether replicas share the optimizer's state (ZeRO-1)."""
     kernels: str = KERNELS[0]
     """Fused kernels of a GPU, or plain torch's, with which Megatron runs on a CPU."""
+    transformer_impl: str = IMPLEMENTATIONS[0]
+    """Whose softmax unfused attention has on a GPU: Transformer Engine's or Megatron's own; layers are alike."""
     switches: Switches = Switches()
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     """How tokens come to experts; loads are taken to be even."""

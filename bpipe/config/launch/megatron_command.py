@@ -25,7 +25,7 @@ from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.predict.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.predict.recompute import MODULES, Recompute
-from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, STATE_FIELDS, SWITCHES, flag_of
+from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, flag_of
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import REDISTRIBUTE
 
@@ -279,6 +279,10 @@ def _training(args: Options, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{differing[0]}: micro-batches may differ in size; each is predicted as one full sequence")
     return {
         "attention": attention,
+        # As Megatron itself does with this backend.
+        "transformer_impl": "local"
+        if "local" in (args.transformer_impl, args.attention_backend)
+        else IMPLEMENTATIONS[0],
         "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
         "no_distributed_optimizer": not args.use_distributed_optimizer,
         **switches,

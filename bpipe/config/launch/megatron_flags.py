@@ -126,6 +126,7 @@ def _memory(setup: Setup) -> list[str]:
     fp8 = setup.fp8
     values = {
         "attention_backend": "flash" if setup.attention == "flash" else "unfused",
+        "transformer_impl": "local" if setup.transformer_impl == "local" else None,
         **{name: setup.precision == name for name in ("bf16", "fp16")},
         "fp8_format": None if fp8 is None else fp8.format,
         "fp8_recipe": None if fp8 is None else fp8.recipe,

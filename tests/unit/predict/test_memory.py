@@ -36,6 +36,8 @@ def setup(
     layers = split_layers(model.num_layers, p * changes.get("num_chunks", 1), allow_uneven=True)
     assert layers is not None
     changes = {"global_batch": 128, "sequence": 2048, "layers": layers, "attention": "unfused", **changes}
+    # As the papers' Megatron computed it.
+    changes = {"transformer_impl": "local", **changes}
     return Setup(model, parse_cluster(cluster), t, p, b, **changes)
 
 

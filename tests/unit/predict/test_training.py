@@ -187,6 +187,36 @@ def test_a_softmax_in_32_bits_is_saved_beside_its_probabilities(
     assert saved / 2**20 == pytest.approx(mib, abs=0.005)
 
 
+@pytest.mark.parametrize(
+    ("more", "bytes_of_a_score"),
+    [
+        # Its kernel takes these, whatever Megatron's flags say of Megatron's own.
+        ("", 2),
+        ("--attention-softmax-in-fp32 --no-masked-softmax-fusion", 2),
+        ("--seq-length 8192", 2),
+        # These are computed in 32 bits and kept so, beside 16.
+        ("--num-attention-heads 6", 6),
+        ("--seq-length 16384", 6),
+        ("--seq-length 16384 --transformer-impl local", 2),
+    ],
+)
+def test_transformer_engines_unfused_softmax_asks_none_of_megatrons_flags(
+    more: str, bytes_of_a_score: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = f"{SOFTMAX} --hidden-size 96 --transformer-impl transformer_engine {more}"
+    words = launch.split()
+    heads, tokens = (
+        int(words[len(words) - words[::-1].index(name)]) for name in ("--num-attention-heads", "--seq-length")
+    )
+    saved = {}
+    for recompute in ("none", "selective"):
+        given = ["--cluster", "a100-80g:1x2", "--recompute", recompute, "--format", "json"]
+        assert main(["simulate", *given, "--", *words]) == 0
+        saved[recompute] = json.loads(capsys.readouterr().out)["stages"][0]["activations_bytes"]
+    # Of two micro-batches; what is saved beside it if the core is recomputed is smaller by far.
+    assert (saved["none"] - saved["selective"]) / (2 * heads * tokens**2) == pytest.approx(bytes_of_a_score, rel=0.1)
+
+
 @pytest.mark.parametrize("model", [DEEPSEEK_V3, MIXTRAL_8X7B])
 def test_experts_and_latent_attention_keep_less_too(model: Any) -> None:
     layers = tuple(model.num_layers // 8 + (stage < model.num_layers % 8) for stage in range(8))
