@@ -108,6 +108,16 @@ def arguments(**more: object) -> SimpleNamespace:
     return SimpleNamespace(**sizes, **more)
 
 
+def test_what_validation_sets_to_a_parallel_size_is_no_flag_that_was_given() -> None:
+    """The arguments and the log of every launch with tensor parallelism were refused for it."""
+    sizes = {"tensor_model_parallel_size": 2, "tensor_parallel_num_weight_shards": 2}
+    settings = MegatronSettings.from_args(arguments(**sizes, expert_tensor_parallel_num_weight_shards=2))
+    assert read_settings(settings).options["tensor"] == 2
+    more = arguments(**sizes, expert_tensor_parallel_num_weight_shards=4)
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-num-weight-shards 4 is not modelled"):
+        read_settings(MegatronSettings.from_args(more))
+
+
 def test_arguments_and_their_log_are_read_as_the_flags_are() -> None:
     """Validation replaces types by torch's, and sets what bf16 implies; switches make arguments false."""
     by_flags = read(*"--disable-bias-linear --fp8-format hybrid --bf16 --bpipe --bpipe-memory 70".split()).options
