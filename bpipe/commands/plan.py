@@ -28,7 +28,7 @@ from bpipe.plan.explain import verdict
 from bpipe.plan.front import find_front
 from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import predict
-from bpipe.plan.refusals import has_transformer_engine, refused_launch
+from bpipe.plan.refusals import refused_launch
 from bpipe.plan.search import search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts, with_free_switches
@@ -166,7 +166,6 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         micro_batches=None if asked.micro_batch is None else tuple(asked.micro_batch),
         chunk_counts=None if asked.chunks is None else tuple(asked.chunks),
         others=() if reading is None else reading.others,
-        has_transformer_engine=reading is None or has_transformer_engine(reading.flags),
         slices=_slices(asked, reading, model.sequence),
     )
     return with_free_switches(space)

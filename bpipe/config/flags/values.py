@@ -65,6 +65,14 @@ def factor(text: str) -> float:
     return number
 
 
+def fraction(text: str) -> float:
+    """Read a number from 0 to 1."""
+    number = _real(text)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{text[:40]!r} must be a number from 0 to 1, such as 0.5")
+    return number
+
+
 def share(text: str) -> Fraction:
     """Read a share of a micro-batch, exactly: `0.5`. It is above 1 if more is held than was saved."""
     return read_share(text, "share")
