@@ -3,4 +3,4 @@
 Importing this package imports neither torch nor Megatron; `bpipe.runtime` and `bpipe.transport` need torch.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

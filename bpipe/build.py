@@ -198,6 +198,12 @@ def sized(spec: ScheduleSpec, schedule: str, num_ranks: int, num_microbatches: i
 def build(config: ScheduleConfig) -> Schedule:
     """Generate and balance a schedule, checking it after each step.
 
+    Args:
+        config: The family, its sizes and options, and how to balance.
+
+    Returns:
+        A checked schedule, with transfers if it is balanced.
+
     Raises:
         ValueError: It cannot be built; names the value, the limit and the remedy.
     """
@@ -333,6 +339,10 @@ def _made_for(config: ScheduleConfig, limit: RankLimit) -> tuple[OrderChoice, Sc
 
 def config_of_schedule(schedule: Schedule, balance: BalanceConfig | None = None) -> ScheduleConfig:
     """Return the configuration of a schedule from elsewhere, to be balanced unless it has transfers already.
+
+    Args:
+        schedule: A schedule that no family made, such as one from a file.
+        balance: How to balance it; None leaves it as it is.
 
     Raises:
         ValueError: It breaks a rule.

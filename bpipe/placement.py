@@ -37,7 +37,7 @@ class Topology:
 
     @property
     def block(self) -> int:
-        """Number of GPUs that hold one stage of one replica; they stay together."""
+        """Number of GPUs that share one stage of one replica; a placement never separates them."""
         return self.tensor * self.context
 
 
@@ -58,6 +58,7 @@ def pair_adjacent(topology: Topology, partners: Sequence[int] | None = None) -> 
     stage of the first replica.
 
     Args:
+        topology: The GPUs of a node, and the sizes of the pipeline and its replicas.
         partners: By stage, the other stage of its pair or, without one, itself; by default the one opposite.
     """
     order = _order(topology, partners or _opposite(topology))
@@ -100,6 +101,8 @@ def pairs(topology: Topology, parts: tuple[Part, ...], partners: Sequence[int] |
     """Return every pair of GPUs that would transfer to each other, by place of the earlier stage.
 
     Args:
+        topology: As in `pair_adjacent`.
+        parts: What each GPU computes, by place.
         partners: As in `pair_adjacent`.
     """
     other_stage = partners or _opposite(topology)

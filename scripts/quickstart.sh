@@ -9,7 +9,7 @@
 #
 # With 8 GPUs or more it runs one rank per GPU. With 1 to 7 the ranks share them: correct, but slow, so it trains 10 iterations. Without
 # GPUs it runs on the CPU. All its files are in runs/quickstart, or in the folder that RUNS names: the corpus, a log of each run, what each
-# stage measured, summary.json, and report.html and trace.json of the balanced run.
+# stage measured, summary.json, and report.html, report.txt and trace.json of the balanced run.
 # With --schedule or --slices, the results are in a subfolder there, such as zb-h1 or slices-4.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
@@ -63,7 +63,8 @@ if [[ "${1:-}" == --slices ]]; then
     shift 2
 fi
 
-set_up megatron "then training twice on Python's own source and comparing (4 to 8 minutes on 2 cores)"
+CALLER="$PWD"
+set_up megatron "then training twice (4 to 8 minutes on 2 cores)"
 cd "$ROOT"
 
 # Two of these at once would write into each other's folders.
@@ -79,7 +80,7 @@ fi
 if [[ ! -f "$DATA.bin" || ! "$DATA.idx" -nt "$CORPUS" || scripts/data/preprocess_data.py -nt "$DATA.idx" ]]; then
     # Megatron finds its cached indices by the data's name, not by its content.
     rm -rf "$RUNS/data/cache"
-    run_logged "$RUNS/preprocess.log" '^(Processed|/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \
+    LABEL="tokenizing the text" run_logged "$RUNS/preprocess.log" '^(/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \
         --input "$CORPUS" --json-keys text --output-prefix "$RUNS/data/stdlib" --overwrite \
         --tokenizer-type ByteLevelTokenizer --vocab-size "$VOCABULARY" --append-eod ||
         die "the corpus could not be tokenized; whole log: $RUNS/preprocess.log"
@@ -143,10 +144,11 @@ LOGGING_ARGS=(--log-interval 1 --eval-interval 1000 --eval-iters 0 --distributed
 train() {
     local name=$1 description=$2
     shift 2
-    say "training $description ($ITERATIONS iterations, $STAGES stages, $MICROBATCHES micro-batches; log: $RESULTS/$name.log)"
     rm -rf "${RESULTS:?}/$name"
     # When a rank fails, torchrun's own summary is the end of the log, without the reason.
-    CAUSES='^(\[rank[0-9]+\]: )?[A-Za-z_.]*(Error|Exception)(: |$)' run_logged "$RESULTS/$name.log" ' iteration +[0-9]+/|^bpipe: ' \
+    CAUSES='^(\[rank[0-9]+\]: )?[A-Za-z_.]*(Error|Exception)(: |$)' LABEL="training $description" \
+        PROGRESS=' iteration +([0-9]+)/ *([0-9]+)' STATE='iteration \1 of \2' \
+        run_logged "$RESULTS/$name.log" '^bpipe: (error|repair skipped)' \
         "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$STAGES" pretrain_gpt.py \
         "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "${DEVICE_ARGS[@]}" \
         "${BOTH_ARGS[@]}" --bpipe-report "$RESULTS/$name" --bpipe-report-iterations "$RECORDED" "$@" || {
@@ -156,8 +158,11 @@ train() {
     }
 }
 
+say "two trainings: $ITERATIONS iterations, $STAGES stages, $MICROBATCHES micro-batches; logs: $RESULTS/*.log"
 rm -f "$RESULTS/summary.json"
 train plain "$PLAIN" "$@"
+repairs="$(grep -c '^bpipe: repaired in memory' "$RESULTS/plain.log" || true)"
+if ((repairs > 0)); then say "$repairs defects of Megatron repaired in memory (named in the log; docs/megatron.md)"; fi
 train balanced "$BALANCED" --bpipe "${SCHEDULE_ARGS[@]}" "$@"
 
 echo
@@ -170,12 +175,12 @@ bpipe compare "$RESULTS/plain" "$RESULTS/balanced" --balancing --pp "$STAGES" --
 
 # --- The report of the balanced run -----------------------------------------------------------------------------------------------------
 
-echo
-bpipe report "$RESULTS/balanced" --html "$RESULTS/report.html" --trace "$RESULTS/trace.json"
+bpipe report "$RESULTS/balanced" --baseline "$RESULTS/plain" --html "$RESULTS/report.html" --trace "$RESULTS/trace.json" \
+    >"$RESULTS/report.txt"
 
 # The answer once more at the end, where a terminal shows it: the fullest stage before and after.
 echo
-"$PYTHON" - "$RESULTS" "$ITERATIONS" <<'PROGRAM'
+"$PYTHON" - "$RESULTS" "$ITERATIONS" "$CALLER" <<'PROGRAM'
 import json, sys
 from pathlib import Path
 
@@ -184,5 +189,8 @@ fullest = [
     max(json.loads(file.read_text())["peak_bytes"] for file in (folder / name).glob("rank_*.json")) / 2**20
     for name in ("plain", "balanced")
 ]
-print(f"fullest stage {fullest[0]:.1f} -> {fullest[1]:.1f} MiB, {sys.argv[2]} iterations identical; open {folder}/report.html")
+page = folder / "report.html"
+if page.is_relative_to(sys.argv[3]):
+    page = page.relative_to(sys.argv[3])
+print(f"fullest stage {fullest[0]:.1f} -> {fullest[1]:.1f} MiB, {sys.argv[2]} iterations identical; open {page}")
 PROGRAM

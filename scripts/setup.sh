@@ -14,7 +14,14 @@ ENVIRONMENT=""
 EXTRA=""
 JOB=""
 
-say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+# say TEXT...: one line on stderr; a terminal's is broken between words.
+say() {
+    local text columns
+    text="$(basename "$0"): $*"
+    columns="$(stty size <&2 2>/dev/null || true)" columns="${columns#* }"
+    if ((${columns:-0} > 20)); then text="$(fold -s -w "$columns" <<<"$text")"; fi
+    printf '%s\n' "$text" >&2
+}
 
 die() {
     say "$@"
@@ -55,12 +62,14 @@ trap 'stop_job 130' INT
 trap 'stop_job 143' TERM
 
 # run_logged LOG REGEX COMMAND...: run the command, log everything, show the lines that match, leave no process behind. If it fails, show
-# the lines that match $CAUSES, or else the end of the log.
-CAUSES=""
+# the lines that match $CAUSES, or else the end of the log. With a $LABEL, a line shows its progress: what the
+# regex $PROGRESS last matched, written as $STATE, and the time.
+CAUSES="" LABEL="" PROGRESS='$^' STATE='\g<0>'
 run_logged() {
     local log=$1 show=$2 status=0
     shift 2
-    "$PYTHON" "$ROOT/scripts/run_logged.py" --log "$log" --show "$show" --causes "$CAUSES" -- "$@" &
+    "$PYTHON" "$ROOT/scripts/run_logged.py" --log "$log" --show "$show" --causes "$CAUSES" \
+        --label "$LABEL" --progress "$PROGRESS" --as "$STATE" -- "$@" &
     JOB=$!
     wait "$JOB" || status=$?
     JOB=""
@@ -154,7 +163,8 @@ pip_install() {
     local log="$ENVIRONMENT/bpipe-install.log" unpacking="$ENVIRONMENT/bpipe-unpacking" status=0
     rm -rf "$unpacking"
     mkdir "$unpacking"
-    TMPDIR="$unpacking" run_logged "$log" '^ *Downloading .*\([0-9]{3,}\.[0-9]+ MB|^ *Downloading .* GB' \
+    TMPDIR="$unpacking" LABEL="$(basename "$0"): installing" \
+        PROGRESS='(Collecting|Downloading|Installing) [^ ]+( packages)?' run_logged "$log" '$^' \
         "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off -e "${ROOT}[$EXTRA]" || status=$?
     rm -rf "$unpacking"
     if ((status == 0)); then return; fi
@@ -207,7 +217,7 @@ set_up() {
     if complete; then
         say "using $ENVIRONMENT; $2"
     else
-        say "installing bpipe and what it needs into $ENVIRONMENT (torch is large: the first time takes minutes and 5.5 GB), $2"
+        say "installing bpipe into $ENVIRONMENT (5.5 GB, some minutes), $2"
         # Two scripts started together must not install at once. The lock is on a file that always exists, so none is left behind.
         if command -v flock >/dev/null; then
             exec 9<"$ROOT/pyproject.toml"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up if needed, then check and test. Usage: scripts/test.sh [--checks] [--slow] [pytest options, e.g. -k transport]
 #
-#   --checks  only the gate: formatting, lint, types, tests/unit
+#   --checks  only the gate: formatting, lint, types, docstrings, spelling, size, tests/unit
 #   --slow    also the tests marked slow (or RUN_SLOW=1)
 #
 # The gate comes first and ends the run if it fails. Then come the tests on late devices (skipped without a compiler), those with real
@@ -76,6 +76,7 @@ finish() {
 step "formatting (ruff format)" ruff format --check .
 step "lint (ruff check)" ruff check .
 step "types (mypy)" mypy
+step "docstrings (pydoclint)" flake8 bpipe megatron terra
 step "spelling (codespell)" codespell_lib bpipe docs examples megatron scripts terra tests ./*.md ./*.py
 step "size (scripts/size.py)" scripts.size
 test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit

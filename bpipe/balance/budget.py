@@ -49,7 +49,12 @@ def balance_within(
     """Balance with only those transfers without which some rank lacks room. Bounds are the counts that result.
 
     Args:
+        schedule: The schedule without transfers.
+        activation_budget: The bytes that every rank has room for.
         partners: By rank; by default the rank that lacks most is paired with the one with most to spare, and so on.
+
+    Returns:
+        The schedule with its transfers.
 
     Raises:
         BudgetTooSmall: The ranks of a pair have too little room.
@@ -79,6 +84,12 @@ def fewest_moved(
 
     All stages of a rank move the part of the same index. Of two choices that move equally much, the larger part moves
     fewer times.
+
+    Args:
+        schedule: The schedule without transfers.
+        budget: The bytes that every rank has room for.
+        parts: By stage, the sizes of a part of a micro-batch to choose from.
+        partners: By rank; as in `balance_within`.
 
     Raises:
         BudgetTooSmall: The ranks of a pair have too little room.
@@ -153,7 +164,12 @@ def smallest_level_of_pair(
     """Return the smallest level in 1 to `most` whose rooms suffice for the pair; more than `most` if none does.
 
     Args:
+        schedule: The schedule without transfers.
+        partners: By rank.
+        pair: The two ranks.
         rooms_at: Returns the budget of a level, in which no rank's room is smaller at a higher level.
+        most: The highest level to try.
+        parts: By stage, the sizes of a part of a micro-batch to choose from; by default all of it moves.
     """
     plain = replace(schedule, hosts=in_pairs(partners))
     memory = rooms_at(most).memory

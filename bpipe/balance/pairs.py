@@ -46,7 +46,10 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
     finds a plan whenever there is one, and no eviction of it can be omitted.
 
     Args:
+        schedule: The schedule without transfers.
+        rank: The evicting rank.
         bound: In the same parts of a unit as `memory`.
+        memory: The sizes that count.
 
     Raises:
         OverBound: No plan keeps the bound.
@@ -76,6 +79,8 @@ def earliest_load(curve: list[int], room: int, moved: int, away: range) -> int:
 
     Args:
         curve: What the rank holds in each slot.
+        room: The most that the rank may hold.
+        moved: The size of what it loads, in the same unit.
         away: From the slot of its EVICT to the last one possible for its LOAD, inclusive.
     """
     slot = away[-1]
@@ -153,6 +158,7 @@ def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: S
     """Return the schedule with the fewest evictions that keep every rank within its bound of chunk micro-batches.
 
     Args:
+        schedule: The schedule without transfers.
         bounds: By rank; by default the smallest bound found that every pair can keep, the same for all.
         partners: By rank; by default those that the ranks' peaks suggest.
 
@@ -168,6 +174,8 @@ def keeps_bound(schedule: Schedule, bound: int, buffers_stay: bool = False) -> b
     """Whether balancing can keep every rank within `bound` chunk micro-batches, with the usual partners.
 
     Args:
+        schedule: The schedule without transfers.
+        bound: Micro-batches of a chunk, on every rank.
         buffers_stay: Whether host buffers count all the time, and not only while a micro-batch is in them.
     """
     memory = counts_of(schedule)
@@ -202,7 +210,7 @@ def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
 
 
 def moved_bytes(residencies: Iterable[Residency], memory: Memory) -> int:
-    """Return the bytes that leave with these residencies."""
+    """Return the bytes that the evictions of these residencies move."""
     return sum(memory.size(*residency.key).moved_bytes for residency in residencies)
 
 
@@ -210,7 +218,9 @@ def buffer_bytes(schedule: Schedule, hosted: Mapping[Residency, int], memory: Me
     """Return the bytes of host buffers.
 
     Args:
+        schedule: The balanced schedule.
         hosted: Result of `host_buffers`.
+        memory: The sizes of micro-batches.
         guest: Counts only this rank's.
     """
     rank_of = schedule.layout.rank_of
@@ -298,8 +308,14 @@ def share(
     """Balance one pair; a rank paired with itself can only keep its bound as it is.
 
     Args:
+        schedule: The schedule without transfers.
+        pair: The two ranks, or one rank twice.
         bounds: In parts of a unit, like peaks.
+        memory: The sizes that count.
         own: The pair's peaks before, if known.
+
+    Returns:
+        The pair's rows with transfers, or why its bounds cannot be kept.
     """
     rows = [schedule.ranks[rank] for rank in pair]
     peaks = tuple(own or (max(live_bytes(schedule, rank, memory)) for rank in pair))

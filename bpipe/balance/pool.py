@@ -48,6 +48,8 @@ def balance_over_pool(schedule: Schedule, budget: ActivationBudget, nodes: Seque
     """Return the schedule with the transfers without which some rank lacks room. Bounds are the counts that result.
 
     Args:
+        schedule: The schedule without transfers.
+        budget: The bytes that every rank has room for.
         nodes: By rank, its node; empty if all are on one.
 
     Raises:
@@ -63,8 +65,7 @@ def balance_over_pool(schedule: Schedule, budget: ActivationBudget, nodes: Seque
 def plan_overfull_ranks(schedule: Schedule, budget: ActivationBudget) -> tuple[dict[int, Plan], list[int]]:
     """Return the plan of each rank that lacks room, and what every rank has to spare, below 0 if it lacks room.
 
-    Raises:
-        BudgetTooSmall: No plan keeps a rank within its room.
+    Raises BudgetTooSmall if no plan keeps a rank within its room.
     """
     check_rooms(schedule, budget)
     memory = budget.memory
@@ -115,6 +116,7 @@ def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pa
 
     Args:
         attempt: No rank's room is smaller at a higher level.
+        most: The highest level to try.
     """
     low, high, worst = 0, most + 1, (0, 0)
     while high - low > 1:
@@ -184,6 +186,12 @@ def with_hosts(
 
     On every rank the transfers of one slot are in the order of their senders.
 
+    Args:
+        schedule: The schedule without transfers.
+        plans: The evictions and loads, by evicting rank.
+        host_of: The host of each residency.
+        budget: The bytes that every rank has room for.
+
     Raises:
         BudgetTooSmall: A rank has too little room.
     """
@@ -224,6 +232,15 @@ def _hosts(used: Sequence[set[Host]]) -> Hosts:
 def balance_over_hosts(schedule: Schedule, hosts: str, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
     """Balance over hosts other than pairs, with only those transfers without which some rank lacks room.
 
+    Args:
+        schedule: The schedule without transfers.
+        hosts: `pool`, `host` or `all`, as of `--hosts`.
+        budget: The bytes that every rank has room for.
+        nodes: By rank, its node; empty if all are on one.
+
+    Returns:
+        The schedule with its transfers.
+
     Raises:
         BudgetTooSmall: The ranks have too little room.
     """
@@ -236,7 +253,13 @@ def balance_over_hosts_within(
     """Balance over hosts within counts of chunk micro-batches, with host buffers counted all the time.
 
     Args:
+        schedule: The schedule without transfers.
+        hosts: `pool`, `host` or `all`, as of `--hosts`.
         bounds: By rank; by default the smallest bound that all ranks can keep.
+        nodes: By rank, its node; empty if all are on one.
+
+    Returns:
+        The schedule with its transfers.
 
     Raises:
         ValueError: Bounds cannot be kept; names the smallest that can.
@@ -357,6 +380,8 @@ def pack(
     hosts first. If items may stay with their owners, it minimises the bytes that pass through host memory.
 
     Args:
+        items: What is to be hosted, with its owner and bytes.
+        spare_bytes: By rank, the bytes that it has room for.
         cost: Cost of one byte, by owner and host.
         own_memory: Whether an item for which no rank has room goes to its owner's host memory, given as None. That
             holds any, and a byte there costs more than all others elsewhere.

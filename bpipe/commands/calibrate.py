@@ -96,12 +96,12 @@ def _text(setup: Setup, measured: Steady | None, calibration: Calibration) -> li
 def _steady(run_of: Path, setup: Setup, warm_up: int) -> Steady:
     """Return the steady times of the run's iterations with this batch size.
 
-    A line of a log may stand for several iterations; it is not said how many the first line stands for.
+    A line of a log may cover several iterations; the log does not say how many the first line covers.
     """
     training = read_training(run_of)
     numbers = sorted(training.seconds)
-    each = min((following - number for number, following in pairwise(numbers)), default=1)
-    spans, sizes, before = [], set(), (numbers[0] if numbers else each) - each
+    interval = min((following - number for number, following in pairwise(numbers)), default=1)
+    spans, sizes, before = [], set(), (numbers[0] if numbers else interval) - interval
     for number in numbers:
         size = training.iterations[number].get("global batch size") or setup.global_batch
         sizes.add(size)
@@ -135,8 +135,8 @@ def _check_recorded(folder: Path, setup: Setup) -> None:
         "balance": (program.balance_name, wanted.balance_name),
         "devices": (recorded.info.world_size or devices, devices),
     }
-    for name, (ran, given) in pairs.items():
-        if ran != given:
+    for name, (recorded_value, value) in pairs.items():
+        if recorded_value != value:
             raise ValueError(
-                f"{name} of the run: {ran}, of the given configuration: {given}; give the configuration that ran"
+                f"the run had {name} {recorded_value}, the given configuration has {value}: give the one that ran"
             )

@@ -34,7 +34,7 @@ COMMAND = Command(
 )
 _BEFORE = """\
 capture: everything in the script runs, but torchrun, trainings by python, deepspeed, accelerate, srun, sbatch, mpirun,
-ray, ssh, containers, pip and the like are stood in for: none of them is started"""
+ray, ssh, containers, pip and the like are replaced by stand-ins: none of them is started"""
 
 
 def run(options: Options) -> int:

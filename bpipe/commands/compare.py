@@ -65,7 +65,7 @@ def run(options: Options) -> int:
     if options.output is not None:
         path = Path(options.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when it is complete: it may be read at any time.
+        # Renamed when complete: another process may read it at any time.
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         unfinished.write_text(json.dumps(document(comparison), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         unfinished.replace(path)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bpipe.commands.launch import CONFIGURED, cluster_of, lines, measured_of, reading_of, with_trace
-from bpipe.commands.terminal import Verbatim, print_json, progress_of, table, tell
+from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Command, Group, Options, Task
@@ -17,7 +17,7 @@ from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import difference
 from bpipe.plan.budget import ELSEWHERE, one_budget_a_rank, within_budget
-from bpipe.plan.candidates import Candidate, cells, describe
+from bpipe.plan.candidates import Candidate, cells, describe, legend
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import predict
 from bpipe.plan.ways import ways_to_fit
@@ -100,7 +100,8 @@ def _tell(now: Candidate, ways: Sequence[Candidate], launch: Reading) -> None:
         return
     numbered = [[str(number), *values] for number, values in enumerate(cells(_COLUMNS, ways, now), 1)]
     flags = (f"{number}. {difference(way.setup, launch).text}" for number, way in enumerate(ways, 1))
-    tell(table(("", *_COLUMNS), numbered), *map(Verbatim, flags))
+    tell(table(("", *_COLUMNS), numbered), *map(Flags, flags))
+    tell(f"{legend([now.setup])}; saved, ratio: compared with the launch as it is")
 
 
 def _values(row: Candidate) -> dict[str, Any]:

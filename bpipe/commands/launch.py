@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.config.flags.configurations import CONFIGURATION, EXPERTS, LAUNCHED, MODEL, TRAINING
-from bpipe.config.flags.flag import Group, Options
+from bpipe.config.flags.flag import Flag, Group, Options
 from bpipe.config.launch.capture import read_launches
 from bpipe.config.launch.megatron_command import Reading, devices_of, read_command, split_command
 from bpipe.config.launch.megatron_names import unknown_flags, unknown_note, without
@@ -60,22 +60,25 @@ def words_of(options: Options) -> list[str] | None:
     return launches[place - 1]
 
 
-def reading_of(options: Options) -> Reading | None:
+def reading_of(options: Options, searched: Sequence[Flag] = ()) -> Reading | None:
     """Return what the launch says, or None if no launch is given.
 
-    Raises ValueError for one that Megatron refuses, unless other options change what Megatron would train.
+    Raises ValueError for one that Megatron refuses, unless other options change what Megatron would train. `searched`:
+    flags of a search, whose defaults change nothing.
     """
-    reading = judged_reading(options)
+    reading = _judged_reading(options)
     if reading is None or reading.refused is None:
         return reading
     fields = {flag.field for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION) for flag in group.flags}
-    if all(getattr(options, field, None) in (None, False) for field in fields.difference(_OF_NO_LAUNCH)):
+    defaults = {flag.field: flag.default for flag in searched}
+    given = fields.difference(_OF_NO_LAUNCH)
+    if all(getattr(options, field, None) in (None, False, defaults.get(field)) for field in given):
         raise ValueError(f"{REFUSES}: {reading.refused}")
     note = f"without the other options, {REFUSES}: {reading.refused}"
     return replace(reading, notes=(note, *reading.notes), trainer=())
 
 
-def judged_reading(options: Options) -> Reading | None:
+def _judged_reading(options: Options) -> Reading | None:
     """Return what the launch says, and what Megatron says of it, or None if no launch is given."""
     words = words_of(options)
     if words is None:
@@ -96,8 +99,8 @@ def judgement_of(words: list[str], cluster: str | None = None) -> Judgement:
     launcher, flags = split_command(words)
     devices = devices_of(launcher)
     if cluster is not None:
-        known = cluster_named(cluster, devices)
-        devices = (known.num_nodes, known.devices_per_node) if devices is not None or ":" in cluster else None
+        named = cluster_named(cluster, devices)
+        devices = (named.num_nodes, named.devices_per_node) if devices is not None or ":" in cluster else None
     return judge(tuple(flags), devices, bool(launcher) or len(flags) < len(words))
 
 
@@ -112,7 +115,7 @@ def flags_of(words: list[str], unknown: Sequence[str] | None = None) -> list[str
 
 
 def _content(name: str) -> bytes:
-    """Read a file, but not one without an end."""
+    """Read a file up to a limit: a device such as /dev/zero never ends."""
     if name != "-":
         with Path(name).open("rb") as file:
             return file.read(_MOST_BYTES)

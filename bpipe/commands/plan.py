@@ -17,14 +17,14 @@ from bpipe.commands.launch import (
     REFUSES,
     TRAINED,
     cluster_of,
-    judged_reading,
     launch_document,
     lines,
     measured_of,
     picture_file,
+    reading_of,
 )
 from bpipe.commands.simulate import SUFFIXES, budgeted
-from bpipe.commands.terminal import Verbatim, print_json, progress_of, table, tell
+from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MEASURED, SEARCHED_FLAGS
@@ -35,13 +35,13 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import common_flags, difference
 from bpipe.plan.answer import LAUNCH, Answer, accuracy, advice, answer_document, answer_of, flags_of
 from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import CLEARLY, Candidate, cells, is_level
+from bpipe.plan.candidates import CLEARLY, EXPOSED, Candidate, cells, is_level, legend
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, remarks, verdict
 from bpipe.plan.front import MOST_TIMES, Front, find_front, front_document, standing
 from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import predict
-from bpipe.plan.refusals import has_transformer_engine, refused_launch
+from bpipe.plan.refusals import refused_launch
 from bpipe.plan.search import INDISTINCT, Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, divisors, num_grids, usual_contexts, with_free_switches
@@ -105,7 +105,7 @@ COMMAND = Command(
 
 
 def run(asked: Options) -> int:
-    reading = judged_reading(asked)
+    reading = reading_of(asked, SEARCHED_FLAGS.flags)
     # The search chooses these whatever the launch says; `yours` below is the launch as it is.
     every = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
     options = Options(
@@ -190,7 +190,6 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         micro_batches=None if asked.micro_batch is None else tuple(asked.micro_batch),
         chunk_counts=None if asked.chunks is None else tuple(asked.chunks),
         others=() if reading is None else reading.others,
-        has_transformer_engine=reading is None or has_transformer_engine(reading.flags),
         slices=_slices(asked, reading, model.sequence),
     )
     return with_free_switches(space)
@@ -309,7 +308,7 @@ def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
     tell(advice(answer), *([accuracy(choices[-1])] if choices else ()))
     for row in choices:
         tell(*(f"{row.name}: the trainer refuses this: {reason}" for reason in row.refused[:2]))
-        tell(*([Verbatim(f"{row.name}: {row.flags}")] if row.flags else ()))
+        tell(*([Flags(f"{row.name}: {row.flags}")] if row.flags else ()))
     tell("", *parts)
     if answer.taken is not None:
         tell("", advice(answer))
@@ -370,7 +369,7 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
     shown = [*([yours] if isinstance(yours, Candidate) else ()), *rows]
     parts += [head, *calibration_lines(cluster)]
     if shown:
-        parts.append(table(_OF_ROWS, cells(_OF_ROWS, shown)))
+        parts += [table(_OF_ROWS, cells(_OF_ROWS, shown)), f"{legend(row.setup for row in shown)}; {EXPOSED}"]
     num_level = sum(is_level(row.iteration_s, rows[0].iteration_s) for row in rows)
     if num_level < len(rows):
         percent = f"{100 * (CLEARLY - 1):.0f} %"
@@ -380,7 +379,7 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
     for row in shown:
         parts += ["", *_details(row, outcome, notes.launch)]
     if rows and notes.launch is None:
-        parts += ["", Verbatim(f"all rows: {shlex.join(common_flags(rows[0].setup))}")]
+        parts += ["", Flags(f"all rows: {shlex.join(common_flags(rows[0].setup))}")]
     families = family_rows(outcome)
     if families:
         parts += ["", table(("schedule", "its fastest configuration"), families), *trainer_needs(outcome)]
@@ -396,7 +395,7 @@ def _details(row: Candidate, outcome: Outcome, launch: Reading | None) -> list[s
     lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(memory)}"]
     if row.name in map(str, range(1, len(outcome.rows) + 1)):
         texts = remarks(row, pairs_apart(row.prediction, outcome.space.profile))
-        return [*lines, *(f"   {text}" for text in texts), Verbatim(f"   {flags_of(row.setup, launch)}")]
+        return [*lines, *(f"   {text}" for text in texts), Flags(f"   {flags_of(row.setup, launch)}")]
     misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
     return [*lines, *(f"   {text}" for text in (*remarks(replace(row, refused=())), fits))]
@@ -407,8 +406,8 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
     peaks = [gib_text(rank.peak_bytes) for rank in memory]
     if len(peaks) <= _ALL_SHOWN:
         return " ".join(peaks)
-    alike = ((value, len(tuple(run))) for value, run in groupby(peaks))
-    return " ".join(value if number == 1 else f"{number} x {value}" for value, number in alike)
+    runs = ((value, len(tuple(run))) for value, run in groupby(peaks))
+    return " ".join(value if number == 1 else f"{number} x {value}" for value, number in runs)
 
 
 def print_front(front: Front, space: Space, options: Options, plot: Path | None) -> None:
@@ -465,7 +464,8 @@ def _front_cells(front: Front) -> tuple[tuple[str, ...], list[list[str]]]:
 def _front_remarks(front: Front) -> list[str]:
     needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
     searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
-    return [*needs, standing(front), *([searched] if front.not_searched else [])]
+    letters = legend(row.setup for row in front.points)
+    return [letters, *needs, standing(front), *([searched] if front.not_searched else [])]
 
 
 def _drawn(front: Front, title: str, suffix: str) -> bytes:

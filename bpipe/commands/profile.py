@@ -64,7 +64,7 @@ def run(options: Options) -> None:
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {})}
     ended = subprocess.run([sys.executable, "-m", PROGRAM, *flags(options)], env=environment, check=False)
     if ended.returncode:
-        # The program has said why.
+        # The program has printed the reason.
         sys.exit(ended.returncode)
 
 

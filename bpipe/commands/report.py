@@ -14,13 +14,18 @@ if TYPE_CHECKING:
 
 
 COMMAND = Command(
-    (Group("", (outputs.FOLDER, outputs.ITERATION, outputs.FORMAT, outputs.HTML, outputs.TRACE)),),
+    (Group("", (outputs.FOLDER, outputs.BASELINE, outputs.ITERATION, outputs.FORMAT, outputs.HTML, outputs.TRACE)),),
     (
         Task("show what a run held and where it waited", "bpipe report runs/first", ("folder", "iteration", "format")),
         Task(
             "write a page and a timeline",
             "bpipe report runs/first --html report.html --trace trace.json",
             ("html", "trace"),
+        ),
+        Task(
+            "set a balanced run next to the same training without balancing",
+            "bpipe report runs/balanced --baseline runs/stock --html report.html",
+            ("baseline",),
         ),
     ),
 )
@@ -34,11 +39,11 @@ def run(options: Options) -> None:
     if held is not None and not has_iterations(options.folder):
         _shortage(options, held)
         return
-    report = report_of(options.folder, options.iteration)
+    report = report_of(options.folder, options.iteration, options.baseline)
     if options.html is not None:
         from bpipe.record.report.output.page import render, view
 
-        # Encoded before anything is written: what cannot be would leave an empty page.
+        # Encode before the file is opened: an error here must not leave an empty page.
         Path(options.html).write_bytes(render(view(report)).encode("utf-8", "backslashreplace"))
     if options.trace is not None:
         from bpipe.record.report.output.trace import write_trace
@@ -62,7 +67,7 @@ def _shortage(options: Options, held: Held) -> None:
     """Print what a run held that ended before it recorded an iteration, and what would have fitted."""
     from bpipe.record.report.shortage import document, text
 
-    for flag in ("html", "trace", "iteration"):
+    for flag in ("baseline", "html", "trace", "iteration"):
         if getattr(options, flag) is not None:
             raise ValueError(
                 f"--{flag}: {options.folder} has no recorded iteration; the table and --format json show what was held"

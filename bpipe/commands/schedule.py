@@ -14,7 +14,7 @@ from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import FORMATS
 from bpipe.config.flags.values import AUTO, unit_costs
-from bpipe.schedule.action import SHARDS, Action, Kind
+from bpipe.schedule.action import SHARDS, TRANSFER, Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.families.families import (
     FAMILIES,
@@ -210,9 +210,8 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
 
         return write_png(schedule)
     width = shutil.get_terminal_size().columns if to_terminal else None
-    return (
-        write_grid(schedule, width, _paint if to_terminal and has_colours() else None) + _remarks(schedule, given)
-    ).encode()
+    grid = write_grid(schedule, width, _paint if to_terminal and has_colours() else None)
+    return (grid + _remarks(schedule, given) + (_legend(schedule) if to_terminal else "")).encode()
 
 
 def _listed(schedule: Schedule, exchange_name: str | None) -> str:
@@ -242,6 +241,18 @@ def _remarks(schedule: Schedule, given: Times) -> str:
     times = _times_of(schedule, *given) if any(given) or schedule.split_stages else None
     numbers |= {name: str(times[name]) for name in ("makespan", "bubble_percent")} if times else {}
     return f"# {' '.join(f'{name}={number}' for name, number in numbers.items())}\n"
+
+
+def _legend(schedule: Schedule) -> str:
+    """Write what the letters of a grid mean."""
+    slots = (slot for row in schedule.ranks for slot in row)
+    kinds = {action.kind for slot in slots for action in (*slot.computations, *slot.transfers)}
+    words = []
+    for kind in (kind for kind in Kind if kind in kinds):
+        letter = kind.value[0] if kind in TRANSFER else kind.value
+        words.append(f"{letter} {kind.name.lower().replace('_', ' ')}")
+    legend = f"C computations, T transfers; {', '.join(words)}, each with its micro-batch"
+    return textwrap.fill(legend, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False) + "\n"
 
 
 def _times_of(schedule: Schedule, costs: tuple[Fraction, ...] | None, hop: Fraction | None) -> dict[str, object] | None:

@@ -28,7 +28,7 @@ from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import CLEARLY, HOSTS, Candidate, cells, describe, is_level
+from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, Candidate, cells, describe, is_level
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks, tightness_warning
 from bpipe.plan.options import filled, setup_of
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SUFFIXES = (".svg", ".png")
-# Of more the totals stand above them, too.
+# With more ranks, the totals are printed above them, too.
 _MANY_RANKS = 16
 _SIDES = ("A", "B")
 _TOTALS = ("iteration s", "range s", "MFU %", "bubble, % of pipeline", "bubble, % of spans", "exposed s", "state")
@@ -57,6 +57,11 @@ _COMPARED = (
     *("configuration", "iteration s", "range s", "MFU %", "bubble, % of pipeline", "exposed s", "peak GiB", "of GiB"),
     *("state", "least full GiB", "evictions"),
 )
+_RANK_LEGEND = (
+    "hosted: kept for other ranks; working: needed by one computation on top; fragm.: lost to fragmentation; "
+    "overhead: CUDA context and communicators"
+)
+_TOTALS_LEGEND = f"span: from a rank's first computation to its last; {EXPOSED}"
 _RANK_TITLES = (
     *("rank", "layers", "weights", "gradients", "optimizer", "activations", "hosted", "working", "fragm.", "overhead"),
     *("peak", "evictions", "fits"),
@@ -238,7 +243,7 @@ def _draw(simulation: Simulation, prediction: SetupPrediction, options: Options,
 
 
 def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
-    """Return the setup and plan within the memory budget asked for. Raises ValueError where no plan keeps it."""
+    """Return the setup and plan within the memory budget asked for. Raises ValueError if no plan keeps it."""
     if options.memory is None:
         return setup, None
     if options.balance == BALANCES[0] or options.bound is not None:
@@ -288,11 +293,12 @@ def _text(row: Candidate, apart: str | None) -> list[str | Table]:
         "",
         f"GiB of one device of each rank, of {gib_text(row.limit_bytes)}:",
         table(_RANK_TITLES, ranks, ["" if rank.fits else "red" for rank in prediction.memory]),
+        _RANK_LEGEND,
         "",
         *calibration_lines(setup.cluster),
         *needs,
         *remarks(row, apart),
-        flops,
+        f"{flops}; {_TOTALS_LEGEND}",
         totals,
     ]
 
@@ -336,7 +342,7 @@ def _fits(prediction: SetupPrediction, fullest: RankMemory) -> str:
 
 
 def _figures(prediction: SetupPrediction, fullest: RankMemory) -> list[list[str]]:
-    """Return the four at the head of the page."""
+    """Return the four figures at the head of the page."""
     setup, timing = prediction.setup, prediction.timing
     longest = max(range(setup.pipeline), key=timing.exposed_s.__getitem__)
     measured = range_words(setup.error_bars, timing.iteration_s)
@@ -382,7 +388,7 @@ def _rank_row(prediction: SetupPrediction, simulation: Simulation, rank: int) ->
 
 
 def _under(row: RankMemory) -> list[list[Any]]:
-    """What lies under a rank's activations all the time, from the floor up."""
+    """What a rank holds all the time, drawn under its activations, the lowest first."""
     return [
         ["weights", row.weights_bytes],
         ["gradients", row.gradients_bytes],

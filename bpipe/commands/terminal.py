@@ -75,8 +75,19 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], styles: Sequence
     return shown
 
 
-class Verbatim(str):
-    """Text that is copied, such as flags: its lines are never broken."""
+class Flags(str):
+    """Text with flags that are copied to a shell: a long line is broken before a flag, with a backslash."""
+
+    def fitted(self, width: int) -> str:
+        """Return lines that a shell reads as one, as wide as `width` where the flags allow it."""
+        first, *flags = re.split(r" (?=--)", self)
+        lines, indent = [first], " " * (len(self) - len(self.lstrip()) + 4)
+        for flag in flags:
+            if len(lines[-1]) + len(flag) + 1 <= width - 2:
+                lines[-1] += f" {flag}"
+            else:
+                lines.append(f"{indent}{flag}")
+        return " \\\n".join(lines)
 
 
 def tell(*parts: str | Table) -> None:
@@ -84,8 +95,8 @@ def tell(*parts: str | Table) -> None:
     console = _console(sys.stdout)
     with console.capture() as capture:
         for part in parts:
-            if isinstance(part, Verbatim):
-                console.print(part, soft_wrap=True)
+            if isinstance(part, Flags):
+                console.print(part.fitted(console.width), soft_wrap=True)
             elif isinstance(part, str):
                 indent = " " * (len(part) - len(part.lstrip()))
                 lines = textwrap.wrap(

@@ -93,7 +93,7 @@ class Word:
 
 @dataclass(slots=True)
 class Picture:
-    """Shapes and words to draw, back to front."""
+    """Shapes and words to draw, back to front, on a page of this size in pixels."""
 
     width: int
     height: int
@@ -137,8 +137,8 @@ def _pooled(schedule: Schedule, rank: int) -> list[str]:
     hosts = schedule.hosts if schedule.is_pooled else None
     if hosts is None:
         return []
-    to, guests = ",".join(map(write_host, hosts[rank])), ",".join(map(str, guests_of(schedule, rank)))
-    return [f"{word} {names}" for word, names in (("to", to), ("for", guests)) if names]
+    targets, guests = ",".join(map(write_host, hosts[rank])), ",".join(map(str, guests_of(schedule, rank)))
+    return [f"{word} {names}" for word, names in (("to", targets), ("for", guests)) if names]
 
 
 def stack(pictures: Sequence[Picture]) -> Picture:

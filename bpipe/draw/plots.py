@@ -99,7 +99,7 @@ def _scatter_groups(axes: Axes, points: Sequence[FrontPoint]) -> None:
 
 
 def _number_points(axes: Axes, points: Sequence[FrontPoint], winner: int | None) -> None:
-    """Write the numbers of points that are apart from those that have one; the table has all."""
+    """Number the points whose number overlaps no other; the table has all."""
     gib, seconds = _coordinates(points)
     wide, high = max(gib) - min(gib) or 1, max(seconds) - min(seconds) or 1
     named: list[tuple[float, float]] = []

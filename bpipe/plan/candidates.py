@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,22 @@ HOSTS = {
     HOST: " with node memory",
     ALL: " in a pool with node memory",
 }
+
+
+# The letters of `describe`.
+_LETTERS = {
+    "t": "tensor",
+    "c": "context",
+    "p": "pipeline",
+    "d": "data parallelism",
+    "ep": "expert parallelism",
+    "etp": "its tensor parallelism",
+    "b": "micro-batch size",
+    "v": "chunks per rank",
+    "g": "micro-batches per group",
+    "k": "slices per sequence",
+}
+EXPOSED = "exposed: time in which computation waits for evictions and loads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +174,9 @@ def describe(setup: Setup) -> str:
     return (
         f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{slices}{layers}{shards}{halves}{balance}"
     )
+
+
+def legend(setups: Iterable[Setup]) -> str:
+    """Return the meaning of the letters in the descriptions of these configurations."""
+    used = re.findall(r"\b([a-z]+)=", " ".join(map(describe, setups)))
+    return ", ".join(f"{letter}: {_LETTERS[letter]}" for letter in _LETTERS if letter in used)

@@ -55,6 +55,12 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "precision": setup.precision,
         **({} if setup.fp8 is None else {f"fp8_{name}": value for name, value in asdict(setup.fp8).items()}),
         **_if(types.use_precision_aware_optimizer, **asdict(types)),
+        **_if(
+            setup.model.further is not None,
+            mtp_num_layers=setup.model.mtp_num_layers,
+            mtp_use_repeated_layer=setup.model.mtp_use_repeated_layer,
+            mtp_stage=setup.further_stage,
+        ),
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,
         "kernels": setup.kernels,

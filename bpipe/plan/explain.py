@@ -23,6 +23,7 @@ from bpipe.predict.nodes import replicas_share_nodes
 from bpipe.predict.profile import Profile
 from bpipe.predict.replicas import update_seconds
 from bpipe.predict.saved_tensors import kept_share
+from bpipe.predict.states import cpu_optimizer_bytes
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
@@ -44,6 +45,18 @@ def only_balanced(row: Candidate) -> str | None:
         return None
     needs = f"{gib_text(row.unbalanced_bytes)} of {gib_text(row.limit_bytes)} GiB"
     return f"fits only with balancing: without it, the fullest rank needs {needs}"
+
+
+def cpu_optimizer(setup: Setup) -> str | None:
+    """Return what the optimizer takes of CPU memory, and what of its time is not known; None where it takes none."""
+    if not setup.state_types.on_cpu:
+        return None
+    sizes = cpu_optimizer_bytes(setup)
+    rank = sizes.index(max(sizes))
+    return (
+        f"the optimizer takes {gib_text(sizes[rank])} GiB of CPU memory for a device of rank {rank}, the most of all; how "
+        "long the CPU takes for the update is not known: only transfers to it and back are timed"
+    )
 
 
 def uneven_by_counts(setup: Setup) -> str | None:
@@ -79,6 +92,7 @@ def remarks(row: Candidate, apart: str | None = None) -> list[str]:
         costly_halves(prediction),
         replicas_apart(row.setup),
         uneven_by_counts(row.setup),
+        cpu_optimizer(row.setup),
         tightness_warning(prediction),
         apart,
         *refusals(row),

@@ -25,7 +25,7 @@ from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.slices import slice_bounds
-from bpipe.predict.training import FP8_RECIPES, STATE_FIELDS, SWITCHES, Fp8, StateTypes, Switches
+from bpipe.predict.training import FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, Fp8, StateTypes, Switches
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
@@ -42,6 +42,7 @@ MODEL_SWITCHES = {
     "rotary": ("learned_positions", False),
     "untie_embeddings_and_output_weights": ("tied_embedding", False),
     "no_dropout": ("dropout", False),
+    "mtp_use_repeated_layer": ("mtp_use_repeated_layer", True),
 }
 _SIZES = tuple(flag.field for flag in SIZES)
 _SETUP_FIELDS = {field.name for field in fields(Setup)}
@@ -123,13 +124,14 @@ def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any
     rest = dict(launch)
     for name in ("pipeline", "chunks"):
         if values.get(name) is not None and values[name] != rest.get(name):
-            rest.pop("layers", None)
-            rest.pop("chunks", None)
+            for cut in ("layers", "chunks", "mtp_stage"):
+                rest.pop(cut, None)
     if values.get("chunks") is None:
         chunks = rest.get("chunks", DEFAULTS["chunks"])
         fewest = _fewest_chunks(values.get("schedule"), rest.get("schedule"), chunks)
         if fewest != chunks:
             rest.pop("layers", None)
+            rest.pop("mtp_stage", None)
             rest["chunks"] = fewest
     return rest
 
@@ -177,6 +179,7 @@ def training_of(options: Options) -> dict[str, Any]:
         "distributed_optimizer": not options.no_distributed_optimizer,
         "switches": Switches(**{name: getattr(options, name) for name in SWITCHES}),
         "routing": routing_of(options),
+        "transformer_impl": getattr(options, "transformer_impl", IMPLEMENTATIONS[0]),
         "fp8": fp8_of(options),
         "state_types": StateTypes(**{name: value for name, value in types.items() if value is not None}),
     }

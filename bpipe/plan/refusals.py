@@ -59,11 +59,6 @@ def guarded(setup: Setup, others: Others = ()) -> bool:
     return not refused(setup, others) and bool(refused(setup, (*others, _STRICT)))
 
 
-def has_transformer_engine(flags: Sequence[str]) -> bool:
-    """Whether a launch trains with Transformer Engine's layers, as Megatron does by default."""
-    return bool(Settings(settings_of(flags)).transformer_impl != "local")
-
-
 def without_overlap(setup: Setup) -> Setup:
     """Return the setup without `--tp-comm-overlap`."""
     return replace(setup, switches=replace(setup.switches, tp_comm_overlap=False))

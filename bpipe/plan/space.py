@@ -17,7 +17,7 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from bpipe.predict.profile import Profile
 from bpipe.predict.recompute import BLOCK, RECOMPUTE, Recompute, read_scope
-from bpipe.predict.training import ATTENTION, Training
+from bpipe.predict.training import ATTENTION, IMPLEMENTATIONS, Training
 from bpipe.schedule.families.families import DEFAULTS, FAMILIES, default_family
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import PAIR
@@ -97,8 +97,6 @@ class Space(Training):
     """Chunks per rank."""
     others: tuple[tuple[str, str], ...] = ()
     """Flags and values of the launch that the trainer may refuse."""
-    has_transformer_engine: bool = True
-    """Whether the launch trains with Transformer Engine's layers."""
     slices: tuple[int, ...] = (1,)
     """Numbers of slices per sequence."""
 
@@ -138,7 +136,7 @@ def with_free_switches(space: Space) -> Space:
     switches = replace(
         space.switches.with_overlaps(distributed_optimizer=space.distributed_optimizer),
         no_overlap_p2p_communication=False,
-        tp_comm_overlap=space.kernels == "gpu" and space.has_transformer_engine,
+        tp_comm_overlap=space.kernels == "gpu" and space.transformer_impl == IMPLEMENTATIONS[0],
     )
     return replace(space, switches=switches)
 

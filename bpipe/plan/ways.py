@@ -125,17 +125,20 @@ class _Tried:
         is_less = self._planned is not None or row.peak_bytes <= HELPFUL * self._now.peak_bytes
         return is_less or (row.can_run and row.iteration_s < self._now.timing.iteration_s)
 
-    def _fastest_s(self) -> float:
+    def _fastest_s(self, setup: Setup) -> float:
+        """Return the time of the fastest that a pair has to beat: what the CPU updates is compared only with its like."""
         now_s = self._now.timing.iteration_s if self._now.fits and not self._now.is_tight else inf
         rows = (trial.row for trial in self.trials)
-        return min((row.iteration_s for row in rows if row.can_run and not row.is_tight), default=now_s)
+        alike = (row for row in rows if row.can_run and not (row.is_tight or _on_cpu(row.setup) > _on_cpu(setup)))
+        return min((row.iteration_s for row in alike), default=now_s)
 
     def take(self, change: _Change, after: _Trial | None = None) -> None:
         """Predict a change, alone or after another one; of a pair only if it may be the fastest."""
         if after is not None and after.kind == change.kind:
             return
         try:
-            if after is not None and lower_bound_s(change.plain(), self._profile) >= self._fastest_s():
+            bounded = None if after is None else change.plain()
+            if bounded is not None and lower_bound_s(bounded, self._profile) >= self._fastest_s(bounded):
                 return
             plain = change.apply()
             changed = plain if self._planned is None else self._planned(plain)
@@ -151,14 +154,23 @@ class _Tried:
         name = change.name if after is None else f"{after.row.name}; {change.name}"
         refusals = refused(changed, self._others)
         row = Candidate(prediction, name, refused=refusals, is_guarded=guarded(changed, self._others))
-        is_worth_a_row = after is None or (row.can_run and row.iteration_s < self._fastest_s())
+        is_worth_a_row = after is None or (row.can_run and row.iteration_s < self._fastest_s(changed))
         if is_worth_a_row and not any(_stands_for(trial.row, row) for trial in self.trials):
             self.trials.append(_Trial(row, change.kind, plain))
 
 
 def _place(row: Candidate) -> tuple[int, float]:
-    """Sort key. A tight one takes longer than is predicted, so its time is not compared."""
-    return (int(row.is_tight), row.iteration_s) if row.can_run else (2, row.peak_bytes)
+    """Sort key: the time of what takes longer than is predicted is not compared with the others'."""
+    return (int(_is_slower(row)), row.iteration_s) if row.can_run else (2, row.peak_bytes)
+
+
+def _is_slower(row: Candidate) -> bool:
+    """Whether it takes longer than is predicted: it is tight, or the CPU updates weights."""
+    return row.is_tight or _on_cpu(row.setup)
+
+
+def _on_cpu(setup: Setup) -> bool:
+    return setup.state_types.on_cpu > 0
 
 
 def _stands_for(row: Candidate, other: Candidate) -> bool:
@@ -205,6 +217,9 @@ def _types(setup: Setup) -> Iterator[_Change]:
     if setup.distributed_optimizer and not types.use_precision_aware_optimizer:
         moments = replace(types, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
         yield _with(setup, "optimizer", "moments of Adam in 16 bits (rounds differently)", state_types=moments)
+    if setup.distributed_optimizer and not types.optimizer_cpu_offload:
+        offloaded = replace(types, use_precision_aware_optimizer=True, optimizer_cpu_offload=True)
+        yield _with(setup, "optimizer", "optimizer on the CPU (its time is not known)", state_types=offloaded)
     if setup.fp8 is not None and not setup.fp8.param_gather:
         yield _with(setup, "weights", "weights gathered in 8 bits", fp8=replace(setup.fp8, param_gather=True))
     overlaps = switches.with_overlaps(distributed_optimizer=setup.distributed_optimizer)
@@ -260,6 +275,7 @@ def _as_long(setup: Setup, name: str, tensor: int, pipeline: int) -> _Change:
             tensor=tensor,
             pipeline=pipeline,
             layers=_layers_over(setup, pipeline, setup.num_chunks),
+            mtp_stage=None,
             sequence_parallel=tensor > 1,
             budget_bytes=budgets,
         )
@@ -316,7 +332,7 @@ def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
     # The order is chosen anew; slices stay.
     options: dict[str, Any] = {option: field.default for option, field in TAKEN.items() if option != "slices"}
     options |= {"schedule": name, "num_chunks": chunks}
-    return lambda: replace(setup, layers=_layers_over(setup, setup.pipeline, chunks), **options)
+    return lambda: replace(setup, layers=_layers_over(setup, setup.pipeline, chunks), mtp_stage=None, **options)
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:

@@ -21,7 +21,7 @@ from bpipe.predict.nodes import rank_domains, rank_nodes, replicas_share_nodes
 from bpipe.predict.recompute import LayerScope, StageLayers
 from bpipe.predict.replicas import stage_buckets, update_seconds
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
-from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, num_tokens, sent_bytes
+from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, predicted_tokens, sent_bytes, sent_from
 from bpipe.predict.slice_lengths import Growth, equal_bounds, lengths_of
 from bpipe.predict.slices import kept_memory, slice_setups
 from bpipe.schedule.families.families import exchange_of
@@ -38,10 +38,10 @@ def collective_seconds(setup: Setup) -> CollectiveCost:
     slowest = (
         device.between_bytes_per_s if len(set(rank_domains(setup))) > 1 else device.among(setup.pipeline)
     ) * LINK_EFFICIENCY
-    tokens, sent = num_tokens(setup), sent_bytes(setup)
+    tokens, sent = predicted_tokens(setup), setup.model.num_predictions * sent_bytes(setup)
     statistics = STATISTICS * STATISTICS_BYTES * tokens * setup.vocabulary_shards
     hidden = 4 * tokens * setup.model.hidden_size / setup.sequence_shards
-    inputs = sent if setup.input_shards else 0
+    inputs = sent_bytes(setup) if setup.input_shards else 0
     return CollectiveCost(*(num_bytes / slowest for num_bytes in (sent, statistics, hidden, inputs, inputs)))
 
 
@@ -155,7 +155,7 @@ def predict_costs(setup: Setup) -> Costs:
 
 def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[StageCost]:
     every, parts = setup.stage_layers, part_seconds(setup)
-    saved, sent = stage_bytes(setup), sent_bytes(setup)
+    saved = stage_bytes(setup)
     after_input, buckets = after_input_bytes(setup), stage_buckets(setup)
     stages = []
     # Of hundreds of stages nearly all are alike.
@@ -165,7 +165,8 @@ def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[S
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
         moved = saved[stage] if setup.balance is None else setup.balance.part_bytes.get(stage, saved[stage])
-        key = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage], buckets[stage])
+        sent = sent_from(setup, stage)
+        key = (layers, first, last, reduction, update, saved[stage], sent, moved, after_input[stage], buckets[stage])
         if key not in costs:
             costs[key] = replace(
                 stage_cost(parts, layers, first, last),

@@ -25,7 +25,7 @@ def training_flops(
     if formula == "megatron":
         matrices = (
             sum(number * product_parameters(model, kind) for kind, number in model.kinds())
-            + model.hidden_size * vocabulary
+            + model.num_predictions * model.hidden_size * vocabulary
         )
         attending = sum(number for kind, number in model.kinds() if kind.attends)
         return batch * sequence * (6 * (matrices + attending * model.core_size * sequence) + _scans(model))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def without_layers(layers: Sequence[int]) -> int | None:
+def without_layers(layers: Sequence[int], further_stage: int | None = None) -> int | None:
     """Return the first stage without a layer that needs one: of several the first may have the embedding alone, the
-    last the output layer."""
-    ends = (0, len(layers) - 1) if len(layers) > 1 else ()
-    return next((stage for stage, num in enumerate(layers) if num < (stage not in ends)), None)
+    last the output layer, and another one the prediction of further tokens."""
+    spared = (0, further_stage, len(layers) - 1) if len(layers) > 1 else ()
+    return next((stage for stage, num in enumerate(layers) if num < (stage not in spared)), None)
 
 
 def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -> tuple[int, ...] | None:

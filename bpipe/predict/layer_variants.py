@@ -25,6 +25,8 @@ class LayerKind(NamedTuple):
     """Tokens that a token attends to at most."""
     symbol: str | None = None
     """Symbol of a hybrid model's layer, which is one part; None: attention with an MLP or experts."""
+    further: bool = False
+    """Whether it predicts a further token, from a projection of hidden states joined to that token's embedding."""
 
     @property
     def is_mamba(self) -> bool:

@@ -15,7 +15,15 @@ from bpipe.predict.layer_counts import without_layers
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.model import Model
 from bpipe.predict.recompute import Recompute, StageLayers, read_recompute, stage_layers
-from bpipe.predict.training import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS, Training
+from bpipe.predict.training import (
+    ATTENTION,
+    CP_COMM_TYPES,
+    IMPLEMENTATIONS,
+    KEPT_HALVES,
+    KERNELS,
+    PRECISIONS,
+    Training,
+)
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN, Layout, SliceLengths, Vocabulary, microbatches_of
@@ -29,6 +37,7 @@ _CHOICES = {
     "kernels": KERNELS,
     "keep_weights_halves": KEPT_HALVES,
     "cp_comm_type": CP_COMM_TYPES,
+    "transformer_impl": IMPLEMENTATIONS,
 }
 
 
@@ -71,6 +80,8 @@ class Setup(ScheduleSpec, Training):
     """Lengths of slices, if sequences are cut."""
     span: tuple[int, int] | None = None
     """First and end token of a slice: sizes and seconds are then those of its tokens (`predict.slices`)."""
+    mtp_stage: int | None = None
+    """Stage that predicts further tokens, if it is not the last."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -98,8 +109,14 @@ class Setup(ScheduleSpec, Training):
 
     def _check_layers(self) -> None:
         stages, num_layers = self.pipeline * self.num_chunks, self.model.num_layers
-        if (len(self.layers), sum(self.layers)) != (stages, num_layers) or without_layers(self.layers) is not None:
+        empty = without_layers(self.layers, self.mtp_stage)
+        if (len(self.layers), sum(self.layers)) != (stages, num_layers) or empty is not None:
             raise ValueError(f"layers {self.layers} must give {stages} stages {num_layers} layers in all")
+        if self.mtp_stage is not None and not (self.norm_stage <= self.mtp_stage < stages - 1 and self.model.further):
+            raise ValueError(
+                f"stage {self.mtp_stage} cannot predict further tokens: give a stage behind all layers and before the "
+                "last, and --mtp-num-layers, or leave it to the last stage"
+            )
         self.switches.check(self, sequence_parallel=self.tensor == 1 or self.sequence_parallel)
         self.state_types.check(self)
 
@@ -127,8 +144,8 @@ class Setup(ScheduleSpec, Training):
             raise ValueError(f"expert parallel {ep} does not divide the {experts.num_experts} experts")
         if block % (ep * divided):
             raise ValueError(
-                f"expert parallel {ep} * expert tensor parallel {divided} does not divide t*{'c*' * (self.context > 1)}d "
-                f"= {block}"
+                f"expert parallel {ep} * expert tensor parallel {divided} does not divide tensor * "
+                f"{'context * ' * (self.context > 1)}data parallel = {block}: choose sizes that do"
             )
         if self.tensor > 1 and not self.sequence_parallel:
             raise ValueError("experts with tensor parallelism need sequence parallelism: give --sequence-parallel")
@@ -318,7 +335,20 @@ class Setup(ScheduleSpec, Training):
     @property
     def stage_layers(self) -> tuple[StageLayers, ...]:
         """Number of layers of each kind in every stage, by what of them is recomputed."""
-        return stage_layers(self.model, self.recomputed, self.layers)
+        return stage_layers(self.model, self.recomputed, self.layers, self.further_stage)
+
+    @property
+    def further_stage(self) -> int | None:
+        """Stage that predicts further tokens; None if there are none."""
+        if self.model.further is None:
+            return None
+        return self.num_stages - 1 if self.mtp_stage is None else self.mtp_stage
+
+    @property
+    def norm_stage(self) -> int:
+        """Stage of the final norm: with further tokens, that of the last layer."""
+        last = self.num_stages - 1
+        return last if self.model.further is None else max(stage for stage, num in enumerate(self.layers) if num)
 
     @property
     def differs(self) -> bool:

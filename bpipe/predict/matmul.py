@@ -86,6 +86,12 @@ def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
     return Layer(tuple(products[::2]), tuple(products[1::2]))
 
 
+def projection_products(setup: Setup) -> Products:
+    """Return the products of the projection of hidden states joined to a further token's embedding."""
+    hidden = setup.model.hidden_size
+    return _of_layer(setup, 2 * hidden, hidden / setup.tensor)
+
+
 def latent_up_products(setup: Setup, latent: Latent) -> tuple[Products, Products]:
     """Return the products of the up projections: to queries, and to keys and values."""
     model, t = setup.model, setup.tensor

@@ -19,7 +19,7 @@ from bpipe.predict.layers.ends import last_saved, loss_working_bytes, shard_byte
 from bpipe.predict.layers.layer import layer_working_bytes
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.saved_tensors import after_input_bytes, again_bytes, stage_bytes
-from bpipe.predict.sizes import element_bytes, num_tokens, sent_bytes, total
+from bpipe.predict.sizes import element_bytes, num_tokens, sent_bytes, sent_from, total
 from bpipe.predict.slices import kept_memory, slice_setups
 from bpipe.predict.states import over_replicas, parameter_bytes, rank_experts, rank_parameters, weight_bytes
 from bpipe.schedule.families.families import FAMILIES
@@ -98,17 +98,24 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
 def _working_bytes(setup: Setup) -> tuple[int, ...]:
     # A layer's backward: gradients of a matrix's input and output over the whole sequence, and what a part makes.
     around = 2 * element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
-    inside = max(layer_working_bytes(setup, kind) for kind, _ in setup.model.kinds())
-    layer = max(around + inside + again_bytes(setup), exchange_bytes(setup))
+    kinds = [kind for kind, _ in setup.model.kinds()]
+    inside = max(layer_working_bytes(setup, kind) for kind in kinds)
+    usual, with_further = (
+        max(around + inside + again_bytes(setup, some), exchange_bytes(setup))
+        for some in ([kind for kind in kinds if not kind.further], kinds)
+    )
+    further = {placement[setup.further_stage] for placement in setup.placements if setup.further_stage is not None}
+    layers = [with_further if rank in further else usual for rank in range(setup.pipeline)]
     loss = loss_working_bytes(setup)
-    buffers = 2 * sent_bytes(setup) if setup.pipeline > 1 else 0
+    # Of further tokens only a stage that predicts them apart from the loss sends values.
+    sent = sent_bytes(setup) if setup.mtp_stage is None else sent_from(setup, setup.mtp_stage)
+    buffers = 2 * sent if setup.pipeline > 1 else 0
     if setup.is_sharded:
         # A layer's backward may run between S and T.
-        return (shard_bytes(setup) + max(layer, shard_working_bytes(setup)) + buffers,) * setup.pipeline
+        return tuple(shard_bytes(setup) + max(layer, shard_working_bytes(setup)) + buffers for layer in layers)
     # By then the loss has freed what it saved.
-    behind_loss = max(loss, layer - total(last_saved(setup)))
-    last = {placement[-1] for placement in setup.placements}
-    return tuple((behind_loss if rank in last else layer) + buffers for rank in range(setup.pipeline))
+    freed, last = total(last_saved(setup)), {placement[-1] for placement in setup.placements}
+    return tuple((max(loss, layer - freed) if rank in last else layer) + buffers for rank, layer in enumerate(layers))
 
 
 def roomy_bytes(cluster: Cluster, kernels: str) -> int:

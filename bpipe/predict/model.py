@@ -67,6 +67,10 @@ class Model:
     """Every layer is one part alone."""
     no_positions: bool = False
     """Nothing encodes positions."""
+    mtp_num_layers: int | None = None
+    """Further tokens that are predicted, each by a layer like the last one (multi-token prediction)."""
+    mtp_use_repeated_layer: bool = False
+    """All further tokens are predicted by one layer, in turn."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -82,6 +86,16 @@ class Model:
             )
         if self.squared_relu and self.gated:
             raise ValueError(f"model {self.name}: SwiGLU and squared ReLU exclude each other: leave one of the two out")
+        if self.mtp_use_repeated_layer and self.mtp_num_layers is None:
+            raise ValueError(
+                f"model {self.name}: a repeated layer predicts further tokens, but there are none: give their number "
+                "(--mtp-num-layers), or leave --mtp-use-repeated-layer out"
+            )
+        if self.further and self.learned_positions:
+            raise ValueError(
+                f"model {self.name}: Megatron predicts further tokens with rotary positions or none: give "
+                "--position-embedding-type rope, or leave --mtp-num-layers out"
+            )
         if self.no_positions and self.learned_positions:
             raise ValueError(
                 f"model {self.name}: learned positions and no positions exclude each other: leave one of the two out"
@@ -126,6 +140,11 @@ class Model:
                 f"model {self.name}: hybrid layers have no latent attention, norms after attention or separate "
                 "pattern of experts: leave one of them out"
             )
+        if self.mtp_num_layers is not None:
+            raise ValueError(
+                f"model {self.name}: multi-token prediction is not modelled for hybrid layers: leave "
+                f"--mtp-num-layers {self.mtp_num_layers} out to predict the run without it"
+            )
 
     @property
     def is_uniform(self) -> bool:
@@ -151,9 +170,28 @@ class Model:
         experts = self.experts is not None and bool(self.experts.pattern[layer % len(self.experts.pattern)])
         return LayerKind(experts, windowed)
 
+    @property
+    def further(self) -> tuple[LayerKind, int] | None:
+        """The kind of layer that predicts further tokens, and how often it is computed: Megatron takes the last
+        layer's, and counts layers from one again for windows. None: no further tokens are predicted."""
+        if self.mtp_num_layers is None:
+            return None
+        window = self.window if self.window_pattern[0] else None
+        return self.kind(self.num_layers - 1)._replace(window=window, further=True), self.mtp_num_layers
+
+    @property
+    def num_predictions(self) -> int:
+        """How many tokens are predicted at each position."""
+        return 1 + (self.mtp_num_layers or 0)
+
+    def num_held(self, kind: LayerKind, computed: int) -> int:
+        """Return how many layers of a kind have weights of their own, if so many are computed."""
+        return 1 if kind.further and self.mtp_use_repeated_layer else computed
+
     def kinds(self) -> tuple[tuple[LayerKind, int], ...]:
-        """Return the number of layers of each kind."""
-        return ((self.kind(0), self.num_layers),) if self.is_uniform else _kinds(self)
+        """Return the number of layers of each kind, those for further tokens included."""
+        layers = ((self.kind(0), self.num_layers),) if self.is_uniform else _kinds(self)
+        return layers if self.further is None else (*layers, self.further)
 
     def check_mambas(self, tensor: int, context: int, on_cpu: bool) -> None:
         """Raise ValueError where Mamba layers are not cut so by Megatron, or not predicted so."""

@@ -34,6 +34,9 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
     hidden, gates = model.hidden_size, 2 if model.gated else 1
     matrices, biases, replicated = _attention(model) if kind.attends else (0, 0, 0)
     replicated += (2 if model.post_norms else 1) * kind.num_parts * model.norm_parameters
+    if kind.further:
+        # A projection of two, a norm of each, and a final norm.
+        matrices, replicated = matrices + 2 * hidden**2, replicated + 3 * model.norm_parameters
     if not kind.has_mlp:
         return LayerParameters(matrices, biases, replicated, 0)
     if kind.experts and model.experts is not None:
@@ -76,7 +79,7 @@ def _attention(model: Model) -> tuple[int, int, int]:
 
 def num_parameters(model: Model) -> int:
     """Return the number of all parameters."""
-    layers = sum(number * layer_parameters(model, kind).total for kind, number in model.kinds())
+    layers = sum(model.num_held(kind, number) * layer_parameters(model, kind).total for kind, number in model.kinds())
     embedding = model.vocabulary * model.hidden_size * (1 if model.tied_embedding else 2)
     positions = model.sequence * model.hidden_size * model.learned_positions
     return layers + model.norm_parameters + embedding + positions
@@ -84,7 +87,8 @@ def num_parameters(model: Model) -> int:
 
 @lru_cache(maxsize=1024)
 def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # noqa: B008  (a frozen value)
-    """Return the parameters by which every token is multiplied, as Megatron counts FLOPs: without routers.
+    """Return the parameters by which every token is multiplied, as Megatron counts FLOPs: without routers,
+    and with the norms around a projection to a further token.
 
     It takes a Mamba layer's inside to be twice the hidden size, even if its heads say otherwise.
     """
@@ -92,7 +96,7 @@ def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # n
         wide = 2 * model.hidden_size
         return model.hidden_size * (3 * wide + 2 * model.hybrid.key_size + model.hybrid.num_heads)
     of_layer = layer_parameters(model, kind)
-    count = of_layer.matrices
+    count = of_layer.matrices + 3 * model.hidden_size * kind.further
     if model.latent is not None:
         # The norms of what is projected down are among them there.
         count += (

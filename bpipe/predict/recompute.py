@@ -97,8 +97,18 @@ class Recompute:
             return WHOLE_LAYER if place < self.num_layers else NO_RECOMPUTATION
         return _BEHIND if place % self.num_layers else WHOLE_LAYER
 
+    @property
+    def further_scope(self) -> LayerScope:
+        """The scope of a layer that predicts further tokens, which Megatron does not recompute with `block`."""
+        return NO_RECOMPUTATION if self.method == "block" else self.scope(0)
+
     def checked(self, model: Model, kernels: str, in_fp8: bool) -> Recompute:
         """Return self. Raises ValueError for parts that a model does not have or Megatron does not recompute."""
+        if model.further is not None and self.method == "uniform" and self.num_layers > 1:
+            raise ValueError(
+                f"recompute {self.text}: layers that predict further tokens are recomputed one by one only: give "
+                "full or full:block:N"
+            )
         if not self.modules:
             return self
         shares, grouped = model.experts is not None and model.experts.shared_size > 0, kernels != "cpu"
@@ -147,8 +157,16 @@ StageLayers = tuple[tuple[LayerKind, LayerScope, int], ...]
 
 
 @lru_cache(maxsize=1024)
-def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
-    """Return layer kinds and scopes of stages with these numbers of layers, in the model's order."""
+def stage_layers(
+    model: Model, recompute: Recompute, layers: tuple[int, ...], further_stage: int | None = None
+) -> tuple[StageLayers, ...]:
+    """Return layer kinds and scopes of stages with these numbers of layers, in the model's order, one of which predicts
+    further tokens, too."""
+    if model.further is not None and further_stage is not None:
+        kind, number = model.further
+        stages = [*stage_layers(model, recompute, layers)]
+        stages[further_stage] += ((kind, recompute.further_scope, number),)
+        return tuple(stages)
     if model.is_uniform:
         kind = model.kind(0)
         return tuple(tuple((kind, scope, count) for scope, count in _scopes(recompute, number)) for number in layers)

@@ -17,12 +17,13 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
 
     If only reductions are overlapped, weights are still gathered after the update. Overlapped gathers are hidden: the
     first rank waits for its first layers' weights, and the others wait longer for inputs. A rank's shards count with
-    its first stage.
+    its first stage. Of an update on the CPU only the transfers count.
     """
     device, d = setup.cluster.device, setup.replicas
     weight, gradient, _, _ = parameter_bytes(setup)
     parameter_bytes_moved = _updated_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
+    on_cpu = float(setup.state_types.on_cpu)
     bandwidth = _replicas_bytes_per_s(setup, replicas_share_nodes(setup), replica_ports(setup))
     rows, matrices = [], stage_matrices(setup)
     for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
@@ -35,7 +36,9 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
             own_count += experts / (copies if setup.distributed_optimizer else 1)
         reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
         gathered = weight * sent if gathers else 0.0
-        updated = parameter_bytes_moved * own_count / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        updated = parameter_bytes_moved * own_count * (1 - on_cpu) / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        # Gradients go to the CPU, and weights come back; how long the CPU takes is not known.
+        updated += on_cpu * own_count * (gradient + weight) / (_host_bytes_per_s(setup) * LINK_EFFICIENCY)
         if setup.fp8 is not None:
             gathered *= 1 - matrices[stage] / own * (1 - setup.fp8.gathered_bytes / weight)
             # Every iteration's first micro-batch writes the weights in 8 bit.
@@ -69,6 +72,14 @@ def _updated_bytes(setup: Setup) -> int:
     weight, gradient, state, _ = parameter_bytes(setup)
     read = weight if setup.precision == "fp32" else 0
     return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read
+
+
+def _host_bytes_per_s(setup: Setup) -> float:
+    """Bandwidth of a device to its node's memory, while all devices of the node use theirs."""
+    device = setup.cluster.device
+    shared = device.host_node_bytes_per_s
+    each = device.host_bytes_per_s if shared is None else shared / setup.cluster.devices_per_node
+    return min(device.host_bytes_per_s, each)
 
 
 def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:

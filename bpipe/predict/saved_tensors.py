@@ -8,10 +8,13 @@ rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layers.attention import core_bytes
-from bpipe.predict.layers.ends import embedding_saved, last_saved
+from bpipe.predict.layers.ends import embedding_saved, final_norm_saved, last_saved
 from bpipe.predict.layers.layer import layer_after_input, layer_bytes, saved_within
+from bpipe.predict.layers.norms import keeps_received
 from bpipe.predict.layout import Setup
 from bpipe.predict.recompute import NO_RECOMPUTATION, LayerScope
 from bpipe.predict.sizes import Saved, sent_bytes, total
@@ -31,6 +34,8 @@ def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
     ]
     if stage == 0:
         rows += embedding_saved(setup)
+    if stage == setup.norm_stage:
+        rows += final_norm_saved(setup)
     if stage == setup.num_stages - 1:
         rows += last_saved(setup)
     return tuple(rows)
@@ -43,6 +48,7 @@ def stage_bytes(setup: Setup) -> tuple[int, ...]:
         return traced.saved_bytes
     saved = layers_bytes(setup)
     saved[0] += total(embedding_saved(setup))
+    saved[setup.norm_stage] += total(final_norm_saved(setup))
     saved[-1] += total(last_saved(setup))
     return tuple(saved)
 
@@ -90,20 +96,21 @@ def _shares_input(setup: Setup) -> bool:
 def saves_input(setup: Setup) -> bool:
     """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
     instead, a norm that is recomputed another tensor of the same storage."""
-    copied = setup.kernels == "cpu" and setup.model.rms_norm and setup.precision != "fp32"
     scope = setup.recomputed.scope(0)
-    return scope.whole or not (copied or _shares_input(setup))
+    return scope.whole or (keeps_received(setup) and not _shares_input(setup))
 
 
-def again_bytes(setup: Setup) -> int:
-    """Return the peak of recomputation: all but the input of layers recomputed together, or the parts of one layer."""
+def again_bytes(setup: Setup, kinds: Sequence[LayerKind]) -> int:
+    """Return the peak of recomputation where layers are of these kinds: all but the input of layers recomputed
+    together, or the parts of one layer."""
     together = setup.recomputed.together
     if together:
+        # Megatron recomputes no layer for a further token if it recomputes some of the others.
+        kinds = [kind for kind in kinds if not kind.further or setup.recomputed.further_scope.whole]
         number = min(together, max(setup.layers))
-        return number * layer_bytes(setup, "none") - layer_bytes(setup, "full")
+        return number * layer_bytes(setup, "none", kinds) - layer_bytes(setup, "full", kinds)
     modules = setup.recomputed.scope(0).modules
     core = core_bytes(setup) if "core_attn" in modules else 0
-    kinds = [kind for kind, _ in setup.model.kinds()]
     return max(
         core + max(_freed(setup, kind, modules & {"mla_up_proj"}) for kind in kinds),
         *(_freed(setup, kind, modules & _BEHIND_ATTENTION) for kind in kinds),

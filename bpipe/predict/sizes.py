@@ -6,6 +6,7 @@ The shares are the same for every model and device; docs/validation.md compares 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ def total(rows: tuple[Saved, ...]) -> int:
     return sum(row.nbytes * row.num for row in rows)
 
 
-def shard_size(value: int, shards: int) -> int:
+def shard_size(value: int | Fraction, shards: int) -> int:
     """Return the size of one shard, rounded up."""
     return -(-value // shards)
 
@@ -90,6 +91,11 @@ def num_tokens(setup: Setup) -> int:
     return setup.sequence * setup.micro_batch // setup.context
 
 
+def predicted_tokens(setup: Setup) -> int:
+    """Return how many tokens are predicted of them, with further ones."""
+    return num_tokens(setup) * setup.model.num_predictions
+
+
 def num_keys(setup: Setup) -> int:
     """Return how many tokens of a sequence a query may attend to: of a slice, all up to its end."""
     return setup.sequence if setup.span is None else setup.span[1]
@@ -98,3 +104,9 @@ def num_keys(setup: Setup) -> int:
 def sent_bytes(setup: Setup) -> int:
     """Return bytes that a stage sends to the next for a micro-batch: a value for every token and hidden unit."""
     return shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards)
+
+
+def sent_from(setup: Setup, stage: int) -> int:
+    """Return the same of one stage: behind the one that predicts further tokens there are values for each of these."""
+    behind = setup.further_stage is not None and stage >= setup.further_stage
+    return sent_bytes(setup) * (setup.model.num_predictions if behind else 1)

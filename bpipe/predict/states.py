@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.sizes import shard_size
-from bpipe.predict.training import WHOLE, traced_sizes
+from bpipe.predict.training import TYPE_BYTES, WHOLE, traced_sizes
 
 # Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while
 # weights are updated: a copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the
@@ -28,6 +29,9 @@ def parameter_bytes(setup: Setup) -> tuple[int, int, int, int]:
     )
     weight, gradient, _, copy = PARAMETER_BYTES["fp16" if has_short_gradients else "bf16"]
     state = sum(types.state_bytes(setup.precision, setup.fp8))
+    if types.optimizer_cpu_offload and has_short_gradients:
+        # A copy of 16-bit gradients in 32 bit is kept from one update to the next.
+        state += TYPE_BYTES[WHOLE]
     return weight, gradient, state, min(copy, types.gradient_copy_bytes(setup.fp8))
 
 
@@ -40,9 +44,12 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
     embedding = shard_size(setup.padded_vocabulary * model.hidden_size, t)
     counts = _by_stage(setup, {kind: _layer_parameters(setup, kind) for kind, _ in model.kinds()})
     counts[0] += setup.sequence * model.hidden_size * model.learned_positions
-    counts[-1] += model.norm_parameters
+    counts[setup.norm_stage] += model.norm_parameters
     if not setup.input_shards:
         counts[0] += embedding
+    if setup.further_stage:
+        # Further tokens are looked up in a copy of the embedding.
+        counts[setup.further_stage] += embedding
     # A tied output layer in another stage's chunk than the embedding is a copy of it.
     if not setup.is_sharded and (not model.tied_embedding or setup.pipeline > 1):
         counts[-1] += embedding
@@ -51,7 +58,8 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
 
 def _by_stage(setup: Setup, of_kind: Mapping[LayerKind, int]) -> list[int]:
     """Return the sums over each stage's layers."""
-    return [sum(number * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
+    held = setup.model.num_held
+    return [sum(held(kind, number) * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
 
 
 def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
@@ -125,7 +133,20 @@ def rank_experts(setup: Setup) -> tuple[int, ...]:
 
 def over_replicas(setup: Setup, size: int, count: int, experts: int) -> int:
     """Return so many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of
-    experts there are fewer."""
+    experts there are fewer. What the CPU updates has no bytes on a device."""
     if not setup.distributed_optimizer:
         return size * count
+    on_device = size * (1 - setup.state_types.on_cpu) if setup.state_types.on_cpu else size
+    return _over_replicas(setup, on_device, count, experts)
+
+
+def cpu_optimizer_bytes(setup: Setup) -> tuple[int, ...]:
+    """Return the bytes of its node's memory that the optimizer of one device of every rank takes: main weights, both
+    moments and a copy of gradients, all in 32 bits."""
+    size = 4 * TYPE_BYTES[WHOLE] * setup.state_types.on_cpu
+    counts = zip(rank_parameters(setup), rank_experts(setup), strict=True)
+    return tuple(_over_replicas(setup, size, count, experts) for count, experts in counts)
+
+
+def _over_replicas(setup: Setup, size: int | Fraction, count: int, experts: int) -> int:
     return shard_size(size * (count - experts), setup.replicas) + shard_size(size * experts, setup.expert_replicas)

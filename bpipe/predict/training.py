@@ -39,6 +39,7 @@ def beyond_traces(setup: Any) -> list[str]:
     has = {
         "context parallelism": setup.context > 1,
         "experts": setup.model.experts is not None,
+        "further tokens": setup.model.further is not None,
         "slices": setup.slices > 1,
         "shards of the vocabulary": setup.is_sharded,
     }
@@ -58,6 +59,8 @@ def traced_sizes(setup: Any) -> Traced | None:
 ATTENTION = ("unfused", "flash")
 PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
+# Whose layers: Megatron's --transformer-impl.
+IMPLEMENTATIONS = ("transformer_engine", "local")
 # Which weights' halves of split backwards are deferred: the trainer's `--bpipe-keep-weights-halves`.
 KEPT_HALVES = ("linear", "none")
 # How attention reaches the parts of a sequence on other context-parallel ranks: Megatron's --cp-comm-type.
@@ -115,11 +118,14 @@ class Switches:
             raise ValueError("--overlap-param-gather needs --overlap-grad-reduce: give both")
 
     def check(self, training: Training, *, sequence_parallel: bool) -> None:
-        """Raise ValueError for a switch of something that the training does not do.
+        """Check that every switch is of something that the training does.
 
         Args:
             training: Its other settings.
             sequence_parallel: Also True without tensor parallelism.
+
+        Raises:
+            ValueError: A switch is of something that the training does not do.
         """
         if self.overlap_param_gather and not training.distributed_optimizer:
             raise ValueError(
@@ -220,8 +226,20 @@ class StateTypes:
     main_params_dtype: str = WHOLE
     exp_avg_dtype: str = WHOLE
     exp_avg_sq_dtype: str = WHOLE
+    optimizer_cpu_offload: bool = False
+    """Whether Megatron's `HybridDeviceOptimizer` keeps and updates weights, all in 32 bits whatever the types above."""
+    optimizer_offload_fraction: float = 1.0
+    """The share of them on the CPU."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.optimizer_offload_fraction <= 1:
+            raise ValueError(
+                f"--optimizer-offload-fraction {self.optimizer_offload_fraction:g} is no share: give a number from 0 to 1"
+            )
+        if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
+            raise ValueError(
+                "--optimizer-cpu-offload needs --use-precision-aware-optimizer: give that, too, or leave it out"
+            )
         for name, choices in STATE_CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -242,6 +260,12 @@ class StateTypes:
             )
         if training.precision == "fp32":
             raise ValueError("--use-precision-aware-optimizer is for bf16 and fp16: give another precision")
+        fp8 = training.fp8
+        if self.optimizer_cpu_offload and fp8 is not None and fp8.param_gather and fp8.recipe != "delayed":
+            raise ValueError(
+                f"--optimizer-cpu-offload and --fp8-param-gather with --fp8-recipe {fp8.recipe} exclude each other: give "
+                "--fp8-recipe delayed, or leave one of them out"
+            )
         if training.switches.accumulate_allreduce_grads_in_fp32 and self.main_grads_dtype != WHOLE:
             raise ValueError(
                 f"--main-grads-dtype {self.main_grads_dtype} and --accumulate-allreduce-grads-in-fp32 exclude each "
@@ -253,7 +277,9 @@ class StateTypes:
         return 0 if self._keeps_all(fp8) else TYPE_BYTES[WHOLE]
 
     def state_bytes(self, precision: str, fp8: Fp8 | None) -> tuple[int, int, int]:
-        """Return bytes per parameter of main weights and each moment."""
+        """Return bytes per parameter of main weights and each moment, wherever they are."""
+        if self.optimizer_cpu_offload:
+            return (TYPE_BYTES[WHOLE],) * 3
         moments = TYPE_BYTES[self.exp_avg_dtype], TYPE_BYTES[self.exp_avg_sq_dtype]
         remains = precision == "bf16" and self.main_params_dtype == WHOLE and self._keeps_all(fp8)
         return _REMAINDER_BYTES if remains else TYPE_BYTES[self.main_params_dtype], *moments
@@ -261,7 +287,14 @@ class StateTypes:
     def _keeps_all(self, fp8: Fp8 | None) -> bool:
         """Whether Adam itself keeps main weights, and reads gradients as they are."""
         scaled = fp8 is not None and fp8.recipe != "delayed"
-        return self.use_precision_aware_optimizer and (not scaled or self.main_params_dtype != WHOLE)
+        keeps = not scaled or self.main_params_dtype != WHOLE or self.optimizer_cpu_offload
+        return self.use_precision_aware_optimizer and keeps
+
+    @property
+    def on_cpu(self) -> Fraction:
+        """Share of parameters that are updated by the CPU."""
+        offloaded = self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0
+        return Fraction(offloaded).limit_denominator(10**6)
 
 
 SWITCHES = tuple(switch.name for switch in fields(Switches))
@@ -279,6 +312,8 @@ class Training:
     """Whether replicas share the optimizer's state (ZeRO-1)."""
     kernels: str = KERNELS[0]
     """Fused kernels of a GPU, or plain torch's, with which Megatron runs on a CPU."""
+    transformer_impl: str = IMPLEMENTATIONS[0]
+    """Whose softmax unfused attention has on a GPU: Transformer Engine's or Megatron's own; layers are alike."""
     switches: Switches = Switches()
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     """How tokens come to experts; loads are taken to be even."""

@@ -30,7 +30,7 @@ _MACHINE = re.compile(r"time|throughput|energy|power")
 # As `float.hex` writes a number.
 _EXACT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan")
 
-# A clock's reading of no time at all, of which nothing can be a multiple.
+# A shorter time is a clock's resolution: its ratio to another one means nothing.
 _NO_TIME_S = 1e-6
 # What is shown of each iteration. A report and a log spell the gradient norm differently.
 _SHOWN = (LOSS, "grad_norm", "grad norm")
@@ -82,6 +82,9 @@ def read_training(
         num_ranks: the number of stages that the report must have.
         num_iterations: the number of iterations that it must have, from 1 on.
         balanced: whether the run must have been balanced.
+
+    Returns:
+        The iterations and, of a report, the peaks of each stage.
 
     Raises:
         ValueError: the file cannot be read, or is not what the arguments say.
@@ -158,7 +161,7 @@ def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
             values = dict(an_object(load_json(text), "it"))
             iteration = a_whole(values.pop("iteration", None), "iteration")
             skipped = a_whole(values.pop("skipped", None), "skipped")
-            # Never the same twice, and no result.
+            # Seconds differ in every run, and are no result.
             elapsed_s = values.pop("elapsed_s", None)
             if values.get(LOSS) is None or "grad_norm" not in values:
                 raise ValueError(f"{LOSS} or grad_norm is missing")
@@ -231,16 +234,16 @@ class Mismatch:
 
     iteration: int
     name: str
-    one: float | None
-    other: float | None
+    first: float | None
+    second: float | None
 
     @property
     def share(self) -> float:
         """The difference as a part of the larger number; infinite if a number is missing or not finite."""
-        if self.one is None or self.other is None or not (math.isfinite(self.one) and math.isfinite(self.other)):
+        if self.first is None or self.second is None or not (math.isfinite(self.first) and math.isfinite(self.second)):
             return math.inf
-        largest = max(abs(self.one), abs(self.other))
-        return abs(self.one - self.other) / largest if largest else 0.0
+        largest = max(abs(self.first), abs(self.second))
+        return abs(self.first - self.second) / largest if largest else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +266,8 @@ class Quartiles:
 class SideBySide:
     """Two runs and their differences."""
 
-    one: Training
-    other: Training
+    first: Training
+    second: Training
     tolerance: float
     common: tuple[int, ...]  # iterations that both have
     alone: int  # the number of iterations that only one has
@@ -277,60 +280,63 @@ class SideBySide:
     @property
     def exact(self) -> bool:
         """Whether equal means equal in every bit."""
-        return self.one.exact and self.tolerance == 0
+        return self.first.exact and self.tolerance == 0
 
     def seconds_ratio(self) -> Quartiles | None:
         """Return quartiles of B's time divided by A's, over the iterations that have both."""
-        one, other = self.one.seconds, self.other.seconds
-        timed = [number for number in self.common if number in other and one.get(number, 0.0) > _NO_TIME_S]
-        return Quartiles.of([other[number] / one[number] for number in timed])
+        first, second = self.first.seconds, self.second.seconds
+        timed = [number for number in self.common if number in second and first.get(number, 0.0) > _NO_TIME_S]
+        return Quartiles.of([second[number] / first[number] for number in timed])
 
 
-def compare(one: Training, other: Training, tolerance: float = 0.0, only_common: bool = False) -> SideBySide:
+def compare(first: Training, second: Training, tolerance: float = 0.0, only_common: bool = False) -> SideBySide:
     """Compare two trainings number by number.
 
     Args:
-        one: the run A.
-        other: the run B.
+        first: the run A.
+        second: the run B.
         tolerance: the allowed difference as a part of the larger number; with 0, every bit must be equal.
         only_common: whether to leave out iterations that one side lacks.
+
+    Returns:
+        Both runs, and every number that differs by more than the tolerance.
 
     Raises:
         ValueError: the runs cannot be compared.
     """
-    if one.exact != other.exact:
-        report, log = (one, other) if one.exact else (other, one)
+    if first.exact != second.exact:
+        report, log = (first, second) if first.exact else (second, first)
         raise ValueError(
             f"{log.path} is a log, whose numbers are rounded, and {report.path} is a report: compare two of the same kind"
         )
-    common = tuple(sorted(one.iterations.keys() & other.iterations.keys()))
+    common = tuple(sorted(first.iterations.keys() & second.iterations.keys()))
     if not common:
         raise ValueError(
-            f"{one.path} and {other.path} have no iteration in common: A has {one.extent()}, B has {other.extent()}"
+            f"{first.path} and {second.path} have no iteration in common: A has {first.extent()}, B has {second.extent()}"
         )
     mismatches = tuple(
         Mismatch(iteration, name, values.get(name), others.get(name))
         for iteration in common
-        for values, others in [(one.iterations[iteration], other.iterations[iteration])]
+        for values, others in [(first.iterations[iteration], second.iterations[iteration])]
         for name in sorted(values.keys() | others.keys())
         if (name in values) != (name in others) or _differ(values.get(name), others.get(name), tolerance)
     )
-    alone = len(one.iterations.keys() ^ other.iterations.keys())
+    alone = len(first.iterations.keys() ^ second.iterations.keys())
     if alone and not mismatches and not only_common:
         raise ValueError(
-            f"{alone} iterations are in one run only: A has {one.extent()}, B has {other.extent()}; "
+            f"{alone} iteration{'s' * (alone != 1)} only in one run: A has {first.extent()}, B has {second.extent()}; "
             f"the {len(common)} that both have are equal: to compare only these, add --common"
         )
-    return SideBySide(one, other, tolerance, common, alone, mismatches)
+    return SideBySide(first, second, tolerance, common, alone, mismatches)
 
 
-def _differ(one: float | None, other: float | None, tolerance: float) -> bool:
+def _differ(first: float | None, second: float | None, tolerance: float) -> bool:
     # Bits, because `==` calls 0.0 and -0.0 equal, and a NaN unequal to itself.
-    if _bits(one) == _bits(other):
+    if _bits(first) == _bits(second):
         return False
-    if tolerance == 0 or one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
+    if tolerance == 0 or first is None or second is None or not (math.isfinite(first) and math.isfinite(second)):
         return True
-    return abs(one - other) > tolerance * max(abs(one), abs(other))
+    return abs(first - second) > tolerance * max(abs(first), abs(second))
 
 
 def _bits(value: float | None) -> bytes:
@@ -340,36 +346,36 @@ def _bits(value: float | None) -> bytes:
 def text(pair: SideBySide, num_rows: int) -> str:
     """Return the comparison as text, which ends with the verdict, with the last `num_rows` iterations up to the first
     difference side by side."""
-    lines = [f"A: {pair.one.path}", f"B: {pair.other.path}"]
-    if pair.one.stages and pair.other.stages:
-        lines += _peaks(pair.one, pair.other)
+    lines = [f"A: {pair.first.path}", f"B: {pair.second.path}"]
+    if pair.first.stages and pair.second.stages:
+        lines += _peaks(pair.first, pair.second)
     lines += _numbers(pair, num_rows)
     if pair.alone:
-        lines.append(f"note: {pair.alone} iterations are in one run only and were not compared")
+        lines.append(f"note: {pair.alone} iteration{'s' * (pair.alone != 1)} only in one run, not compared")
     lines += [*_losses(pair), *_seconds(pair), *_largest(pair), _verdict(pair)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _peaks(one: Training, other: Training) -> list[str]:
+def _peaks(first: Training, second: Training) -> list[str]:
     """Return measured and (predicted) micro-batches and MiB, one row per stage, with the transfers of balanced runs."""
-    first, second = f"{'':5}", f"{'stage':>5}"
-    for name, run in (("A", one), ("B", other)):
-        first += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
-        second += f"  {'micro-batches':>13} {'MiB':>13}"
+    head, titles = f"{'':5}", f"{'stage':>5}"
+    for name, run in (("A", first), ("B", second)):
+        head += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
+        titles += f"  {'micro-batches':>13} {'MiB':>13}"
         if run.balanced:
-            first += f"  {'per iteration':^16}"
-            second += f"  {'evictions':>9} {'loads':>6}"
+            head += f"  {'per iteration':^16}"
+            titles += f"  {'evictions':>9} {'loads':>6}"
     rows = [
-        f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (one, other))
-        for stage in sorted(one.stages.keys() | other.stages.keys())
+        f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (first, second))
+        for stage in sorted(first.stages.keys() | second.stages.keys())
     ]
     notes = []
-    for name, run in (("A", one), ("B", other)):
+    for name, run in (("A", first), ("B", second)):
         stages = sorted(run.stages.items())
         if wrong := [stage for stage, row in stages if row.peak_microbatches != row.predicted_microbatches]:
             notes.append(f"note: in {name}, the measured peak of stages {wrong} is not the predicted one")
     title = "peak of saved activations on each stage: measured (predicted from the schedule)"
-    return [title, first, second, *rows, *notes]
+    return [title, head, titles, *rows, *notes]
 
 
 def _cells(row: StageNumbers | None, balanced: bool) -> str:
@@ -386,13 +392,13 @@ def _numbers(pair: SideBySide, num_rows: int) -> list[str]:
         return []
     until = pair.common.index(pair.mismatches[0].iteration) + 1 if pair.mismatches else len(pair.common)
     iterations = pair.common[max(0, until - num_rows) : until]
-    runs = pair.one.iterations, pair.other.iterations
+    runs = pair.first.iterations, pair.second.iterations
     names = [name for name in _SHOWN if any(name in run[iterations[0]] for run in runs)]
     rows = [f"{'':>9}" + "".join(f"  {name:^{2 * _WIDTH + 2}}" for name in names)]
     rows.append(f"{'iteration':>9}" + "".join(f"  {letter:>{_WIDTH}}" for _ in names for letter in "AB"))
     for iteration in iterations:
         values = (run[iteration].get(name) for name in names for run in runs)
-        rows.append(f"{iteration:>9}" + "".join(f"  {_cell(value, pair.one.exact):>{_WIDTH}}" for value in values))
+        rows.append(f"{iteration:>9}" + "".join(f"  {_cell(value, pair.first.exact):>{_WIDTH}}" for value in values))
     return rows
 
 
@@ -405,23 +411,26 @@ def _cell(value: float | None, exact: bool) -> str:
 def _losses(pair: SideBySide) -> list[str]:
     """Return the first and the last loss; those of both runs if they differ as far as is shown."""
     losses = []
-    for run in (pair.one, pair.other):
+    for run in (pair.first, pair.second):
         ends = [(iteration, run.iterations[iteration].get(LOSS)) for iteration in (pair.common[0], pair.common[-1])]
         losses.append(", ".join(f"{loss:.3f} at iteration {number}" for number, loss in ends if loss is not None))
     if not all(losses):
         return []
     lines = [f"loss: {losses[0]}"] if losses[0] == losses[1] else [f"loss: A {losses[0]}; B {losses[1]}"]
-    if any(not math.isfinite(run.iterations[pair.common[-1]].get(LOSS) or 0.0) for run in (pair.one, pair.other)):
+    if any(not math.isfinite(run.iterations[pair.common[-1]].get(LOSS) or 0.0) for run in (pair.first, pair.second)):
         lines.append("note: the loss is not finite")
     return lines
 
 
 def _seconds(pair: SideBySide) -> list[str]:
-    one, other, ratio = _spread(pair, pair.one), _spread(pair, pair.other), pair.seconds_ratio()
-    if one is None or other is None or ratio is None:
+    first, second, ratio = _spread(pair, pair.first), _spread(pair, pair.second), pair.seconds_ratio()
+    if first is None or second is None or ratio is None:
         return []
-    times = ", ".join(f"{name} {_between(spread)} s" for name, spread in (("A", one), ("B", other)))
-    return [f"time per iteration, median (quartiles): {times}; B/A {_between(ratio)}"]
+    times = ", ".join(f"{name} {_between(spread)}" for name, spread in (("A", first), ("B", second)))
+    return [
+        f"seconds per iteration, median (quartiles): {times}",
+        f"B's time divided by A's, median (quartiles): {_between(ratio)}",
+    ]
 
 
 def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
@@ -429,7 +438,7 @@ def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
 
 
 def _between(spread: Quartiles) -> str:
-    return f"{spread.median:.4g} ({spread.low:.4g} to {spread.high:.4g})"
+    return f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
 
 
 def _largest(pair: SideBySide) -> list[str]:
@@ -437,7 +446,7 @@ def _largest(pair: SideBySide) -> list[str]:
     if len(pair.mismatches) == 1:
         return []
     largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:_MOST]
-    return [f"difference of {mismatch.share:.3g}, {_difference(mismatch)}" for mismatch in largest]
+    return [f"difference of {mismatch.share:.3g}, {difference(mismatch)}" for mismatch in largest]
 
 
 def _verdict(pair: SideBySide) -> str:
@@ -446,7 +455,7 @@ def _verdict(pair: SideBySide) -> str:
     if pair.mismatches:
         first, others = pair.mismatches[0], len(pair.mismatches) - 1
         more = f"; {others} more differ after it" if others else ""
-        return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {_difference(first)}{more}"
+        return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {difference(first)}{more}"
     if pair.exact:
         return f"identical: all numbers of {num} iterations agree to the last bit"
     if pair.tolerance:
@@ -457,8 +466,9 @@ def _verdict(pair: SideBySide) -> str:
     )
 
 
-def _difference(mismatch: Mismatch) -> str:
-    numbers = f"{_number(mismatch.one)} in A, {_number(mismatch.other)} in B"
+def difference(mismatch: Mismatch) -> str:
+    """Return one sentence part: the number, and what both runs have for it."""
+    numbers = f"{_number(mismatch.first)} in A, {_number(mismatch.second)} in B"
     return f"{mismatch.name} of iteration {mismatch.iteration}: {numbers}"
 
 
@@ -479,13 +489,13 @@ def document(pair: SideBySide) -> dict[str, Any]:
             {
                 "iteration": mismatch.iteration,
                 "name": mismatch.name,
-                "a": _plain(mismatch.one),
-                "b": _plain(mismatch.other),
+                "a": _plain(mismatch.first),
+                "b": _plain(mismatch.second),
             }
             for mismatch in pair.mismatches
         ],
-        "a": _run(pair, pair.one),
-        "b": _run(pair, pair.other),
+        "a": _run(pair, pair.first),
+        "b": _run(pair, pair.second),
         "iteration_s_ratio": None if ratio is None else asdict(ratio),
     }
 

@@ -306,7 +306,7 @@ Program = Annotated[ScheduleConfig, Rule(read_program, write_program)]
 
 VERSION = 1
 
-# Transports whose copies report when they really ended.
+# Transports whose copies report their own end.
 ONE_SIDED = frozenset(("peer", "host"))
 # A shorter wait is only the cost of asking: the transfer had ended already.
 SHORTEST_WAIT_S = 5e-5
@@ -479,7 +479,7 @@ class Iteration:
     received_bytes: Bytes = 0
     host_bytes: Bytes = 0  # of host buffers for others, on this device
     own_bytes: Bytes = 0  # of host buffers for itself, in its node's memory
-    stayed_microbatches: Whole = 0  # that were to leave and were too large
+    stayed_microbatches: Whole = 0  # that should have been evicted and were too large
     stayed_bytes: Bytes = 0
     passed_microbatches: Whole = 0  # by which the bound was exceeded at most
     passed_bytes: Bytes = 0

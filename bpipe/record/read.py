@@ -113,7 +113,7 @@ def missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
     num_places = max(iteration.program.num_ranks for record in ranks for iteration in record.iterations.values())
     if num_pipelines * num_places > MOST_RANKS:
         raise ValueError(
-            f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: no run has so many ranks"
+            f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: no run has that many ranks"
         )
     places = set(product(range(num_pipelines), range(num_places)))
     places -= {(record.pipeline, record.place) for record in ranks}
@@ -121,8 +121,8 @@ def missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
     return [f"no record of stage {_listed(named)}"] if named else []
 
 
-def _listed(names: Sequence[str], most: int = 100) -> str:
-    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
+def _listed(names: Sequence[str], limit: int = 100) -> str:
+    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit} more"
 
 
 def check_speed(path: Path, info: RunInfo, step_s: Mapping[int, float]) -> None:

@@ -112,12 +112,14 @@ class Verifier:
         self._number = 0
         # Whether the log says what was checked after the iteration that just ended.
         self.first_over = False
+        # Whether this iteration is captured into a graph: sums that are taken then are never compared.
+        self.is_captured = False
         self.certificate = Certificate()
 
     @property
     def on(self) -> bool:
         """Whether this iteration is checked."""
-        return self.certificate.iterations < self._iterations
+        return self.certificate.iterations < self._iterations and not self.is_captured
 
     def leaves(self, action: Action, link: str, tensors: Sequence[torch.Tensor], described: Sequence[str]) -> None:
         """Take the sums [A] of what an EVICT sends, in the order of its stream."""
@@ -144,7 +146,7 @@ class Verifier:
         Raises RuntimeFault that names the first storage that changed.
         """
         self.first_over = False
-        if self.certificate.iterations >= self._iterations:
+        if self.is_captured or self.certificate.iterations >= self._iterations:
             return
         self._number += 1
         checked, self._checked = self._checked, []

@@ -39,10 +39,10 @@ class EngineConfig:
     """Returns the bytes that the device's allocator has given out; None on a CPU."""
 
     waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
-    """Returns what the caller keeps, besides the graph, from dgrad to wgrad."""
+    """Returns the storages that the caller keeps, in addition to the graph, between dgrad and wgrad."""
 
     between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
-    """Returns what the caller keeps of a micro-batch from S to T."""
+    """Returns the storages that the caller keeps between a shard's forward (S) and its backward (T)."""
 
     timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
     """Entered around everything that this rank does for balancing: issuing a transfer and waiting for one."""

@@ -27,6 +27,7 @@ from bpipe.schedule.host_buffers import Residencies, Residency
 from bpipe.schedule.program import Step, one_by_one, steps
 from bpipe.schedule.schedule import Schedule, computed_together
 from bpipe.transport.base import Pending
+from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
 
 # Names of the timers of an engine's own time: issuing each kind of transfer, and waiting for one.
@@ -60,8 +61,11 @@ class Engine:
         self.schedule = schedule
         self._rank = rank
         self._config = config
-        self._meter = meter
+        # What measures, and what does in this iteration.
+        self._of_all = self._meter = meter
         self.recorder: Recorder | None = None
+        # Whether this iteration is captured into a CUDA graph. It runs as often as that is replayed, without this engine.
+        self.is_captured = False
         program = steps(schedule, rank)
         self._steps: tuple[Step, ...] = program if config.at_once else one_by_one(program)
         self._position = 0
@@ -134,7 +138,14 @@ class Engine:
                 f"{self._config.name}: a new iteration starts, but the previous one has not finished ({self._where()})"
             )
         self.ended_well = False
-        self._partners.gather(next(step.compute for step in self._steps if step.compute))
+        self.is_captured = is_capturing(self._config.device)
+        if self.is_captured:
+            self._begin_capture()
+        else:
+            self._partners.gather(next(step.compute for step in self._steps if step.compute))
+        self._meter = None if self.is_captured else self._of_all
+        if self._config.verifier is not None:
+            self._config.verifier.is_captured = self.is_captured
         self._residencies = Residencies()
         if self._meter:
             self._meter.begin()
@@ -144,6 +155,20 @@ class Engine:
             self._streams.timed = self.recorder is not None
         self._partners.begin()
         self._start_after(self._steps[0])
+
+    def _begin_capture(self) -> None:
+        """Leave out whatever needs the host while a graph runs: sizes and host buffers are known from an iteration before,
+        and nothing is measured. Raises RuntimeFault if they are not."""
+        if self._first_iteration or self._config.transfers.differing:
+            why = (
+                "micro-batches may differ in size, so their sizes are told in every iteration (--bpipe-differing-sizes)"
+                if self._config.transfers.differing
+                else "sizes of activations are learned in an iteration that is not captured: use "
+                "--cuda-graph-warmup-steps 1 or more"
+            )
+            raise RuntimeFault(f"{self._config.name}: an iteration is captured into a CUDA graph, but {why}")
+        self.recorder = None
+        self._partners.forget_order()
 
     def before(self, op: Action, beside: Action | None = None) -> None:
         """Prepare for `op`, a computation that is about to run. Its inputs from neighbours are there, or the loop waits
@@ -264,6 +289,8 @@ class Engine:
         self._partners.end()
         if self._config.verifier is not None:
             self._config.verifier.end()
+        if self.is_captured:
+            self._partners.forget_order()
         if self._first_iteration:
             self._first_iteration = False
             self.shares = self._kept.shares(self.moved_bytes)
@@ -272,7 +299,7 @@ class Engine:
 
     def stop_measuring(self) -> None:
         """Stop measuring, between two iterations."""
-        self._meter = None
+        self._of_all = self._meter = None
 
     def release(self) -> None:
         """Wait for the device and give the host buffers back, because another program takes over or the run is over.

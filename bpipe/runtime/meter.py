@@ -137,7 +137,7 @@ class Meter:
         self.shard_bytes = max(self.shard_bytes, sum(storage.nbytes() for storage in storages))
 
     def shard_over(self, op: Action) -> None:
-        """Note that T has run. Its result is on its way to others, like a gradient between stages."""
+        """Forget a shard's storages after T has run: its result is being sent, like a gradient between stages."""
         self._shards.pop(op.microbatch, None)
 
     def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key, received: bool = False) -> bool:

@@ -188,6 +188,12 @@ class Partners:
         for acceptor in self.acceptors.values():
             acceptor.end()
 
+    def forget_order(self) -> None:
+        """Forget what touched the host buffers last, before and after a capture."""
+        for transport in self._transports.values():
+            if transport.one_sided:
+                transport.forget_order()
+
     def gather(self, first: Action) -> None:
         """Allocate host buffers anew as one piece if they grew before all sizes were known or have become too small.
 

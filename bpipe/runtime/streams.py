@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from bpipe.runtime import cuda
+from bpipe.transport import cuda_runtime
 from bpipe.transport.base import Pending
 from bpipe.transport.lanes import CopyLane, Job, ThreadLane, Ticket
 from bpipe.transport.memory import Device
@@ -169,7 +169,7 @@ def copying_on(device: torch.device) -> Device:
         # A type alone means the current one, whose index a device's runtime needs.
         index = cast(int | None, device.index)
         device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
-    handle = cuda.stream_handle if device.type == "cuda" else lambda: int(cast(Any, _here()).native_handle)
+    handle = functools.partial(cuda_runtime.current_stream, device.type)
     return Device(device, lanes, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device))
 
 

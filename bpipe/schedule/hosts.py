@@ -89,6 +89,9 @@ def default_partners(peaks: Sequence[int | Fraction]) -> tuple[int, ...]:
 
     Args:
         peaks: The most that each rank holds.
+
+    Returns:
+        The partner of each rank.
     """
     partners = list(range(len(peaks)))
     free = set(partners)

@@ -312,5 +312,5 @@ def num_transfers(schedule: Schedule, rank: int) -> Transfers:
 
 
 def moves_anything(schedule: Schedule) -> bool:
-    """Return whether any rank evicts."""
+    """Whether any rank evicts."""
     return any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))

@@ -323,7 +323,7 @@ def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Se
             "for whole micro-batches only, so leave the slices out, or the vocabulary whole"
         )
     if len(costs.stages) != num_stages * costs.slices:
-        raise ValueError(f"costs of {costs.num_stages} stages for a schedule of {num_stages}: give one for each stage")
+        raise ValueError(f"the schedule has {num_stages} stages, the costs {costs.num_stages}: give one for each stage")
     if costs.links.nodes and len(costs.links.nodes) != num_ranks:
         raise ValueError(
             f"links name the nodes of {len(costs.links.nodes)} ranks, but the schedule has {num_ranks}: "

@@ -56,6 +56,13 @@ _Process = Generator[int, None, None]
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Simulate a schedule.
 
+    Args:
+        schedule: The schedule to run.
+        costs: Durations, sizes and links, in seconds and bytes.
+
+    Returns:
+        The time of every action, and what every rank holds.
+
     Raises:
         ValueError: The costs do not cover it, or its ranks wait for each other.
     """

@@ -1,6 +1,6 @@
 """Balanced pipelines for `torch.distributed.pipelining`, without Megatron: `BalancedSchedule`.
 
-It imports torch, and refuses a torch that lacks a name that is used here.
+Importing it imports torch, and refuses a version that lacks a name used here.
 """
 
 from bpipe.balance.config import BalanceConfig

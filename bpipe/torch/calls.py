@@ -111,7 +111,7 @@ class StepCalls:
     def computes(self, action: Action) -> None:
         """Note that a computation is about to run."""
         if self._unsent is not None:
-            # The other one of an overlap: the outputs of both leave together.
+            # The second computation of an overlap: the outputs of both are sent together.
             self._sent()
         self._hooks.before(action)
         self._running = action
@@ -205,8 +205,8 @@ class ReceiveBuffers:
         self._taken: dict[Key, list[torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Empty all, before anything is received."""
-        # A step that failed leaves some.
+        """Empty all buffers before anything is received."""
+        # A failed step leaves some.
         self._taken = {}
         for key in self._keys():
             buffers = self._buffers(key)
@@ -222,7 +222,7 @@ class ReceiveBuffers:
             self._empty(key)
 
     def receives(self, action: Any) -> None:
-        """Give the buffers of torch's action their memory, if it is a RECV."""
+        """Allocate the buffers of a RECV; other actions have none."""
         if action.computation_type in _RECEIVES:
             key = action.stage_index, _RECEIVES[action.computation_type], action.microbatch_index
             for buffer, nbytes in zip(self._buffers(key), self._full_bytes[key], strict=True):
@@ -243,7 +243,7 @@ class ReceiveBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the buffers have now."""
+        """Bytes that the buffers hold now."""
         return sum(buffer.untyped_storage().nbytes() for key in self._keys() for buffer in self._buffers(key))
 
     def _keys(self) -> Iterator[Key]:

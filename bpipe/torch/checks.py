@@ -28,7 +28,7 @@ def received_in(order: Mapping[int, Sequence[Any]], schedule: Schedule) -> list[
     """Return, by rank, the values whose receives torch lists before its first computation and after each.
 
     `order` are every rank's actions as torch listed them, messages among computations. Raises ValueError if a SEND does
-    not follow right after its computation: the engine's calls would come elsewhere.
+    not follow right after its computation: the engine would be called too late.
     """
     dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
     received: list[list[list[int]]] = []
@@ -64,7 +64,7 @@ def refuse_standstill(
     device: torch.device,
     links: Iterable[MeasuredLink],
 ) -> None:
-    """Raise ValueError if ranks of this schedule could wait for each other for ever.
+    """Raise ValueError if ranks of this schedule could wait for each other forever.
 
     `order` is torch's own, as it will run. One-sided transfers wait for nobody. Communicators are made by the first
     message in them: torch's handshake makes most before the first step, but this is not relied on.
@@ -88,15 +88,18 @@ def refuse_standstill(
 
 
 def refuse_split_recomputation(stage: Any, outputs: Sequence[torch.Tensor], name: str) -> None:
-    """Raise ValueError if a stage of a schedule with split backwards recomputes by `torch.utils.checkpoint`.
+    """Refuse a stage that recomputes by `torch.utils.checkpoint` in a schedule with split backwards.
 
     Torch's dgrad computes a region again and its wgrad asks for it a second time, which ends with "Trying to backward
     through the graph a second time". A stage that defers its wgrad itself (`dw_builder`) has one backward.
 
     Args:
-        stage: Of torch's pipelining.
-        outputs: Of its first micro-batch.
-        name: Of the schedule.
+        stage: A stage of torch's pipelining.
+        outputs: The outputs of its first micro-batch.
+        name: The schedule's name, for the error.
+
+    Raises:
+        ValueError: The stage recomputes and does not defer its wgrad itself.
     """
     if stage.dw_builder is not None:
         return
@@ -114,7 +117,7 @@ def refuse_split_recomputation(stage: Any, outputs: Sequence[torch.Tensor], name
 def why_unmoved(schedule: Schedule, rank: int, moved_bytes: Mapping[int, int], minimum_bytes: int) -> str | None:
     """Return why a rank of a schedule that has run evicted nothing though it should have, or None.
 
-    `moved_bytes`: by stage, what the engine moved of a micro-batch. `minimum_bytes`: of the smallest storage that moves.
+    `moved_bytes`: by stage, what the engine moved of a micro-batch. `minimum_bytes`: size of the smallest storage that moves.
     """
     if not moved_nothing(schedule, rank, moved_bytes):
         return None

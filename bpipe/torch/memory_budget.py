@@ -1,8 +1,8 @@
-"""Weigh what a forward of each stage saves, and plan what leaves each rank so that it keeps a memory budget.
+"""Plan what leaves each rank so that its micro-batches and host buffers stay within a memory budget.
 
-What is saved, and how much of it can leave, is weighed before the first step. That trains nothing: random numbers,
-buffers and gathered parameters are restored, as by torch's own handshake, which runs forwards and backwards of the
-stages to learn shapes.
+What a forward of each stage saves, and how much of it can move, is measured before the first step. That trains nothing:
+random numbers, buffers and gathered parameters are restored, as by torch's own handshake, which runs forwards and
+backwards of the stages to learn shapes.
 """
 
 from __future__ import annotations
@@ -107,19 +107,19 @@ def sizes_of(stage: int, saved_bytes: int, lengths: Sequence[int]) -> StageSizes
     return StageSizes(stage, saved_bytes, tuple(lengths), sizing.parts()[stage] or (0,))
 
 
-def everywhere(mine: Sequence[StageSizes]) -> dict[int, StageSizes]:
-    """Return the largest sizes of each stage that any rank has weighed. Collective over the world."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(mine))
+def everywhere(local: Sequence[StageSizes]) -> dict[int, StageSizes]:
+    """Return the largest sizes of each stage that any rank has measured. Collective over the world."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(local))
     ascending = sorted(
-        (sizes for of_rank in everyone for sizes in of_rank), key=lambda of: (of.saved_bytes, of.lengths)
+        (sizes for of_rank in gathered for sizes in of_rank), key=lambda sizes: (sizes.saved_bytes, sizes.lengths)
     )
     return {sizes.stage: sizes for sizes in ascending}
 
 
 @contextmanager
 def _unseen(stages: Sequence[Any], device: torch.device) -> Iterator[None]:
-    """Restore what forwards change besides their graphs."""
+    """Restore the random numbers and buffers that forwards change."""
     buffers = [(buffer, buffer.detach().clone()) for stage in stages for buffer in stage.submod.buffers()]
     devices = [] if device.type == "cpu" else [device]
     try:

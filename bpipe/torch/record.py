@@ -31,11 +31,11 @@ class StepRecord:
         steps: The first and the last to record, counted from 1.
         program: The configuration of the schedule.
         pipelines: Global ranks of every pipeline.
-        stages: This rank's.
-        device: This rank's.
+        stages: The stages of this rank.
+        device: The device of this rank.
 
     Raises:
-        ValueError: For steps that are no range.
+        ValueError: The steps are no range.
     """
 
     def __init__(

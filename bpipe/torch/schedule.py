@@ -48,6 +48,7 @@ from bpipe.torch.upstream import (
 )
 from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
 
 logger = logging.getLogger(__name__)
@@ -124,15 +125,15 @@ def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
     """
     own = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (own, text))
-    others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (own, text))
+    others = [rank for rank, (_, other) in enumerate(gathered) if other != gathered[0][1]]
     if others:
         raise ValueError(
             f"ranks {', '.join(map(str, others))} made a different schedule from rank 0: give every rank of the "
             "world the same micro-batches, schedule and balance"
         )
-    return sorted({ranks for ranks, _ in everyone})
+    return sorted({ranks for ranks, _ in gathered})
 
 
 class BalancedSchedule(Runtime):  # type: ignore[misc]
@@ -179,18 +180,18 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
                 `bpipe schedule --format csv`, or a Schedule.
             balance: How activations move, None if none do.
             memory: Instead of bounds: bytes, or GiB as text, that each rank's micro-batches and host buffers may take.
-                Stages are weighed before the first step, by forwards of their own, and as little as possible moves.
+                Stages are measured before the first step, by forwards of their own, and as little as possible moves.
             group_size: Micro-batches of a group, for schedules that have groups.
             transfers: How activations travel, and in how many steps that is checked.
             lean_buffers: Whether what torch receives takes memory only while it is needed.
             meter: Measures what is held.
             report: A folder for `bpipe report`.
             report_steps: The first and the last step to record there.
-            torch_options: Options of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`,
+            **torch_options: Options of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`,
                 `output_merge_spec`, `backward_requires_autograd`.
 
         Raises:
-            ValueError: For what cannot be built or run.
+            ValueError: The schedule cannot be built, or torch's runtime cannot run it.
         """
         stages = list(stages) if isinstance(stages, (list, tuple)) else [stages]
         _refuse_other_messages(torch_options)
@@ -329,7 +330,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         return result
 
     def _plan(self, budget: RankBudgets, *args: Any, **kwargs: Any) -> None:
-        """Weigh the stages, with the first micro-batch of a step that is about to run, and balance within the budget.
+        """Measure the stages with the first micro-batch of a step that is about to run, and balance within the budget.
 
         Collective over the world. Raises ValueError if no plan keeps it.
         """
@@ -356,12 +357,12 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         sizes = weigh(self._stages, self._n_microbatches, forward, settings.device, settings.transfers.minimum_bytes)
         self._internal_losses.clear()
         self.plan = budget.plan(self.schedule, everywhere(sizes))
-        for line in plan_lines(self.plan, "as weighed,"):
+        for line in plan_lines(self.plan, "as measured,"):
             logger.info("bpipe: %s", line)
         self._adopt(replace(self.config, balance=self.plan.how), final=True)
 
     def _recorded(self) -> AbstractContextManager[None]:
-        if self._report is None or self.meter is None:
+        if self._report is None or self.meter is None or is_capturing(self._engine_config.device):
             return nullcontext()
         return self._report.step(self.engine, self.meter, self.links, self.verifier)
 
@@ -402,7 +403,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         super()._maybe_compute_loss(stage, output, target_mbs, mb_index, *rest, **more)
         if self._calls is None:
             return
-        if self._report is not None and stage.is_last:
+        if self._report is not None and stage.is_last and not self.engine.is_captured:
             self._report.losses.append(self._internal_losses[-1].detach())
         roots, received = self._ran(stage, mb_index)
         if stage.stage_index in self._unseen_split:

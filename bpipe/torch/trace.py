@@ -60,11 +60,11 @@ def trace_stages(
     Args:
         make: Called on fake tensors, returns the modules of all stages in order and a tuple with one micro-batch's
             inputs of the first; followed by the loss and its target, if there is a loss.
-        device: Need not be there.
-        minimum_bytes: Of the smallest storage that moves.
+        device: The device whose kernels decide what is saved; it need not be present.
+        minimum_bytes: Size of the smallest storage that moves.
 
     Raises:
-        ValueError: For anything else, and for tensors of other kinds (DTensors).
+        ValueError: `make` returns anything else, or tensors of other kinds (DTensors).
     """
     with FakeTensorMode() as mode, torch.device(device):
         stages, inputs, *of_loss = _checked(make())

@@ -88,13 +88,13 @@ def lacking() -> list[str]:
     """Return the names and parameters of the table that the installed torch lacks."""
     missing = []
     for module, name, parameters, use in NAMES:
-        thing: Any = import_module(module)
+        value: Any = import_module(module)
         for part in name.split("."):
-            thing = getattr(thing, part, None)
-        if thing is None:
+            value = getattr(value, part, None)
+        if value is None:
             missing.append(f"{name} ({use})")
             continue
-        signature = inspect.signature(thing).parameters if parameters else {}
+        signature = inspect.signature(value).parameters if parameters else {}
         missing += [f"{name}({parameter}) ({use})" for parameter in parameters.split() if parameter not in signature]
     kinds = getattr(import_module(_SCHEDULES), "_ComputationType", None)
     return missing + [f"_ComputationType.{kind}" for kind in KINDS if kinds is not None and not hasattr(kinds, kind)]

@@ -40,12 +40,13 @@ class Location:
     """Location of a rank."""
 
     boot: str
-    """Two ranks share memory only on one boot of one machine."""
+    """Boot id: ranks share memory only on one boot of one machine."""
 
     namespace: str
-    """Two ranks see each other's processes only in one namespace."""
+    """PID namespace: ranks in different ones cannot open each other's memory."""
 
     host: str
+    """Host name."""
 
     no_room: str | None = None
     """Why its buffers might not fit into the host's memory."""

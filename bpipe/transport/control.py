@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bpipe.transport.cuda_runtime import is_capturing
+
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
@@ -53,7 +55,9 @@ class Works:
     @property
     def completed(self) -> bool:
         """Whether the transfer is over. Gloo does not know before it was waited for."""
-        return all(work.is_completed() for work in self._works)
+        # In a capture nothing is over, and no event may be asked.
+        in_capture = bool(self._tensors) and is_capturing(self._tensors[0].device)
+        return not in_capture and all(work.is_completed() for work in self._works)
 
 
 class Control:

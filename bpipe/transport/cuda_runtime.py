@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -61,6 +61,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaGetLastError": (),
     "cudaSetDevice": (ctypes.c_int,),
     "cudaDeviceSynchronize": (),
+    "cudaStreamIsCapturing": (_ADDRESS, _POINTER),
     "cudaMemGetInfo": (_POINTER, _POINTER),
     "cudaMalloc": (_POINTER, _SIZE),
     "cudaFree": (_ADDRESS,),
@@ -75,9 +76,9 @@ _BATCH = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
 
 
 class CudaRuntime:
-    """The calls that are needed. Every error is raised, and cleared as CUDA's last error.
+    """The CUDA runtime calls that transports need. Every error is raised, and cleared as CUDA's last error.
 
-    Torch reads the last error after each kernel that it starts: one left there would be raised in the middle of the
+    Torch reads the last error after every kernel launch, so one that was left there would surface in the middle of the
     model, as torch's own.
     """
 
@@ -134,6 +135,12 @@ class CudaRuntime:
         """Wait until the current device is idle: for ever if a kernel on it never ends."""
         self._call("cudaDeviceSynchronize")
 
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what the stream is given is captured into a graph instead of run."""
+        status = ctypes.c_int()
+        self._call("cudaStreamIsCapturing", stream, ctypes.byref(status))
+        return status.value != 0
+
     def memory(self) -> tuple[int, int]:
         """Return the current device's free and total bytes."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -167,8 +174,8 @@ class CudaRuntime:
 
     def copy(self, copies: Sequence[Copy], stream: int) -> None:
         """Start these copies on a stream, in any order among themselves: by one call if CUDA has one for it."""
-        # The default stream takes no batches. Nothing in a step runs there.
-        if self._batch is not None and stream and len(copies) > 1:
+        # The default stream takes no batches, and nothing in a step runs there. A graph has no node for one.
+        if self._batch is not None and stream and len(copies) > 1 and not self.is_capturing(stream):
             self._batch(copies, stream)
             return
         for source, target, nbytes in copies:
@@ -214,3 +221,16 @@ LIBRARIES: dict[str, str] = {"cuda": torch._C.__file__}
 def runtime(device_type: str = "cuda") -> CudaRuntime:
     """Return torch's own CUDA runtime. Raises RuntimeError if torch was built without it."""
     return CudaRuntime(ctypes.CDLL(LIBRARIES[device_type]))
+
+
+def current_stream(device_type: str) -> int:
+    """Return the current stream as its runtime knows it."""
+    # torch.Stream.native_handle came only with torch 2.12.
+    if device_type == "cuda":
+        return int(torch.cuda.current_stream().cuda_stream)
+    return int(cast(Any, torch.accelerator.current_stream()).native_handle)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is issued now is captured into a CUDA graph: it runs when that is replayed, and not before."""
+    return device.type in LIBRARIES and runtime(device.type).is_capturing(current_stream(device.type))

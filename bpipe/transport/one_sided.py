@@ -101,6 +101,13 @@ class OneSidedCopies(ABC):
         self._last[host_buffer] = lane.run(copy, after=[] if last is None else [last])  # [8]
         return self._last[host_buffer]
 
+    def forget_order(self) -> None:
+        """Forget what touched the buffers last, before and after a capture, on the evictor.
+
+        What is captured cannot wait for what ran before it, which is over. Replays run one after the other.
+        """
+        self._last.clear()
+
     def release(self) -> None:
         """Give the host buffers back, because another program takes over or the run is over. Both ends call it."""
         for pending in self._last.values():

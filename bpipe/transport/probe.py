@@ -31,11 +31,11 @@ def measure(
 
     Args:
         transport: What to try.
-        control: The pair's, by which both ranks agree on the outcome.
-        device: This rank's.
-        evictor: Whether this rank evicts: the lower one does.
-        within_s: Seconds for the trial, less than a watchdog waits before it ends the process.
-        abort: Ends what the transport has under way.
+        control: The pair's channel for agreeing on the outcome.
+        device: This rank's device.
+        evictor: Whether this rank evicts; the lower rank does.
+        within_s: Time limit in seconds, shorter than that of a watchdog that ends the process.
+        abort: Ends the transport's pending operations.
     """
     seconds: list[float] = []
     errors: list[str] = []

@@ -58,7 +58,7 @@ class Learner:
         self._learned = False
 
     def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        """Run Megatron's training step."""
+        """Run Megatron's training step and, after the first one, replan with the memory that it took."""
         if self._learned:
             return run()
         before = held(arguments["model"], arguments["optimizer"])

@@ -72,8 +72,10 @@ def read_rows(name: str) -> list[dict[str, str]]:
 
 
 def setup_of(model: Model, cluster: str, t: int, p: int, b: int, batch: int, recompute: str, **changes: Any) -> Setup:
-    """Return a configuration with equal stages and, unless `changes` says otherwise, unfused attention in fp16."""
+    """Return a configuration with equal stages and, unless `changes` says otherwise, Megatron's own unfused attention in
+    fp16."""
     choices: dict[str, Any] = {"attention": "unfused", "precision": "fp16", "sequence": 2048, **changes}
+    choices = {"transformer_impl": "local", **choices}
     layers: Any = choices.pop("layers", None) or split_layers(model.num_layers, p)
     return Setup(model, parse_cluster(cluster), t, p, b, batch, layers=layers, recompute=recompute, **choices)
 

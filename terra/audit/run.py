@@ -27,6 +27,14 @@ _BESIDE_THE_DISPATCHER = ("transformer_engine", "apex", "flash_attn", "triton", 
 def audit(step: Callable[[], Any], num_steps: int = STEPS, warm_up: int = WARM_UP) -> Audit:
     """Audit `num_steps` calls of a step function, after `warm_up` calls. It computes what it would without.
 
+    Args:
+        step: The function to call.
+        num_steps: Calls to compare.
+        warm_up: Calls before these.
+
+    Returns:
+        What differed between the steps.
+
     Raises:
         ValueError: fewer than two steps are to be compared.
     """
@@ -53,6 +61,15 @@ def audit_script(script: Path, arguments: Sequence[str] = (), num_steps: int = S
     """Run a script as `python script arguments...` would, and audit the steps of its first optimizer.
 
     What precedes its first step is no step, so the warm-up has at least one.
+
+    Args:
+        script: The script to run.
+        arguments: Its arguments.
+        num_steps: Steps to compare.
+        warm_up: Steps before these.
+
+    Returns:
+        What differed between the steps.
 
     Raises:
         ValueError: the script ended before two steps could be compared.

@@ -155,6 +155,7 @@ def _stage(report: Simulation, rank: int, missing: bool) -> dict[str, Any]:
         "predicted_bytes": peak,
         "bound_bytes": (schedule.bounds or (0,) * schedule.num_ranks)[rank] * SAVED,
         "unbalanced_bytes": min(schedule.num_ranks - rank, schedule.num_microbatches) * SAVED,
+        "baseline_bytes": None,
         "weights_bytes": 25_000_000 if rank in (0, schedule.num_ranks - 1) else 9_000_000,
         "measured_microbatches": None if missing else peak // SAVED,
         "predicted_microbatches": peak // SAVED,

@@ -64,7 +64,7 @@ def longest_wait(view: dict[str, Any]) -> tuple[str, float, float]:
 def ms(text: str) -> float:
     """Seconds the page wrote, in milliseconds."""
     number, unit = text.split()
-    return float(number) * {"s": 1e3, "ms": 1.0, "µs": 1e-3}[unit]
+    return float(number) * {"s": 1e3, "ms": 1.0, "us": 1e-3}[unit]
 
 
 def facts(tip: str) -> dict[str, str]:
@@ -176,6 +176,21 @@ def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str,
     assert page.run("return document.querySelector('#bars svg').getAttribute('aria-label')").startswith(
         "Bars of saved activations, 8 stages"
     )
+
+
+def test_measured_bars_of_a_baseline_take_the_place_of_predicted_ones(
+    driver: Any, view: dict[str, Any], tmp_path: Path
+) -> None:
+    compared = deepcopy(view)
+    for stage in compared["stages"]:
+        stage["baseline_bytes"] = stage["unbalanced_bytes"] // 2
+    file = tmp_path / "report.html"
+    file.write_text(render(compared), encoding="utf-8")
+    page = Page(driver, file)
+    title = f"stage 0, without balancing, measured: {compared['stages'][0]['baseline_bytes'] / MIB:.2f} MiB"
+    assert page.run("return document.querySelector('#bars rect.before title').textContent") == title
+    assert page.run("return document.querySelectorAll('#bars rect[fill]').length") == 0
+    assert "without balancing: measured" in page.text("#bars")
 
 
 def test_a_rank_without_a_record_is_named(page: Page) -> None:

@@ -30,6 +30,7 @@ import pretrain_gpt  # before Megatron: it readies the process
 import torch
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
@@ -144,6 +145,9 @@ def run(
     # Both have as many losses as the layers of the first case that has some.
     MTPLossLoggingHelper.tracker.clear()
     destroy_moe_metrics_tracker()
+    # Of the class, so that the next case would replay this one's graph.
+    FullCudaGraphWrapper.reset_cuda_graph(FullCudaGraphWrapper)
+    StaticBufferLoader.static_buffers = {"training": [], "validation": []}
     torch.distributed.destroy_process_group()
     del store
     gc.collect()

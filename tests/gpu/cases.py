@@ -90,6 +90,12 @@ CASES: Mapping[str, Case] = {
         own_process=True,
         group="schedules",
     ),
+    "captured": Case(
+        "trainings",
+        "iterations in one CUDA graph with their transfers: bits, reserved memory, seconds of a replay",
+        own_process=True,
+        group="captured",
+    ),
     "true_size": Case(
         "trainings",
         "peaks of the trainer against the prediction, and an out of memory that balancing cures",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.accelerators import CUDA, LATE, Accelerator
-from tests.gpu.common import FULL, MODERATE, SMALL, Result
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, Spread
 
 LIMIT = "limit_bytes"
 # Losses of these many parts of a sum differ by rounding: in 16 bits, and in 32.
@@ -54,6 +54,8 @@ BALANCED = "--bpipe --bpipe-timeout 60"
 # Weights alone: another placement's optimizer is another rank's.
 BEGUN = "--load {folder}/begun --finetune --no-load-rng"
 BEGIN = "begun"
+# Two iterations, and one that is captured and replayed for the rest.
+CAPTURED = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 CURE = "two micro-batches, others in CPU memory"
 EXACT, LOSSES, ROUNDED = "identical", "losses identical", "losses equal but for rounding"
 
@@ -140,6 +142,21 @@ GROUPS: Mapping[str, Group] = {
         small=(8, 64, 4, 64, 16),
         flags=NO_DROPOUT,
     ),
+    "captured": Group(
+        {
+            BEGIN: Training("--train-iters 1 --save {folder}/begun --save-interval 1"),
+            "stock": Training(BEGUN),
+            "peer": Training(f"{BEGUN} {CAPTURED} {over('peer')}", "stock"),
+            "host": Training(f"{BEGUN} {CAPTURED} {over('host')}", "stock"),
+            "nccl": Training(f"{BEGUN} {CAPTURED} {over('nccl')}", "stock"),
+            "v-half": Training(f"{BEGUN} {CAPTURED} {over('peer', '--bpipe-schedule v-half')}", "stock", LOSSES),
+            "interleaved": Training(CHUNKS),
+            "interleaved captured": Training(f"{CHUNKS} {CAPTURED}", "interleaved"),
+            "interleaved peer": Training(f"{CHUNKS} {CAPTURED} {over('peer')}", "interleaved"),
+        },
+        small=(8, 64, 4, 64, 16),
+        flags=f"{NO_DROPOUT} --no-check-for-nan-in-loss-and-grad --train-iters 6",
+    ),
     "true_size": Group(
         {
             "stock": Training("--bpipe-report {folder}/report-stock"),
@@ -184,6 +201,8 @@ def run(on: Accelerator, sizes: Sizes, until: float, name: str) -> Result:
             launch.compare(training, described, result)
         if name == "true_size":
             launch.judge_memory(result)
+        if name == "captured":
+            launch.measure_captures(result)
     return result
 
 
@@ -292,6 +311,19 @@ class Launch:
         pairs = [pair for file in files for pair in json.loads(file.read_text())[1:]]
         return max(given_out for given_out, _ in pairs), max(reserved for _, reserved in pairs)
 
+    def measure_captures(self, result: Result) -> None:
+        """Note what torch had reserved, and how long replays took, with and without transfers in their graphs."""
+        for name in ("interleaved", "interleaved captured", "interleaved peer"):
+            if self.records(name) is not None:
+                _, reserved = self.peaks(name)
+                result.row(f"{name}: fullest rank, MiB reserved", f"{reserved / 2**20:.1f}")
+                result.row(f"{name}: seconds a step, from the fourth on", Spread.of(self.steps_s(name)[3:]).text())
+
+    def steps_s(self, name: str) -> list[float]:
+        """Return the seconds of each step, those of the slowest rank."""
+        files = [self.folder / f"{name}.seconds{rank}.json" for rank in range(self.group.world)]
+        return [max(steps) for steps in zip(*(json.loads(file.read_text()) for file in files), strict=True)]
+
     def judge_memory(self, result: Result) -> None:
         """Check recorded peaks of activations against the schedule, then cure an out of memory by balancing."""
         from bpipe.record.report.report import report_of
@@ -343,19 +375,25 @@ def main(device: str, cases: str, folder: str) -> None:
     from tests.gloo import worker
 
     class Recorder(worker.Recorder):
-        """Writes what torch's allocator had given out and reserved at most in each iteration."""
+        """Writes what torch's allocator had given out and reserved at most in each iteration, and its seconds."""
 
         def _observe(self, train_step: Any) -> Any:
             observed = super()._observe(train_step)
             peaks: list[tuple[int, int]] = []
+            seconds: list[float] = []
 
             @functools.wraps(train_step)
             def step(*args: Any, **kwargs: Any) -> Any:
                 if device == "cpu":
                     return observed(*args, **kwargs)
                 torch.accelerator.reset_peak_memory_stats()
+                begin_s = time.perf_counter()
                 stepped = observed(*args, **kwargs)
                 torch.accelerator.synchronize()
+                seconds.append(time.perf_counter() - begin_s)
+                (Path(folder) / f"{case['name']}.seconds{torch.distributed.get_rank()}.json").write_text(
+                    json.dumps(seconds)
+                )
                 peaks.append((torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()))
                 file = Path(folder) / f"{case['name']}.memory{torch.distributed.get_rank()}.json"
                 file.write_text(json.dumps(peaks))

@@ -169,10 +169,11 @@ class LateLoop(LatePipeline):
         after_exchanges: bool = False,
         in_operations: bool = False,
         differing: bool = False,
+        replays: int = 0,
     ) -> None:
         self.exchange, self.births = exchange, births
         self.after_exchanges, self.in_operations = after_exchanges, in_operations
-        super().__init__(schedule, kind, differing=differing)
+        super().__init__(schedule, kind, differing=differing, replays=replays)
 
     def rank_of(self, rank: int) -> Rank:
         return LoopRank(self, rank)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import Messages, TorchStages
-from bpipe.runtime.streams import allocated_on, copying_on
+from bpipe.runtime.streams import allocated_on, copying_on, current
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
@@ -132,6 +133,8 @@ class Rank:
         self.memory: list[tuple[int, int, int]] = []
         self.gradients: dict[Place, torch.Tensor] = {}
         self.moved_bytes: dict[int, int] = {}
+        # Of a captured iteration: its own memory.
+        self.pool_bytes = 0
 
     def run(self, iterations: int) -> None:
         pipeline, schedule, here = self._pipeline, self._pipeline.schedule, device(self.rank)
@@ -166,6 +169,8 @@ class Rank:
             names = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
             self.memory.append(tuple(stats[name] for name in names))
             torch.accelerator.reset_peak_memory_stats(here)
+        if pipeline.replays:
+            self.captures(lambda: self.iterate(executor), pipeline.replays)
         self.gradients = pipeline.model.gradients_on(self.rank)
         torch.accelerator.synchronize(here)
         if self.engine is not None:
@@ -176,6 +181,22 @@ class Rank:
         """Run its program once."""
         for _ in executor.walk(self.calls()):
             extension().perhaps_yield()
+
+    def captures(self, iterate: Callable[[], None], replays: int) -> None:
+        """Capture an iteration as `megatron.core.full_cuda_graph` does, on a stream of its own, and replay it."""
+        late, compute, pipeline = extension(), torch.accelerator.current_stream(), self._pipeline
+        stream = torch.Stream(device(self.rank))
+        torch.accelerator.synchronize(device(self.rank))
+        pipeline.meet("begin to capture", lambda: pipeline.entered.enter_context(pipeline.in_capture))
+        with current(stream):
+            late.begin_capture(self.rank, stream.stream_id)
+            iterate()
+            graph = late.end_capture(self.rank)
+        pipeline.meet("have captured", pipeline.entered.close)
+        self.pool_bytes = late.pool_bytes(graph)
+        for _ in range(replays):
+            late.replay(graph, compute.stream_id)
+            late.perhaps_yield()
 
     def messages(self, here: torch.device) -> Messages:
         """Return what carries its messages. Collective over all ranks."""
@@ -222,7 +243,11 @@ class Rank:
 
 
 class LatePipeline:
-    """All ranks. `run` gives the gradients, or raises what the first rank to fail raised."""
+    """All ranks. `run` gives the gradients, or raises what the first rank to fail raised.
+
+    `replays`: after the iterations one more is captured, which does not run, and replayed so often. `in_capture` is
+    entered while all ranks capture.
+    """
 
     def __init__(
         self,
@@ -238,7 +263,11 @@ class LatePipeline:
         beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
         synchronous: bool = False,
         at_once: bool = False,
+        replays: int = 0,
+        in_capture: AbstractContextManager[Any] | None = None,
     ) -> None:
+        self.replays, self.in_capture, self.entered = replays, in_capture or nullcontext(), ExitStack()
+        self._met: Counter[str] = Counter()
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
         self.verify, self.beside, self.synchronous, self.at_once = verify, beside, synchronous, at_once
@@ -254,11 +283,19 @@ class LatePipeline:
 
     def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:
         begin(draw)
-        run_hosts(len(self.ranks), lambda rank: self.ranks[rank].run(iterations))
+        with self.entered:
+            run_hosts(len(self.ranks), lambda rank: self.ranks[rank].run(iterations))
         return {key: gradient for rank in self.ranks for key, gradient in rank.gradients.items()}
 
     def rank_of(self, rank: int) -> Rank:
         return Rank(self, rank)
+
+    def meet(self, what: str, last: Callable[[], object]) -> None:
+        """Wait for all ranks, of which the last one to come calls `last`."""
+        self._met[what] += 1
+        if self._met[what] == len(self.ranks):
+            last()
+        extension().wait_until(lambda: self._met[what] == len(self.ranks), f"all ranks {what}")
 
     def edge_control(self, rank: int) -> Callable[[int, int, float, str], Any]:
         """Return what makes a rank's end of the control group of two neighbours."""
@@ -268,7 +305,7 @@ class LatePipeline:
 def wrong_bits(pipeline: LatePipeline, draw: Draw, iterations: int = 2) -> list[Place]:
     """Rank and stage of every gradient that is not what it has to be. Raises what a rank raised."""
     found = pipeline.run(draw, iterations)
-    expected = pipeline.model.expected(pipeline.schedule, iterations)
+    expected = pipeline.model.expected(pipeline.schedule, iterations + pipeline.replays)
     assert found.keys() == expected.keys()
     return [place for place in found if not torch.equal(found[place], expected[place])]
 

@@ -93,6 +93,8 @@ class TorchRank(Rank):
         self.engine = balanced.engine
         for _ in range(iterations):
             self._step(balanced, stages, here)
+        if pipeline.replays:
+            self.captures(lambda: self._step(balanced, stages, here), pipeline.replays)
         self.gradients = pipeline.model.gradients_on(self.rank)
         torch.accelerator.synchronize(here)
         self.moved_bytes = self.engine.moved_bytes
@@ -121,10 +123,16 @@ class TorchPipeline(LatePipeline):
     """All ranks. `differing`: micro-batches of a stage save more and less. `judged`: a schedule that may stand still is refused."""
 
     def __init__(
-        self, schedule: Schedule, kind: str, poison: bool = False, differing: bool = False, judged: bool = True
+        self,
+        schedule: Schedule,
+        kind: str,
+        poison: bool = False,
+        differing: bool = False,
+        judged: bool = True,
+        replays: int = 0,
     ) -> None:
         model = LateModel(schedule.num_stages, differing_sizes if differing else nothing)
-        super().__init__(schedule, kind, poison=poison, differing=differing, model=model)
+        super().__init__(schedule, kind, poison=poison, differing=differing, model=model, replays=replays)
         self._judged = judged
 
     def rank_of(self, rank: int) -> Rank:

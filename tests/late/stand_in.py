@@ -4,6 +4,10 @@ In: a process in which `megatron` has not been imported yet. Out: the same, by t
 nothing before `tests.late.processes.begin_process`. Streams, events and memory are the late device's own.
 """
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +34,62 @@ class _Event:
 
     def __new__(cls, enable_timing: bool = False, **kwargs: object) -> Any:
         return torch.Event(torch.device(TYPE), enable_timing=enable_timing)
+
+
+class _State:
+    """A state of a generator that graphs may share: a number of draws, and no draws of a replay."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
+
+    def manual_seed(self, seed: int) -> None:
+        self.numbers = torch.Generator().manual_seed(seed).get_state()
+
+
+class _Generator:
+    """One of `torch.cuda.default_generators`: the host's, with states that can be put in place of each other."""
+
+    def __init__(self) -> None:
+        self._state = _State(torch.get_rng_state())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+    def __getitem__(self, index: int) -> _Generator:
+        return self
+
+    def clone_state(self) -> _State:
+        return _State(torch.get_rng_state())
+
+    def graphsafe_get_state(self) -> _State:
+        self._state.numbers = torch.get_rng_state()
+        return self._state
+
+    def graphsafe_set_state(self, state: _State) -> None:
+        self.graphsafe_get_state()
+        self._state = state
+        torch.set_rng_state(state.numbers)
+
+
+class _Graph:
+    """`torch.cuda.CUDAGraph`. Kernels draw from the host's generator, so a replay draws nothing anew."""
+
+    number = 0
+
+    def register_generator_state(self, state: object) -> None: ...
+
+    def replay(self) -> None:
+        extension().replay(self.number, torch.accelerator.current_stream().stream_id)
+
+
+@contextlib.contextmanager
+def _capturing(graph: _Graph, stream: torch.Stream, pool: object, capture_error_mode: str) -> Iterator[None]:
+    """`torch.cuda.graph`."""
+    torch.accelerator.synchronize()
+    with current(stream):
+        extension().begin_capture(stream.device_index, stream.stream_id)
+        yield
+        graph.number = extension().end_capture(stream.device_index)
 
 
 def _number(device: Any) -> int:
@@ -74,6 +134,10 @@ def install() -> None:
         "default_stream": lambda device=None: here.current_stream(),
         "set_stream": lambda stream: here.set_stream(stream),
         "stream": current,
+        "CUDAGraph": _Graph,
+        "graph": _capturing,
+        "graph_pool_handle": lambda: (0, 1),
     }
     cpu_runtime.ARGUMENTS = ARGUMENTS
     cpu_runtime.stand_in(torch.device(TYPE), cuda, {})
+    setattr(torch.cuda, "default_generators", _Generator())  # noqa: B010

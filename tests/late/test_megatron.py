@@ -25,7 +25,18 @@ BATCH = "--global-batch-size 16"
 INTERLEAVED = f"{BATCH} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 # The same slices on CPUs, which nothing leaves.
 SLICES = f"{BATCH} --bpipe-slices 4"
-STOCK = {"1f1b": BATCH, "interleaved": INTERLEAVED, "slices": SLICES}
+# Replays draw nothing anew on late devices.
+UNCAPTURED = f"{BATCH} --train-iters 5 --attention-dropout 0 --hidden-dropout 0 --no-check-for-nan-in-loss-and-grad"
+UNCAPTURED_CHUNKS = f"{UNCAPTURED} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
+# Two iterations, and one that is captured and replayed for the rest.
+CAPTURED = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
+STOCK = {
+    "1f1b": BATCH,
+    "interleaved": INTERLEAVED,
+    "slices": SLICES,
+    "uncaptured": UNCAPTURED,
+    "uncaptured_chunks": UNCAPTURED_CHUNKS,
+}
 OWN_MEMORY = f"{BPIPE} auto --bpipe-hosts host"
 ALL_HOSTS = f"{BPIPE} auto --bpipe-hosts all --bpipe-bound 6"
 
@@ -53,9 +64,15 @@ CASES: dict[str, tuple[str, str, Draw]] = {
     "slices_nccl": ("slices", f"{BPIPE} nccl", Draw(12, COPIES_LAST)),
     "slices_peer": ("slices", f"{BPIPE} peer", Draw(13, COMPUTE_LAST)),
     "slices_split": ("slices", f"{BPIPE} nccl --bpipe-schedule 1f1b-split", Draw(14, AS_LATE)),
+    "captured_peer": ("uncaptured", f"{CAPTURED} {BPIPE} peer", Draw(20)),
+    "captured_host": ("uncaptured", f"{CAPTURED} {BPIPE} host", Draw(21, COPIES_LAST)),
+    "captured_nccl": ("uncaptured", f"{CAPTURED} {BPIPE} nccl", Draw(22, eagerness=0.3)),
+    "captured_own_memory": ("uncaptured", f"{CAPTURED} {OWN_MEMORY}", Draw(23, COMPUTE_LAST)),
+    "captured_own_loop": ("uncaptured", f"{CAPTURED} {BPIPE} peer --bpipe-schedule zb-h1", Draw(24, AS_LATE)),
+    "captured_interleaved": ("uncaptured_chunks", f"{CAPTURED} {BPIPE} peer", Draw(25, AS_LATE)),
     "slices_own_memory": ("slices", f"{OWN_MEMORY} --bpipe-bound 3", Draw(15)),
 }
-DAILY = ("nccl", "peer", "timers_1", "own_loop", "all_hosts", "interleaved_nccl", "slices_nccl")
+DAILY = ("nccl", "peer", "timers_1", "own_loop", "all_hosts", "interleaved_nccl", "slices_nccl", "captured_peer")
 
 
 @pytest.fixture(scope="module", autouse=True)

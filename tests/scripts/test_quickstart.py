@@ -64,7 +64,10 @@ def environment(tmp_path: Path) -> Path:
     (folder / "fake.py").write_text(FAKE)
     for name, does in (
         ("python", f'exec {sys.executable} {folder}/fake.py "$@"'),
-        ("bpipe", f'if [ "$1" = report ]; then echo "the report of $2"; else exec {sys.executable} -m bpipe "$@"; fi'),
+        (
+            "bpipe",
+            f'if [ "$1" = report ]; then echo "the report of $2 $3 $4"; else exec {sys.executable} -m bpipe "$@"; fi',
+        ),
     ):
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
         (folder / "bin" / name).chmod(0o755)
@@ -128,7 +131,8 @@ def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Pat
     assert "identical: all numbers of" in ended.stdout
     peaks = " -> ".join(f"{max(peak for peak, _ in run):.1f}" for run in (first, last))
     verdict = f"fullest stage {peaks} MiB, {20 if FLAGS[schedule] else 40} iterations identical"
-    assert ended.stdout.endswith(f"the report of {folder}/balanced\n\n{verdict}; open {folder}/report.html\n")
+    assert ended.stdout.endswith(f"to the last bit\n\n{verdict}; open {folder}/report.html\n")
+    assert (folder / "report.txt").read_text() == f"the report of {folder}/balanced --baseline {folder}/plain\n"
     assert json.loads((folder / "summary.json").read_text())["equal"] is True
 
 
@@ -174,7 +178,7 @@ def test_one_bit_is_enough_to_fail(tmp_path: Path, environment: Path) -> None:
     ended = quickstart(tmp_path, environment, "--schedule", "grouped-interleaved", goes="differs")
     assert ended.returncode == 1
     assert "NOT identical: lm loss of iteration 1" in ended.stdout
-    assert "the report" not in ended.stdout
+    assert not (tmp_path / "runs/grouped-interleaved/report.txt").exists()
 
 
 @pytest.mark.parametrize(

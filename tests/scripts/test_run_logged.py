@@ -1,10 +1,15 @@
 """scripts/run_logged.py: nothing that it started outlives it."""
 
+import fcntl
 import os
 import platform
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -59,6 +64,42 @@ def test_a_failure_shows_its_cause_before_the_noise_that_follows(scripts: Path, 
     process = start(scripts, tmp_path / "a.log", script, "^no match$", "--causes", r"^\[rank\d+\]: \w+Error")
     _, errors = process.communicate(timeout=20)
     assert errors.splitlines()[1:] == ["  [rank5]: TransferError: 2RETURN3"]
+
+
+def test_a_label_shows_how_far_the_command_is(scripts: Path, tmp_path: Path) -> None:
+    """Each training of the quickstart printed forty lines of Megatron's, each wider than the screen."""
+    options = ["--label", "training", "--progress", r"iteration +(\d+)/ +(\d+)", "--as", r"iteration \1 of \2"]
+    process = start(scripts, tmp_path / "a.log", "echo iteration  1/  2; echo iteration  2/  2", "$^", *options)
+    shown, progress = process.communicate(timeout=20)
+    assert shown == ""
+    assert progress.splitlines()[0] == "training: starting, 0 s"
+    assert re.fullmatch(r"training: iteration 2 of 2, \d s", progress.splitlines()[-1])
+
+
+@pytest.mark.parametrize("columns", [30, 80])
+def test_on_a_terminal_the_progress_is_one_line_that_fits(scripts: Path, tmp_path: Path, columns: int) -> None:
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    options = [
+        "--log",
+        str(tmp_path / "a.log"),
+        "--show",
+        "^shown",
+        "--label",
+        "a training of many words",
+        "--progress",
+        "[0-9]+",
+    ]
+    script = "echo 1; sleep 1.2; echo shown; echo 22"
+    command = [sys.executable, str(scripts / "run_logged.py"), *options, "--", "bash", "-c", script]
+    subprocess.run(command, stdout=writer, stderr=writer, timeout=20, check=True)
+    lines = os.read(reader, 10000).decode().split("\r\n")
+    os.close(reader)
+    os.close(writer)
+    assert len(lines) == 3
+    assert lines[0].endswith("\x1b[Kshown")
+    assert "a training of many words: 22"[: columns - 1] in lines[1]
+    assert all(len(part) < columns for line in lines for part in line.split("\r\x1b[K"))
 
 
 def test_a_command_that_does_not_exist_is_one_line(scripts: Path, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_the_oldest_and_the_newest_are_those_that_are_promised(scripts: Path) ->
     root = scripts.parent
     (bound,) = [wanted for wanted in map(Requirement, EXTRAS["torch"]) if wanted.name == "torch"]
     assert str(bound.specifier) == f">={RUN_VERSIONS[0]}a0"
-    assert f'torch: ["{RUN_VERSIONS[0]}", newest]' in (root / ".github/workflows/torch.yml").read_text()
+    assert f'torch: ["{RUN_VERSIONS[0]}", newest]' in (root / ".github/workflows/nightly.yml").read_text()
     table = (root / "docs/pipelining.md").read_text().partition("## Versions of torch")[2].partition("\n## ")[0]
     assert tuple(re.findall(r"^\| (2\.\S+) \| 20", table, re.MULTILINE)) == RUN_VERSIONS
     assert "FAILED" not in table

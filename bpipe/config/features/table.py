@@ -14,6 +14,10 @@ buffer holds stays, and so does memory that does not come from torch's allocator
 from __future__ import annotations
 
 from bpipe.config.features.feature import Feature, Settings, State, has_experts
+from bpipe.schedule.families.bidirectional import TWO_PIPES
+
+# Megatron's default: eager iterations before the one that is captured.
+_WARMUP_STEPS = 3
 
 
 def _modules(settings: Settings) -> frozenset[str]:
@@ -27,6 +31,17 @@ def _graphs_an_iteration(settings: Settings) -> bool:
     return settings.cuda_graph_impl == "full_iteration" or (
         settings.cuda_graph_impl == "local" and "full_iteration" in _modules(settings)
     )
+
+
+def _learns_a_budget(settings: Settings) -> bool:
+    memory = settings.bpipe_memory
+    return memory.startswith("auto") if isinstance(memory, str) else bool(getattr(memory, "learns", False))
+
+
+def _verifies_replays(settings: Settings) -> bool:
+    """Whether transfers are to be checked in more iterations than run before a capture."""
+    steps, wanted = settings.cuda_graph_warmup_steps, settings.bpipe_verify
+    return wanted is not None and (wanted == "all" or wanted > (_WARMUP_STEPS if steps is None else steps))
 
 
 def _graphs_layers(settings: Settings) -> bool:
@@ -44,10 +59,48 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "CUDA graphs of an iteration",
         _graphs_an_iteration,
-        "a CUDA graph of a whole iteration replays fixed memory addresses without returning to the CPU, but the CPU "
-        "starts transfers and frees memory during the iteration",
-        "use --cuda-graph-impl transformer_engine with --cuda-graph-modules to graph a part of each layer, or use no "
-        "CUDA graphs",
+        "transfers are captured and replayed with the iteration, and what is checked, measured and recorded are the "
+        "iterations before the capture (--cuda-graph-warmup-steps)",
+        "use no CUDA graphs",
+        State.GUARDED,
+        "test_replays_come_to_the_bits_of_iterations",
+    ),
+    Feature(
+        "differing sizes in a CUDA graph of an iteration",
+        lambda s: _graphs_an_iteration(s) and (s.bpipe_differing_sizes or s.variable_seq_lengths),
+        "micro-batches of differing size tell their sizes in every iteration, and a CUDA graph asks no CPU",
+        "drop --bpipe-differing-sizes, or use no CUDA graphs",
+        moving=True,
+    ),
+    Feature(
+        "a learned budget with a CUDA graph of an iteration",
+        lambda s: _graphs_an_iteration(s) and _learns_a_budget(s),
+        "a budget that is learned changes the schedule after the first iteration",
+        "give --bpipe-memory in GiB, or use no CUDA graphs",
+        moving=True,
+    ),
+    Feature(
+        "checks of replays",
+        lambda s: _graphs_an_iteration(s) and _verifies_replays(s),
+        "replays of a CUDA graph cannot be checked, only the iterations before its capture",
+        "lower --bpipe-verify to --cuda-graph-warmup-steps or less",
+        moving=True,
+    ),
+    Feature(
+        "shards of the vocabulary or slices in a CUDA graph of an iteration",
+        lambda s: _graphs_an_iteration(s) and (s.bpipe_vocabulary not in (None, "none") or (s.bpipe_slices or 1) > 1),
+        "shards of the vocabulary ask the device whether the loss can be computed in them, and slices may differ in "
+        "size, which a CUDA graph cannot",
+        "drop --bpipe-vocabulary and --bpipe-slices, or use no CUDA graphs",
+        own_loop=True,
+    ),
+    Feature(
+        "two pipelines in a CUDA graph of an iteration",
+        lambda s: _graphs_an_iteration(s) and s.bpipe_schedule in {family.name for family in TWO_PIPES},
+        "Megatron copies the data of a micro-batch to the same memory for all chunks of a rank, and in two directions "
+        "these compute different micro-batches",
+        "choose another --bpipe-schedule, or use no CUDA graphs",
+        own_loop=True,
     ),
     Feature(
         "CUDA graphs of whole layers",

@@ -10,9 +10,18 @@ from dataclasses import replace
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags import schedules
 from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
-from bpipe.config.flags.flag import Flag, Group, InLaunch, number
+from bpipe.config.flags.flag import Flag, Group, InLaunch, Read, number
 from bpipe.config.flags.parser import REST
-from bpipe.config.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens
+from bpipe.config.flags.values import (
+    factor,
+    fraction,
+    layers,
+    positive,
+    predicted_slice_lengths,
+    slice_lengths,
+    tokens,
+    whole,
+)
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
 from bpipe.predict.layer_variants import DISPATCHERS
@@ -42,9 +51,9 @@ def recomputation(text: str) -> str:
     return read_recompute(text).text
 
 
-def _size(field: str, text: str, otherwise: str = "", default: int | None = None) -> Flag:
+def _size(field: str, text: str, otherwise: str = "", default: int | None = None, launched: Read | None = None) -> Flag:
     text += f" (default: the model's{otherwise and f', or without a model {otherwise}'})"
-    return number(field, flag_of(field), text, launch=InLaunch(default=default))
+    return number(field, flag_of(field), text, launch=InLaunch(default=default, read=launched))
 
 
 def _switch(field: str, text: str, *, megatrons: bool = True) -> Flag:
@@ -81,6 +90,9 @@ SIZES = (
     _size("num_query_groups", "number of groups of query heads", "the number of heads", 1),
     _size("kv_channels", "size of an attention head", "hidden size / heads"),
     _size("ffn_hidden_size", "hidden size of the MLP", "four times the hidden size"),
+    _size(
+        "mtp_num_layers", "number of further tokens that are predicted (multi-token prediction)", "none", launched=whole
+    ),
 )
 MODEL_SWITCHES = (
     _switch("swiglu", "the MLP uses SwiGLU"),
@@ -92,6 +104,7 @@ MODEL_SWITCHES = (
     _switch("rotary", "positions are not learned, as with rotary embeddings", megatrons=False),
     _switch("untie_embeddings_and_output_weights", "the output layer has its own weights"),
     _switch("no_dropout", "no dropout, so no masks are saved", megatrons=False),
+    _switch("mtp_use_repeated_layer", "with --mtp-num-layers: one layer predicts all further tokens, in turn"),
 )
 MODEL = Group(
     "model",
@@ -185,6 +198,19 @@ STATE_TYPES = (
             launch=InLaunch(default=WHOLE),
         )
         for field, choices in STATE_CHOICES.items()
+    ),
+    _switch(
+        "optimizer_cpu_offload",
+        "with --use-precision-aware-optimizer: the CPU keeps the optimizer's state and updates weights; only the "
+        "transfers of this are timed",
+    ),
+    Flag(
+        "optimizer_offload_fraction",
+        flag_of("optimizer_offload_fraction"),
+        "with --optimizer-cpu-offload: share of the parameters (default 1)",
+        "X",
+        fraction,
+        launch=InLaunch(default=1.0),
     ),
 )
 TRAINING = Group(

@@ -24,6 +24,8 @@ SWITCHED_OFF = {
     "--disable-bias-linear": "add_bias_linear",
     "--disable-mamba-mem-eff-path": "use_mamba_mem_eff_path",
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
+    "--no-clone-scatter-output-in-embedding": "clone_scatter_output_in_embedding",
+    "--no-fp8-wgrad": "fp8_wgrad",
     "--no-masked-softmax-fusion": "masked_softmax_fusion",
     "--no-overlap-p2p-communication": "overlap_p2p_comm",
     "--no-rope-fusion": "apply_rope_fusion",

@@ -91,6 +91,13 @@ MEASURED = Flag(
 )
 
 FOLDER = Flag("folder", "", "the run's --bpipe-report folder", "DIR")
+BASELINE = Flag(
+    "baseline",
+    "--baseline",
+    "the --bpipe-report folder of the same training without balancing: adds its measured peaks, and whether all losses "
+    "are identical",
+    "DIR",
+)
 ITERATION = Flag(
     "iteration", "--iteration", "show only this iteration (default: all that are recorded, with median times)", "N", int
 )

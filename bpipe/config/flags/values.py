@@ -61,7 +61,15 @@ def factor(text: str) -> float:
     """Read a number above 0."""
     number = _real(text)
     if not 0 < number < 1e6:
-        raise ValueError(f"{text!r} must be a number above 0, such as 1.25")
+        raise ValueError(f"{text!r} must be a number above 0 and below 1000000, such as 1.25")
+    return number
+
+
+def fraction(text: str) -> float:
+    """Read a number from 0 to 1."""
+    number = _real(text)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{text[:40]!r} must be a number from 0 to 1, such as 0.5")
     return number
 
 

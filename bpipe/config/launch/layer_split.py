@@ -33,6 +33,8 @@ class Split:
     count_embedding: bool = False
     count_loss: bool = False
     layout: str | None = None
+    further: int = 0
+    """Layers that predict further tokens."""
 
     def __post_init__(self) -> None:
         numbers = {LAYERS_OF_A_CHUNK: self.layers_of_a_chunk, CHUNKS: self.chunks, FIRST: self.first, LAST: self.last}
@@ -53,14 +55,15 @@ class Split:
             raise ValueError(f"with {FIRST} / {LAST} Megatron needs {CHUNKS} instead of {LAYERS_OF_A_CHUNK}")
 
 
-def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
+def split_flags(layers: tuple[int, ...], pipeline: int, further: int = 0, mtp_stage: int | None = None) -> list[str]:
     """Return the shortest flags for these layers, none if there is one stage per rank and all are equal.
 
-    Stage s is on rank s % p.
+    Stage s is on rank s % p. So many layers predict `further` tokens on `mtp_stage`, by default the last.
     """
     chunks = len(layers) // pipeline
-    if not layers[-1]:
-        return [LAYOUT, layout_text(layers)]
+    text = layout_text(layers, further, mtp_stage)
+    if not layers[-1] or mtp_stage is not None:
+        return [LAYOUT, text]
     if len(set(layers)) == 1:
         return [LAYERS_OF_A_CHUNK, str(layers[0])] if chunks > 1 else []
     ends = _first_and_last(layers, pipeline)
@@ -71,7 +74,7 @@ def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
         if len(set(whole)) == 1:
             # With one stage per rank, numbers for the ends came first.
             return [LAYERS_OF_A_CHUNK, str(whole[0]), *[COUNT_EMBEDDING] * embedding, *[COUNT_LOSS] * loss]
-    return ends or [LAYOUT, layout_text(layers)]
+    return ends or [LAYOUT, text]
 
 
 def _first_and_last(layers: tuple[int, ...], pipeline: int) -> list[str] | None:
@@ -87,9 +90,10 @@ def _first_and_last(layers: tuple[int, ...], pipeline: int) -> list[str] | None:
     return [*([CHUNKS, str(chunks)] if chunks > 1 else []), FIRST, str(first), LAST, str(last)]
 
 
-def layout_text(layers: tuple[int, ...]) -> str:
-    """Write a layout such as `Et*3|(t*4|)*6t*3L`. The last stage may have only the output layer."""
-    stages = ["t" if num == 1 else f"t*{num}" if num else "" for num in layers]
+def layout_text(layers: tuple[int, ...], further: int = 0, mtp_stage: int | None = None) -> str:
+    """Write a layout such as `Et*3|(t*4|)*6t*3mL`. The last stage may have only the output layer."""
+    stages = [_repeated("t", num) for num in layers]
+    stages[-1 if mtp_stage is None else mtp_stage] += _repeated("m", further)
     if len(stages) == 1:
         return f"E{stages[0]}L"
     inner = ""
@@ -99,10 +103,14 @@ def layout_text(layers: tuple[int, ...]) -> str:
     return f"E{stages[0]}|{inner}{stages[-1]}L"
 
 
+def _repeated(symbol: str, number: int) -> str:
+    return symbol if number == 1 else f"{symbol}*{number}" if number else ""
+
+
 def read_split(split: Split, num_layers: int, pipeline: int) -> tuple[int, ...]:
     """Return the layers of every stage as Megatron places them. Raises ValueError for what it would refuse."""
     if split.layout is not None:
-        return _read_layout(split.layout, num_layers, pipeline)
+        return _read_layout(split.layout, num_layers, pipeline, split.further)
     ranks = _rank_layers(split, num_layers, pipeline)
     chunks = split.chunks or 1
     if split.layers_of_a_chunk is not None:
@@ -136,7 +144,14 @@ def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
     return [*first, *([left // ranks] * ranks if ranks else []), *last]
 
 
-def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
+def further_stage(split: Split) -> int | None:
+    """Return the stage of a layout that predicts further tokens; None: the last one, or there are none."""
+    stages = [] if split.layout is None else _spelled(split.layout).split("|")
+    return next((stage for stage, layers in enumerate(stages[:-1]) if "m" in layers), None)
+
+
+def _spelled(text: str) -> str:
+    """Return a layout with all its repetitions."""
     if len(text) > MOST_LAYERS:
         raise ValueError(f"{LAYOUT} {text[:40]}... has {len(text)} characters, but a layout has at most {MOST_LAYERS}")
     spelled = text.replace(",", "")
@@ -150,11 +165,20 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
                 f"{LAYOUT} {text[:40]} repeats more than {MOST_LAYERS} layers, the most that a model may have"
             )
         spelled = re.sub(repeated, lambda match: match[1] * int(match[2]), spelled)
-    if "m" in spelled:
-        raise ValueError(f"{LAYOUT} {text[:60]}: multi-token prediction (m) is not modelled")
-    if set(spelled) - set("EtL|") or not re.fullmatch("E[t|]*L", spelled):
+    return spelled
+
+
+def _read_layout(text: str, num_layers: int, pipeline: int, further: int) -> tuple[int, ...]:
+    spelled = _spelled(text)
+    if not re.fullmatch(r"E[t|]*m*\|?L", spelled):
         raise ValueError(
-            f"{LAYOUT} {text[:60]}: give one E first, then t for every layer with | between stages, and one L last"
+            f"{LAYOUT} {text[:60]}: give one E first, then t for every layer with | between stages, m for every further "
+            "token, all on the last stage or the one before, and one L last"
+        )
+    if spelled.count("m") != further:
+        raise ValueError(
+            f"{LAYOUT} {text[:60]} has {spelled.count('m')} layers for further tokens (m), but --mtp-num-layers is "
+            f"{further or 'not given'}"
         )
     layers = [stage.count("t") for stage in spelled.split("|")]
     if len(layers) % pipeline:
@@ -164,13 +188,13 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
         )
     if sum(layers) != num_layers:
         raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, but --num-layers is {num_layers}")
-    refuse_empty(layers)
+    refuse_empty(layers, further_stage(Split(layout=text)))
     return tuple(layers)
 
 
-def refuse_empty(layers: Sequence[int]) -> None:
+def refuse_empty(layers: Sequence[int], mtp_stage: int | None = None) -> None:
     """Raise ValueError for a stage without a layer that needs one."""
-    empty = without_layers(layers)
+    empty = without_layers(layers, mtp_stage)
     if empty is not None:
         raise ValueError(
             f"stage {empty} has no layer: stages without one are not modelled, except for the first and the last"

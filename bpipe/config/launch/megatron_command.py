@@ -19,13 +19,13 @@ from bpipe.config.flags.schedules import ORDER
 from bpipe.config.flags.values import AUTO
 from bpipe.config.launch.expert_flags import parts_of_flags
 from bpipe.config.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
-from bpipe.config.launch.layer_split import Split
+from bpipe.config.launch.layer_split import Split, further_stage
 from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
 from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.predict.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.predict.recompute import MODULES, Recompute
-from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, STATE_FIELDS, SWITCHES, flag_of
+from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, flag_of
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import REDISTRIBUTE
 
@@ -79,6 +79,9 @@ def read_command(words: Sequence[str], unknown: Sequence[str] | None = None) -> 
     Args:
         words: the command line.
         unknown: flags that Megatron's parser was asked for and does not have; None if it was not asked.
+
+    Returns:
+        The launch as options of `bpipe simulate`, and the flags that no option covers.
     """
     launcher, flags = split_command(words)
     if unknown is None:
@@ -88,11 +91,17 @@ def read_command(words: Sequence[str], unknown: Sequence[str] | None = None) -> 
 
 
 def read_settings(settings: MegatronSettings, unknown: Sequence[str] = ()) -> Reading:
-    """Read the settings of a training. Raises ValueError for what is not modelled.
+    """Read the settings of a training.
 
     Args:
         settings: from flags, parsed arguments or a log.
         unknown: flags that Megatron's parser does not have.
+
+    Returns:
+        The launch as options of `bpipe simulate`, and the flags that no option covers.
+
+    Raises:
+        ValueError: A setting is not modelled.
     """
     args, others = Options(**vars(settings.values)), settings.others
     for flag, value in others:
@@ -178,6 +187,8 @@ def _model(args: Options, notes: list[str]) -> dict[str, Any]:
         "no_dropout": True not in dropouts,
     }
     options |= {**parts_of_flags(args, ffn, notes), **hybrid_of_flags(args, position)}
+    if args.mtp_num_layers:
+        options["mtp_num_layers"] = args.mtp_num_layers
     vocabulary = args.padded_vocab_size or args.vocab_size
     return {**options, "vocabulary": vocabulary} if vocabulary else options
 
@@ -194,6 +205,7 @@ def _parallel(args: Options) -> dict[str, Any]:
         count_embedding=args.account_for_embedding_in_pipeline_split,
         count_loss=args.account_for_loss_in_pipeline_split,
         layout=args.pipeline_model_parallel_layout,
+        further=args.mtp_num_layers or 0,
     )
     redistributed = args.bpipe_vocabulary == REDISTRIBUTE
     layers = _redistributed(args, split) if redistributed else layers_of(args, split)
@@ -203,6 +215,7 @@ def _parallel(args: Options) -> dict[str, Any]:
         **_context(args),
         "chunks": len(layers) // pipeline,
         "layers": layers,
+        "mtp_stage": further_stage(split),
         "no_sequence_parallel": not args.sequence_parallel,
         "balance": BALANCES[args.bpipe],
         **{flag.field: getattr(args, SAME[flag.field]) for flag in ORDER},
@@ -275,6 +288,10 @@ def _training(args: Options, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{differing[0]}: micro-batches may differ in size; each is predicted as one full sequence")
     return {
         "attention": attention,
+        # As Megatron itself does with this backend.
+        "transformer_impl": "local"
+        if "local" in (args.transformer_impl, args.attention_backend)
+        else IMPLEMENTATIONS[0],
         "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
         "no_distributed_optimizer": not args.use_distributed_optimizer,
         **switches,

@@ -17,7 +17,7 @@ from bpipe.config.launch.hybrid_flags import flags_of_hybrid
 from bpipe.config.launch.layer_split import split_flags
 from bpipe.predict.layout import Setup
 from bpipe.predict.recompute import Recompute
-from bpipe.predict.training import SWITCHES, WHOLE
+from bpipe.predict.training import SWITCHES, StateTypes
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import PAIR
@@ -56,6 +56,8 @@ def _model(setup: Setup) -> list[str]:
             "add_qkv_bias": model.qkv_bias,
             "qk_layernorm": model.qk_norm,
             "untie_embeddings_and_output_weights": not model.tied_embedding,
+            "mtp_num_layers": model.mtp_num_layers,
+            "mtp_use_repeated_layer": model.mtp_use_repeated_layer,
             "attention_dropout": dropout,
             "hidden_dropout": dropout,
         }
@@ -73,7 +75,8 @@ def _parallel(setup: Setup) -> list[str]:
         "sequence_parallel": setup.tensor > 1 and setup.sequence_parallel,
     }
     # A hybrid model's pattern has the layers of stages.
-    layers = split_flags(setup.layers, setup.pipeline) if setup.model.hybrid is None else []
+    further = setup.model.mtp_num_layers or 0
+    layers = split_flags(setup.layers, setup.pipeline, further, setup.mtp_stage) if setup.model.hybrid is None else []
     return [
         *words(cut),
         *layers,
@@ -123,18 +126,25 @@ def _memory(setup: Setup) -> list[str]:
     fp8 = setup.fp8
     values = {
         "attention_backend": "flash" if setup.attention == "flash" else "unfused",
+        "transformer_impl": "local" if setup.transformer_impl == "local" else None,
         **{name: setup.precision == name for name in ("bf16", "fp16")},
         "fp8_format": None if fp8 is None else fp8.format,
         "fp8_recipe": None if fp8 is None else fp8.recipe,
         "fp8_param_gather": fp8 is not None and fp8.param_gather,
         "use_distributed_optimizer": setup.distributed_optimizer,
-        **{name: None if value == WHOLE else value for name, value in asdict(setup.state_types).items()},
+        **_of_states(setup.state_types),
         # One tensor-parallel rank has nothing to overlap, and Megatron refuses the flag.
         **{
             name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES
         },
     }
     return [*_recompute_flags(setup.recomputed), *words(values)]
+
+
+def _of_states(types: StateTypes) -> dict[str, object]:
+    """Return what is not Megatron's default."""
+    values, default = asdict(types), StateTypes()
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def _recompute_flags(recompute: Recompute) -> list[str]:

@@ -65,9 +65,9 @@ class MegatronSettings:
         """Read Megatron's arguments, validated or not. Those that are missing have Megatron's defaults."""
         values = Options(**{flag.field: _value(flag, args) for flag in READ.values()})
         others = {flag: getattr(args, argument_of(flag), None) for flag in REFUSED if flag not in SWITCHED_OFF}
-        if others[GROUP] == values.pipeline_model_parallel_size:
-            # Megatron's default.
-            others[GROUP] = None
+        for flag, size in _sizes_by_default(values):
+            if others[flag] == size:
+                others[flag] = None
         others |= {flag: True for flag in REFUSED if _is_switched_off(flag, args)}
         _undo_validation(values, args)
         texts = {flag: "" if value is True else _text(value) for flag, value in others.items() if value}
@@ -76,6 +76,16 @@ class MegatronSettings:
     def without(self, flags: Collection[str]) -> MegatronSettings:
         """Return the settings without some of the `others`."""
         return MegatronSettings(self.values, tuple(entry for entry in self.others if entry[0] not in flags))
+
+
+def _sizes_by_default(values: Options) -> tuple[tuple[str, int], ...]:
+    """Return refused flags that Megatron's validation sets to a parallel size, and that size."""
+    tensor = values.tensor_model_parallel_size
+    return (
+        (GROUP, values.pipeline_model_parallel_size),
+        ("--tensor-parallel-num-weight-shards", tensor),
+        ("--expert-tensor-parallel-num-weight-shards", values.expert_tensor_parallel_size or tensor),
+    )
 
 
 def _is_switched_off(flag: str, args: object) -> bool:

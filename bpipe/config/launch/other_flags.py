@@ -20,21 +20,21 @@ _NEUTRAL_OF = {
     "--optimizer": "adam",
     "--muon-scalar-optimizer": "adam",
     "--cross-entropy-fusion-impl": "native",
+    "--mlp-chunks-for-training": "1",
 }
 REFUSED = {
     "--moe-layer-recompute": "an old name of the supported --recompute-granularity selective --recompute-modules moe",
     "--moe-latent-size": "experts of a smaller hidden size",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
-    **dict.fromkeys(
-        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD
-    ),
+    **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading"), _OFFLOAD),
     **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
     **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
     "--hybrid-context-parallel": "context parallelism whose size differs by sequence",
     "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     "--distribute-saved-activations": "distributed saved activations",
-    "--experimental-attention-variant": "another attention",
-    **dict.fromkeys(("--mtp-num-layers", "--mtp-hybrid-override-pattern"), "multi-token prediction"),
+    **dict.fromkeys(("--experimental-attention-variant", "--use-kitchen-attention"), "another attention"),
+    "--qk-l2-norm": "norms of queries and keys that compute in 32 bit",
+    "--mtp-hybrid-override-pattern": "multi-token prediction by hybrid layers",
     **dict.fromkeys(
         ("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
         "layers of different kinds",
@@ -58,6 +58,13 @@ REFUSED = {
     "--defer-embedding-wgrad-compute": "an output layer that keeps the logits' gradients of several micro-batches",
     "--overlap-moe-expert-parallel-comm": "forwards and backwards of two micro-batches at once",
     "--moe-paged-stash": "experts' inputs in pages",
+    "--moe-expert-rank-capacity-factor": "a budget of tokens for all experts of a device",
+    "--moe-ncclep-static-shape": "experts' inputs in a buffer for the largest of them",
+    "--mlp-chunks-for-training": "an MLP in parts of the sequence",
+    "--no-clone-scatter-output-in-embedding": "an embedding whose whole output every tensor-parallel rank keeps",
+    **dict.fromkeys(("--logits-load-dir", "--logits-save-dir"), "logits of another model, or kept for one"),
+    "--ddp-reduce-scatter-with-fp32-accumulation": "gradients that are reduced through a buffer of their size",
+    "--no-fp8-wgrad": "gradients of weights by 16-bit products, whose inputs are kept in 16 bit",
     "--num-distributed-optimizer-instances": "optimizer state on only some of the replicas",
     "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients of some weights in 32 bit",
     "--use-transformer-engine-op-fuser": "an MLP of fused operations",
@@ -75,6 +82,9 @@ PREDICTED_WITHOUT = {
     "--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without the flag",
     # By Megatron's modules: fused kernels keep their input, the others the sum of input and bias.
     "--no-bias-gelu-fusion": "keeps one input of the GELU, as without the flag: same memory, but it takes longer",
+    "--no-rope-fusion": "keeps sines and cosines for every layer, which are small beside it: predicted as without the flag",
+    "--no-gradient-accumulation-fusion": "makes the gradient of one weight more at a time: predicted as without the flag",
+    "--mtp-detach-heads": "keeps the same, and ends the backward of further tokens earlier: predicted as without the flag",
     "--no-bias-dropout-fusion": "keeps the same mask of one byte per value: same memory, but it takes longer",
 }
 
@@ -90,6 +100,7 @@ WITHOUT_INFLUENCE = [
     "--clip-grad",
     "--seed",
     "--init-method-*",
+    "--mtp-loss-scaling-factor",
     "--train-iters",
     "--train-samples",
     "--eval-i*",

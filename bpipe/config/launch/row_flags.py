@@ -94,7 +94,7 @@ def chosen_flags(setup: Setup) -> tuple[str, ...]:
 
 
 def common_flags(setup: Setup) -> tuple[str, ...]:
-    """Return the other flags, which are the same in every row."""
+    """Return the flags that all rows of a plan have in common."""
     return _joined([part for part in groups(megatron_flags(setup)) if part[0] not in CHOSEN])
 
 

@@ -23,6 +23,7 @@ from bpipe.predict.sizes import (
     total,
 )
 from bpipe.predict.slices import SUM_BYTES
+from bpipe.predict.training import IMPLEMENTATIONS
 
 FLASH_BACKWARD = 2.5
 # Two products up, two norms before them and both rotations after them.
@@ -35,6 +36,9 @@ FUSED_FORWARD, FUSED_BACKWARD = 4, 6
 SEPARATE_FORWARD, SEPARATE_BACKWARD = 33, 40
 DROPOUT_FORWARD, DROPOUT_BACKWARD = 5, 5
 PRODUCT_BYTES = 4
+# Tokens of sequences between which there is a fused kernel of Transformer Engine's softmax
+# (`FusedScaleMaskSoftmax.is_kernel_available` there).
+LEAST_FUSED, MOST_FUSED = 16, 16384
 # A probability of a softmax in 32 bits.
 EXACT_BYTES = 4
 # Flash attention keeps one 32-bit number per row and head.
@@ -44,16 +48,26 @@ MASK_KIND_BYTES = 4
 
 
 def is_softmax_fused(setup: Setup) -> bool:
-    """Whether Megatron's fused softmax takes these sizes: of slices it does not, which have more keys than queries."""
+    """Whether a fused softmax takes these sizes. Transformer Engine's asks none of Megatron's flags; Megatron's own takes
+    no slices, which have more keys than queries."""
     heads = setup.micro_batch * setup.model.num_attention_heads // setup.tensor
-    fusing = setup.kernels == "gpu" and setup.precision != "fp32" and not setup.switches.no_masked_softmax_fusion
-    return fusing and setup.span is None and heads % 4 == 0 and setup.sequence <= 4096
+    if setup.kernels == "cpu" or setup.precision == "fp32" or heads % 4:
+        return False
+    if _is_transformer_engines(setup):
+        begin, end = setup.span or (0, setup.sequence)
+        return LEAST_FUSED < end < MOST_FUSED and end % 8 == 0 and (end - begin) % 4 == 0
+    return not setup.switches.no_masked_softmax_fusion and setup.span is None and setup.sequence <= 4096
 
 
 def _converts_scores(setup: Setup) -> bool:
     """Whether separate kernels convert 16-bit scores to 32 bit, kept for the softmax's backward, and its probabilities
-    back."""
-    return setup.switches.attention_softmax_in_fp32 and setup.precision != "fp32" and not is_softmax_fused(setup)
+    back: Transformer Engine's always, Megatron's own if a flag says so."""
+    in_32_bits = _is_transformer_engines(setup) or setup.switches.attention_softmax_in_fp32
+    return in_32_bits and setup.precision != "fp32" and not is_softmax_fused(setup)
+
+
+def _is_transformer_engines(setup: Setup) -> bool:
+    return setup.kernels == "gpu" and setup.transformer_impl == IMPLEMENTATIONS[0]
 
 
 def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple[float, float]:

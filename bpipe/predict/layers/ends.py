@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from bpipe.predict.layers.norms import dropout_saved, local_norms_saved
+from bpipe.predict.layers.norms import dropout_saved, local_norms_saved, norms_before_copies
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import matrix_products
-from bpipe.predict.sizes import Rates, Saved, element_bytes, num_tokens, sent_bytes, shard_size, total
+from bpipe.predict.sizes import (
+    Rates,
+    Saved,
+    element_bytes,
+    num_tokens,
+    predicted_tokens,
+    sent_bytes,
+    shard_size,
+    total,
+)
 from bpipe.predict.states import parameter_bytes
 from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import ShardCost
@@ -36,20 +45,21 @@ WIDE_AT_ONCE = 2**23
 
 
 def output_seconds(setup: Setup) -> tuple[float, float]:
-    """Return the output layer and the loss."""
+    """Return the output layer and the loss, once for each token that is predicted."""
     rows, memory = setup.padded_vocabulary / setup.tensor, Rates.of(setup).memory
     logits = num_tokens(setup) * rows
     product = matrix_products(setup, setup.model.hidden_size, rows)
     capped = CAPPED * setup.model.capped_logits
     forward = product.forward_s + (LOSS_FORWARD + capped) * logits / memory
-    return forward, product.input_s + product.weight_s + (LOSS_BACKWARD + capped) * logits / memory
+    backward = product.input_s + product.weight_s + (LOSS_BACKWARD + capped) * logits / memory
+    return setup.model.num_predictions * forward, setup.model.num_predictions * backward
 
 
 def shard_seconds(setup: Setup) -> ShardCost:
     """Return a rank's shard of the output layer, and of the embedding where that is split, too."""
     rows, memory = setup.padded_vocabulary / setup.vocabulary_shards, Rates.of(setup).memory
-    logits = num_tokens(setup) * rows
-    product = matrix_products(setup, setup.model.hidden_size, rows)
+    logits = predicted_tokens(setup) * rows
+    product = matrix_products(setup, setup.model.hidden_size, rows, predicted_tokens(setup))
     # Of three products algorithm 1 has two in T, algorithm 2 two in S.
     early = setup.vocabulary is Vocabulary.TWO
     forward = product.forward_s + product.input_s * early + (SHARD_STATISTICS + SHARD_EARLY * early) * logits / memory
@@ -76,13 +86,13 @@ def shard_saved(setup: Setup) -> tuple[Saved, ...]:
     shards."""
     if not setup.is_sharded:
         return ()
-    tokens = num_tokens(setup)
+    tokens = predicted_tokens(setup)
     rows = (
         Saved(
             "logits of the shard",
             shard_size(element_bytes(setup) * tokens * setup.padded_vocabulary, setup.vocabulary_shards),
         ),
-        Saved("input of the output layer", sent_bytes(setup)),
+        Saved("input of the output layer", setup.model.num_predictions * sent_bytes(setup)),
         Saved("labels", TOKEN_BYTES * tokens),
         Saved("gradients of the tokens' losses", LOSS_BYTES * tokens),
     )
@@ -97,13 +107,15 @@ def shard_bytes(setup: Setup) -> int:
     return total(shard_saved(setup))
 
 
-def embedding_saved(setup: Setup) -> tuple[Saved, ...]:
+def embedding_saved(setup: Setup, *, shifted: bool = False) -> tuple[Saved, ...]:
+    """Return what the embedding saves, of a micro-batch's tokens or of those shifted to a further one."""
     tokens = num_tokens(setup)
     if setup.kernels == "gpu":
         return (Saved("tokens", TOKEN_BYTES * tokens), *dropout_saved(setup, 1))
-    # The tokens are the data iterator's own, unless a divided vocabulary needs them masked, or a slice is cut from them.
+    # The tokens are the data iterator's own, unless a divided vocabulary needs them masked, they are shifted, or a slice
+    # is cut from them.
     divided = (Saved("tokens of this part", TOKEN_BYTES * tokens), Saved("mask of this part", MASK_BYTES * tokens))
-    cut = (Saved("tokens of this slice", TOKEN_BYTES * tokens),) if setup.span is not None else ()
+    cut = (Saved("tokens of this slice", TOKEN_BYTES * tokens),) if shifted or setup.span is not None else ()
     positions = cut if setup.model.learned_positions else ()
     return (*dropout_saved(setup, 1), *(divided if setup.tensor > 1 else cut), *positions)
 
@@ -114,23 +126,39 @@ def last_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def _output(setup: Setup) -> tuple[Saved, ...]:
+    if setup.model.further is not None:
+        # Megatron joins what is predicted from; the final norm is on another stage, perhaps.
+        return (Saved("inputs of the output layer", setup.model.num_predictions * sent_bytes(setup)),)
     if setup.kernels == "cpu":
         return local_norms_saved(setup, 1)
     return (Saved("inputs of the final norm and of the output layer", sent_bytes(setup), 2),)
 
 
+def final_norm_saved(setup: Setup) -> tuple[Saved, ...]:
+    """Return what the final norm saves where it is apart from the output layer, as with further tokens."""
+    return () if setup.model.further is None else norms_before_copies(setup, 1)
+
+
 def _loss(setup: Setup) -> tuple[Saved, ...]:
-    tokens = num_tokens(setup)
-    softmax = Saved("softmax of the logits", shard_size(LOSS_BYTES * tokens * setup.padded_vocabulary, setup.tensor))
+    """Each token that is predicted has a loss of its own."""
+    tokens, losses = num_tokens(setup), setup.model.num_predictions
+    num_bytes = shard_size(LOSS_BYTES * tokens * setup.padded_vocabulary, setup.tensor)
+    softmax = Saved("softmax of the logits", num_bytes, losses)
     if setup.kernels == "gpu":
         capped = Saved(
-            "capped logits", shard_size(element_bytes(setup) * tokens * setup.padded_vocabulary, setup.tensor)
+            "capped logits", shard_size(element_bytes(setup) * tokens * setup.padded_vocabulary, setup.tensor), losses
         )
         return (softmax, *((capped,) * setup.model.capped_logits))
-    targets = (Saved("targets", TOKEN_BYTES * tokens), Saved("mask of targets", MASK_BYTES * tokens))
+    targets = (Saved("targets", TOKEN_BYTES * tokens, losses), Saved("mask of targets", MASK_BYTES * tokens, losses))
+    further = (
+        Saved("losses of further tokens, and their mask", LOSS_BYTES * tokens, 2 * (losses - 1)),
+        Saved("numbers of further tokens", TOKEN_COUNT_BYTES, losses - 1),
+        Saved("share of a further token's loss", MICROBATCH_COUNT_BYTES, losses - 1),
+    )
     return (
         softmax,
         *targets,
+        *further,
         Saved("number of tokens", TOKEN_COUNT_BYTES),
         Saved("number of micro-batches", MICROBATCH_COUNT_BYTES),
     )
@@ -144,7 +172,7 @@ def loss_working_bytes(setup: Setup) -> int:
 def shard_working_bytes(setup: Setup) -> int:
     """Return temporaries of S and T besides the logits, whose gradient takes their place: a part of them in 32
     bit, twice, the part of the input's gradient, as it is computed and in 32 bit, and the statistics of all shards."""
-    logits = shard_size(num_tokens(setup) * setup.padded_vocabulary, setup.vocabulary_shards)
-    part = num_tokens(setup) * setup.model.hidden_size
-    statistics = STATISTICS * STATISTICS_BYTES * num_tokens(setup) * setup.vocabulary_shards
+    logits = shard_size(predicted_tokens(setup) * setup.padded_vocabulary, setup.vocabulary_shards)
+    part = predicted_tokens(setup) * setup.model.hidden_size
+    statistics = STATISTICS * STATISTICS_BYTES * predicted_tokens(setup) * setup.vocabulary_shards
     return 2 * 4 * min(logits, WIDE_AT_ONCE) + (element_bytes(setup) + 4) * part + statistics

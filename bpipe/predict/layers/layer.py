@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bpipe.predict.expert_parallel import routed_tokens
 from bpipe.predict.layer_variants import LayerKind
@@ -18,6 +18,7 @@ from bpipe.predict.layers.attention import (
     query_norms_bytes,
     up_projections_s,
 )
+from bpipe.predict.layers.ends import embedding_saved, embedding_seconds
 from bpipe.predict.layers.experts import (
     experts_after_input,
     experts_again,
@@ -34,12 +35,30 @@ from bpipe.predict.layers.mlp import (
     mlp_touched_bytes,
     mlp_working_bytes,
 )
-from bpipe.predict.layers.norms import dropout_saved, local_norms_saved, norm_seconds, norms_alone, norms_saved
+from bpipe.predict.layers.norms import (
+    dropout_saved,
+    keeps_received,
+    local_norms_saved,
+    norm_seconds,
+    norms_alone,
+    norms_before_copies,
+    norms_saved,
+)
 from bpipe.predict.layout import Setup
-from bpipe.predict.matmul import layer_products
+from bpipe.predict.matmul import layer_products, projection_products
 from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.recompute import LayerScope, read_recompute
-from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, num_tokens, sent_bytes, total
+from bpipe.predict.sizes import (
+    KERNEL_S,
+    Rates,
+    Saved,
+    element_bytes,
+    kept_bytes,
+    num_tokens,
+    sent_bytes,
+    shard_size,
+    total,
+)
 from bpipe.predict.states import parameter_bytes
 from bpipe.predict.tensor_parallel import exposed, gather_s
 
@@ -47,6 +66,8 @@ from bpipe.predict.tensor_parallel import exposed, gather_s
 FORWARD_KERNELS, BACKWARD_KERNELS = 20, 35
 # Of these the products for weights, in a layer of four matrices.
 WEIGHT_KERNELS = 4
+# Lookup, three norms, join and projection of a further token.
+JOINING_KERNELS = 6
 
 
 def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
@@ -58,14 +79,36 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope
     way = experts_way_s(setup) if kind.experts else 0.0
     core_forward, core_backward = _core_seconds(setup, kind)
     waits = exposed(setup, kind, scope)
-    forward += casts + way + core_forward
-    backward += casts_back + way + core_backward + waits.backward_s
+    joining, joining_back = _joining_s(setup) if kind.further else (0.0, 0.0)
+    forward += joining + casts + way + core_forward
+    backward += joining_back + casts_back + way + core_backward + waits.backward_s
     if scope.whole:
         backward += forward
     elif scope.modules:
         backward += core_forward if "core_attn" in scope.modules and kind.attends else 0.0
         backward += _parts_again_s(setup, kind, scope.modules)
     return forward + waits.forward_s, backward
+
+
+def _joining_s(setup: Setup) -> tuple[float, float]:
+    """Seconds that a further token adds to a layer: the lookup of its embedding, a norm of it and one of the hidden
+    states, the projection of both, and the norm behind the layer; with what tensor parallelism waits for."""
+    rates, product, hop = Rates.of(setup), projection_products(setup), gather_s(setup)
+    between = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size / setup.sequence_shards
+    lookup, added = embedding_seconds(setup)
+    # The projection's output is gathered; with sequence parallelism its input, too, and again for its weights, and of
+    # both the gradients are scattered or gathered. A join reads and writes both.
+    waits, waits_back = (3, 5) if setup.sequence_parallel else (1, 4)
+    norms, norms_back = 3 * 2 + 4, 3 * 3 + 4
+    return (
+        lookup + product.forward_s + norms * between / rates.memory + waits * hop + JOINING_KERNELS * KERNEL_S,
+        added
+        + product.input_s
+        + product.weight_s
+        + norms_back * between / rates.memory
+        + waits_back * hop
+        + 2 * JOINING_KERNELS * KERNEL_S,
+    )
 
 
 def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
@@ -142,6 +185,8 @@ def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScop
         + _accumulated(setup, kind) / rates.memory
         + WEIGHT_KERNELS * kind.num_parts / 2 * KERNEL_S
     )
+    if kind.further:
+        weight += projection_products(setup).weight_s
     gathers = kind.num_parts * gather_s(setup) if setup.sequence_shards > 1 else 0.0
     waits = exposed(setup, kind, scope)
     return backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
@@ -155,10 +200,26 @@ def layer_saved(setup: Setup, recompute: str | None = None, kind: LayerKind | No
 
 def saved_within(setup: Setup, kind: LayerKind, scope: LayerScope) -> tuple[Saved, ...]:
     """Return what a layer of this kind saves under this scope of recomputation."""
+    further = _further_saved(setup, scope) if kind.further else ()
     if scope.whole:
-        return (Saved("layer input", sent_bytes(setup)),) if scope.keeps_input else ()
+        return (*further, *((Saved("layer input", sent_bytes(setup)),) if scope.keeps_input else ()))
     core = core_saved(setup) if kind.attends and "core_attn" not in scope.modules else ()
-    return (_fused_saved if setup.kernels == "gpu" else _local_saved)(setup, kind, scope.modules, core)
+    return (*further, *(_fused_saved if setup.kernels == "gpu" else _local_saved)(setup, kind, scope.modules, core))
+
+
+def _further_saved(setup: Setup, scope: LayerScope) -> tuple[Saved, ...]:
+    """Return what joining hidden states to a further token's embedding saves, and the norm behind the layer."""
+    embedding = embedding_saved(setup, shifted=True)
+    if scope.whole:
+        return (Saved("embedding of a further token", sent_bytes(setup)), *embedding)
+    rows: tuple[Saved, ...] = ()
+    if setup.sequence_shards > 1 and (keeps_received(setup) or "layernorm" in scope.modules):
+        # The layer's first norm keeps a part of what the projection gathered, and with it the whole.
+        rows = (Saved("gathered output of the projection", setup.sequence_shards * sent_bytes(setup)),)
+        rows += (Saved("the part of it that is the layer's input", sent_bytes(setup), -1),)
+    both = 2 * num_tokens(setup) * setup.model.hidden_size
+    joined = Saved("input of the projection of both", kept_bytes(setup, both, setup.sequence_shards))
+    return (*rows, *norms_before_copies(setup, 3), joined, *embedding)
 
 
 def _fused_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: tuple[Saved, ...]) -> tuple[Saved, ...]:
@@ -204,6 +265,9 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
         rows += attention_after_input(setup)
     if kind.has_mlp:
         rows += experts_after_input(setup) if kind.experts else mlp_after_input(setup)
+    if kind.further:
+        gradient = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size, setup.tensor)
+        rows += (Saved("input of the projection of both", sent_bytes(setup), 2), Saved("gradient behind it", gradient))
     return rows
 
 
@@ -219,9 +283,10 @@ def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
     return max(experts_working_bytes(setup) if kind.experts else mlp_working_bytes(setup), attention - freed)
 
 
-def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
-    """Return bytes saved by the kind of layer that saves most."""
-    return max(total(layer_saved(setup, recompute, kind)) for kind, _ in setup.model.kinds())
+def layer_bytes(setup: Setup, recompute: str | None = None, kinds: Sequence[LayerKind] = ()) -> int:
+    """Return bytes saved by the kind of layer that saves most, of all or of these."""
+    kinds = kinds or [kind for kind, _ in setup.model.kinds()]
+    return max(total(layer_saved(setup, recompute, kind)) for kind in kinds)
 
 
 # Matrices of a part of a layer, each of whose inputs and gradients is written in FP8 by a kernel.
@@ -241,6 +306,9 @@ def cast_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
     elif kind.is_mamba and model.hybrid is not None:
         entering += tokens * model.hybrid.inner_size / setup.tensor
         leaving += tokens * model.hybrid.projected_size / setup.tensor
+    if kind.further:
+        entering += 2 * tokens * model.hidden_size / setup.sequence_shards
+        leaving += tokens * model.hidden_size / setup.tensor
     inner, gates = 0.0, 2 if model.gated else 1
     if kind.has_mlp:
         inner = (

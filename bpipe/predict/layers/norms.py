@@ -37,6 +37,18 @@ def local_norms_saved(setup: Setup, num: int) -> tuple[Saved, ...]:
     return (Saved("norm input", sent_bytes(setup), num), statistics, behind)
 
 
+def keeps_received(setup: Setup) -> bool:
+    """Whether a norm keeps its input itself: torch's RMSNorm keeps a 32-bit copy instead."""
+    return not (setup.kernels == "cpu" and setup.model.rms_norm and setup.precision != "fp32")
+
+
+def norms_before_copies(setup: Setup, num: int) -> tuple[Saved, ...]:
+    """Return what `num` norms save whose outputs are copied or sent, so that nothing keeps them."""
+    if setup.kernels == "cpu":
+        return local_norms_saved(setup, num)[:-1]
+    return (Saved("inputs of norms whose outputs are copied", sent_bytes(setup), num),)
+
+
 def dropout_saved(setup: Setup, num: int) -> tuple[Saved, ...]:
     """Return the masks of `num` dropouts between a layer's matrices; nothing without dropout."""
     if not setup.model.dropout:

@@ -9,6 +9,7 @@ from statistics import median
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.predict.flops import mfu
+from bpipe.record.compare import SideBySide
 from bpipe.record.format import Iteration, Row
 from bpipe.record.report.replay import Prediction
 from bpipe.record.report.selection import Lane, Measured, Timeline, ended_transfers, lanes_of, peak_microbatches
@@ -24,7 +25,8 @@ class StageRow:
     measured_bytes: int | None
     predicted_bytes: int | None
     bound_bytes: int | None
-    unbalanced_bytes: int | None
+    unbalanced_bytes: int | None  # predicted, without balancing
+    baseline_bytes: int | None  # measured by the baseline
     weights_bytes: int | None  # with gradients and optimizer state
     device_peak_bytes: int | None
     limit_bytes: int | None
@@ -41,6 +43,11 @@ class StageRow:
     bytes_per_s: float | None
     all_measured_bytes: int | None  # the maximum over all pipelines, like the next
     all_exposed_s: float | None
+
+    @property
+    def without_balancing_bytes(self) -> int | None:
+        """What the baseline held or, without a baseline, what the schedule would hold."""
+        return self.unbalanced_bytes if self.baseline_bytes is None else self.baseline_bytes
 
     @property
     def held_bytes(self) -> int | None:
@@ -67,14 +74,15 @@ class Comparison:
     prediction: Prediction
     stages: tuple[StageRow, ...]
     totals: Totals
+    trainings: SideBySide | None  # the baseline and this run, number by number
 
 
-def compare(measured: Measured, prediction: Prediction) -> Comparison:
-    stages = tuple(_row(measured, prediction, place) for place in range(measured.schedule.num_ranks))
-    return Comparison(measured, prediction, stages, _totals(measured, prediction))
+def compare(measured: Measured, prediction: Prediction, trainings: SideBySide | None = None) -> Comparison:
+    stages = tuple(_row(measured, prediction, place, trainings) for place in range(measured.schedule.num_ranks))
+    return Comparison(measured, prediction, stages, _totals(measured, prediction), trainings)
 
 
-def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
+def _row(measured: Measured, prediction: Prediction, place: int, trainings: SideBySide | None) -> StageRow:
     typical, shown = lanes_of(measured.typical, place), lanes_of(measured.shown, place)
     record, peaks = measured.records[place], prediction.peaks[place]
     weights, limit = (record.weights_bytes, record.limit_bytes) if record else (None, None)
@@ -86,6 +94,7 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
         predicted_bytes=peaks.num_bytes,
         bound_bytes=peaks.bound_bytes,
         unbalanced_bytes=prediction.unbalanced[place].num_bytes,
+        baseline_bytes=None if trainings is None else trainings.first.stages[place].peak_bytes,
         weights_bytes=weights,
         device_peak_bytes=max_known(iteration.device_peak_bytes for iteration in others),
         limit_bytes=limit,
@@ -169,8 +178,8 @@ def shared_cores(comparison: Comparison) -> str | None:
     """
     ranks = comparison.measured.run.ranks
     for host in dict.fromkeys(record.host for record in ranks):
-        here = [record for record in ranks if record.host == host and record.device == "cpu"]
-        cores = min((record.cores for record in here if record.cores), default=None)
-        if cores is not None and cores < len(here):
-            return f"{len(here)} ranks share {cores} cores on {host}"
+        of_host = [record for record in ranks if record.host == host and record.device == "cpu"]
+        cores = min((record.cores for record in of_host if record.cores), default=None)
+        if cores is not None and cores < len(of_host):
+            return f"{len(of_host)} ranks share {cores} cores on {host}"
     return None

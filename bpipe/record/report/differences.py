@@ -178,10 +178,12 @@ def _excess(comparison: Comparison, rows: Iterable[Row]) -> float:
 
 def _furthest(comparison: Comparison, lanes: Mapping[int, Sequence[Lane]]) -> Iterator[str]:
     """Yield, of these places, the computations and the exposed time that are furthest from the prediction."""
-    computed = {place: median(_excess(comparison, lane.computations) for lane in some) for place, some in lanes.items()}
+    computed = {
+        place: median(_excess(comparison, lane.computations) for lane in of_place) for place, of_place in lanes.items()
+    }
     exposed = {
-        place: median(lane.exposed_s for lane in some) - comparison.stages[place].predicted_exposed_s
-        for place, some in lanes.items()
+        place: median(lane.exposed_s for lane in of_place) - comparison.stages[place].predicted_exposed_s
+        for place, of_place in lanes.items()
     }
     for excess, verb, typical in (
         (computed, "computed", "its medians"),

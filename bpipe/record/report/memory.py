@@ -112,12 +112,12 @@ def kept_peak(schedule: Schedule, rank: int, kept: Mapping[int, KeptMemory]) -> 
 
 def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPeaks:
     """Return the rank's peak, and its peak if it filled its bound, with what cannot move of evicted micro-batches."""
-    ones = dict.fromkeys(schedule.layout.stages_of(rank), 1)
+    units = dict.fromkeys(schedule.layout.stages_of(rank), 1)
     # If partners use their own host memory, no host buffer was made here.
     buffers = 0 if sizes is not None and not sizes.host_bytes else num_host_buffers(schedule, rank)
-    # Micro-batches of which nothing moves do not leave.
-    leaving = {stage: int(sizes is None or sizes.moved_bytes.get(stage) != 0) for stage in ones}
-    count = own_peak(schedule, rank, ones, leaving, 0, {}) + buffers
+    # A stage of which nothing moves evicts nothing.
+    leaving = {stage: int(sizes is None or sizes.moved_bytes.get(stage) != 0) for stage in units}
+    count = own_peak(schedule, rank, units, leaving, 0, {}) + buffers
     bound = None if schedule.bounds is None else schedule.bounds[rank]
     if sizes is None:
         return RankPeaks(count, None, bound, None)
@@ -128,7 +128,7 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
 
 
 def moved_nothing(schedule: Schedule, rank: int, moved_bytes: Mapping[int, int]) -> bool:
-    """Whether a rank was to evict, and moved nothing. `moved_bytes`: of one micro-batch, by stage."""
+    """Whether a rank should have evicted, and moved nothing. `moved_bytes`: of one micro-batch, by stage."""
     return bool(num_transfers(schedule, rank).evictions) and not any(moved_bytes.values())
 
 

@@ -252,10 +252,10 @@ def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, f
             gaps_of.setdefault(pair, []).append(gap)
     inside: list[float] = []
     between: list[float] = []
-    for (sender, receiver), forth in gaps_of.items():
-        back = gaps_of.get((receiver, sender), [])
-        if sender < receiver and min(len(forth), len(back)) >= MIN_GAPS:
-            message = max(0.0, (median(forth) + median(back)) / 2)
+    for (sender, receiver), forward_gaps in gaps_of.items():
+        backward_gaps = gaps_of.get((receiver, sender), [])
+        if sender < receiver and min(len(forward_gaps), len(backward_gaps)) >= MIN_GAPS:
+            message = max(0.0, (median(forward_gaps) + median(backward_gaps)) / 2)
             (between if nodes and nodes[sender] != nodes[receiver] else inside).append(message)
     return (median(inside) if inside else None), (median(between) if between else None)
 

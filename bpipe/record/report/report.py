@@ -5,13 +5,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bpipe.record import compare as trainings_compare
+from bpipe.record.compare import SideBySide, difference, read_training
 from bpipe.record.read import read_run
 from bpipe.record.report.compare import Comparison, StageRow, compare, max_known, shared_cores
 from bpipe.record.report.differences import Difference, differences
 from bpipe.record.report.memory import moved_nothing
 from bpipe.record.report.replay import replay
 from bpipe.record.report.selection import choose
-from bpipe.record.report.units import bytes_text, counted, percent_text, seconds_text
+from bpipe.record.report.units import bytes_text, counted, percent_text
 from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import num_transfers
@@ -26,7 +28,9 @@ MOST_DESCRIBED = 4
 
 
 def answers(comparison: Comparison) -> tuple[str, ...]:
-    parts = (_balancing, _bottleneck, _hosting, _too_large, _staying)
+    parts = [_balancing, _results, _bottleneck, _hosting, _too_large, _staying]
+    if comparison.trainings is not None and not comparison.trainings.equal:
+        parts = [_results, *(part for part in parts if part is not _results)]
     return tuple(answer for part in parts if (answer := part(comparison)))
 
 
@@ -42,6 +46,20 @@ def longest_wait(comparison: Comparison) -> StageRow | None:
     """Return the stage with the longest exposed time, or None if no rank recorded it."""
     rows = [row for row in comparison.stages if row.exposed_s is not None]
     return max(rows, key=lambda row: row.exposed_s or 0.0, default=None)
+
+
+def _results(comparison: Comparison) -> str:
+    """Return whether the baseline computed the same numbers; empty without one."""
+    trainings = comparison.trainings
+    if trainings is None:
+        return ""
+    name = trainings.first.path.resolve().name
+    if not trainings.equal:
+        return f"Results are NOT identical to those without balancing ({name}): {difference(trainings.mismatches[0])}."
+    return (
+        f"All losses and gradient norms of {counted(len(trainings.common), 'iteration')} are identical to the last bit "
+        f"to those without balancing ({name})."
+    )
 
 
 def _bottleneck(comparison: Comparison) -> str:
@@ -86,7 +104,7 @@ def _balancing(comparison: Comparison) -> str:
 
 
 def _moved_nothing(comparison: Comparison) -> bool:
-    """Whether ranks were to evict, and all of these moved nothing."""
+    """Whether ranks should have evicted, and none moved anything."""
     schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes
     evicting = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
     return bool(evicting) and all(
@@ -110,17 +128,13 @@ def _hosting(comparison: Comparison) -> str:
 
 
 def _limits(comparison: Comparison, rank: int) -> list[str]:
-    """Return what one evicting stage would hold without balancing, and what it may hold."""
-    bounds, row = comparison.measured.schedule.bounds, comparison.stages[rank]
-    balance = comparison.measured.program.balance
-    limits = []
-    if row.unbalanced_bytes is not None:
-        limits.append(f"would hold {bytes_text(row.unbalanced_bytes)} without balancing")
+    """Return what one evicting stage may hold."""
+    bounds, balance = comparison.measured.schedule.bounds, comparison.measured.program.balance
     if balance is not None and balance.activation_budget is not None:
-        limits.append(f"has room for {bytes_text(balance.activation_budget.room_bytes[rank])}")
-    elif bounds is not None:
-        limits.append(f"may hold at most {counted(bounds[rank], 'micro-batch', 'es')}")
-    return [f"Stage {rank} {' and '.join(limits)}"] if limits else []
+        return [f"Stage {rank} has room for {bytes_text(balance.activation_budget.room_bytes[rank])}"]
+    if bounds is not None:
+        return [f"Stage {rank} may hold at most {counted(bounds[rank], 'micro-batch', 'es')}"]
+    return []
 
 
 def _where(comparison: Comparison, rank: int, host: Host) -> str:
@@ -146,7 +160,7 @@ def _where(comparison: Comparison, rank: int, host: Host) -> str:
 
 
 def _too_large(comparison: Comparison) -> str:
-    """Return what stayed because micro-batches differ in size; empty if everything that was to leave left."""
+    """Return what stayed because micro-batches differ in size; empty if everything was evicted as planned."""
     stayed = [
         (timeline.iteration, place, lane.source)
         for timeline in comparison.measured.shown
@@ -188,16 +202,13 @@ def _cost(comparison: Comparison) -> str:
     pipeline_s = comparison.totals.pipeline_s
     share = worst.exposed_s / pipeline_s if pipeline_s else 0.0
     if share < NOTHING:
-        return "balancing cost no time: no transfer time was exposed"
-    return (
-        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst.stage} had "
-        f"{seconds_text(worst.exposed_s)} of exposed transfer time in {seconds_text(pipeline_s)}"
-    )
+        return f"balancing cost less than {percent_text(NOTHING)} of an iteration's pipeline time"
+    return f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst.stage} waited for transfers"
 
 
 def _bought(comparison: Comparison) -> str:
     """Return what balancing saved; empty if nobody recorded it."""
-    before = max_known(row.unbalanced_bytes for row in comparison.stages)
+    before = max_known(row.without_balancing_bytes for row in comparison.stages)
     after = max_known(row.all_measured_bytes for row in comparison.stages)
     if before is None or after is None:
         return ""
@@ -235,19 +246,35 @@ class Report:
         return len({record.pipeline for record in self.comparison.measured.run.ranks})
 
 
-def report_of(folder: str | Path, iteration: int | None = None) -> Report:
+def report_of(folder: str | Path, iteration: int | None = None, baseline: str | Path | None = None) -> Report:
     """Make the report of a folder.
 
     Args:
         folder: the folder of a run's --bpipe-report.
         iteration: report only this iteration instead of all.
+        baseline: the folder of the same training without balancing.
+
+    Returns:
+        The comparison of the run with its prediction, with sentences and differences.
 
     Raises:
-        ValueError: the folder has no record of one run, or not this iteration.
+        ValueError: a folder has no record of one run, or not this iteration, or the baseline is not such a training.
     """
     measured = choose(read_run(folder), iteration)
-    comparison = compare(measured, replay(measured))
+    trainings = None
+    if baseline is not None:
+        unbalanced = read_training(Path(baseline), num_ranks=measured.schedule.num_ranks, balanced=False)
+        trainings = trainings_compare.compare(unbalanced, read_training(Path(folder)), only_common=True)
+    comparison = compare(measured, replay(measured), trainings)
     return Report(comparison, differences(comparison), answers(comparison))
+
+
+def _baseline(trainings: SideBySide) -> dict[str, Any]:
+    return {
+        "path": str(trainings.first.path),
+        "iterations": len(trainings.common),
+        "identical": trainings.equal,
+    }
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -293,6 +320,7 @@ def document(report: Report) -> dict[str, Any]:
             "message_between_s": basis.message_between_s,
             "assumed_stages": list(basis.assumed),
         },
+        "baseline": None if comparison.trainings is None else _baseline(comparison.trainings),
         "verified": None if measured.run.verified is None else asdict(measured.run.verified),
         "notes": list(measured.notes),
     }

@@ -16,7 +16,7 @@ from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import changes_in_time, counting
 from bpipe.schedule.schedule import Schedule
 
-# A stage is slower if it computes longer by this factor; an iteration is a warm-up if this share of its stages is slower.
+# A stage is slower if it computes this many times as long; an iteration is a warm-up if this share of its stages is slower.
 _SLOWER = 1.1
 MOST_STAGES = 0.75
 
@@ -95,9 +95,9 @@ class Measured:
     """The subject of a report."""
 
     run: Run
-    program: ScheduleConfig
+    program: ScheduleConfig  # what the schedule was built from
     schedule: Schedule
-    pipeline: int
+    pipeline: int  # the reported one, if the run has replicas or tensor-parallel ranks
     records: tuple[RankRecord | None, ...]  # by place of this pipeline, None without a record
     ranks: tuple[int | None, ...]  # by place, None if not known
     timelines: tuple[Timeline, ...]  # all recorded iterations of this program
@@ -146,7 +146,10 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
     timelines = tuple(timeline for timeline in timelines if timeline.present)
     shown = tuple(timeline for timeline in timelines if iteration in (None, timeline.iteration))
     if not shown:
-        raise ValueError(f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}")
+        recorded = [timeline.iteration for timeline in timelines]
+        raise ValueError(
+            f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}, only {', '.join(map(str, recorded)) or 'none'}"
+        )
     ranks = _ranks(run, schedule, records)
     notes += _higher_peaks(run, shown, records)
     return Measured(
@@ -257,10 +260,10 @@ def _check_rows(run: Run, schedule: Schedule, place: int, part: Iteration) -> No
         (index for index, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]),
         min(map(len, (actual, expected))),
     )
-    has, wants = (str(row[index]) if index < len(row) else "nothing" for row in (actual, expected))
+    recorded, planned = (str(row[index]) if index < len(row) else "nothing" for row in (actual, expected))
     raise ValueError(
-        f"{run.folder}: in iteration {part.iteration}, computation {index} of stage {place} is {has}, but its program "
-        f"says {wants}. Was it recorded by another version of bpipe?"
+        f"{run.folder}: in iteration {part.iteration}, computation {index} of stage {place} is {recorded}, but its program "
+        f"says {planned}. Was it recorded by another version of bpipe?"
     )
 
 

@@ -78,8 +78,7 @@ class Shortage:
 def shortage_of(held: Held) -> Shortage:
     """Return the shortage of the first pipeline in which a rank failed, or else of the first.
 
-    Raises:
-        ValueError: no forward was run.
+    Raises ValueError if no forward was run.
     """
     begun = [rank for rank in held.ranks if any(mark.program is not None and mark.saved_bytes for mark in rank.marks)]
     if not begun:

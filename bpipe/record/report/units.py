@@ -20,6 +20,8 @@ def size_unit(sizes: Iterable[float]) -> tuple[int, str]:
 
 def seconds_text(seconds: float) -> str:
     """Write seconds as 12.3 ms."""
+    if not seconds:
+        return "0 s"
     unit, name = next(((unit, name) for unit, name in _TIMES if abs(seconds) >= unit), _TIMES[-1])
     return f"{seconds / unit:.3g} {name}" if abs(seconds / unit) < 1000 else f"{seconds / unit:.0f} {name}"
 

@@ -86,6 +86,7 @@ def blocked_ranks(
     """Return every rank that never finishes; empty for a schedule that cannot deadlock.
 
     Args:
+        schedule: The schedule to run.
         waits: How much waits for transfers.
         exchange: Exchange order of messages.
         births: Whether communicators are made by their first exchange.

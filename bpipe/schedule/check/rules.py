@@ -393,8 +393,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
     a backward is split, the inputs' half at once adds to the weights whose gradients cost nothing to compute, and the
     weights' half to all others, so each half keeps the order. The slices of a micro-batch come last to first.
 
-    Raises:
-        ScheduleError: Names the first computation that is late.
+    Raises ScheduleError, which names the first computation that is late.
     """
     slices = schedule.layout.slices
 

@@ -65,8 +65,7 @@ class PipesRule:
 def layout(num_ranks: int, num_chunks: int) -> Layout:
     """Return the layout of bidirectional pipelines.
 
-    Raises:
-        ValueError: The number of ranks is odd.
+    Raises ValueError if the number of ranks is odd.
     """
     if num_ranks % 2:
         nearest = " or ".join(str(even) for even in (num_ranks - 1, num_ranks + 1) if even)
@@ -101,7 +100,12 @@ def shortest(
     shifted.
 
     Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Micro-batches of an iteration, of both pipes.
+        num_chunks: Chunks per rank and pipe.
+        costs: Durations of forwards and backwards.
         most: Most micro-batches of a chunk that each rank holds.
+        rules: Rules by which ranks may choose their next computation.
         bubble: The bubble in forwards' time, with a forward of 1 and a backward of 2, at which the search stops.
     """
     placed, ticks = layout(num_ranks, num_chunks), stage_ticks(costs, num_chunks)

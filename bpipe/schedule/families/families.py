@@ -28,6 +28,7 @@ def default_family(num_chunks: int, overlaps: bool = False) -> str:
     """Return the schedule that runs if none is named.
 
     Args:
+        num_chunks: Chunks per rank.
         overlaps: Whether Megatron is told to combine forwards and backwards.
     """
     return COMBINED.name if overlaps else DEFAULTS[num_chunks > 1]

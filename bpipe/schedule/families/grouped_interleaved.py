@@ -91,7 +91,12 @@ def schedule_list(
     makespan.
 
     Args:
+        turns: The order in which each rank meets its computations.
+        num_ranks: Ranks of the pipeline.
+        ticks: Durations, by stage and kind.
+        rule: Which computation a rank takes of those that are ready.
         after_input: Share of a micro-batch that is held between I and W.
+        shorter_than: A makespan; None accepts any.
     """
     run = _Ranks(turns, num_ranks, ticks, rule, after_input)
     if shorter_than is not None:

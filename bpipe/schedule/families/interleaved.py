@@ -44,8 +44,7 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
 def group_sizes(num_ranks: int, num_microbatches: int, options: FamilyOptions) -> tuple[int, ...]:
     """Return the sizes of the groups of whole micro-batches; the last may be filled up with some that do not exist.
 
-    Raises:
-        ValueError: A group has fewer micro-batches than ranks, or more than there are.
+    Raises ValueError if a group has fewer micro-batches than ranks, or more than there are.
     """
     slices = options.slices
     least = microbatches_of(num_ranks, slices)

@@ -135,7 +135,10 @@ def defer_wgrads(num_ranks: int, num_microbatches: int, delays: Sequence[int], s
     """Return 1F1B with split backwards, one order per rank.
 
     Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Micro-batches of an iteration.
         delays: Per rank, the number of micro-batches, or slices, whose I comes between an I and its W.
+        slices: Slices of a sequence.
     """
     width, orders = num_microbatches * slices, []
     for rank, (whole, delay) in enumerate(zip(in_turn(num_ranks, num_microbatches, slices), delays, strict=True)):

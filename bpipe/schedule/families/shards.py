@@ -71,7 +71,10 @@ def fit_shards(
     """Return every rank's order with its shards.
 
     Args:
+        layout: Which rank computes which stage.
+        num_microbatches: Micro-batches of an iteration.
         own: Every rank's other computations and, if nothing may run next to them, S and T too.
+        costs: Durations, those of shards included.
 
     Raises:
         ValueError: The ranks' own orders wait for each other.

@@ -229,7 +229,11 @@ def shortened(
     """Return the shortest orders found from these, which keep to the same limits; the same ones if nothing is shorter.
 
     Args:
+        layout: Which rank computes which stage.
+        num_microbatches: Micro-batches of an iteration.
+        orders: The orders to start from, one per rank.
         most: Most micro-batches of a chunk that each rank holds; what waits for its W counts whole.
+        costs: Durations of forwards and backwards.
     """
     work = work_at(layout, num_microbatches, orders, costs)
     shifts = Shifts(work, counting(layout.num_stages), most)

@@ -52,6 +52,9 @@ def jobs_of[Time: int | float | Fraction](
     """Return the orders as jobs.
 
     Args:
+        layout: Which rank computes which stage.
+        num_microbatches: Micro-batches of an iteration.
+        orders: One per rank.
         lasts: Returns the duration of a job's actions.
         hop: Duration of a message between two ranks.
     """
@@ -82,8 +85,7 @@ def jobs_of[Time: int | float | Fraction](
 def starts[Time: int | float | Fraction](work: Work[Time]) -> list[Time]:
     """Return the start time of each job, with every rank in its order.
 
-    Raises:
-        ValueError: The orders wait for each other.
+    Raises ValueError if the orders wait for each other.
     """
     begins: list[Any] = [-1] * len(work.actions)
     ends: list[Any] = [-1] * len(work.actions)

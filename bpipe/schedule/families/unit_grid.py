@@ -39,6 +39,12 @@ def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]
 def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Order]) -> Schedule:
     """Return the schedule in which every rank keeps its order and nothing starts later than it must.
 
+    Args:
+        name: Name of the schedule.
+        num_microbatches: Micro-batches of an iteration.
+        layout: Which rank computes which stage.
+        orders: One per rank.
+
     Raises:
         ValueError: The orders wait for each other.
     """
@@ -138,8 +144,7 @@ def _name(cell: Action | Slot) -> str:
 def align(schedule: Schedule) -> Schedule:
     """Return every computation as early as its rank's order and its neighbours allow.
 
-    Raises:
-        ValueError: The schedule has transfers, or its orders wait for each other.
+    Raises ValueError if the schedule has transfers, or its orders wait for each other.
     """
     # Tables of this size follow: a file must not make them larger than itself.
     stages, width = schedule.num_stages, schedule.num_microbatches

@@ -58,6 +58,9 @@ def family_within(
     """Return the family of a block.
 
     Args:
+        name: Name of the family.
+        summary: Its line in the list of families.
+        block: The slots in which a rank begins the computations of its first micro-batch.
         most: Most micro-batches of a chunk that a rank holds, by the number of ranks.
         least: Least that the first rank holds in a full pipeline; by default `most`.
     """

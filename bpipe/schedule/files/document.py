@@ -46,6 +46,7 @@ def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) ->
     """Return a schedule as JSON, one line per rank, keys in the order above.
 
     Args:
+        schedule: The schedule to write.
         times: Values of the keys about durations.
     """
     durations = {key: times[key] for key in _TIMES if key in times} if times else {}
@@ -99,6 +100,12 @@ def _rank(schedule: Schedule, rank: int, peak: Count) -> dict[str, object]:
 
 def read_json(text: str) -> Schedule:
     """Read a schedule from JSON.
+
+    Args:
+        text: The JSON document.
+
+    Returns:
+        The checked schedule.
 
     Raises:
         TextError: Something is missing, unknown, of the wrong type, or contradictory.
@@ -246,6 +253,12 @@ def read(text: str) -> Schedule:
 
 def read_file(name: str) -> Schedule:
     """Read a schedule from a file; `-` is standard input.
+
+    Args:
+        name: The file; its ending says whether it is CSV or JSON.
+
+    Returns:
+        The checked schedule.
 
     Raises:
         OSError: The file cannot be read.

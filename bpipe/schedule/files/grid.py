@@ -72,7 +72,11 @@ def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), 
     """Return the grid around one slot of one rank, with the slot marked.
 
     Args:
+        schedule: The schedule to show.
+        rank: The rank of the marked slot.
+        slot: The marked slot.
         ranks: Lanes to show besides the rank's and its hosts'.
+        radius: Slots to show on either side.
     """
     hosts = () if schedule.hosts is None else device_ranks(schedule.hosts[rank])
     lanes = sorted({rank, *ranks, *hosts})

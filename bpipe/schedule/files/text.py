@@ -97,7 +97,11 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
     """Read a schedule from CSV. Shorter rows end in bubbles.
 
     Args:
+        text: Rows of torch.distributed.pipelining's format, one per rank.
         name: The schedule's name if the text has no header.
+
+    Returns:
+        The checked schedule.
     """
     lines = text.removesuffix("\n").split("\n")
     fields: dict[str, str] = {}

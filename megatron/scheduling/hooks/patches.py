@@ -326,6 +326,12 @@ def install(wraps: Mapping[Patch, Wrap]) -> Installed:
     Rank 0 prints once which Megatron runs. Equal signatures in a version that was never tested are accepted, which is
     printed too.
 
+    Args:
+        wraps: What replaces each function, by the patch that names it.
+
+    Returns:
+        What was replaced, which its `remove` puts back.
+
     Raises:
         Unfit: A signature differs; nothing has been replaced then.
     """

@@ -107,8 +107,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         """,
         "driver": "timers",
         "schedule_choice": """
-            micro_batch_size padded_vocab_size pipeline_model_parallel_size tensor_model_parallel_size
-            virtual_pipeline_model_parallel_size
+            micro_batch_size padded_vocab_size pipeline_model_parallel_size seq_length sequence_parallel
+            tensor_model_parallel_size virtual_pipeline_model_parallel_size
         """,
         "state": """
             ffn_hidden_size gated_linear_unit hidden_size kv_channels moe_ffn_hidden_size moe_router_topk

@@ -28,6 +28,7 @@ from bpipe.record.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.checksums import Certificate, Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import TIMERS, Engine
+from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
@@ -41,6 +42,7 @@ from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import KeptMemory, Memory, moves_anything
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
@@ -127,7 +129,8 @@ class Driver:
             upstream.require(config, "driver")
             upstream.say_absent(config, configuration=True)
         refuse(config, self._config.balance is not None, self._config.own is not None, self._config.strict)
-        first = not self._engines
+        # Replays of a captured iteration run without any of these calls.
+        first, captured = not self._engines, is_capturing(self.device)
         engine = self._active = self._engine(program, config)
         if first and any(
             action.kind is Kind.BACKWARD_WEIGHT
@@ -135,7 +138,7 @@ class Driver:
             for action in slot.computations
         ):
             self._weighing = Weighing(self._waiting, self.device)
-        recorder = engine.recorder = Recorder(Clock(self.device)) if self._recording else None
+        recorder = engine.recorder = Recorder(Clock(self.device)) if self._recording and not captured else None
         begin_s = time.time()
         try:
             yield engine.schedule
@@ -145,7 +148,13 @@ class Driver:
             raise
         finally:
             self._active = None
-        self._ended(engine, config.timers)
+        if captured:
+            say(
+                "this iteration is captured into a CUDA graph with its transfers. Replays of it are neither checked nor "
+                f"recorded; torch has reserved {torch.cuda.memory_reserved() / 2**30:.2f} GiB"
+            )
+        else:
+            self._ended(engine, config.timers)
         if recorder is not None:
             assert self._meter is not None
             iteration = iteration_of(engine, self._meter, recorder, program, self._number, begin_s)
@@ -236,6 +245,11 @@ class Driver:
     def _engine(self, program: ScheduleConfig, config: Any) -> Engine:
         """Return this program's engine, which is made at the first iteration that has it."""
         self.changed_over = self._program != program
+        if self.changed_over and is_capturing(self.device):
+            raise RuntimeFault(
+                f"rank {dist.get_rank()}: a CUDA graph captures an iteration of {program.num_microbatches} micro-batches "
+                "that has not run before: keep the number of micro-batches, and use --cuda-graph-warmup-steps 1 or more"
+            )
         if self._program is not None and self.changed_over:
             # All ranks change programs at once, so host buffers for one program are enough.
             self._engines[self._program].release()
@@ -278,9 +292,11 @@ class Driver:
         """Return what checks the first iterations, if that is asked for or anything is guarded, which is printed."""
         features = guarded(config, self._config.balance is not None, self._config.own is not None)
         names = dict.fromkeys([*self._config.guarded, *(feature.name for feature in features)])
-        iterations = self._config.transfers.verify
+        iterations, settings = self._config.transfers.verify, Settings(config)
         if iterations is None:
             iterations = GUARDED_ITERATIONS if names else 0
+            if settings.cuda_graph_impl == "full_iteration":
+                iterations = min(iterations, settings.cuda_graph_warmup_steps)
         if names:
             checked = f"in the first {iterations:g} iterations" if math.isfinite(iterations) else "in all iterations"
             say(
@@ -384,7 +400,7 @@ class Driver:
 
     def note(self, iteration: int, recording: bool) -> None:
         """Set the number of the next iteration, as Megatron counts them, and whether it is recorded."""
-        self._number, self._recording = iteration, recording
+        self._number, self._recording, self.recorded = iteration, recording, None
 
     def tell_nobody(self) -> None:
         """Measure only for a budget that is learned: Megatron has no writers."""

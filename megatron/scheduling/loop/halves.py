@@ -349,6 +349,9 @@ def ask(args: Any) -> dict[patches.Patch, patches.Wrap]:
     Megatron's own flag asks for another schedule too. So it is set only in the arguments, for the reduction of gradients,
     and in the configuration of layers, from which it is hidden while the configuration checks itself.
 
+    Args:
+        args: Megatron's parsed arguments.
+
     Returns:
         Patches that must be in place while the model is built.
     """

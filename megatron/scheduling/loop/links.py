@@ -39,6 +39,7 @@ def make_communicators(config: Any, communicator: Any, is_ring: bool) -> None:
     on. Collective over the pipeline.
 
     Args:
+        config: The model's configuration.
         communicator: What Megatron's loop was called with, or None.
         is_ring: Whether the last rank sends to the first, too.
 

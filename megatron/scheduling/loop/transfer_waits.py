@@ -68,6 +68,9 @@ def without_p2p_sync(config: Any) -> str:
 
     Megatron does so by default, and has no flag for it.
 
+    Args:
+        config: The model's configuration, which is changed.
+
     Returns:
         A line for the log.
     """

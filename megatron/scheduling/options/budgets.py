@@ -79,7 +79,7 @@ def _on_cpu() -> bool:
     # Not at the top: reading the flags needs no torch.
     from megatron.scheduling.start import startup
 
-    return startup.device_type() == "cpu"
+    return startup.is_cpu()
 
 
 @lru_cache(maxsize=4)

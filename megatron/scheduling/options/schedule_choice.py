@@ -15,6 +15,7 @@ from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import asked_by, reasons_of, sliced_reasons
 from bpipe.config.features.table import PLACED, SHARDED
 from bpipe.config.flags import schedules
+from bpipe.predict.slice_lengths import even_bounds, listed_bounds
 from bpipe.runtime.vocabulary.rows import Rows
 from bpipe.schedule.check.rules import check_microbatch_order
 from bpipe.schedule.families.families import (
@@ -176,8 +177,20 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     if own.slices == 1 and args.bpipe_slice_lengths != EVEN:
         problems.append("--bpipe-slice-lengths says how long slices are: give --bpipe-slices too, or leave it out")
     if own.slices > 1:
-        problems += sliced_reasons(args, own.slices, args.bpipe_strict)
+        problems += [*sliced_reasons(args, own.slices, args.bpipe_strict), *_uncut(args, own.slices)]
     return problems
+
+
+def _uncut(args: Any, slices: int) -> list[str]:
+    """Return why a sequence has no slices of the lengths asked for, if it has none."""
+    lengths = args.bpipe_slice_lengths
+    sizes = (args.seq_length, slices, args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    try:
+        listed_bounds(lengths, *sizes) if isinstance(lengths, tuple) else even_bounds(*sizes)
+    except ValueError as error:
+        named = lengths if isinstance(lengths, str) else ",".join(map(str, lengths))
+        return [f"--bpipe-slices {slices} --bpipe-slice-lengths {named}: {error}"]
+    return []
 
 
 def _is_megatrons(family: Family) -> bool:

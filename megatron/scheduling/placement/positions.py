@@ -36,6 +36,9 @@ class Positions:
     def of(cls, layout: Layout) -> Positions:
         """Return the positions of a layout.
 
+        Args:
+            layout: Which rank computes which stage.
+
         Raises:
             ValueError: A chunk does not go through all ranks in one direction, or there are several pipes that are not
                 two in opposite directions.

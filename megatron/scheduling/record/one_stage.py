@@ -120,13 +120,17 @@ class Runner:
         self.model = model
         self.set_input = get_attr_wrapped_model(model, "set_input_tensor")
         self.first, self.last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
-        # Prediction of further tokens embeds them again, after the last layer.
-        self.embeds = self.first or bool(getattr(unwrap_model(model), "mtp_process", False))
+        # Prediction of further tokens embeds them again, after the last layer, and sends hidden states of each.
+        predicts_further = bool(getattr(unwrap_model(model), "mtp_process", False))
+        self.embeds = self.first or predicts_further
+        self.predictions = 1 + (args.mtp_num_layers or 0)
         shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
         device, length = torch.device(torch.cuda.current_device()), args.seq_length // args.context_parallel_size
-        shape = (length // shards, micro_batch, args.hidden_size)
-        self.received = torch.randn(shape, dtype=args.params_dtype, device=device, requires_grad=True)
-        self.gradient = torch.randn(shape, dtype=args.params_dtype, device=device)
+        rows, row = length // shards, (micro_batch, args.hidden_size)
+        received = rows * (self.predictions if self.last and not predicts_further else 1)
+        sent = rows * (self.predictions if predicts_further else 1)
+        self.received = torch.randn((received, *row), dtype=args.params_dtype, device=device, requires_grad=True)
+        self.gradient = torch.randn((sent, *row), dtype=args.params_dtype, device=device)
         size = (micro_batch, length)
         self.tokens, self.labels = (torch.randint(args.vocab_size, size, device=device) for _ in range(2))
         self.positions = torch.arange(length, device=device).expand(size).contiguous()
@@ -141,7 +145,9 @@ class Runner:
         """Return the stage's output; the last stage's is the loss."""
         self.set_input(self.inputs)
         tokens, positions = (self.tokens, self.positions) if self.embeds else (None, None)
-        output = self.model(tokens, positions, None, labels=self.labels if self.last else None)
+        # As Megatron's own script does; only losses of further tokens read the mask inside the model.
+        masked = {"loss_mask": self.mask} if self.last and self.predictions > 1 else {}
+        output = self.model(tokens, positions, None, labels=self.labels if self.last else None, **masked)
         return self._loss(output) if self.last else output
 
     def after_layers(self) -> torch.Tensor:

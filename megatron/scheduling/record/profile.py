@@ -187,7 +187,7 @@ def main(flags: Sequence[str]) -> None:
         startup.prepare()
         args = _parse(flags)
         if _backend(args) == "flash" and args.transformer_impl == "local":
-            raise ValueError("flash attention needs a GPU and Transformer Engine: use --attention-backend unfused here")
+            raise ValueError("flash attention needs a GPU and Transformer Engine: use --attention unfused here")
         entries = measure(args)
     for entry in entries:
         print(

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
+from bpipe.config.features.feature import Settings
 from bpipe.predict.flops import mfu
 from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, RunInfo, TrainingStep
 from bpipe.record.write import append, write_whole
@@ -21,6 +23,7 @@ from bpipe.runtime.run_record import PeakFlops, RunRecord, peak_of
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.log import say
+from megatron.scheduling.loop.megatron_loops import as_list
 from megatron.scheduling.loop.watermark import Watermark, held
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.pipelines import pipelines
@@ -96,7 +99,7 @@ class Reporter:
 
     def _begin(self, iteration: int, arguments: Mapping[str, Any]) -> RunRecord:
         """Begin this rank's record before the first step. Collective over the world."""
-        self._choose(iteration)
+        self._choose(iteration, Settings(get_model_config(as_list(arguments["model"])[0])))
         self._writers.look()
         config, megatron, device = self._config, upstream.running(), torch.device(torch.cuda.current_device())
         on_cpu = device.type == "cpu"
@@ -124,11 +127,19 @@ class Reporter:
         path = self._folder / FAILURE
         self._guard.run(lambda: write_whole(path, FirstFailure(rank=first.rank, cause=first.cause)), path)
 
-    def _choose(self, iteration: int) -> None:
+    def _choose(self, iteration: int, settings: Settings) -> None:
         """Choose what to record, now that the first iteration is known: a resumed run begins at its checkpoint."""
-        end = self._config.last_iteration
-        default = (iteration + 2, iteration + 4) if end is None else (min(iteration + 2, end), min(iteration + 4, end))
+        last: float = math.inf if self._config.last_iteration is None else self._config.last_iteration
+        if settings.cuda_graph_impl == "full_iteration":
+            # The next one is captured, and later ones are replays, which tell nothing.
+            last = min(last, iteration + settings.cuda_graph_warmup_steps - 1)
+        default = (int(min(iteration + 2, last)), int(min(iteration + 4, last)))
         self._first, self._last = self._config.report_iterations or default
+        if self._first > last and settings.cuda_graph_impl == "full_iteration":
+            say(
+                f"nothing will be recorded: iterations from {last + 1:g} on are replays of a CUDA graph, and "
+                f"--bpipe-report-iterations begins with {self._first}"
+            )
         if iteration > self._last:
             say(
                 f"nothing will be recorded: --bpipe-report-iterations ends with iteration {self._last}, but the run "

@@ -152,7 +152,10 @@ class _Join(torch.autograd.Function):
                 gradient.to(torch.float32) if gradient.element_size() < 4 else gradient.clone()
             )
         elif kept.gradient is None:
-            raise RuntimeFault(f"the backward of slice {number} runs before that of slice {cutting.slices - 1}")
+            raise RuntimeFault(
+                f"the backward of slice {number} runs before that of slice {cutting.slices - 1}, the last: a schedule must "
+                "run backwards of slices from the last to the first"
+            )
         else:
             kept.gradient[:end] += gradient
         return kept.gradient[begin:end].to(gradient.dtype, copy=True), None, None, None

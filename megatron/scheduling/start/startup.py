@@ -57,8 +57,24 @@ def leave_unrepaired() -> None:
     _say(f"--bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that {left}")
 
 
+# The device type of a training that only its arguments stand for here.
+_assumed: list[str] = []
+
+
+def assume_device(kind: str) -> None:
+    """Answer for a training on another machine, whose devices have this type."""
+    _assumed[:] = [kind]
+
+
+def is_cpu() -> bool:
+    """Whether activations are in CPU memory."""
+    return device_type() == "cpu"
+
+
 def device_type() -> str:
     """Return the type of the device of activations: "cuda", or what stands in for it."""
+    if _assumed:
+        return _assumed[0]
     stand_in = _stand_in()
     if stand_in is not None:
         return str(stand_in.standing_in())

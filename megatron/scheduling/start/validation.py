@@ -5,16 +5,17 @@
 It reads, as JSON, the flags of each launch with its nodes and devices of each, or null, and writes the version of
 Megatron and a judgement of each launch. `bpipe.config.launch.validation` starts it.
 
-Only arguments are judged: no file is read except a schedule, and the training's machine is taken to have Transformer
-Engine and its environment variables. Beyond `validate_args` this asks the code that would refuse later in a start: the
-number of micro-batches, the process groups, the model's configuration, the layers of each stage and the first lines of
-the interleaved loop.
+Only arguments are judged: no file is read except a schedule, and the training's machine is taken to have GPUs, unless the
+launch names gloo, Transformer Engine and its environment variables. Beyond `validate_args` this asks the code that would
+refuse later in a start: the tokenizer, the number of micro-batches, the process groups, the model's configuration, the
+layers of each stage, its modules where they are Megatron's own, the optimizer and the first lines of the interleaved loop.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -32,16 +33,22 @@ from typing import Any, NoReturn
 import torch
 
 from bpipe.config.launch.megatron_names import without
+from bpipe.schedule.check import exchanges
+from bpipe.schedule.families.families import FAMILIES, default_family
+from bpipe.schedule.program import Exchange
+from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling import cpu
 from megatron.scheduling.hooks import upstream
+from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.options import derived_flags
-from megatron.scheduling.options.arguments import config_from_args
+from megatron.scheduling.options.arguments import SchedulingConfig, config_from_args
 from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.record import one_stage
-from megatron.scheduling.start import startup
+from megatron.scheduling.start import startup, tokenizer
+from megatron.scheduling.start.exchanges import loops_of
 
 # Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
-_REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError)
+_REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError, ZeroDivisionError)
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -65,6 +72,7 @@ _OF_FSDP = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
 _TRANSFORMER_ENGINE = "99.0"
 # Arguments that replace others by those of a file.
 _ELSEWHERE = {"yaml_cfg", "use_checkpoint_args"}
+_WITHOUT_FILES = ("NullTokenizer", tokenizer.NAME)
 _MOST_FLAGS = 5
 _MOST_BYTES = 4 * 2**30
 
@@ -94,7 +102,7 @@ def prepare() -> None:
     meta = torch.device("meta")
     answers = {**cpu.answers_of_one_device(), "current_device": lambda: meta}
     cpu.stand_in(meta, answers, cpu.accelerator_answers())
-    startup.prepare(repairing=False)
+    startup.prepare()
     _assume_transformer_engine()
 
 
@@ -122,8 +130,9 @@ def judge(flags: Sequence[str], devices: tuple[int, int] | None) -> dict[str, An
 
     Returns:
         `unknown`: flags that Megatron's parser does not have; `megatron`: why Megatron refuses the launch, or None;
-        `trainer`: why this project's trainer refuses it, a line per reason; `unasked`: what could not be judged here
-        and why, or None.
+        `trainer`: why this project's trainer refuses it, a line per reason; `messages`: which messages between stages
+        are taken for others or who waits for whom for ever, a line each, or None if that is not judged; `unasked`: what
+        could not be judged here and why, or None.
     """
     launch = _Launch(flags)
     answer: dict[str, Any] = {"unknown": launch.unknown, "megatron": None, "trainer": [], "unasked": None}
@@ -134,7 +143,7 @@ def judge(flags: Sequence[str], devices: tuple[int, int] | None) -> dict[str, An
             answer["megatron"] = str(refusal)
         except Exception as error:
             answer["unasked"] = f"{type(error).__name__}: {_message(error)}"
-    return answer
+    return {**answer, "messages": launch.messages}
 
 
 class _Launch:
@@ -143,6 +152,8 @@ class _Launch:
     def __init__(self, flags: Sequence[str]) -> None:
         self.flags = flags
         self.unknown: list[str] = []
+        # What is wrong with the messages between stages; None until they are judged, or if they are not.
+        self.messages: list[str] | None = None
         # By argument, the flag of Megatron's parser, and the words that were given.
         self._names: dict[str, str] = {}
         self._given: dict[str, str] = {}
@@ -162,15 +173,16 @@ class _Launch:
             os.environ["LOCAL_WORLD_SIZE"] = str(min(args.world_size, 8))
         # One process stands for all, and a budget of a device's own memory is that of another device.
         args.bpipe_placement = "none"
-        if args.bpipe_memory is not None and args.bpipe_memory.budget_bytes is None:
+        startup.assume_device("cpu" if args.distributed_backend == "gloo" else "cuda")
+        if args.bpipe_memory is not None and args.bpipe_memory.budget_bytes is None and not startup.is_cpu():
             args.bpipe_memory = args.bpipe_cluster = None
         derived_flags.complete(args)
         with self._refusing():
             arguments.validate_args(args, {})
         # Some are made there.
         upstream.require(args, "validation")
-        for check in (_check_microbatches, _check_groups, _check_model):
-            with self._refusing():
+        for check, *names in _CHECKS:
+            with self._refusing(*names):
                 check(args)
         return args
 
@@ -182,9 +194,15 @@ class _Launch:
         except ValueError as error:
             return [line.strip() for line in str(error).splitlines() if line != "this run cannot start:"]
         # The number of replicas says how many micro-batches there are, unless somebody says it.
-        if config.own is None and (devices is not None or "global_batch_size" in self._given):
+        is_known = devices is not None or "global_batch_size" in self._given
+        if config.own is None and is_known:
             with self._refusing("global_batch_size", "micro_batch_size", "pipeline_model_parallel_size"):
                 _check_interleaved_loop(args)
+        self.messages = _messages(args, is_known) if config.own is None else []
+        try:
+            _check_transfers(args, config)
+        except ValueError as error:
+            return [str(error)]
         return []
 
     def _complete_parser(self, parser: Any) -> Any:
@@ -217,9 +235,14 @@ class _Launch:
         """Raise _Refused for what Megatron refuses, with the flags of `names` and of the check that failed."""
         try:
             yield
-        except _REFUSALS as error:
+        except Exception as error:
+            # Megatron raises some of no kind.
+            if not isinstance(error, _REFUSALS) and type(error) is not Exception:
+                raise
             if _lacks_package(error):
                 raise OSError(_message(error)) from error
+            if isinstance(error, ZeroDivisionError):
+                names = tuple(name for name, words in self._given.items() if words.endswith(" 0"))
             check, message = _failed_check(error), _message(error)
             flags = self._flags_in(f"{check} {message}", names)
             reason = message or check.split("\n")[0]
@@ -248,6 +271,20 @@ class _Launch:
         longest_first = sorted((name for name in self._names if "_" in name), key=len, reverse=True)
         missing = re.findall(rf"(?<![a-z0-9])(?:{'|'.join(longest_first)})(?![a-z0-9])", flat)
         return ", ".join(self._names[name] for name in [*dict.fromkeys(missing)][:_MOST_FLAGS])
+
+
+def _check_tokenizer(args: Any) -> None:
+    """Let Megatron choose the tokenizer, and make those that need no file."""
+    from megatron.core.tokenizers import megatron_tokenizer
+    from megatron.training import global_vars
+
+    if args.tokenizer_type == _WITHOUT_FILES[0] and not args.vocab_size:
+        raise ValueError(f"{args.tokenizer_type} needs vocab_size")
+    if args.tokenizer_type in _WITHOUT_FILES:
+        global_vars.build_tokenizer(args)
+    elif args.tokenizer_type is not None:
+        with _stopping_at(megatron_tokenizer, "_get_tokenizer_model_class"):
+            global_vars.build_tokenizer(args)
 
 
 def _check_microbatches(args: Any) -> None:
@@ -305,6 +342,70 @@ def _check_model(args: Any) -> None:
             f"the stages have {sum(layers)} layers together, not num_layers: see decoder_first_pipeline_num_layers and "
             "decoder_last_pipeline_num_layers"
         )
+    if args.num_attention_heads % (args.num_query_groups or 1):
+        raise ValueError(
+            f"num_attention_heads {args.num_attention_heads} must be a multiple of num_query_groups {args.num_query_groups}"
+        )
+    if args.num_experts is not None:
+        _check_experts(args, config)
+
+
+def _check_experts(args: Any, config: Any) -> None:
+    """Let Megatron say which layers have experts. Raises ValueError for more experts of a token than there are."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+
+    if args.experimental_attention_variant is None:
+        get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization=args.normalization)
+    if args.moe_router_topk > args.num_experts:
+        raise ValueError(f"moe_router_topk {args.moe_router_topk} must be at most num_experts {args.num_experts}")
+
+
+def _check_modules(args: Any) -> None:
+    """Let Megatron make the first and the last stage of its own modules: those of Transformer Engine need a GPU."""
+    if args.transformer_impl != "local" or args.hybrid_layer_pattern is not None or args.padded_vocab_size is None:
+        return
+    own = copy.copy(args)
+    own.world_size, own.data_parallel_size = one_stage.ranks_of_a_stage(args) * args.pipeline_model_parallel_size, 1
+    own.perform_initialization = own.use_cpu_initialization = False
+    for place in {0, args.pipeline_model_parallel_size - 1}:
+        try:
+            with one_stage.chunks(own, place):
+                pass
+        except TypeError as error:
+            # A module that has no such argument.
+            raise ValueError(str(error)) from error
+
+
+def _check_optimizer(args: Any) -> None:
+    """Let Megatron configure the optimizer and, if the training's length and rate are given, the scheduler of the rate."""
+    from megatron.training import training
+
+    training.get_megatron_ddp_config(args)
+    try:
+        training.get_megatron_optimizer_config(args)
+    except RuntimeError as error:
+        # Transformer Engine's.
+        if not _lacks_package(error):
+            raise
+    if args.lr is None or (args.train_iters is None and args.train_samples is None):
+        return
+    own, plain = copy.copy(args), training.get_args
+    training.get_args = lambda: own
+    try:
+        training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+    finally:
+        training.get_args = plain
+
+
+# In the order of a start, each with arguments that its refusals are about.
+_CHECKS: tuple[tuple[Any, ...], ...] = (
+    (_check_tokenizer, "tokenizer_type"),
+    (_check_microbatches,),
+    (_check_groups,),
+    (_check_model,),
+    (_check_modules,),
+    (_check_optimizer, "lr_warmup_iters", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples", "train_iters"),
+)
 
 
 def _check_interleaved_loop(args: Any) -> None:
@@ -331,6 +432,35 @@ def _check_interleaved_loop(args: Any) -> None:
             p2p_communicator=SimpleNamespace(config=config, pp_group=stages),
             pg_collection=SimpleNamespace(tp=single, cp=single),
         )
+
+
+def _messages(args: Any, is_known: bool) -> list[str] | None:
+    """Return what is wrong with the messages between stages in Megatron's own loop; None if that is not known.
+
+    `is_known`: whether the number of micro-batches is.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    if args.pipeline_model_parallel_size == 1:
+        return []
+    if args.overlap_moe_expert_parallel_comm or args.pipeline_model_parallel_comm_backend not in (None, "nccl"):
+        return None
+    config = core_transformer_config_from_args(args)
+    loops = loops_of(config, get_num_microbatches() if is_known else None)
+    return exchanges.faults(loops)
+
+
+def _check_transfers(args: Any, config: SchedulingConfig) -> None:
+    """Raise ValueError if ranks could wait for each other because of transfers over NCCL, which the launch asks for."""
+    if config.balance is None or config.transfers.transport != "nccl":
+        return
+    # Set here for Megatron; whether the training has it is unknown.
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    schedule = config.first_schedule()
+    exchange = FAMILIES[default_family(config.num_chunks)].exchange if config.own is None else Exchange.POSTED
+    links = [MeasuredLink((0, config.num_ranks - 1), "nccl", {})]
+    refuse_standstill(schedule, exchange, config.transfers, torch.device("cuda"), links)
 
 
 def _group(size: int) -> SimpleNamespace:

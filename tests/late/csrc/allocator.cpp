@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "current.h"
 
@@ -58,7 +59,7 @@ static int registered = [] {
 }();
 
 bool CachingAllocator::Less::operator()(const Block* one, const Block* other) const {
-  return std::tie(one->stream, one->size, one->address) < std::tie(other->stream, other->size, other->address);
+  return std::tie(one->graph, one->stream, one->size, one->address) < std::tie(other->graph, other->stream, other->size, other->address);
 }
 
 void CachingAllocator::count(int device, int64_t allocated, int64_t requested, int64_t reserved, int64_t segments) {
@@ -81,12 +82,13 @@ void CachingAllocator::reset(size_t capacity) {
     release_segments(device);
     resetPeakStats(device);
   }
+  pool_bytes_.clear();
   capacity_ = capacity;
 }
 
 void* CachingAllocator::take_from_driver(int device, size_t nbytes) {
   // "cudaMalloc ... may implicitly synchronize": implicit synchronization, CUDA C++ Programming Guide.
-  if (Machine::get().allocation_synchronizes) Machine::get().wait_device(device);
+  if (Machine::get().allocation_synchronizes && !Machine::get().captures(device)) Machine::get().wait_device(device);
   if (!reserve(device, nbytes)) return nullptr;
   void* address = std::aligned_alloc(kMinBlockSize, rounded(nbytes));
   TORCH_CHECK(address, "late: the host has no ", nbytes, " bytes for device ", device);
@@ -113,22 +115,23 @@ void CachingAllocator::give_to_driver(int device, void* address, size_t nbytes) 
   std::free(address);
 }
 
-Block* CachingAllocator::find(int device, int stream, bool small, size_t size) {
+Block* CachingAllocator::find(int device, int stream, bool small, size_t size, int graph) {
   Guard guard(mutex());
-  give_back_what_is_over(device);
+  // Events may not be asked for in a capture.
+  if (!Machine::get().captures(device)) give_back_what_is_over(device);
   Pool& pool = free_[device][small];
-  Block wanted{device, stream, small, nullptr, size};
+  Block wanted{device, stream, small, nullptr, size, graph};
   auto best = pool.lower_bound(&wanted);
-  if (best == pool.end() || (*best)->stream != stream) return nullptr;
+  if (best == pool.end() || (*best)->stream != stream || (*best)->graph != graph) return nullptr;
   Block* block = *best;
   pool.erase(best);
   return block;
 }
 
-Block* CachingAllocator::new_segment(int device, int stream, bool small, size_t size) {
+Block* CachingAllocator::new_segment(int device, int stream, bool small, size_t size, int graph) {
   size_t whole = segment_size(size);
   void* address = take_from_driver(device, whole);
-  if (!address) {
+  if (!address && !Machine::get().captures(device)) {
     // As torch does on out of memory: what is cached and unused goes back, then once more.
     wait_for_used(device);
     release_segments(device);
@@ -137,14 +140,15 @@ Block* CachingAllocator::new_segment(int device, int stream, bool small, size_t 
   TORCH_CHECK_WITH(OutOfMemoryError, address, "late device ", device, " out of memory: tried to allocate ", size, " bytes, and of ", capacity_,
                    " are taken ", driver_[device]);
   Guard guard(mutex());
-  auto block = std::make_unique<Block>(Block{device, stream, small, static_cast<char*>(address), whole});
+  auto block = std::make_unique<Block>(Block{device, stream, small, static_cast<char*>(address), whole, graph});
+  if (graph) pool_bytes_[graph] += whole;
   count(device, 0, 0, static_cast<int64_t>(whole), 1);
   return (blocks_[address] = std::move(block)).get();
 }
 
 void CachingAllocator::split(Block* block, size_t size) {
   if (!worth_splitting(*block, size)) return;
-  auto rest = std::make_unique<Block>(Block{block->device, block->stream, block->small, block->address + size, block->size - size});
+  auto rest = std::make_unique<Block>(Block{block->device, block->stream, block->small, block->address + size, block->size - size, block->graph});
   rest->before = block;
   rest->behind = block->behind;
   if (rest->behind) rest->behind->before = rest.get();
@@ -161,8 +165,11 @@ at::DataPtr CachingAllocator::allocate(size_t nbytes) {
   size_t size = rounded(nbytes);
   bool small = size <= kSmallSize;
   int stream = current_stream(device);
-  Block* block = find(device, stream, small, size);
-  if (!block) block = new_segment(device, stream, small, size);
+  // Memory of a capture is of its own pool: CUDACachingAllocator.cpp, beginAllocateToPool.
+  Graph* capturing = Machine::get().captures(device, stream);
+  int graph = capturing ? capturing->number : 0;
+  Block* block = find(device, stream, small, size, graph);
+  if (!block) block = new_segment(device, stream, small, size, graph);
   Guard guard(mutex());
   split(block, size);
   block->allocated = true;
@@ -189,15 +196,29 @@ void CachingAllocator::free(void* address) {
     put_back(block);
     return;
   }
+  // needs_events_deferred_until_no_capture of torch's.
+  if (Machine::get().captures(block->device)) {
+    deferred_[block->device].push_back(block);
+    return;
+  }
   // insert_events of torch's: it is free once those streams have come as far as they have been given work by now.
   for (int stream : block->used_on) block->until.push_back(Machine::get().mark(block->device, stream, "end of use of freed memory"));
   block->used_on.clear();
   waiting_[block->device].push_back(block);
 }
 
+void CachingAllocator::ended_capture(int device) {
+  Guard guard(mutex());
+  for (Block* block : std::exchange(deferred_[device], {})) {
+    for (int stream : block->used_on) block->until.push_back(Machine::get().mark(device, stream, "end of use of freed memory"));
+    block->used_on.clear();
+    waiting_[device].push_back(block);
+  }
+}
+
 void CachingAllocator::put_back(Block* block) {
   for (Block* neighbour : {block->before, block->behind})
-    if (neighbour && !neighbour->allocated && neighbour->until.empty()) merge(block, neighbour);
+    if (neighbour && !neighbour->allocated && neighbour->until.empty() && neighbour->used_on.empty()) merge(block, neighbour);
   pool_of(*block).insert(block);
 }
 
@@ -254,7 +275,8 @@ void CachingAllocator::release_segments(int device) {
     {
       Guard guard(mutex());
       for (Block* block : pool)
-        if (!block->before && !block->behind) whole.push_back(block);
+        // A graph's memory stays its own.
+        if (!block->before && !block->behind && !Machine::get().has_graph(block->graph)) whole.push_back(block);
       for (Block* block : whole) pool.erase(block);
     }
     for (Block* block : whole) {

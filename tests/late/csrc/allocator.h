@@ -23,6 +23,7 @@ struct Block {
   bool small;
   char* address;
   size_t size;
+  int graph = 0;  // Whose private pool it is of; 0 for none.
   size_t requested = 0;
   bool allocated = false;
   // Neighbours in the same segment.
@@ -48,6 +49,10 @@ class CachingAllocator final : public c10::DeviceAllocator {
   void unreserve(int device, size_t nbytes);
 
   void free(void* address);
+  // What was freed in the capture and used on other streams may be given out again, in its pool.
+  void ended_capture(int device);
+  // Bytes in the segments of a graph's private pool.
+  size_t pool_bytes(int graph) const { return pool_bytes_.count(graph) ? pool_bytes_.at(graph) : 0; }
   // Whose memory an address is: the device, or -1.
   int device_of(const void* address);
 
@@ -73,8 +78,8 @@ class CachingAllocator final : public c10::DeviceAllocator {
   using Pool = std::set<Block*, Less>;
 
   Pool& pool_of(const Block& block) { return free_[block.device][block.small]; }
-  Block* find(int device, int stream, bool small, size_t size);
-  Block* new_segment(int device, int stream, bool small, size_t size);
+  Block* find(int device, int stream, bool small, size_t size, int graph);
+  Block* new_segment(int device, int stream, bool small, size_t size, int graph);
   void split(Block* block, size_t size);
   void put_back(Block* block);
   void merge(Block* block, Block* neighbour);
@@ -88,6 +93,8 @@ class CachingAllocator final : public c10::DeviceAllocator {
   std::map<const void*, std::unique_ptr<Block>> blocks_;
   std::array<std::array<Pool, 2>, kMaxDevices> free_;
   std::array<std::vector<Block*>, kMaxDevices> waiting_;
+  std::array<std::vector<Block*>, kMaxDevices> deferred_;
+  std::map<int, size_t> pool_bytes_;
   std::array<c10::CachingDeviceAllocator::DeviceStats, kMaxDevices> stats_;
 };
 

@@ -115,13 +115,15 @@ void finish_meeting(std::vector<Part>& parts) {
   }
 }
 
-Ending joint(int device, int stream, const std::string& label, std::shared_ptr<Kernel> kernel, std::function<void()> run) {
+// `run` is what the kernel does when it begins.
+Operation joint(const std::string& label, size_t left, const std::function<void(const std::shared_ptr<Kernel>&)>& run) {
   Operation operation;
+  auto kernel = std::make_shared<Kernel>(Kernel{operation.end, left});
   operation.label = label;
   operation.joint = true;
-  operation.run = std::move(run);
-  kernel->end = operation.end;
-  return Machine::get().issue(device, stream, std::move(operation));
+  operation.run = [kernel, run] { run(kernel); };
+  operation.again = [label, left, run] { return joint(label, left, run); };
+  return operation;
 }
 
 }  // namespace
@@ -147,8 +149,7 @@ bool takes_result(const Contribution& contribution) {
 }
 
 Ending exchange(int device, int stream, const std::vector<Message>& messages, const std::string& label) {
-  auto kernel = std::make_shared<Kernel>(Kernel{nullptr, messages.size()});
-  return joint(device, stream, label, kernel, [kernel, messages] {
+  auto run = [messages](const std::shared_ptr<Kernel>& kernel) {
     for (auto& message : messages) {
       if (is_aborted(message.channel)) {
         count_down(kernel, 0);
@@ -158,12 +159,12 @@ Ending exchange(int device, int stream, const std::vector<Message>& messages, co
       (message.sends ? channel.sends : channel.receives).push_back({kernel, message});
       meet(channel);
     }
-  });
+  };
+  return Machine::get().issue(device, stream, joint(label, messages.size(), run));
 }
 
 Ending collective(int device, int stream, const Contribution& contribution, const std::string& label) {
-  auto kernel = std::make_shared<Kernel>(Kernel{nullptr, 1});
-  return joint(device, stream, label, kernel, [kernel, contribution] {
+  auto run = [contribution](const std::shared_ptr<Kernel>& kernel) {
     long number = begun[{contribution.communicator, contribution.rank}]++;
     auto key = contribution.communicator + "#" + std::to_string(number);
     if (is_aborted(key)) return count_down(kernel, 0);
@@ -173,7 +174,8 @@ Ending collective(int device, int stream, const Contribution& contribution, cons
     auto all = std::move(parts);
     meetings.erase(key);
     finish_meeting(all);
-  });
+  };
+  return Machine::get().issue(device, stream, joint(label, 1, run));
 }
 
 void forget_exchanges() {

@@ -32,6 +32,12 @@ void Machine::reset(int devices, int connections) {
     queues_[device].assign(connections, {});
     handed_out_[device] = {};
   }
+  for (auto& [number, graph] : graphs_)
+    for (auto& [stream, operation] : graph->operations) {
+      operation.end->graph = 0;
+      operation.end->over = true;
+    }
+  graphs_.clear();
   counts.clear();
   failed.clear();
 }
@@ -65,10 +71,11 @@ Ending Machine::issue(int device, int id, Operation operation) {
   host_is_here();
   {
     Guard guard(mutex);
-    Stream& into = stream(device, id);
     end->device = device;
     end->stream = id;
     end->label = operation.label;
+    if (Graph* graph = captures(device, id)) return capture(*graph, id, std::move(operation));
+    Stream& into = stream(device, id);
     into.queue.push_back(std::move(operation));
     into.last = end;
     if (auto* queue = hardware_queue(device, id)) queue->push_back(id);
@@ -90,12 +97,118 @@ Ending Machine::mark(int device, int id, const std::string& label) {
 
 void Machine::block(int device, int id, const Ending& ending) {
   // An event that was never recorded holds nobody up: cudaStreamWaitEvent, CUDA Runtime API.
-  if (!ending || (ending->device == device && ending->stream == id)) return;
+  if (!ending) return;
+  join(ending, device, id);
+  if (ending->device == device && ending->stream == id) return;
   Operation operation;
   operation.label = "wait for " + ending->label;
   operation.cost = 0;
   operation.behind = {ending};
   issue(device, id, std::move(operation));
+}
+
+Graph* Machine::captures(int device) {
+  Guard guard(mutex);
+  for (auto& [number, graph] : graphs_)
+    if (graph->open && graph->device == device) return graph.get();
+  return nullptr;
+}
+
+Graph* Machine::captures(int device, int stream) {
+  Graph* graph = captures(device);
+  return graph && graph->streams.count(stream) ? graph : nullptr;
+}
+
+void Machine::begin_capture(int device, int stream) {
+  Guard guard(mutex);
+  TORCH_CHECK(!captures(device), "late: device ", device, " captures already");
+  ++num_graphs_;
+  auto& graph = graphs_[num_graphs_] = std::make_unique<Graph>(Graph{num_graphs_, device, stream});
+  graph->streams.insert(stream);
+}
+
+Ending Machine::capture(Graph& graph, int stream, Operation operation) {
+  Ending end = operation.end;
+  end->graph = graph.number;
+  end->place = graph.operations.size();
+  graph.operations.emplace_back(stream, std::move(operation));
+  ++counts["captured"];
+  return end;
+}
+
+// CUDA Runtime API, cudaStreamWaitEvent and the errors named here; CUDA C++ Programming Guide, cross-stream dependencies and events.
+void Machine::join(const Ending& ending, int device, int stream) {
+  Guard guard(mutex);
+  if (ending->graph) {
+    Graph& graph = *graphs_.at(ending->graph);
+    TORCH_CHECK(graph.open && graph.device == device, "late: an event of a capture is waited for outside of it (cudaErrorCapturedEvent): ",
+                ending->label);
+    graph.streams.insert(stream);
+  } else {
+    TORCH_CHECK(!captures(device, stream), "late: a stream that is captured waits for what is not (cudaErrorStreamCaptureIsolation): ",
+                ending->label);
+  }
+}
+
+void Machine::refuse_captured(const Ending& ending, const std::string& what) const {
+  TORCH_CHECK(!ending || !ending->graph, "late: ", what, " what was captured (cudaErrorCapturedEvent): ", ending->label);
+}
+
+int Machine::end_capture(int device) {
+  Guard guard(mutex);
+  Graph* graph = captures(device);
+  TORCH_CHECK(graph, "late: device ", device, " captures nothing");
+  graph->open = false;
+  auto& operations = graph->operations;
+  // From the end of the first stream back, along its streams and what they wait for.
+  std::set<size_t> reached;
+  std::vector<size_t> next;
+  std::vector<long> before(operations.size(), -1);
+  std::map<int, long> last;
+  for (size_t place = 0; place < operations.size(); ++place) {
+    int stream = operations[place].first;
+    if (last.count(stream)) before[place] = last[stream];
+    last[stream] = static_cast<long>(place);
+  }
+  if (last.count(graph->origin)) next.push_back(static_cast<size_t>(last[graph->origin]));
+  while (!next.empty()) {
+    size_t place = next.back();
+    next.pop_back();
+    if (!reached.insert(place).second) continue;
+    if (before[place] >= 0) next.push_back(static_cast<size_t>(before[place]));
+    for (auto& ending : operations[place].second.behind) next.push_back(ending->place);
+  }
+  for (size_t place = 0; place < operations.size(); ++place) {
+    auto& [stream, operation] = operations[place];
+    TORCH_CHECK(reached.count(place) || (!operation.run && !operation.joint), "late: stream ", stream,
+                " has not come back to the capture (cudaErrorStreamCaptureUnjoined): ", operation.label);
+  }
+  return graph->number;
+}
+
+void Machine::replay(int number, int stream) {
+  Graph* graph;
+  {
+    Guard guard(mutex);
+    graph = graphs_.at(number).get();
+    TORCH_CHECK(!graph->open, "late: a graph is replayed while it is captured");
+    TORCH_CHECK(!captures(graph->device), "late: a graph is replayed in a capture");
+  }
+  Ending start = mark(graph->device, stream, "replay");
+  std::vector<Ending> ends;
+  std::map<int, Ending> last;
+  for (auto& [captured, kept] : graph->operations) {
+    Operation operation = kept.again ? kept.again() : kept;
+    if (!kept.again) operation.end = std::make_shared<Moment>();
+    operation.behind.clear();
+    for (auto& ending : kept.behind) operation.behind.push_back(ends.at(ending->place));
+    // Branches of a graph are on no stream that anybody else has.
+    int branch = kReplays + (captured == graph->origin ? 0 : captured);
+    if (!last.count(branch)) operation.behind.push_back(start);
+    ends.push_back(issue(graph->device, branch, std::move(operation)));
+    last[branch] = ends.back();
+  }
+  for (auto& [branch, end] : last) block(graph->device, stream, end);
 }
 
 void Machine::finish(const Ending& ending, double time) {
@@ -191,6 +304,7 @@ void Machine::wait_all(const std::vector<Ending>& endings, const std::string& wh
 }
 
 void Machine::wait(const Ending& ending) {
+  refuse_captured(ending, "a host waits for");
   if (ending) wait_all({ending}, "a host waits for " + ending->label);
 }
 
@@ -198,6 +312,7 @@ void Machine::wait_stream(int device, int id) {
   Ending last;
   {
     Guard guard(mutex);
+    TORCH_CHECK(!captures(device, id), "late: a host waits for a stream that is captured (cudaErrorStreamCaptureUnsupported)");
     last = stream(device, id).last;
   }
   if (last) wait_all({last}, "a host waits for stream " + std::to_string(id) + " of device " + std::to_string(device));
@@ -207,6 +322,7 @@ void Machine::wait_device(int device) {
   std::vector<Ending> endings;
   {
     Guard guard(mutex);
+    TORCH_CHECK(!captures(device), "late: a host waits for a device that captures (cudaErrorStreamCaptureUnsupported)");
     for (auto& [id, stream] : streams_.at(device))
       if (stream.last) endings.push_back(stream.last);
   }
@@ -215,12 +331,14 @@ void Machine::wait_device(int device) {
 
 bool Machine::query(const Ending& ending) {
   Guard guard(mutex);
+  refuse_captured(ending, "a host asks for");
   if (ending && !ending->over) step();
   return !ending || ending->over;
 }
 
 bool Machine::query_stream(int device, int id) {
   Guard guard(mutex);
+  TORCH_CHECK(!captures(device, id), "late: a host asks for a stream that is captured (cudaErrorStreamCaptureUnsupported)");
   if (!stream(device, id).idle()) step();
   return stream(device, id).idle();
 }

@@ -20,6 +20,8 @@ namespace late {
 // torch has 32 streams of each priority and hands out the first again after the last: c10/cuda/CUDAStream.cpp, kStreamsPerPool.
 constexpr int kStreamsPerPool = 32;
 constexpr int kMaxDevices = 16;
+// Branches of replayed graphs have the numbers of their streams and this.
+constexpr int kReplays = 1000;
 
 struct Stream {
   int device = 0;
@@ -29,6 +31,16 @@ struct Stream {
   Ending running;   // What has begun and is not over: the next may not begin.
   double clock = 0;
   bool idle() const { return queue.empty() && !(running && !running->over); }
+};
+
+// What a device was given between the begin and the end of a capture, to be given again as often as the graph is replayed.
+struct Graph {
+  int number;
+  int device;
+  int origin;
+  bool open = true;
+  std::vector<std::pair<int, Operation>> operations;  // With their streams.
+  std::set<int> streams;                              // The first, and those that wait for what was captured.
 };
 
 class Machine {
@@ -67,6 +79,17 @@ class Machine {
   bool query(const Ending& ending);
   bool query_stream(int device, int stream);
 
+  // What a stream is given from now on is captured, until the end: cudaStreamBeginCapture, by a thread for itself.
+  void begin_capture(int device, int stream);
+  // Return the graph's number. Throws where a stream that joined has not come back.
+  int end_capture(int device);
+  // Give a stream all of a graph.
+  void replay(int graph, int stream);
+  // The graph that captures what this stream is given, or what any of the device's is; null for none.
+  Graph* captures(int device, int stream);
+  Graph* captures(int device);
+  bool has_graph(int number) const { return graphs_.count(number); }
+
   // Let a stream do one thing. False where none can.
   bool step();
   // The same for a device that works by itself: what goes wrong is told to whoever waits next.
@@ -79,6 +102,9 @@ class Machine {
   std::map<std::string, long> counts;  // Operations issued, by kind: "deferred", "forced".
 
  private:
+  Ending capture(Graph& graph, int stream, Operation operation);
+  void join(const Ending& ending, int device, int stream);
+  void refuse_captured(const Ending& ending, const std::string& what) const;
   bool step_towards(const Ending& ending, std::set<std::pair<int, int>>& asked);
   bool can_begin(const Stream& stream) const;
   std::deque<int>* hardware_queue(int device, int stream);
@@ -94,6 +120,9 @@ class Machine {
   // whatever stream (CUDA C++ Programming Guide, environment variables). By device and queue, the streams of what was issued, in order.
   std::array<std::vector<std::deque<int>>, kMaxDevices> queues_;
   std::array<std::array<int, 2>, kMaxDevices> handed_out_{};
+  // By number, none of which comes again.
+  std::map<int, std::unique_ptr<Graph>> graphs_;
+  int num_graphs_ = 0;
 };
 
 }  // namespace late

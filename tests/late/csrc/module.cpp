@@ -145,6 +145,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("block", [](int device, int stream, const late::Ending& ending) { Machine::get().block(device, stream, ending); });
   m.def("wait", [](const late::Ending& ending) { Machine::get().wait(ending); });
   m.def("query", [](const late::Ending& ending) { return Machine::get().query(ending); });
+  m.def("begin_capture", [](int device, int stream) { Machine::get().begin_capture(device, stream); });
+  m.def("end_capture", [](int device) {
+    int graph = Machine::get().end_capture(device);
+    CachingAllocator::get().ended_capture(device);
+    return graph;
+  });
+  m.def("replay", [](int graph, int stream) { Machine::get().replay(graph, stream); }, without);
+  m.def("pool_bytes", [](int graph) { return CachingAllocator::get().pool_bytes(graph); });
   m.def("expect_hosts", [](int number) { Hosts::get().expect(number); });
   m.def("stuck", [] { return Hosts::get().stuck(); });
   m.def("enter", [](int host) { Hosts::get().enter(host); });

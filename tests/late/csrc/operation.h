@@ -14,6 +14,9 @@ struct Moment {
   int device = -1;
   int stream = -1;
   std::string label;
+  // What was captured: in which graph, and the how many-th of its operations. Numbers of graphs begin with 1.
+  int graph = 0;
+  size_t place = 0;
 };
 using Ending = std::shared_ptr<Moment>;
 
@@ -25,6 +28,8 @@ struct Operation {
   bool copies = false;           // One of a copy engine's.
   bool joint = false;            // It has begun when `run` has, and is over when whoever it needs says so.
   Ending end = std::make_shared<Moment>();
+  // Of what others take part in: the same once more, for a graph that is replayed.
+  std::function<Operation()> again;
 };
 
 }  // namespace late

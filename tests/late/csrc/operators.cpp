@@ -160,6 +160,25 @@ void forced(const c10::OperatorHandle& op, const Values& kernel, const std::vect
   }
 }
 
+// Whether a capture has to know the values of an operation's arguments to know the sizes of its results.
+bool sizes_depend_on_values(const c10::OperatorHandle& op) {
+  for (auto tag : op.getTags())
+    if (tag == at::Tag::dynamic_output_shape || tag == at::Tag::data_dependent_output) return true;
+  return false;
+}
+
+// The results of the CPU kernel for zeros of the same shapes: what a capture, in which nothing may run, has of an operation without a
+// meta kernel.
+Values results_for_zeros(const c10::OperatorHandle& op, const Values& arguments) {
+  auto zeros = [](const at::Tensor& tensor) {
+    return with_number(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU)).zero_(), tensor);
+  };
+  BelowAutograd below;
+  torch::jit::Stack stack(all_changed(arguments, zeros, at::kCPU));
+  op.callBoxed(&stack);
+  return stack;
+}
+
 // The numbers are drawn when this is issued, by the host's generator, and written when the device comes to it: as CUDA's, which are fixed
 // by the generator's state at the issue (CUDAGeneratorImpl::philox_cuda_state), they do not depend on when that is.
 void draw_now(const c10::OperatorHandle& op, const Values& arguments, size_t filled) {
@@ -200,9 +219,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (argument < 0) fresh.push_back(i);
     else results[i] = arguments[static_cast<size_t>(argument)];
   }
-  if (known) {
+  bool captured = Machine::get().captures(current_device(), current_stream(current_device()));
+  if (known || (captured && !sizes_depend_on_values(op))) {
+    auto shapes = known ? known->results : results_for_zeros(op, arguments);
     Pairs pairs;
-    for (size_t i : fresh) results[i] = allocated(known->results[i], pairs);
+    for (size_t i : fresh) results[i] = allocated(shapes[i], pairs);
     std::vector<at::Tensor> into;
     for (auto& pair : pairs) into.push_back(pair.first);
     issue_here(later(toString(op.operator_name()), [op, kernel, fresh, into] { compute(op, kernel, fresh, into); }));

@@ -1,6 +1,8 @@
 // See order.h.
 #include "order.h"
 
+#include "machine.h"
+
 #include <map>
 #include <stdexcept>
 
@@ -24,9 +26,9 @@ void Order::set(const std::string& kind, uint64_t seed, int stream, double eager
 
 bool Order::put_off(const Choice& choice) const {
   switch (kind_) {
-    case Kind::kStreamLast: return choice.stream == stream_;
+    case Kind::kStreamLast: return choice.stream % kReplays == stream_;
     case Kind::kCopiesLast: return choice.copies;
-    case Kind::kComputeLast: return choice.stream == 0;
+    case Kind::kComputeLast: return choice.stream % kReplays == 0;
     default: return false;
   }
 }

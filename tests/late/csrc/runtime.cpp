@@ -21,7 +21,8 @@ namespace late {
 namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kMemoryAllocation = 2, kInvalidDevice = 101, kHostMemoryAlreadyRegistered = 712,
-              kHostMemoryNotRegistered = 713, kMapFailed = 205, kIllegalState = 401, kUnknown = 999;
+              kHostMemoryNotRegistered = 713, kMapFailed = 205, kIllegalState = 401,
+              kCaptureUnsupported = 900, kUnknown = 999;
 constexpr int kVersion = 13000;
 constexpr int kNeverWritten = 0xFF;
 constexpr size_t kPageBytes = 4096;
@@ -142,6 +143,7 @@ EXPORTED const char* cudaGetErrorName(int status) {
       {kHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered"},
       {kMapFailed, "cudaErrorMapBufferObjectFailed"},
       {kIllegalState, "cudaErrorIllegalState"},
+      {kCaptureUnsupported, "cudaErrorStreamCaptureUnsupported"},
   };
   auto found = names.find(status);
   return found == names.end() ? "cudaErrorUnknown" : found->second;
@@ -155,6 +157,11 @@ EXPORTED int cudaGetDevice(int* device) {
 EXPORTED int cudaSetDevice(int device) {
   if (device < 0 || device >= Machine::get().devices()) return result(kInvalidDevice);
   set_current_device(device);
+  return kSuccess;
+}
+
+EXPORTED int cudaStreamIsCapturing(void* stream, int* status) {
+  *status = Machine::get().captures(current_device(), static_cast<int>(reinterpret_cast<intptr_t>(stream))) != nullptr;
   return kSuccess;
 }
 
@@ -173,6 +180,8 @@ EXPORTED int cudaMemGetInfo(size_t* free, size_t* total) {
 EXPORTED int cudaMalloc(void** found, size_t nbytes) {
   return guarded([=] {
     int device = current_device();
+    // "potentially unsafe API calls", of which cudaMalloc is the guide's example: cudaStreamBeginCapture, CUDA Runtime API.
+    if (Machine::get().captures(device)) return kCaptureUnsupported;
     if (Machine::get().lending_synchronizes) Machine::get().wait_device(device);
     if (!CachingAllocator::get().reserve(device, nbytes)) return kMemoryAllocation;
     int descriptor = memfd_create("late", MFD_CLOEXEC);
@@ -259,6 +268,8 @@ EXPORTED int cudaMemcpyBatchAsync(void* const* targets, const void* const* sourc
   return guarded([=] {
     int id = static_cast<int>(reinterpret_cast<intptr_t>(stream));
     // "hStream must not be the legacy NULL stream": cudaMemcpyBatchAsync, CUDA Runtime API.
-    return id ? copy_all(targets, sources, lengths, number, id) : kInvalidValue;
+    if (!id) return kInvalidValue;
+    // A graph has no node for it: release notes of cuda.core 1.2.
+    return Machine::get().captures(current_device(), id) ? kCaptureUnsupported : copy_all(targets, sources, lengths, number, id);
   });
 }

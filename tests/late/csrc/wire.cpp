@@ -95,7 +95,7 @@ struct Kernel {
   std::string label;
   std::vector<WiredMessage> receives;
   std::vector<std::pair<int, uint64_t>> sent;  // To whom, and how many they have to have taken.
-  std::unique_ptr<Contribution> contribution;
+  std::shared_ptr<Contribution> contribution;
   uint64_t number = 0;
 };
 
@@ -193,21 +193,26 @@ bool over(Kernel& kernel) {
                      [&](auto& each) { return own.channel(each.first).taken.load(std::memory_order_acquire) >= each.second; });
 }
 
-Ending begin(int device, int stream, Kernel kernel, std::vector<WiredMessage> sends, double timeout_s) {
+Operation wired(const Kernel& kernel, const std::vector<WiredMessage>& sends) {
   Operation operation;
   operation.label = kernel.label;
   operation.joint = true;
-  kernel.end = operation.end;
-  auto shared = std::make_shared<Kernel>(std::move(kernel));
+  auto shared = std::make_shared<Kernel>(kernel);
+  shared->end = operation.end;
   operation.run = [shared, sends] {
     if (shared->contribution) write(*shared);
     for (auto& message : sends) write(*shared, message);
     running.push_back(std::move(*shared));
   };
-  {
-    std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
-    watched.push_back({operation.end, Clock::now(), timeout_s});
-  }
+  // What is captured does not run, and nobody watches a replay: ProcessGroupNCCL.cpp, "capture_status".
+  operation.again = [kernel, sends] { return wired(kernel, sends); };
+  return operation;
+}
+
+Ending begin(int device, int stream, Kernel kernel, std::vector<WiredMessage> sends, double timeout_s) {
+  Operation operation = wired(kernel, sends);
+  std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
+  if (!Machine::get().captures(device, stream)) watched.push_back({operation.end, Clock::now(), timeout_s});
   return Machine::get().issue(device, stream, std::move(operation));
 }
 
@@ -282,7 +287,7 @@ Ending wired_collective(int device, int stream, const Contribution& contribution
   Kernel kernel;
   kernel.communicator = &known(contribution.communicator);
   kernel.label = label;
-  kernel.contribution = std::make_unique<Contribution>(contribution);
+  kernel.contribution = std::make_shared<Contribution>(contribution);
   return begin(device, stream, std::move(kernel), {}, timeout_s);
 }
 

@@ -61,10 +61,12 @@ def test_what_fits_stands_first_and_of_that_the_fastest(capsys: pytest.CaptureFi
     assert found["now"]["peak_bytes"] == peak_bytes(SETUP)
     fits = [way["fits"] for way in found["ways"]]
     assert fits == sorted(fits, reverse=True)
-    places = [(way["tight"], way["iteration_s"]) for way in found["ways"] if way["fits"]]
+    fitting = [way for way in found["ways"] if way["fits"]]
+    places = [(way["tight"] or "optimizer on the CPU" in way["what"], way["iteration_s"]) for way in fitting]
     assert len(places) > 3
     assert places == sorted(places)
-    assert {tight for tight, _ in places} == {False, True}, "what fills a device stands behind the others"
+    behind = "what fills a device, or whose time is not known, stands behind the others"
+    assert {untold for untold, _ in places} == {False, True} == {way["tight"] for way in fitting}, behind
     assert all(way["peak_bytes"] < found["now"]["peak_bytes"] for way in found["ways"])
     assert {"balance within pairs", "micro-batch 1", "recompute all layers"} <= {way["what"] for way in found["ways"]}
 
@@ -225,6 +227,7 @@ def one_flag_away(setup: Setup) -> Iterator[Setup]:
         {"switches": replace(switches, grad_reduce_in_bf16=True)},
         {"switches": replace(switches, overlap_grad_reduce=True, overlap_param_gather=True)},
         {"state_types": types},
+        {"state_types": StateTypes(True, optimizer_cpu_offload=True)},
     ]
     for name, family in FAMILIES.items():
         for chunks in family.chunks(8):

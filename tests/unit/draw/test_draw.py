@@ -54,7 +54,7 @@ def test_short_simulations_are_in_milliseconds_and_the_update_is_named() -> None
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 2**20
-# The quickstart's, in the README.
+# The quickstart's, in docs/start.md.
 PLAIN = (86.06, 73.80, 63.30, 52.79, 42.28, 31.77, 21.27, 12.27)
 BALANCED = (53.81, 52.80, 52.80, 52.79, 42.28, 52.77, 52.77, 55.27)
 STAGES = tuple(

@@ -20,6 +20,21 @@ from bpipe.predict.training import Switches
 # A launch's flags that are refused, by feature. What only a model's configuration says has none.
 FLAGS = {
     "CUDA graphs of an iteration": ("--cuda-graph-impl", "full_iteration"),
+    "differing sizes in a CUDA graph of an iteration": (
+        "--cuda-graph-impl",
+        "full_iteration",
+        "--bpipe-differing-sizes",
+    ),
+    "a learned budget with a CUDA graph of an iteration": (
+        *("--cuda-graph-impl", "full_iteration", "--bpipe-memory", "auto:10"),
+    ),
+    "checks of replays": ("--cuda-graph-impl", "full_iteration", "--bpipe-verify", "all"),
+    "shards of the vocabulary or slices in a CUDA graph of an iteration": (
+        *("--cuda-graph-impl", "full_iteration", "--bpipe-slices", "2"),
+    ),
+    "two pipelines in a CUDA graph of an iteration": (
+        *("--cuda-graph-impl", "full_iteration", "--bpipe-schedule", "chimera"),
+    ),
     "CUDA graphs of whole layers": ("--cuda-graph-impl", "transformer_engine"),
     "local CUDA graphs": ("--cuda-graph-impl", "local"),
     "CUDA graphs of parts of layers": ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"),

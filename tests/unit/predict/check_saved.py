@@ -1,5 +1,5 @@
-"""What Megatron's own layers save on a CPU, beside what the model says of kernels `cpu`: every storage of every case
-must agree.
+"""What Megatron's own layers save on a CPU, beside what the model says of kernels `cpu`: every storage and the parameters
+of every case must agree.
 
 In a process of its own, because importing Megatron takes seconds. Tensor parallel ranks that are not there are fake
 ones. Prints the number of cases; ends with 0 when all is well.
@@ -30,12 +30,15 @@ from bpipe.predict.layer_variants import Experts, Routing
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model, gpt, llama
 from bpipe.predict.saved_tensors import moved_bytes, stage_saved
+from bpipe.predict.states import stage_parameters
 from bpipe.runtime import capture
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup
 
 with contextlib.redirect_stdout(io.StringIO()):
     startup.prepare()
+
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.scheduling.options.flags import add_arguments
 
@@ -79,6 +82,7 @@ def cases() -> list[tuple[Setup, tuple[int, ...]]]:
         found.append((setup(model, "fp32", recompute, 1, True, micro_batch), (INNER,)))
     found += experts()
     found += recomputed()
+    found += further()
     found.append((setup(replace(LLAMA, dropout=True), "bf16", "full", 1, True, 2), (FIRST, LAST)))
     found.append((setup(replace(GPT, gated=True, rms_norm=True), "bf16", "none", 1, True, 3, pipeline=1), (0,)))
     return found
@@ -104,6 +108,28 @@ def experts() -> list[tuple[Setup, tuple[int, ...]]]:
     found += [
         (setup(some, "bf16", recompute, 1, True, 1), (FIRST, LAST)) for recompute in ("none", "selective", "full")
     ]
+    return found
+
+
+def further() -> list[tuple[Setup, tuple[int, ...]]]:
+    """Further tokens on the last stage, or on the one before, with the final norm anywhere."""
+    rotary = replace(ROTARY, tied_embedding=False)
+    models = (
+        replace(rotary, name="gpt and a token", mtp_num_layers=1),
+        replace(LLAMA, name="llama and two tokens", mtp_num_layers=2),
+        replace(ROTARY, name="gpt and two tokens by one layer", mtp_num_layers=2, mtp_use_repeated_layer=True),
+    )
+    kinds = (
+        ("fp32", "none", 1, True),
+        ("bf16", "selective", 2, True),
+        ("bf16", "full", 2, False),
+        ("bf16", "full:block:1", 1, True),
+        ("bf16", "selective:layernorm", 2, True),
+    )
+    found = [(setup(model, *kind, 2), (FIRST, LAST)) for model, kind in product(models, kinds)]
+    for layers, mtp_stage in (((2, 2, 0, 0), 2), ((2, 1, 1, 0), 2), ((1, 1, 2, 0), None)):
+        one = setup(models[1], "bf16", "none", 1, True, 1)
+        found.append((replace(one, layers=layers, mtp_stage=mtp_stage), (FIRST, INNER, 2, LAST)))
     return found
 
 
@@ -148,18 +174,20 @@ def agree(setup: Setup, found: Counter[int], said: Counter[int]) -> bool:
     return sum(size * num for size, num in found.items()) == sum(size * num for size, num in said.items())
 
 
-def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int]:
-    """How many storages of each size, and how many bytes of them may leave.
+def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int, int]:
+    """How many storages of each size, how many bytes of them may leave, and how many parameters there are.
 
     What is received may be held by the loop, too.
     """
+    MTPLossLoggingHelper.tracker.clear()
     with one_stage.chunks(args, stage) as (model,):
         runner = one_stage.Runner(args, model, args.micro_batch_size)
         output = runner.forward()
         found = capture.find([output.grad_fn], runner.inputs, torch.device("cpu"))
         received = {one.untyped_storage().data_ptr() for one in runner.inputs if one is not None}
         saved = Counter(one.nbytes for one in found if one.alone or one.storage.data_ptr() in received)
-        return saved, sum(one.nbytes for one in found if one.alone)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return saved, sum(one.nbytes for one in found if one.alone), parameters
 
 
 def main() -> int:
@@ -169,17 +197,20 @@ def main() -> int:
             args = one_stage.parse([*megatron_flags(one), "--vocab-size", str(one.model.vocabulary)], add_arguments)
         for stage in stages:
             with contextlib.redirect_stdout(io.StringIO()):
-                found, movable = saved_by_megatron(args, stage)
+                found, movable, parameters = saved_by_megatron(args, stage)
             said: Counter[int] = Counter()
             for row in stage_saved(one, stage):
                 said[row.nbytes] += row.num
             num_cases += 1
-            if not agree(one, found, said) or movable != moved_bytes(one, stage, 1):
+            counts = movable == moved_bytes(one, stage, 1), parameters == stage_parameters(one)[stage]
+            if not agree(one, found, said) or counts != (True, True):
                 num_wrong += 1
                 described = (
                     f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}"
                 )
-                print(f"{described}: besides {dict(found - said)}, missing {dict(said - found)}, {movable} move")
+                print(
+                    f"{described}: besides {dict(found - said)}, missing {dict(said - found)}, {movable} move, {parameters} parameters"
+                )
     print(f"{num_cases} cases, {num_wrong} differ")
     return 1 if num_wrong or not num_cases else 0
 

@@ -116,7 +116,7 @@ def megatron_args() -> Callable[[Any], SimpleNamespace]:
             moe_router_topk=experts.top_k if experts else 0,
             moe_latent_size=None,
             moe_shared_expert_intermediate_size=(experts and experts.shared_size) or None,
-            mtp_num_layers=None,
+            mtp_num_layers=model.mtp_num_layers,
         )
 
     return args

@@ -4,6 +4,7 @@ times."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +20,14 @@ from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 from tests.unit.predict.published import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_30B
 
+FURTHER = [
+    replace(PRESETS["llama3-8b"], name="llama3 and two tokens", mtp_num_layers=2, mtp_use_repeated_layer=True),
+    replace(DEEPSEEK_V3, name="deepseek and a token", mtp_num_layers=1),
+]
+
 
 @pytest.mark.parametrize(
-    "model", [*PRESETS.values(), MIXTRAL_8X7B, DEEPSEEK_V3, QWEN3_30B], ids=lambda model: model.name
+    "model", [*PRESETS.values(), MIXTRAL_8X7B, DEEPSEEK_V3, QWEN3_30B, *FURTHER], ids=lambda model: model.name
 )
 def test_flops_are_megatrons(
     model: Model, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]

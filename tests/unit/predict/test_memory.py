@@ -16,6 +16,7 @@ from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build, unchecked
 from bpipe.cli import main
 from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.costs import predict_costs
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layers.attention import core_bytes
 from bpipe.predict.layers.layer import layer_bytes
@@ -36,6 +37,8 @@ def setup(
     layers = split_layers(model.num_layers, p * changes.get("num_chunks", 1), allow_uneven=True)
     assert layers is not None
     changes = {"global_batch": 128, "sequence": 2048, "layers": layers, "attention": "unfused", **changes}
+    # As the papers' Megatron computed it.
+    changes = {"transformer_impl": "local", **changes}
     return Setup(model, parse_cluster(cluster), t, p, b, **changes)
 
 
@@ -179,6 +182,21 @@ def test_real_runs_on_eight_a100(vocabulary: int) -> None:
 def test_what_does_not_divide_is_refused_with_the_numbers(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         setup(**sizes)
+
+
+@pytest.mark.parametrize(("mtp_stage", "own"), [(None, 7), (6, 6)])
+def test_further_tokens_take_time_where_their_layer_is_and_on_the_last_stage(mtp_stage: int | None, own: int) -> None:
+    """Their layer with its embedding on one stage, a second loss on the last; the others are as without them, except
+    that from there on two hidden states are sent."""
+    plain = setup("llama3-70b", p=8, layers=(16, 16, 16, 16, 14, 1, 1, 0), attention="flash")
+    further = replace(plain, model=replace(plain.model, mtp_num_layers=1), mtp_stage=mtp_stage)
+    before, after = (predict_costs(one).stages for one in (plain, further))
+    layer = float(before[0].forward_s) / 16
+    for stage, (one, other) in enumerate(zip(before, after, strict=True)):
+        added = float(other.forward_s) - float(one.forward_s)
+        assert layer < added < 1.5 * layer if stage == own else added == 0, stage
+        assert other.sent_bytes == one.sent_bytes * (1 + (stage >= own)), stage
+    assert after[7].output_forward_s == pytest.approx(2 * float(before[7].output_forward_s))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

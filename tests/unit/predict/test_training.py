@@ -51,6 +51,9 @@ CHUNKS = {"pipeline": 2, "num_chunks": 2, "schedule": "interleaved-1f1b"}
         ({"state_types": replace(SHORT, main_params_dtype="fp16")}, (2, 2, 6, 0)),
         # Gradients are read as they are kept.
         ({"state_types": StateTypes(True), "switches": Switches(grad_reduce_in_bf16=True)}, (2, 2, 10, 0)),
+        # On the CPU types stay 32 bits, and so does a copy of shorter gradients.
+        ({"state_types": replace(SHORT, main_grads_dtype="fp32", optimizer_cpu_offload=True)}, (2, 4, 12, 0)),
+        ({"state_types": replace(SHORT, optimizer_cpu_offload=True)}, (2, 2, 16, 0)),
         # Megatron keeps main weights of 8-bit ones itself, and gives Adam gradients in 32 bit.
         ({"state_types": SHORT, "fp8": Fp8(recipe="tensorwise")}, (2, 2, 8, 4)),
         ({"state_types": SHORT, "fp8": Fp8(recipe="delayed")}, (2, 2, 6, 0)),
@@ -96,6 +99,8 @@ def test_contradictions_are_refused(setup: Setup, changes: dict[str, Any], messa
     [
         (Switches, {"overlap_param_gather": True}, "--overlap-param-gather needs --overlap-grad-reduce"),
         (StateTypes, {"exp_avg_dtype": "fp8"}, "--exp-avg-dtype fp8 needs --use-precision-aware-optimizer"),
+        (StateTypes, {"optimizer_cpu_offload": True}, "--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
+        (StateTypes, {"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction 1.5 is no share"),
         (
             StateTypes,
             {"use_precision_aware_optimizer": True, "main_grads_dtype": "fp16"},
@@ -180,6 +185,36 @@ def test_a_softmax_in_32_bits_is_saved_beside_its_probabilities(
     assert main(["simulate", *given, "--", *f"{SOFTMAX} {more}".split()]) == 0
     saved = json.loads(capsys.readouterr().out)["stages"][0]["activations_bytes"]
     assert saved / 2**20 == pytest.approx(mib, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("more", "bytes_of_a_score"),
+    [
+        # Its kernel takes these, whatever Megatron's flags say of Megatron's own.
+        ("", 2),
+        ("--attention-softmax-in-fp32 --no-masked-softmax-fusion", 2),
+        ("--seq-length 8192", 2),
+        # These are computed in 32 bits and kept so, beside 16.
+        ("--num-attention-heads 6", 6),
+        ("--seq-length 16384", 6),
+        ("--seq-length 16384 --transformer-impl local", 2),
+    ],
+)
+def test_transformer_engines_unfused_softmax_asks_none_of_megatrons_flags(
+    more: str, bytes_of_a_score: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = f"{SOFTMAX} --hidden-size 96 --transformer-impl transformer_engine {more}"
+    words = launch.split()
+    heads, tokens = (
+        int(words[len(words) - words[::-1].index(name)]) for name in ("--num-attention-heads", "--seq-length")
+    )
+    saved = {}
+    for recompute in ("none", "selective"):
+        given = ["--cluster", "a100-80g:1x2", "--recompute", recompute, "--format", "json"]
+        assert main(["simulate", *given, "--", *words]) == 0
+        saved[recompute] = json.loads(capsys.readouterr().out)["stages"][0]["activations_bytes"]
+    # Of two micro-batches; what is saved beside it if the core is recomputed is smaller by far.
+    assert (saved["none"] - saved["selective"]) / (2 * heads * tokens**2) == pytest.approx(bytes_of_a_score, rel=0.1)
 
 
 @pytest.mark.parametrize("model", [DEEPSEEK_V3, MIXTRAL_8X7B])

@@ -53,6 +53,8 @@ def args(**more: Any) -> SimpleNamespace:
             **dict.fromkeys(upstream.REQUIRED["derived_flags"]),
             **vars(add_arguments(argparse.ArgumentParser()).parse_args([])),
             "padded_vocab_size": 1024,
+            "seq_length": 64,
+            "sequence_parallel": False,
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 4,
             "virtual_pipeline_model_parallel_size": None,
@@ -540,3 +542,17 @@ def test_a_small_vocabulary_moves_nothing() -> None:
 def test_what_no_layout_can_say_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"--bpipe-vocabulary redistribute: .*{message}"):
         complete(layout_parsed(**given))
+
+
+def test_lengths_that_are_not_the_sequences_are_refused_at_the_start() -> None:
+    """They were refused in the first iteration."""
+    for lengths, sequence_parallel, reason in (
+        ((40, 25), False, "40,25: the lengths add up to 65 tokens, but a sequence has 64"),
+        ((31, 33), True, "31,33: a slice of 31 tokens is not a multiple of 2"),
+        ((40, 24), True, ""),
+    ):
+        cut = args(bpipe_slices=2, bpipe_slice_lengths=lengths, sequence_parallel=sequence_parallel)
+        problems = unplaced(cut, own_schedule(cut))  # type: ignore[arg-type]
+        assert [problem.split(" --bpipe-slice-lengths ")[1][: len(reason)] for problem in problems] == [reason] * bool(
+            reason
+        )

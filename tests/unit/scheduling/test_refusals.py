@@ -13,8 +13,19 @@ from bpipe.config.features.table import FEATURES, SLICED
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
+GRAPH: dict[str, Any] = {"cuda_graph_impl": "full_iteration"}
 # What else the settings of a feature are found to be.
 BESIDE = {
+    **dict.fromkeys(
+        (
+            "differing sizes in a CUDA graph of an iteration",
+            "a learned budget with a CUDA graph of an iteration",
+            "checks of replays",
+            "shards of the vocabulary or slices in a CUDA graph of an iteration",
+            "two pipelines in a CUDA graph of an iteration",
+        ),
+        ("CUDA graphs of an iteration",),
+    ),
     "combined 1F1B in our loop": ("combined 1F1B",),
     "combined 1F1B without a pipeline": ("combined 1F1B",),
     "fine-grained offloading in our loop": ("fine-grained activation offloading",),
@@ -25,6 +36,24 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"cuda_graph_impl": "full_iteration"},
         {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
     ],
+    "differing sizes in a CUDA graph of an iteration": [
+        GRAPH | {"bpipe_differing_sizes": True},
+        GRAPH | {"variable_seq_lengths": True},
+    ],
+    "a learned budget with a CUDA graph of an iteration": [
+        GRAPH | {"bpipe_memory": "auto:10"},
+        GRAPH | {"bpipe_memory": SimpleNamespace(learns=True)},
+    ],
+    "checks of replays": [
+        GRAPH | {"bpipe_verify": "all"},
+        GRAPH | {"bpipe_verify": 2.0, "cuda_graph_warmup_steps": 1},
+        GRAPH | {"bpipe_verify": 4},
+    ],
+    "shards of the vocabulary or slices in a CUDA graph of an iteration": [
+        GRAPH | {"bpipe_vocabulary": "1"},
+        GRAPH | {"bpipe_slices": 2},
+    ],
+    "two pipelines in a CUDA graph of an iteration": [GRAPH | {"bpipe_schedule": "chimera"}],
     "CUDA graphs of whole layers": [
         {"cuda_graph_impl": "transformer_engine"},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "full"},

@@ -16,6 +16,10 @@ def main() -> None:
 
 
 def _trace(flags: list[str]) -> object:
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    # As long as the further tokens of the launch before.
+    MTPLossLoggingHelper.tracker.clear()
     try:
         return stages.trace(flags)
     except ValueError as error:

@@ -283,7 +283,7 @@ def _needed(action: Action, p: int) -> Action | None:
 
 def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
     schedule = build(ScheduleConfig("1f1b", 4, 8))
-    with pytest.raises(ValueError, match="costs of 3 stages for a schedule of 4"):
+    with pytest.raises(ValueError, match="the schedule has 4 stages, the costs 3"):
         simulate(schedule, uniform(3, UNIT))
     with pytest.raises(ValueError, match="nodes of 2 ranks, but the schedule has 4"):
         simulate(schedule, uniform(4, UNIT, Links(nodes=(0, 1))))
@@ -536,7 +536,7 @@ def test_a_schedule_of_slices_takes_costs_of_whole_ones_and_no_other_slices() ->
     assert simulate(schedule, uniform(2, StageCost(1, 2))).pipeline_s == 15
     with pytest.raises(ValueError, match="costs of 2 slices for a schedule of 4: give one for each, or one for all"):
         simulate(build(ScheduleConfig("1f1b", 2, 2, slices=4)), SLICED)
-    with pytest.raises(ValueError, match="costs of 1 stages for a schedule of 2: give one for each stage"):
+    with pytest.raises(ValueError, match="the schedule has 2 stages, the costs 1: give one for each stage"):
         simulate(schedule, replace(SLICED, stages=(FIRST, SECOND)))
 
 

@@ -70,7 +70,7 @@ class FakeCuda:
         self.devices: dict[str, int] = {}
         self.current_device = 0
         self.last_error = 0
-        self.under_way = False
+        self.under_way = self.captures = False
         self.cached_bytes = 0
         self.free_bytes = TOTAL_BYTES
         self.failing: dict[str, int] = {}
@@ -116,6 +116,10 @@ class FakeCuda:
     @c_function(INT)
     def cudaSetDevice(self, index: int) -> None:
         self.current_device = index
+
+    @c_function(ADDRESS, ADDRESS)
+    def cudaStreamIsCapturing(self, stream: int, found: int) -> None:
+        _write(found, INT, self.captures)
 
     @c_function()
     def cudaDeviceSynchronize(self) -> None:

@@ -126,14 +126,23 @@ def pieces(*lengths: int) -> list[tuple[int, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("version", "driver", "batched"),
-    [(13020, 13020, True), (13000, 13010, True), (12080, 12080, True), (12080, 12040, False), (12060, 13000, False)],
+    ("version", "driver", "captures", "batched"),
+    [
+        (13020, 13020, False, True),
+        (13000, 13010, False, True),
+        (12080, 12080, False, True),
+        (12080, 12040, False, False),
+        (12060, 13000, False, False),
+        (13000, 13010, True, False),
+    ],
 )
 def test_a_transfer_is_one_call_where_cuda_has_one(
-    version: int, driver: int, batched: bool, monkeypatch: pytest.MonkeyPatch
+    version: int, driver: int, captures: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """340 storages took 340 calls and milliseconds of the host; CUDA 12.8 batches them, 13.0 otherwise."""
+    """340 storages took 340 calls and milliseconds of the host; CUDA 12.8 batches them, 13.0 otherwise. A graph has no node
+    for a batch, and replays need no host."""
     cuda = installed(FakeCuda(version, driver), monkeypatch)
+    cuda.captures = captures
     _, lent = lender(cuda).make(4096)
     lent.write(pieces(10, 1000, 7))
     back = [(offset, torch.zeros_like(sent)) for offset, sent in pieces(10, 1000, 7)]

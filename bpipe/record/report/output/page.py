@@ -31,7 +31,7 @@ _MOST_DISTINCT = 1000
 
 
 _KEYS = (
-    "stage rank measured_bytes predicted_bytes bound_bytes unbalanced_bytes weights_bytes measured_microbatches "
+    "stage rank measured_bytes predicted_bytes bound_bytes unbalanced_bytes baseline_bytes weights_bytes measured_microbatches "
     "predicted_microbatches evictions loads bubble exposed_s bytes_per_s"
 ).split()
 
@@ -57,7 +57,7 @@ def render(view: Mapping[str, Any]) -> str:
         "DATA": embed(data),
         "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
     }
-    # One pass, so that nothing in a title can name another part.
+    # One pass, so that a title cannot insert another part.
     pieces = _asset("page.html").split("@@")
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
@@ -167,7 +167,7 @@ def view(report: Report) -> dict[str, Any]:
     fullest = bottleneck(comparison)
     # Tell one open page from another: the run, its day and its machine.
     title = ", ".join(filter(None, (run_name(measured), (measured.run.info.started or "")[:10], hosts(measured))))
-    pairs = [*facts(comparison, beside_figures=True), *(("note", note) for note in measured.notes)]
+    pairs = [*facts(comparison, on_page=True), *(("note", note) for note in measured.notes)]
     return {
         "title": f"bpipe report: {title}",
         "figures": [list(figure) for figure in figures(comparison)],

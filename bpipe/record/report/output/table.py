@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bpipe.record.report.compare import Comparison, StageRow, Totals
 from bpipe.record.report.replay import Basis
-from bpipe.record.report.report import Report, bottleneck, longest_wait
+from bpipe.record.report.report import Report, longest_wait
 from bpipe.record.report.selection import Measured
 from bpipe.record.report.units import bytes_text, counted, percent_text, rate_text, seconds_text, size_unit
 from bpipe.schedule.layout import Vocabulary
@@ -15,6 +15,11 @@ from bpipe.schedule.layout import Vocabulary
 WIDTH = 120
 # The number of machines that are named.
 MOST_HOSTS = 4
+
+_LEGEND = (
+    "bound: the most that a stage may hold; exposed: time in which computation waited for transfers; moved: share of what "
+    "a forward keeps that an eviction moves"
+)
 
 _Cell = Callable[[StageRow], str]
 
@@ -28,25 +33,16 @@ class Figure(NamedTuple):
 
 
 def figures(comparison: Comparison) -> list[Figure]:
-    """Return the peak, the exposed transfers, the time of an iteration and the bubble."""
+    """Return the exposed transfers, the time of an iteration and the bubble; peaks are in the answers."""
     totals = comparison.totals
     pipeline = f"{seconds_text(totals.predicted_pipeline_s)} predicted"
     if totals.step_s is not None:
         pipeline = f"pipeline {seconds_text(totals.pipeline_s)}, {pipeline}"
     return [
-        _peak(comparison),
         _exposed(comparison),
         Figure("iteration", seconds_text(totals.step_s or totals.pipeline_s), pipeline),
         Figure("bubble", percent_text(totals.bubble), f"{percent_text(totals.predicted_bubble)} predicted"),
     ]
-
-
-def _peak(comparison: Comparison) -> Figure:
-    row, label = bottleneck(comparison), "peak of activations"
-    if row is None or row.all_measured_bytes is None:
-        return Figure(label, "not known", "no rank recorded it")
-    bound = "" if row.bound_bytes is None else f", bound {bytes_text(row.bound_bytes)}"
-    return Figure(label, bytes_text(row.all_measured_bytes), f"stage {row.stage}{bound}")
 
 
 def _exposed(comparison: Comparison) -> Figure:
@@ -59,8 +55,8 @@ def _exposed(comparison: Comparison) -> Figure:
     return Figure(label, seconds_text(row.exposed_s), f"stage {row.stage}, {predicted} predicted")
 
 
-def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[str, str]]:
-    """Return label and value of each fact; with `beside_figures` without those in `figures`."""
+def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]]:
+    """Return label and value of each fact; `on_page` without those in the page's title and figures."""
     measured, basis = comparison.measured, comparison.prediction.basis
     program, info = measured.program, measured.run.info
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
@@ -84,12 +80,14 @@ def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[st
     if info.num_pipelines is not None and info.num_pipelines > 1:
         pairs.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
     pairs.append(_iterations(measured))
-    if not beside_figures:
+    if on_page:
+        pairs = [pair for pair in pairs if pair[0] not in ("run", "host")]
+    else:
         pairs += _times(comparison.totals)
     message = "not measurable, so the prediction has none"
     if basis.message_s is not None:
         message = seconds_text(basis.message_s)
-    return [*pairs, ("MFU", _mfu(comparison)), ("message", message), *_link(basis), *_verified(measured)]
+    return [*pairs, ("MFU", _mfu(comparison)), ("message between stages", message), *_link(basis), *_verified(measured)]
 
 
 def _times(totals: Totals) -> list[tuple[str, str]]:
@@ -158,7 +156,7 @@ def _mfu(comparison: Comparison) -> str:
 def table(report: Report) -> str:
     comparison = report.comparison
     lines = wrapped("; ".join(f"{label} {value}" for label, value in facts(comparison)), "")
-    lines += ["", *_stages(comparison.stages, report.num_pipelines)]
+    lines += ["", *_stages(comparison.stages, report.num_pipelines), *wrapped(_LEGEND, "")]
     lines += ["", "largest differences between measurement and prediction:"]
     for number, difference in enumerate(report.differences, 1):
         numbers = f"measured {difference.measured_text}, predicted {difference.predicted_text}"
@@ -175,7 +173,7 @@ def table(report: Report) -> str:
 
 def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
     """Return two lines of titles and one per stage, with predictions in brackets after the measured values."""
-    sizes = ((row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.unbalanced_bytes) for row in rows)
+    sizes = ((row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.without_balancing_bytes) for row in rows)
     unit, name = size_unit(size or 0 for of_row in sizes for size in of_row)
 
     def size(value: int | None) -> str:
@@ -197,7 +195,7 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
         columns.append(("all", "pipelines", lambda row: size(row.all_measured_bytes)))
     columns += [
         ("", "bound", lambda row: size(row.bound_bytes)),
-        ("without", "balancing", lambda row: size(row.unbalanced_bytes)),
+        ("without", "balancing", lambda row: size(row.without_balancing_bytes)),
         ("weights,", "optimizer", lambda row: "-" if row.weights_bytes is None else bytes_text(row.weights_bytes)),
         ("bubble, %", "(pred.)", lambda row: f"{_percent(row.bubble)} ({_percent(row.predicted_bubble)})"),
         ("exposed, ms", "(pred.)", exposed),

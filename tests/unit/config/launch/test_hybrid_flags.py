@@ -131,7 +131,6 @@ def test_what_megatron_takes_for_granted() -> None:
             marks=pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse takes it from Python 3.13 on"),
         ),
         ("--hybrid-layer-pattern M --hybrid-override-pattern M", "exclude each other"),
-        ("--hybrid-layer-pattern M* --mtp-num-layers 2", "multi-token prediction"),
         (
             "--hybrid-layer-pattern M* --spec megatron.core.models.hybrid.hybrid_layer_specs "
             "hybrid_inference_stack_spec",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.config.launch.layer_split import Split, layout_text, read_split, split_flags
+from bpipe.config.launch.layer_split import Split, further_stage, layout_text, read_split, split_flags
 from bpipe.predict.layer_counts import split_layers
 
 
@@ -45,6 +47,21 @@ def test_there_and_back(pipeline: int, chunks: int, data: st.DataObject) -> None
     assert read_split(Split(layout=layout_text(layers)), sum(layers), pipeline) == layers
 
 
+@given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_further_tokens_there_and_back(pipeline: int, chunks: int, further: int, apart: bool) -> None:
+    """On the last stage, or alone on the one before; that the layers are equal says it only of the last."""
+    layers = (1,) * (pipeline * chunks - 2) + ((0, 0) if apart else (1, 1))
+    mtp_stage = len(layers) - 2 if apart else None
+    if not sum(layers):
+        layers = (1, *layers[1:])
+        mtp_stage = None if len(layers) == 2 else mtp_stage
+    split = replace(parsed(split_flags(layers, pipeline, further, mtp_stage)), further=further)
+    assert read_split(split, sum(layers), pipeline) == layers
+    assert further_stage(split) == mtp_stage
+    laid = Split(layout=layout_text(layers, further, mtp_stage), further=further)
+    assert (read_split(laid, sum(layers), pipeline), further_stage(laid)) == (layers, mtp_stage)
+
+
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_a_split_gives_every_layer_once(num_layers: int, num_stages: int) -> None:
     layers = split_layers(num_layers, num_stages, allow_uneven=True)
@@ -81,7 +98,10 @@ def test_llama_405b_as_its_authors_laid_it() -> None:
         ({"count_embedding": True, "count_loss": True, "layers_of_a_chunk": 2}, "does not divide the 3 layers of a"),
         ({"layout": "Et|t|t|t*3L"}, "has 6 layers, but --num-layers is 10"),
         ({"layout": "Et*5|t*5L|"}, "one E first"),
-        ({"layout": "Et*5|t*4mL"}, "multi-token prediction"),
+        ({"layout": "Et*5|t|t*4|mL"}, r"has 1 layers for further tokens \(m\), but --mtp-num-layers is not given"),
+        ({"layout": "Et*5|t|t*4|L", "further": 2}, "has 0 layers for further tokens .m., but --mtp-num-layers is 2"),
+        ({"layout": "Et*5|m|t*5|mL", "further": 2}, "m for every further token"),
+        ({"layout": "Et*5|t*5|m|mL", "further": 2}, "m for every further token"),
         ({"layout": "Et*5|t*5L"}, "has 2 stages, not a multiple of"),
         ({"layout": "Et*5||t*4|tL"}, "stage 1 has no layer"),
     ],

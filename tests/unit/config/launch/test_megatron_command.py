@@ -108,6 +108,16 @@ def arguments(**more: object) -> SimpleNamespace:
     return SimpleNamespace(**sizes, **more)
 
 
+def test_what_validation_sets_to_a_parallel_size_is_no_flag_that_was_given() -> None:
+    """The arguments and the log of every launch with tensor parallelism were refused for it."""
+    sizes = {"tensor_model_parallel_size": 2, "tensor_parallel_num_weight_shards": 2}
+    settings = MegatronSettings.from_args(arguments(**sizes, expert_tensor_parallel_num_weight_shards=2))
+    assert read_settings(settings).options["tensor"] == 2
+    more = arguments(**sizes, expert_tensor_parallel_num_weight_shards=4)
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-num-weight-shards 4 is not modelled"):
+        read_settings(MegatronSettings.from_args(more))
+
+
 def test_arguments_and_their_log_are_read_as_the_flags_are() -> None:
     """Validation replaces types by torch's, and sets what bf16 implies; switches make arguments false."""
     by_flags = read(*"--disable-bias-linear --fp8-format hybrid --bf16 --bpipe --bpipe-memory 70".split()).options
@@ -359,7 +369,7 @@ def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, 
         kind = getattr(action.type, "__name__", None)
         assert kind == "str" or theirs["type"] in (
             kind,
-            {"positive": "int", "factor": "float", None: "str"}.get(kind),
+            {"positive": "int", "whole": "int", "fraction": "float", "factor": "float", None: "str"}.get(kind),
         ), flag
 
 
@@ -380,7 +390,7 @@ def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, A
     assert not without & (set(READ) | set(REFUSED))
     words = tuple(("recompute offload fp8 fp4 moe expert fsdp shard dtype fusion overlap cuda-graph mtp").split())
     # What only says how a scale comes from past values is done either way, and no training generates text.
-    scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"}
+    scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--mtp-loss-scaling-factor"}
     inference = {flag for flag in without if flag.startswith("--mamba-inference-")}
     assert [
         flag for flag in without - scales - inference if any(word in flag for word in words) and "ckpt" not in flag
@@ -397,7 +407,6 @@ def test_the_names_are_those_of_the_installed_megatron_and_ours(megatrons: dict[
     [
         ("--bpipe-reprot x", "unknown flag --bpipe-reprot, did you mean '--bpipe-report'?"),
         ("--bpipe-xyzzy", "unknown flag --bpipe-xyzzy: leave it out"),
-        ("--mtp-num-layers 1", "--mtp-num-layers 1 is not modelled: multi-token prediction"),
         ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1 is not modelled: offloading"),
     ],
 )
@@ -433,11 +442,14 @@ def test_absurd_numbers_are_refused() -> None:
 # What each of these takes or saves is gigabytes of a large model.
 LARGE = (
     *("--optimizer muon", "--optimizer sgd", "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"),
-    *("--enable-cuda-graph", "--external-cuda-graph", "--mtp-num-layers 1", "--cpu-offloading-num-layers 1"),
-    *("--optimizer-cpu-offload", "--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
+    *("--enable-cuda-graph", "--external-cuda-graph", "--cpu-offloading-num-layers 1"),
+    *("--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
     *("--fp32-residual-connection", "--defer-embedding-wgrad-compute", "--num-distributed-optimizer-instances 2"),
     *("--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp", "--distribute-saved-activations"),
-    *("--use-transformer-engine-op-fuser", "--no-bias-swiglu-fusion"),
+    *("--use-transformer-engine-op-fuser", "--no-bias-swiglu-fusion", "--use-kitchen-attention", "--qk-l2-norm"),
+    *("--moe-expert-rank-capacity-factor 2", "--moe-ncclep-static-shape", "--mlp-chunks-for-training 2"),
+    *("--no-clone-scatter-output-in-embedding", "--logits-load-dir x", "--logits-save-dir x", "--no-fp8-wgrad"),
+    "--ddp-reduce-scatter-with-fp32-accumulation",
 )
 
 

@@ -60,6 +60,9 @@ UNEVEN = [
     uneven((1, 2, 1, 1, 1, 1, 1, 1), 4),
 ]
 
+AHEAD = setup("llama3-8b", 2, 4)
+AHEAD = replace(AHEAD, model=replace(AHEAD.model, mtp_num_layers=1))
+
 SETUPS = [
     setup("gpt3-96b", 4, 8, recompute="selective", attention="unfused", balance=EVENLY, precision="fp16"),
     setup("llama3-8b", 2, 4, chunks=2, recompute="none"),
@@ -70,6 +73,9 @@ SETUPS = [
     setup("llama3-8b", 2, 4, recompute="selective:mlp+layernorm"),
     setup("llama3-8b", 2, 4, slices=4),
     setup("llama3-8b", 2, 4, chunks=2, slices=2, slice_lengths=(4608, 3584), balance=EVENLY),
+    replace(AHEAD, model=replace(AHEAD.model, mtp_num_layers=2, mtp_use_repeated_layer=True)),
+    replace(AHEAD, layers=(11, 11, 10, 0)),
+    replace(AHEAD, layers=(16, 16, 0, 0), mtp_stage=2),
 ]
 
 

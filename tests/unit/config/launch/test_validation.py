@@ -17,6 +17,7 @@ from bpipe.cli import main
 from bpipe.config.launch import validation
 from bpipe.config.launch.capture import write_launches
 from bpipe.config.launch.megatron_command import devices_of, split_command
+from bpipe.config.launch.validation import Judgement
 
 ROOT = Path(__file__).resolve().parents[4]
 ON_48 = "torchrun --nnodes 6 --nproc-per-node 8 pretrain_gpt.py"
@@ -157,7 +158,8 @@ class TestMegatron:
     @pytest.mark.parametrize("flags", ACCEPTED)
     def test_what_starts_is_not_refused(self, flags: str, judgements: dict[str, dict[str, Any]]) -> None:
         unknown = ["--my-own-flag"] if "--my-own-flag" in flags else []
-        assert judgements[flags] == {"unknown": unknown, "megatron": None, "trainer": [], "unasked": None}
+        expected = {"unknown": unknown, "megatron": None, "trainer": [], "messages": [], "unasked": None}
+        assert judgements[flags] == expected
 
     def test_the_examples_start(self) -> None:
         launches = []
@@ -178,7 +180,8 @@ class TestMegatron:
     def test_every_command_refuses_what_megatron_refuses(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """`check-launch` called it supported, and `simulate` predicted it: 20 layers, of which it trains one."""
+        """`check-launch` called it supported, and `simulate` predicted it: 20 layers, of which it trains one. `plan` gave
+        advice and exit status 0."""
         words = f"{BASE} --num-layers 20 --pipeline-model-parallel-size 1 --decoder-last-pipeline-num-layers 1".split()
         file = tmp_path / "launch.json"
         file.write_text(write_launches([{"words": words, "environment": {}}]))
@@ -188,9 +191,16 @@ class TestMegatron:
         assert "\njudged by the parser and validation of megatron-core" in said.out
         assert said.out.endswith("this launch is refused: it would end at its start\n")
         assert said.err == "asking Megatron's own parser and validation, about five seconds\n"
-        for command in ("simulate", "fit"):
+        for command in ("simulate", "fit", "plan"):
             assert main([command, "--cluster", "h100-80g", "--launch", str(file)]) == 2
             assert "bpipe: error: Megatron refuses this launch: Mismatch: 19 middle" in capsys.readouterr().err
+
+    def test_a_plan_for_another_cut_only_tells_what_megatron_refuses(self, capsys: pytest.CaptureFixture[str]) -> None:
+        few = "--pp 2 --mbs 1 --schedule 1f1b --balance none --recompute none --cp 1 --slices 1".split()
+        launch = f"{BASE} --tensor-model-parallel-size 3 --global-batch-size 48".split()
+        assert main(["plan", "--cluster", "h100-80g", *few, "--tp", "1", "--", *launch]) == 0
+        assert "without the other options, Megatron refuses this launch: num_attention" in capsys.readouterr().out
+        assert main(["plan", "--cluster", "h100-80g", "--", *launch]) == 2
 
     def test_flags_alone_need_not_be_a_whole_launch(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["check-launch", "--", "--tp-comm-overlap", "--num-layers", "8"]) == 0
@@ -208,3 +218,18 @@ def test_without_megatron_our_table_judges_and_says_so(
     said = json.loads(capsys.readouterr().out)
     assert said["judged_by"].startswith("judged without Megatron: it is not installed here; pip install")
     validation.judge.cache_clear()
+
+
+@pytest.mark.asks_megatron
+def test_messages_that_cross_refuse_a_launch_and_those_in_order_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crossed = "rank 1 takes 2B0 of rank 0 for 0F2"
+    for messages, status, line in (
+        ((crossed,), 2, f"refused  messages between stages  {crossed}"),
+        ((), 0, "no message between stages is taken for another, and no rank waits for ever"),
+    ):
+        judgement = Judgement("", unknown=(), messages=messages)
+        monkeypatch.setattr("bpipe.commands.launch.judge", lambda *_, said=judgement: said)
+        assert main(["check-launch", "--", *BASE.split()]) == status
+        assert line in capsys.readouterr().out

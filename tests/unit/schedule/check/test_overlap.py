@@ -200,7 +200,7 @@ def test_balancing_keeps_pairs_together_and_counts_both_of_one(hosts: str) -> No
 
 
 def test_a_loop_of_one_stage_a_rank_knows_no_pairs() -> None:
-    with pytest.raises(ValueError, match=r"0F3 and 3B1 overlap, but the exchanges of megatron-1f1b handle"):
+    with pytest.raises(ValueError, match=r"0F3 and 3B1 overlap, but the exchange megatron-1f1b handles one"):
         lower(OVERLAPPED, Exchange.MEGATRON_1F1B)
 
 

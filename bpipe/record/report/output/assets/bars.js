@@ -14,9 +14,10 @@ function barTitle(stage, text, bytes) {
 }
 
 // The legend, in as many lines as its entries need; `lines` says how many.
-function barLegend(balanced, bounded, width) {
+function barLegend(balanced, bounded, compared, width) {
   const entries = [
-    ["without balancing, predicted", [["rect", { class: "before" }], ["rect", { fill: "url(#stripes)" }]]],
+    compared ? ["without balancing: measured", [["rect", { class: "before" }]]]
+      : ["without balancing: predicted", [["rect", { class: "before" }], ["rect", { fill: "url(#stripes)" }]]],
     [balanced ? "this run, balanced: measured" : "this run: measured", [["rect", { class: "after" }]]],
     ["predicted", [["rect", { class: "expected" }]]],
   ];
@@ -75,8 +76,11 @@ function stageBars(stage, x, room, y) {
     if (bytes === null) return;
     group.append(drawing("rect", { x: left, y: y(bytes), width, height: Math.max(0, floor - y(bytes)), ...attributes }, barTitle(stage, text, bytes)));
   };
-  bar(middle - width - 1, stage.unbalanced_bytes, { class: "before" }, "without balancing, predicted");
-  bar(middle - width - 1, stage.unbalanced_bytes, { fill: "url(#stripes)" }, "without balancing, predicted");
+  const compared = (stage.baseline_bytes ?? null) !== null;
+  const [before, beforeText] = compared
+    ? [stage.baseline_bytes, "without balancing, measured"] : [stage.unbalanced_bytes, "without balancing, predicted"];
+  bar(middle - width - 1, before, { class: "before" }, beforeText);
+  if (!compared) bar(middle - width - 1, before, { fill: "url(#stripes)" }, beforeText);
   bar(middle + 1, stage.measured_bytes, { class: "after" }, "measured");
   // Dashes around narrow bars would be nothing but noise: there a line on top says the same.
   if (width >= 9) bar(middle + 1, stage.predicted_bytes, { class: "expected" }, "predicted");
@@ -97,12 +101,12 @@ function fillBars(stages) {
   const stacked = stages.length > 0 && stages.every((stage) => stage.parts);
   const total = (stage) => stage.parts.reduce((sum, [, bytes]) => sum + bytes, 0);
   const sizes = stages.flatMap((stage) => stacked
-    ? [total(stage), stage.bound_bytes] : [stage.unbalanced_bytes, stage.measured_bytes, stage.predicted_bytes, stage.bound_bytes]);
+    ? [total(stage), stage.bound_bytes] : [stage.baseline_bytes ?? stage.unbalanced_bytes, stage.measured_bytes, stage.predicted_bytes, stage.bound_bytes]);
   const top = Math.max(1, ...sizes.filter((size) => size !== null)) * 1.04;
   const { height, left, right, bottom } = BARS;
   const width = Math.min(BARS.widest, Math.max(BARS.narrowest, byId("bars").clientWidth));
   const balanced = stages.some((stage) => stage.evictions > 0);
-  const legend = stacked ? stackLegend(stages[0].parts, width) : barLegend(balanced, stages.some((stage) => stage.bound_bytes !== null), width);
+  const legend = stacked ? stackLegend(stages[0].parts, width) : barLegend(balanced, stages.some((stage) => stage.bound_bytes !== null), stages.some((stage) => (stage.baseline_bytes ?? null) !== null), width);
   const y = (bytes) => height - bottom - (bytes / top) * (height - bottom - BARS.top - legend.lines * BARS.line);
   const size = (stage) => (stacked ? total(stage) : stage?.measured_bytes ?? 0);
   const most = stages.reduce((found, stage) => (size(stage) > (found ? size(found) : 0) ? stage : found), null);
@@ -128,7 +132,7 @@ function fillBars(stages) {
     picture.append((stacked ? stackedBars : stageBars)(stage, left + index * room, room, y));
     if (index % every === 0) write(left + (index + 0.5) * room, height - bottom + 16, String(stage.stage), { "text-anchor": "middle" });
   });
-  write(left + (width - left - right) / 2, height - 3, stacked ? "rank" : "stage", { "text-anchor": "middle", class: "quiet" });
+  write(left + (width - left - right) / 2, height - 5, stacked ? "rank" : "stage", { "text-anchor": "middle", class: "quiet" });
   picture.append(legend.group);
   byId("bars").replaceChildren(picture);
 }

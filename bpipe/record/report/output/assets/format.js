@@ -18,7 +18,7 @@ function bytesText(bytes) {
 function secondsText(seconds, step = null) {
   if (seconds === null || seconds === undefined) return UNKNOWN;
   const size = Math.max(Math.abs(seconds), step ?? 0);
-  const [factor, unit] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  const [factor, unit] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "us"];
   const value = seconds * factor;
   if (value === 0) return "0";
   const digits = step ? Math.ceil(-Math.log10(step * factor) - 1e-9) : 3 - Math.floor(Math.log10(Math.abs(value)));

@@ -103,7 +103,6 @@ function main() {
   const begun = performance.now();
   const data = JSON.parse(byId("data").textContent);
   fillHead(data);
-  fillBars(data.stages);
   if (data.is_run) {
     fillDifferences(data.differences);
     fillStages(data.stages);
@@ -114,6 +113,8 @@ function main() {
     byId("stages-title").textContent = "Ranks";
     fillParts(data.stages);
   }
+  // As wide as its section is by now.
+  fillBars(data.stages);
   const timeline = new Timeline(data);
   if (!data.is_run) timeline.options.sides = "simulated";
   const most = Math.max(0, ...data.iterations.map(({ ranks }) => ranks.length));

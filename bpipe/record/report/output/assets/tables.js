@@ -23,12 +23,12 @@ function cell(text, kind = "") {
 
 function makeTable(caption, titles, rows) {
   const head = element("tr", {}, ...titles.map(([text, kind]) => element("th", { scope: "col", ...(kind ? { class: kind } : {}) }, text)));
-  return element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...rows));
+  return element("table", {}, element("caption", {}, element("span", {}, caption)), element("thead", {}, head), element("tbody", {}, ...rows));
 }
 
 const STAGE_TITLES = [
-  "Stage", "Rank", "Micro-batches held (predicted)", "Activations", "predicted", "bound", "without balancing", "Weights and optimizer",
-  "Bubble", "Exposed transfers", "Evictions", "Loads", "Bandwidth",
+  "Stage", "Rank", "Micro-batches held (predicted)", "Activations", "predicted", "bound", "without balancing", "Weights, optimizer",
+  "Bubble", "Exposed transfers", "Evictions, loads", "Bandwidth",
 ];
 
 function fillStages(stages) {
@@ -45,11 +45,10 @@ function fillStages(stages) {
       cell(countText(stage.rank)),
       cell(`${countText(stage.measured_microbatches)} (${countText(stage.predicted_microbatches)})`),
       measured,
-      ...[stage.predicted_bytes, stage.bound_bytes, stage.unbalanced_bytes, stage.weights_bytes].map((bytes) => cell(bytesText(bytes))),
+      ...[stage.predicted_bytes, stage.bound_bytes, stage.baseline_bytes ?? stage.unbalanced_bytes, stage.weights_bytes].map((bytes) => cell(bytesText(bytes))),
       cell(shareText(stage.bubble)),
       cell(secondsText(stage.exposed_s)),
-      cell(countText(stage.evictions)),
-      cell(countText(stage.loads)),
+      cell(stage.evictions === null ? UNKNOWN : `${stage.evictions}, ${stage.loads}`),
       cell(rateText(stage.bytes_per_s)));
     if (most > 0 && held(stage) === most) row.className = "peak";
     return row;
@@ -62,6 +61,7 @@ function fillStages(stages) {
 function fillParts(stages) {
   const total = (stage) => stage.parts.reduce((sum, [, bytes]) => sum + bytes, 0);
   const most = Math.max(...stages.map(total));
+  const sameLimit = stages.every((stage) => stage.bound_bytes === stages[0].bound_bytes);
   const rows = stages.map((stage) => {
     const whole = cell(bytesText(total(stage)));
     if (total(stage) > stage.bound_bytes) {
@@ -72,12 +72,13 @@ function fillParts(stages) {
       element("th", { scope: "row" }, String(stage.stage)),
       ...stage.parts.map(([, bytes]) => cell(bytesText(bytes))),
       whole,
-      ...[cell(bytesText(stage.bound_bytes)), cell(shareText(stage.bubble)), cell(secondsText(stage.exposed_s)), cell(countText(stage.evictions))]);
+      ...(sameLimit ? [] : [cell(bytesText(stage.bound_bytes))]),
+      ...[cell(shareText(stage.bubble)), cell(secondsText(stage.exposed_s)), cell(countText(stage.evictions))]);
     if (total(stage) === most) row.className = "peak";
     return row;
   });
-  const titles = ["Rank", ...stages[0].parts.map(([text]) => text), "Peak", "Limit", "Bubble", "Exposed transfers", "Evictions"];
-  byId("stages").append(makeTable("Predicted, at each rank's fullest. Bold: the rank that holds most.", titles.map((title) => [title, ""]), rows));
+  const titles = ["Rank", ...stages[0].parts.map(([text]) => text), "Peak", ...(sameLimit ? [] : ["Limit"]), "Bubble", "Exposed transfers", "Evictions"];
+  byId("stages").append(makeTable(`Predicted, at each rank's fullest.${sameLimit ? ` Limit: ${bytesText(stages[0].bound_bytes)}.` : ""} Bold: the rank that holds most.`, titles.map((title) => [title, ""]), rows));
 }
 
 function fillDifferences(differences) {
@@ -90,5 +91,5 @@ function fillDifferences(differences) {
     element("tr", { class: "led" }, element("th", { scope: "row" }, difference.what), cell(difference.measured), cell(difference.predicted)),
     element("tr", {}, element("td", { class: "text", colspan: "3" }, difference.beside)),
   ]);
-  byId("differences").append(makeTable("What was measured beside it is below each.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
+  byId("differences").append(makeTable("Below each: what else was measured.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
 }
