@@ -1,7 +1,5 @@
 """Builds the schedule of a `ScheduleConfig`, for the command, the planner and the trainer's hooks alike."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace

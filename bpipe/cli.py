@@ -3,8 +3,6 @@
 Sub-commands are modules of `bpipe.commands`, imported when they are called: each has `COMMAND`, its flags, and `run`.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Missing packages, named with the pip command that adds them. Imports none of the packages it looks for."""
 
-from __future__ import annotations
-
 import json
 from importlib import metadata, util
 from pathlib import Path

@@ -5,8 +5,6 @@ then the pipeline, then data parallelism; within a pipeline, stages come as pair
 al. 2023, section 3.3.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Write the reference pages of flags from the table into a folder: `python -m bpipe.reference docs`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ No file may have NaN, infinity, repeated keys, endless nesting, or values of ano
 ValueError of one line.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """`python -m terra audit SCRIPT [ARGUMENTS...]`: status 0 if nothing was found, 1 if something was, 2 without a result."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """What to run: the launch as it is, the best of stock Megatron, or the best with this project."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ update. Setups of one `Space` share most of it: layers take as long whatever the
 micro-batch, so each is asked for once. Makes no schedule, and knows no memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate

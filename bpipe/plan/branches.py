@@ -5,8 +5,6 @@ than the fullest rank's. By Little's law ranks hold, on average, the bytes that 
 they stay: from a layer's forward to its backward at least what all later layers take in both directions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import inf
 

@@ -4,8 +4,6 @@ One factor covers computations and messages alike, because one run does not tell
 nothing of the cluster: too few iterations, unsteady ones, more FLOPs than the devices can do.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence

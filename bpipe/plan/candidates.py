@@ -1,7 +1,5 @@
 """Configurations with their predictions, and the columns of tables of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Predictions as the JSON of `bpipe simulate` and `bpipe plan` (docs/planning.md)."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

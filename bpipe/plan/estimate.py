@@ -6,8 +6,6 @@ Source: Huang et al. 2024, "Re-evaluating the Memory-balanced Pipeline Paralleli
 B is the global batch of one replica. Transfers are taken to be hidden.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 In: the Outcome of a search. Out: a `Verdict`. Predicts nothing itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

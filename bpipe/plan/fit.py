@@ -1,7 +1,5 @@
 """A plan within budgets, and lines or JSON that say who hosts for whom, how much, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Cheap bounds decide first: weights alone, what the first rank holds, what ranks 
 too large by a bound is predicted exactly only at the end, if its need is reported.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple

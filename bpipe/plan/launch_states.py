@@ -3,8 +3,6 @@
 A launch without any flag of this project is judged as with `--bpipe`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 An option that is given replaces what the launch says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The prediction of one configuration: time, MFU, bubble, memory, transfers, of the schedule that would run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

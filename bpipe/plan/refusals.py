@@ -1,7 +1,5 @@
 """What of configurations the trainer refuses, asked of its table (`bpipe.config.features`) with their flags."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -11,8 +11,6 @@ What Megatron does alone is searched first, because it is quick and its times cu
 line.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """With which shards of the vocabulary a configuration can be trained (docs/vocabulary.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache

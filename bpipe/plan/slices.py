@@ -4,8 +4,6 @@ Slices of one length are tried, and of long sequences those of equal seconds, to
 trainer. The latter only without balancing, which by counts would be uneven (`--memory` balances bytes).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The configurations of a search, and what cut the others. What needs too much memory is still among them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator

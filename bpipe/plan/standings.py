@@ -1,7 +1,5 @@
 """How every family of schedules did in a search, compared with the fastest of all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bpipe.plan.candidates import Candidate, describe

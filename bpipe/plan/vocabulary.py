@@ -5,8 +5,6 @@ they may also make it the fullest. Remedies are fewer layers for that rank, and 
 ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

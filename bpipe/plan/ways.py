@@ -4,8 +4,6 @@ Each change is one that Megatron or this project has a flag for: recomputation, 
 moved, balancing, schedules, chunks, shards of the vocabulary, types of gradients and optimizer state, overlaps, slices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks hold of micro-batches, their own and hosted ones, in bytes of one device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import gt

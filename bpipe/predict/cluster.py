@@ -3,8 +3,6 @@
 Peaks are dense 16-bit matrix FLOP/s. The share of them that software reaches is in `sizes.Rates`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -9,8 +9,6 @@ like = "h100-80g"             # supplies every other value
 between_gb_per_s = 25
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from pathlib import Path

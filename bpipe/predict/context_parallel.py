@@ -10,8 +10,6 @@ queries need the keys and values of all others, which arrive in one of three way
 Kernels are taken to reach the same share of the peak on shorter sequences, and not to be slowed by a ring's messages.
 """
 
-from __future__ import annotations
-
 from bpipe.predict.expert_parallel import Reach, reach
 from bpipe.predict.layout import Setup
 from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, Rates, element_bytes, num_tokens, shard_size

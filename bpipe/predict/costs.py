@@ -4,8 +4,6 @@ Products run at a share of the peak, all else at a share of the memory's bandwid
 links'. docs/validation.md compares the results with measurements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm

@@ -8,8 +8,6 @@ both at the same time. Ranks that divide an expert gather its tokens and scatter
   flex       A token goes once to each node that has experts for it, and on from there (DeepEP, HybridEP).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import lru_cache
 from math import ceil, comb

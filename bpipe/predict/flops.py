@@ -8,8 +8,6 @@ Two formulas are in use and differ, so every figure names its formula:
             full square, and the output layer's term as printed, V / (16 L h). Refused for GQA and SwiGLU, where it is wrong.
 """
 
-from __future__ import annotations
-
 from bpipe.predict.model import Model
 from bpipe.predict.parameters import layer_parameters, product_parameters
 

@@ -5,8 +5,6 @@ also see, it is the part that reads and writes text. Keys that a file leaves out
 classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

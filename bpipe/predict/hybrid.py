@@ -3,8 +3,6 @@
 A symbol of Megatron's pattern is a layer; `|` begins another stage.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"

@@ -1,7 +1,5 @@
 """How many layers each stage has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

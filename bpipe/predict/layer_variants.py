@@ -3,8 +3,6 @@
 A pattern of ones and zeros that repeats says which layers: Megatron's --moe-layer-freq and --window-attn-skip-freq.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from itertools import groupby

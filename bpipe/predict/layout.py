@@ -1,7 +1,5 @@
 """One configuration of a training: how a model is cut over devices, what is recomputed, and how it is balanced."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

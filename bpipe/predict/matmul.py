@@ -7,8 +7,6 @@ ones.
   [1] NVIDIA, Matrix Multiplication Background User's Guide, 2.3 and 3
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple

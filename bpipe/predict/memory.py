@@ -4,8 +4,6 @@ Weights, gradients and optimizer state follow Megatron's byte counts; numbers of
 that runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """A transformer by its sizes."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable

@@ -4,8 +4,6 @@ A copy of a rank is a device with the same weights: one for every replica and ev
 order of ranks tensor parallelism is innermost, then context, data and pipeline parallelism.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Parameters of a model: those that tensor parallelism divides, those that every rank has, and those of experts."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What the ranks of a schedule hold at their fullest, as counts for any sizes of its stages."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

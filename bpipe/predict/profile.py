@@ -9,8 +9,6 @@ model supplies the rest; missing halves of a split backward (`input_s`, `weight_
 `backward_s`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Seconds to reduce gradients and update weights, for every stage."""
 
-from __future__ import annotations
-
 from bpipe.predict.expert_parallel import replicas_of_experts
 from bpipe.predict.layout import Setup
 from bpipe.predict.nodes import replica_ports, replicas_share_nodes

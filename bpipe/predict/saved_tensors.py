@@ -6,8 +6,6 @@ what Megatron's local layers keep without a GPU, where nothing is fused: exact t
 rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from bpipe.predict.layer_variants import LayerKind

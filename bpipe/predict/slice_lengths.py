@@ -3,8 +3,6 @@
 Later slices attend to more keys: slices of one length take ever longer, and slices of equal work get ever shorter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import sqrt

@@ -4,8 +4,6 @@ A slice's setup has its own tokens only, which attend to all up to its end. Keys
 layer keeps from the first slice's forward to the first slice's backward, are counted apart (`kept_memory`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise

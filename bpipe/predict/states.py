@@ -1,7 +1,5 @@
 """Parameters of stages and ranks, and bytes of their weights and optimizer state, on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fractions import Fraction
 

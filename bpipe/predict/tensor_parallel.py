@@ -10,8 +10,6 @@ Hiding is not free: meanwhile a product loses `HIDDEN_SHARE` of its speed to the
 fast in parts as whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple

@@ -10,8 +10,6 @@ only later: that could need this very rank. If the evictor reaches into the buff
 sizes and lends the memory.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Mapping, Sequence
 

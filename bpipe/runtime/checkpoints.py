@@ -7,8 +7,6 @@ that has `saved_args` and `recompute_fn`, whose closure names `recompute_context
 tensor of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -8,8 +8,6 @@ Nothing waits for a checksum: all stay on the device until the iteration is over
 are updated. The cause may be another feature, the memory or the link, so the error names the storage and who saved it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

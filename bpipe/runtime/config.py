@@ -1,7 +1,5 @@
 """Settings of an engine, and how strictly a rank waits for transfers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -4,8 +4,6 @@ Whoever drives the pipeline loop calls `before(op)`, `after(op)` and, once the o
 around each computation, or around two that overlap and run at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

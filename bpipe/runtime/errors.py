@@ -1,7 +1,5 @@
 """The runtime's errors, and the check of everything that changes state: activations and host buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import Enum
 

@@ -13,8 +13,6 @@ The numbers are those of the order in which compute, copies and memory wait for 
   [7] the backward waits for the get                                  and every reference of ours is dropped
 """
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ Every rank that makes a part of a collective sends it right after its computatio
 collectives of one sort in one order: that of their S and T, which by the schedule's rules is the same on every rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol

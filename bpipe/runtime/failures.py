@@ -7,8 +7,6 @@ killed or stopped. Ranks that are stuck in a collective with one that is gone ar
 which the ranks found each other, because the run's own messages do not pass any longer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

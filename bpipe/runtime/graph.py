@@ -1,7 +1,5 @@
 """What the nodes of an autograd graph saved, and who holds the tensors of a graph in pieces besides it."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Connect the pairs of every pipeline of the world that move anything, and disconnect them after the run."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 

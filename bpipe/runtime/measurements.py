@@ -1,7 +1,5 @@
 """What one rank measured, as rows of the record."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -9,8 +9,6 @@ one of these begins, and only micro-batches that were touched lately are inspect
 computation costs more than moving it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Its own node's memory is one of those that it evicts to, under its own rank, and hosts nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@ passes them on to NVTX (Megatron's `--profile` enters one of the two). Without a
 each would take about 30 us.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

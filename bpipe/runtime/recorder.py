@@ -5,8 +5,6 @@ somebody waited for it; a one-sided copy knows its real times. `wait_s` is how l
 `live_bytes` the most that was held during a computation, and `left_bytes` what was held at its end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ stage's first forward does not count: caches and workspaces are made in it, and 
 count as its own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Write one rank's part of a run's record: the files of `bpipe.record.format`."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -7,8 +7,6 @@ stage's output, as far as it is known before the statistics of all shards. Once 
 T only adds to the gradient of the layer's weight. So the layer must be one matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 

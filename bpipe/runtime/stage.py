@@ -1,7 +1,5 @@
 """The executor's interfaces to what computes and what carries messages, and the stages of a rank in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Carry bytes between the two ranks of a pair."""
 
-from __future__ import annotations
-
 # Two-sided over process groups, one-sided into the partner's memory, one-sided into one's own host memory; or whichever
 # measures best.
 AUTO = "auto"

@@ -6,8 +6,6 @@ evictor puts, the acceptor must host; what the evictor gets, the acceptor must g
 HOST and RETURN in its program move nothing. Neither end asks for a transfer of a stage whose list of sizes is empty.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 

@@ -20,8 +20,6 @@ until every rank has come to its T: in 1F1B with p = 8, m = 64 that is 11 % of a
 S and T of a quarter of a forward, nothing from half a forward on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

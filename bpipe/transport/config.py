@@ -1,7 +1,5 @@
 """Settings of transfers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

@@ -5,8 +5,6 @@ looked up through torch's own extension module, in whatever it was linked with. 
 could be for another CUDA than torch's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Sequence

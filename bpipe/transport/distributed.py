@@ -6,8 +6,6 @@ program, so within a direction they match by order alone. There are no tags, whi
 directions in one communicator would wait for each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

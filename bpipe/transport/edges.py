@@ -13,8 +13,6 @@ so would whatever comes after. Of two neighbours that send to each other at once
 of the hosts is in no queue. It is slow on a device: the host waits until the device has made the message.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

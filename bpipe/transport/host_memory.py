@@ -4,8 +4,6 @@ A rank's buffers are pinned, so they are taken whole, at once, and never paged o
 process. The limits on them are shared: a machine's memory by all ranks on it, a cgroup's by those in it.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Without a GPU one worker thread per direction takes the place of a copy engine's
 `bpipe.runtime.streams` has lanes with the same two methods, which issue to the device's streams instead.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -5,8 +5,6 @@
 [8] what touches a host buffer waits for what touched it last: a get for the put before it, a put for the get before it
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal

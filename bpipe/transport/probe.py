@@ -3,8 +3,6 @@
 A trial runs in a thread and on a stream of its own, so that the run goes on without one that hangs.
 """
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

@@ -1,7 +1,5 @@
 """Lines for the log on the links of pairs: what they measured, and whether that is enough."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 

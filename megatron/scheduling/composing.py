@@ -1,7 +1,5 @@
 """Assemble and install the driver, the loop and all patches of a configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ The script's parser then has our flags, and its `pretrain` runs as they say. A s
 before it imports Megatron, and is then launched as usual.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import runpy

@@ -4,8 +4,6 @@ After the first training step there is one collective over the world; from the s
 plan. A plan without a gain is not taken. No plan changes what is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

@@ -8,8 +8,6 @@ A tensor is known by its memory: it was *made* by an operation of this step, or 
 the storages that were made keep no memory, and still prevent that another storage takes the same address.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

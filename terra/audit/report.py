@@ -1,7 +1,5 @@
 """Write an audit as text, or as plain values for JSON."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

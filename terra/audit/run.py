@@ -3,8 +3,6 @@
 A step of a script ends when its first optimizer has stepped.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Callable, Sequence

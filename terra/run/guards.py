@@ -11,8 +11,6 @@ a session runs its operations at once. The same holds if denormal numbers are fl
 for each thread that a kernel uses. Nothing is pending when the process forks, for the child has no runner.
 """
 
-from __future__ import annotations
-
 import _thread
 import functools
 import os

@@ -5,8 +5,6 @@ in place of placeholders. Some functions compute in another way if anything watc
 so that they give the same bits.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -5,8 +5,6 @@ and nothing can lock. An operation's error is kept, with the place that issued i
 not run.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref

@@ -5,8 +5,6 @@ operation whose gradient they compute, or the program's own line if it wrote the
 backward are matched by autograd's sequence number, which a node keeps from its forward.
 """
 
-from __future__ import annotations
-
 import bisect
 import dis
 import sys

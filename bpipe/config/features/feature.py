@@ -1,7 +1,5 @@
 """Features of Megatron, and how far this project supports them."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Questions to the table of features: which apply to settings, which are guarded, and why a run is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -11,8 +11,6 @@ All guarded features rely on one rule: a storage moves only if it belongs to thi
 buffer holds stays, and so does memory that does not come from torch's allocator.
 """
 
-from __future__ import annotations
-
 from bpipe.config.features.feature import Feature, Settings, State, has_experts
 from bpipe.schedule.families.bidirectional import TWO_PIPES
 

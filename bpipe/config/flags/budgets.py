@@ -1,7 +1,5 @@
 """Read and write memory budgets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

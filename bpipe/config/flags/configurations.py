@@ -3,8 +3,6 @@
 Megatron's flags have Megatron's names.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bpipe.balance.config import BALANCES

@@ -4,8 +4,6 @@ all that are read of a launch or written for one.
 A test holds the rows to the parser of the installed Megatron.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from bpipe.config.flags.configurations import CONFIGURATION, EXPERTS, MODEL, TRAINING

@@ -1,7 +1,5 @@
 """Rows of the table for the outputs of commands, and those of a single command."""
 
-from __future__ import annotations
-
 from bpipe.config.flags.flag import Flag, Read, number
 from bpipe.config.flags.values import counted, positive, seconds, tolerance
 

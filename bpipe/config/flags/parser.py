@@ -1,7 +1,5 @@
 """Parsers made from the table, which name what was probably meant by a mistyped flag."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Rows of the table for schedules, in `bpipe schedule`, predictions and the trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction

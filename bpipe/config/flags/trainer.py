@@ -1,7 +1,5 @@
 """Rows of the table that only the trainer has, and the groups of all its flags, `--bpipe-...` in Megatron's parser."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 
 from bpipe.config.flags import configurations, schedules

@@ -1,7 +1,5 @@
 """Readers of the values of flags: from text to exact numbers, or a ValueError with the limits."""
 
-from __future__ import annotations
-
 import math
 import re
 from fractions import Fraction

@@ -5,8 +5,6 @@ stand-ins (`stand_in`). Scripts change PATH, and call launchers by their paths: 
 that puts the folder back and turns such paths into functions, and every Python imports the stand-in.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

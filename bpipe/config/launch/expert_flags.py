@@ -1,7 +1,5 @@
 """Write experts, latent attention and windows as Megatron's flags, and read them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 The pattern has a symbol per layer and, by `|`, where stages begin.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from bpipe.config.flags.flag import Options

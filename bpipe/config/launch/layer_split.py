@@ -4,8 +4,6 @@ Megatron has four ways to give them: equal chunks, numbers for the first and the
 counted as layers, and a layout that lists every stage. A test holds both directions to Megatron's own layers.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ change the result and are not modelled, and those without influence. Any other f
 no Megatron; a test holds the tables to the parser of the installed one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ The size of the vocabulary is for a tokenizer that has none. Data, learning rate
 Imports no Megatron; a test holds the flags to the real parser.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 

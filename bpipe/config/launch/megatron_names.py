@@ -4,8 +4,6 @@ Megatron's names are in `megatron_flags.txt`, one per line: those of the version
 parser a test holds them. Ours are those of the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources

@@ -3,8 +3,6 @@
 A test holds the tables to the parser of the installed Megatron.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 _OFFLOAD, _FSDP = "offloading", "sharding by FSDP"

@@ -3,8 +3,6 @@
 The search chooses the flags in `CHOSEN`; all others are the model's and the user's, and the same in every row.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields

@@ -8,8 +8,6 @@ Python that the script starts imports it as `sitecustomize`, and ends if it was 
 package, and is written for any Python from 3.7 on.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

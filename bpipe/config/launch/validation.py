@@ -4,8 +4,6 @@ Megatron's own parser and validation, and the trainer's refusals, run in a proce
 (`megatron.scheduling.start.validation`), because importing Megatron takes seconds and torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What stands before and after the layers: embedding, output layer and loss, whole or in shards."""
 
-from __future__ import annotations
-
 from bpipe.predict.layers.norms import dropout_saved, local_norms_saved, norms_before_copies
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import matrix_products

@@ -6,8 +6,6 @@ Transformer Engine's grouped matrices with a fused weighted SwiGLU; with `cpu` t
 every step keeps its own. Loads are taken to be even.
 """
 
-from __future__ import annotations
-
 from bpipe.predict.expert_parallel import exchange, local_tokens, routed_tokens
 from bpipe.predict.layer_variants import Experts, LayerKind
 from bpipe.predict.layers.mlp import MLP_KERNELS

@@ -1,7 +1,5 @@
 """A layer from its parts, with its recomputation: what it saves, and its seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from bpipe.predict.expert_parallel import routed_tokens

@@ -9,8 +9,6 @@ with a run.
       ssd_state_passing.py, layernorm_gated.py
 """
 
-from __future__ import annotations
-
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layout import Setup
 from bpipe.predict.sizes import Rates, Saved, element_bytes, kept_bytes, num_tokens, shard_size

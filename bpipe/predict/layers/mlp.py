@@ -1,7 +1,5 @@
 """MLPs: what they save, their temporaries and seconds. Their matrices are in `predict.matmul`."""
 
-from __future__ import annotations
-
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products

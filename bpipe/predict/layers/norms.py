@@ -1,7 +1,5 @@
 """Norms and dropout around a layer's matrices: what they save, and seconds."""
 
-from __future__ import annotations
-
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.sizes import KERNEL_S, Rates, Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size

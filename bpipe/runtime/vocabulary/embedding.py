@@ -6,8 +6,6 @@
 Shapes: n tokens, r rows of the shard, h hidden.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bpipe.runtime.vocabulary.output import rows_of

@@ -4,8 +4,6 @@ No rank has all logits, and 4 numbers per token pass between ranks, once. Shapes
 [n] (rows of the whole vocabulary).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 

@@ -15,8 +15,6 @@ Shapes: n tokens, r rows of the shard, h hidden. logits [n, r], labels [n] (rows
 h].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

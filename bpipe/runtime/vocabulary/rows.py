@@ -4,8 +4,6 @@ Tensor parallelism is outermost: the ranks of a pipeline share the rows that its
 shards, so no row leaves its pipeline.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ of the pipeline; others are in one for each two ranks, with both directions. The
 which a rank waits until all of its ranks have come. Source: `pointToPoint` in torch's ProcessGroupNCCL, 2.11 to 2.15.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

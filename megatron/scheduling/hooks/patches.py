@@ -4,8 +4,6 @@ A changed signature is refused before anything is replaced, and everything can b
 project assigns to a name of Megatron's scheduler or trainer.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

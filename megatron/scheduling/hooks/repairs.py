@@ -1,7 +1,5 @@
 """Repair defects of the installed Megatron that would stop a run, in memory, and only where they are present."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

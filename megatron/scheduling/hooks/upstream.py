@@ -1,7 +1,5 @@
 """The Megatron of this process, and the arguments and settings that this project reads. Importing it imports no Megatron."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Compute a rank's stages with Megatron's own steps, as our executor asks for them, in any order."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Whoever runs the pipelined loop calls `begin`, `before`, `after`, `sent`, `commu
 the driver passes the calls on to the program's engine. It does not know who runs the loop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -4,8 +4,6 @@ What Megatron's loops do around their steps, such as synchronising and finalisin
 functions for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

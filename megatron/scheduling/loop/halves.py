@@ -15,8 +15,6 @@ interface (`delay_wgrad_compute`, `backward_dw`) and was never run with Transfor
 a queue with one entry per pass, so the W of a chunk must come in the order of its I.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import functools

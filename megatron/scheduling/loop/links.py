@@ -1,7 +1,5 @@
 """Groups for messages between neighbours, and for collectives over shards of a vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 In the log a rank of the schedule is called a stage, by its position.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Bytes by place are those of `bpipe.schedule.memory.Memory`: slice j of a stage o
 Without slices a place is a stage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import defaultdict

@@ -9,8 +9,6 @@ their own. It detaches what passes from part to part, so a chunk's graph is in p
 plan of them. The plan holds the tensors at every cut, and reads them only in this micro-batch's own forward and backward.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Refuse a run whose ranks could wait for each other for ever, before its first iteration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

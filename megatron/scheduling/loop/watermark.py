@@ -5,8 +5,6 @@ The file gets a line whenever more is held than ever before, which is once per f
 later, and a line for the error that ends the training. Reads only the device's counters and waits for nothing.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Turn Megatron's parsed arguments, with ours, into one frozen configuration, or refuse them with the reasons."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The prediction is that of `bpipe simulate -- FLAGS`, by the same function; only 
 take. Imports no Megatron.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import lru_cache

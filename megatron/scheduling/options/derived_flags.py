@@ -3,8 +3,6 @@
 Imports no Megatron.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 Imports no torch and no Megatron.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from bpipe.config.flags.parser import declare

@@ -6,8 +6,6 @@ parallelism, so Megatron itself handles gradients, norms, the optimizer, samples
 Megatron.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ This sets Megatron's --pipeline-model-parallel-layout, before Megatron validates
 baseline for splitting the output layer. Imports no Megatron.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

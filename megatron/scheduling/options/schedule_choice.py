@@ -3,8 +3,6 @@
 Knows no tensors and imports no Megatron.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple

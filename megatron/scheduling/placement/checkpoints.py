@@ -4,8 +4,6 @@ A rank with both copies of a tied weight, and the optimizer's state of each, sav
 tensors share memory. Between two ranks Megatron's own rules ensure both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 

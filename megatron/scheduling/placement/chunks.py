@@ -5,8 +5,6 @@ stages from the other end of the pipeline is built with a view of the pipeline's
 communication keeps the true group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -6,8 +6,6 @@ chooses, or the other would be waited for in vain. The rank fills the second cop
 itself. Two numbers have one sum, so the bits are the same.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Megatron's groups say which ranks form a pipeline. With two pipes it is two of M
 data-parallel replicas.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -5,8 +5,6 @@ are one step of terra's in two parts, as several micro-batches are in flight. Th
 has other memory each time. No other module imports terra.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

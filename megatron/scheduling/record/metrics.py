@@ -4,8 +4,6 @@ Megatron's writers are on the last rank of the world. An MLflow run is wherever 
 start it. docs/report.md explains the scalars.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ process group, which Megatron uses too (`--fake-process-group`), completes every
 sizes and a rank's own work are right, and values are not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -6,8 +6,6 @@
 is that of one tensor-parallel rank, alone: its collectives are not timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

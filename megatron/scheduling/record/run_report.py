@@ -1,7 +1,5 @@
 """Record a run in the folder of `--bpipe-report`, as `bpipe.record.format` defines it, and tell Megatron's writers."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -3,8 +3,6 @@
 Megatron's functions compute as before; outside of a slice the wrappers do nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable

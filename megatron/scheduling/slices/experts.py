@@ -7,8 +7,6 @@ gradients use the final counts. Logged losses add up, since a slice reports by h
 so far.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

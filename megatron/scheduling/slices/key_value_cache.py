@@ -9,8 +9,6 @@ Backwards run from the last slice to the first. The last one brings gradients of
 their beginning, and takes out those of its own keys. One autograd node does both, so recomputing a forward is no special case.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ tokens are in the next slice. So the whole row is rolled, and cut again. Losses 
 that Megatron divides them by the tokens of the whole micro-batch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A script's forward step is called once per slice, with the whole row. Hooks of e
 The number of micro-batches stays the call's, and tokens and reports are counted once per micro-batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

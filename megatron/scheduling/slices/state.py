@@ -1,7 +1,5 @@
 """The slices of one training: their lengths, whether a model can be cut, and what is kept of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ In: a model's configuration and the number of micro-batches. Out: loops for `bpi
 computed and nothing passes: a computation returns a tensor that knows its name, and what is issued is only noted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 There are no process groups yet to ask.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os

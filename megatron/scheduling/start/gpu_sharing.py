@@ -4,8 +4,6 @@ NCCL refuses two ranks on one device if their hosts have the same hash. `NCCL_HO
 is a node of its own for NCCL, which then uses loopback sockets. Call it before CUDA and process groups are initialized.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import MutableMapping
 from typing import Any

@@ -3,8 +3,6 @@
 Imports no Megatron.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 

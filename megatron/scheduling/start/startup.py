@@ -3,8 +3,6 @@
 Call it before `megatron.core` is imported. Importing this module imports no torch, so that a missing one can be named.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

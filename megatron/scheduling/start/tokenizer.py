@@ -4,8 +4,6 @@ The core library has the class, but its command line does not offer it, and its 
 refuses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import typing

@@ -11,8 +11,6 @@ refuse later in a start: the tokenizer, the number of micro-batches, the process
 layers of each stage, its modules where they are Megatron's own, the optimizer and the first lines of the interleaved loop.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import copy

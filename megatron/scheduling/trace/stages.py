@@ -8,8 +8,6 @@ and no number is computed. Saved tensors are found by `bpipe.runtime.capture`, a
 modules cannot be built without a GPU, so Megatron's own replace them, with the memory of fused kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

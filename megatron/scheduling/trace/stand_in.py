@@ -6,8 +6,6 @@ byte. Tokens go evenly to all experts, as the formulas of `bpipe.predict` assume
 tokens go where, and these numbers are real and on the host.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.util

@@ -10,8 +10,6 @@ The hidden states of the next token and of each further one are concatenated in 
 are one sequence for S and T.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

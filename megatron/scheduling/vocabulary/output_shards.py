@@ -5,8 +5,6 @@ computes neither. Megatron's constructor runs to its end first, so that all weig
 rank draws by a seed of its own. Then the last rank deals its rows out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple

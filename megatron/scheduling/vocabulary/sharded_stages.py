@@ -10,8 +10,6 @@
 So a loss must be linear in the tokens' losses. T checks that: then the second gradient equals the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ are summed row by row, as in Megatron's all-reduce between the first rank and th
 bits either way. A checkpoint has one weight, under the embedding's key.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Sequence
 from typing import Any
