@@ -96,7 +96,7 @@ STEPS: dict[str, Step] = {
     "halves": Step(60),
     "megatron": Step(120),
     "schedules": Step(150),
-    "captured": Step(150),
+    "captured": Step(75),
     "trainer_8": Step(120),
     "true_size": Step(160, alone=True),
     "memory": Step(50, alone=True),

@@ -44,7 +44,7 @@ def test_seconds_of_token_exchanges() -> None:
     ("changes", "message"),
     [
         ({"routing": Routing(3)}, "expert parallel 3 does not divide the 8 experts"),
-        ({"routing": Routing(8), "p": 8}, r"does not divide t\*d = 4"),
+        ({"routing": Routing(8), "p": 8}, r"does not divide tensor \* data parallel = 4"),
         ({"t": 2, "sequence_parallel": False}, "need sequence parallelism: give"),
         ({"schedule": "chimera"}, "two pipes, for which experts are not modelled"),
         ({"model": replace(MIXTRAL_8X7B, experts=None), "routing": Routing(2)}, "has no experts"),
