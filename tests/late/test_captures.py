@@ -107,18 +107,19 @@ CANNOT_BE_CAPTURED = {
 }
 
 
+# Into memory of the host: what a failed run has lent of a device's is there until the process ends.
 @pytest.mark.parametrize("name", CANNOT_BE_CAPTURED)
 def test_what_cannot_be_captured_is_an_error(name: str) -> None:
     left_out, error = CANNOT_BE_CAPTURED[name]
     with pytest.raises(RuntimeError, match=error):
-        LatePipeline(SCHEDULES["1f1b"](), "peer", replays=1, in_capture=left_out()).run(Draw(1))
+        LatePipeline(SCHEDULES["1f1b"](), "host", replays=1, in_capture=left_out()).run(Draw(1))
 
 
 @pytest.mark.parametrize("differing", [False, True])
 def test_sizes_have_to_be_known_before(differing: bool) -> None:
     said = "--bpipe-differing-sizes" if differing else "--cuda-graph-warmup-steps 1"
     with pytest.raises(RuntimeError, match=said):
-        LatePipeline(SCHEDULES["1f1b"](), "peer", replays=1, differing=differing).run(Draw(1), 2 * differing)
+        LatePipeline(SCHEDULES["1f1b"](), "host", replays=1, differing=differing).run(Draw(1), 2 * differing)
 
 
 NUMBERS = 3 << 20

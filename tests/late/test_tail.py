@@ -21,7 +21,9 @@ from tests.late.pipelined import LISTED
 from tests.late.sharded import SHARDED
 from tests.late.tail import DIFFERING, FAILED, RIGHT, ROOT, Tail, cases, outcome
 
-DONE = SimpleNamespace(schedule=None, differing=False, model=SimpleNamespace(expected=lambda schedule, iterations: {}))
+DONE = SimpleNamespace(
+    schedule=None, differing=False, replays=0, model=SimpleNamespace(expected=lambda schedule, iterations: {})
+)
 
 
 def runs(does: Any) -> Any:

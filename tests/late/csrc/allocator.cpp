@@ -78,6 +78,11 @@ void CachingAllocator::count(int device, int64_t allocated, int64_t requested, i
 void CachingAllocator::reset(size_t capacity) {
   for (int device = 0; device < kMaxDevices; ++device) {
     Guard guard(mutex());
+    // Of a capture that came to no end.
+    for (Block* block : std::exchange(deferred_[device], {})) {
+      block->used_on.clear();
+      put_back(block);
+    }
     wait_for_used(device);
     release_segments(device);
     resetPeakStats(device);
