@@ -38,7 +38,7 @@ from bpipe.schedule.layout import Vocabulary
 Progress = Callable[[str, int, int], None]
 
 # Ratio of two times up to which the slower one does as well: half of what predictions can tell apart. To look for what
-# is closer took a plan for 256 devices twice as long.
+# is closer took a plan for 256 devices a third longer.
 INDISTINCT = (1 + CLEARLY) / 2
 # The fastest with balancing, and the fastest without, are looked for among what does not clearly take longer than the
 # slowest row.

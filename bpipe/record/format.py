@@ -425,6 +425,7 @@ class RunInfo:
     num_pipelines: Ranks | None = None
     balanced: Flag = False
     synchronous: Flag = False  # whether every transfer was waited for as soon as it was started
+    captured: Whole | None = None  # the first iteration that a CUDA graph replays
     device: Text | None = None
     torch: Text | None = None
     megatron_core: Text | None = None

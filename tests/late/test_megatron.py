@@ -13,6 +13,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build
+from bpipe.record.read import read_run
 from bpipe.schedule.memory import memory_of, peak_counts
 from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
@@ -64,7 +65,7 @@ CASES: dict[str, tuple[str, str, Draw]] = {
     "slices_nccl": ("slices", f"{BPIPE} nccl", Draw(12, COPIES_LAST)),
     "slices_peer": ("slices", f"{BPIPE} peer", Draw(13, COMPUTE_LAST)),
     "slices_split": ("slices", f"{BPIPE} nccl --bpipe-schedule 1f1b-split", Draw(14, AS_LATE)),
-    "captured_peer": ("uncaptured", f"{CAPTURED} {BPIPE} peer", Draw(20)),
+    "captured_peer": ("uncaptured", f"{CAPTURED} {BPIPE} peer --bpipe-report {{folder}}/report", Draw(20)),
     "captured_host": ("uncaptured", f"{CAPTURED} {BPIPE} host", Draw(21, COPIES_LAST)),
     "captured_nccl": ("uncaptured", f"{CAPTURED} {BPIPE} nccl", Draw(22, eagerness=0.3)),
     "captured_own_memory": ("uncaptured", f"{CAPTURED} {OWN_MEMORY}", Draw(23, COMPUTE_LAST)),
@@ -94,13 +95,14 @@ def on_cpus(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 @pytest.fixture(scope="module")
 def on_late_devices(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Outcome:
     slow = request.config.getoption("--slow")
+    folder = tmp_path_factory.mktemp("late")
     cases = [
-        LateCase(name, f"{STOCK[stock]} {given}", draw)
+        LateCase(name, f"{STOCK[stock]} {given.format(folder=folder)}", draw)
         for name, (stock, given, draw) in CASES.items()
         if slow or name in DAILY
     ]
     # One of one queue refuses plans before they are run.
-    return train("late", 4, cases, tmp_path_factory.mktemp("late"), 900.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    return train("late", 4, cases, folder, 900.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
 
 
 def same(outcome: Outcome, case: str, stock: Outcome, of: str, world: int) -> None:
@@ -122,6 +124,13 @@ def test_transports_carry_what_they_are_to(on_late_devices: Outcome) -> None:
     tiers = on_late_devices.said("all_hosts")
     for link in ("stages 0 and 3: peer ", *(f"stage {stage} and its node's CPU memory: host " for stage in range(3))):
         assert f"bpipe:   {link}" in tiers
+
+
+def test_a_report_has_the_iterations_before_the_capture_and_all_losses(on_late_devices: Outcome) -> None:
+    run = read_run(on_late_devices.folder / "report")
+    assert run.info.captured == 3
+    assert [[*record.iterations] for record in run.ranks] == [[2]] * 4
+    assert [*run.step_s] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

@@ -63,6 +63,8 @@ class Reporter:
         self._record: RunRecord | None = None
         self._started = False
         self._first, self._last = 0, 0
+        # The first iteration that is captured into a CUDA graph: it and later ones are replays, which tell nothing.
+        self._captured: int | None = None
 
     def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         """Run Megatron's training step."""
@@ -107,6 +109,7 @@ class Reporter:
         info = RunInfo(
             balanced=config.balance is not None,
             synchronous=config.transfers.synchronous,
+            captured=self._captured,
             torch=str(torch.__version__),
             megatron_core=megatron.version,
             megatron_core_path=str(megatron.place),
@@ -129,13 +132,13 @@ class Reporter:
         """Choose what to record, now that the first iteration is known: a resumed run begins at its checkpoint."""
         last: float = math.inf if self._config.last_iteration is None else self._config.last_iteration
         if settings.cuda_graph_impl == "full_iteration":
-            # The next one is captured, and later ones are replays, which tell nothing.
-            last = min(last, iteration + settings.cuda_graph_warmup_steps - 1)
+            self._captured = iteration + settings.cuda_graph_warmup_steps
+            last = min(last, self._captured - 1)
         default = (int(min(iteration + 2, last)), int(min(iteration + 4, last)))
         self._first, self._last = self._config.report_iterations or default
-        if self._first > last and settings.cuda_graph_impl == "full_iteration":
+        if self._captured is not None and self._first >= self._captured:
             say(
-                f"nothing will be recorded: iterations from {last + 1:g} on are replays of a CUDA graph, and "
+                f"nothing will be recorded: iterations from {self._captured} on are replays of a CUDA graph, and "
                 f"--bpipe-report-iterations begins with {self._first}"
             )
         if iteration > self._last:

@@ -80,6 +80,9 @@ def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]
     if info.num_pipelines is not None and info.num_pipelines > 1:
         pairs.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
     pairs.append(_iterations(measured))
+    if info.captured is not None:
+        what = f"replays iterations from {info.captured} on, of which losses and seconds are recorded"
+        pairs.append(("CUDA graph", what))
     if on_page:
         pairs = [pair for pair in pairs if pair[0] not in ("run", "host")]
     else:

@@ -172,6 +172,13 @@ def test_machines_are_counted(tmp_path: Path) -> None:
     assert dict(facts(report_of(run).comparison))["host"] == "node-0 (2 ranks), node-1 (6 ranks)"
 
 
+def test_replays_of_a_graph_are_said_to_have_no_records(tmp_path: Path) -> None:
+    path = write_run(tmp_path) / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"captured": 9}))
+    said = dict(facts(report_of(tmp_path).comparison))["CUDA graph"]
+    assert said == "replays iterations from 9 on, of which losses and seconds are recorded"
+
+
 def test_three_figures_stand_at_the_head(tmp_path: Path) -> None:
     """Exposed transfers, iteration and bubble, which the page then does not say a second time."""
     shown = view(report(tmp_path / "run", iterations=(5, 6, 7), speed=0.4e9, slow={(6, "2F3"): 0.1}))
