@@ -127,6 +127,9 @@ def _undo_validation(values: Options, args: object) -> None:
     if values.bf16:
         # Implied, and without an effect on predictions.
         values.accumulate_allreduce_grads_in_fp32 = False
+    if not values.disable_bias_linear:
+        # All linear layers have biases.
+        values.add_qkv_bias = False
     if values.hybrid_layer_pattern is not None:
         values.hybrid_override_pattern = None
     if getattr(args, "virtual_pipeline_model_parallel_size", None) is None:
