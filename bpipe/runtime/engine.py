@@ -59,8 +59,8 @@ class Engine:
         self.schedule = schedule
         self._rank = rank
         self._config = config
-        # What measures, and what does in this iteration.
-        self._of_all = self._meter = meter
+        # The meter, and that of this iteration: none while it is captured.
+        self._own_meter = self._meter = meter
         self.recorder: Recorder | None = None
         # Whether this iteration is captured into a CUDA graph. It runs as often as that is replayed, without this engine.
         self.is_captured = False
@@ -141,7 +141,7 @@ class Engine:
             self._begin_capture()
         else:
             self._partners.gather(next(step.compute for step in self._steps if step.compute))
-        self._meter = None if self.is_captured else self._of_all
+        self._meter = None if self.is_captured else self._own_meter
         if self._config.verifier is not None:
             self._config.verifier.is_captured = self.is_captured
         self._residencies = Residencies()
@@ -297,7 +297,7 @@ class Engine:
 
     def stop_measuring(self) -> None:
         """Stop measuring, between two iterations."""
-        self._of_all = self._meter = None
+        self._own_meter = self._meter = None
 
     def release(self) -> None:
         """Wait for the device and give the host buffers back, because another program takes over or the run is over.
