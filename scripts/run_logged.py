@@ -194,6 +194,8 @@ def run(
         signal.signal(number, stop)
     excerpt = Excerpt(causes)
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    # Before the command says anything.
+    progress.draw()
     with log_path.open("wb") as log:
         try:
             process = subprocess.Popen(
