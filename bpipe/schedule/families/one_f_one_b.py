@@ -7,6 +7,7 @@ micro-batches. Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family, FamilyOptions, one_stage_a_rank
@@ -183,16 +184,11 @@ def delayed_by_rank(num_ranks: int, num_microbatches: int, _: int, options: Fami
     return defer_wgrads(num_ranks, num_microbatches, range(num_ranks), options.slices)
 
 
-ZB_H1 = Family(
-    "zb-h1",
-    one_stage_a_rank,
-    delayed_by_rank,
-    Exchange.POSTED,
-    splits=True,
-    takes_slices=True,
-    fill=2,
-    ahead=lambda p, m, v, g: min(p, m),
-    sliced_warm_up=sliced_warm_up,
+ZB_H1 = replace(
+    SPLIT,
+    name="zb-h1",
+    orders=delayed_by_rank,
+    takes_delay=False,
     sharded=further_forwards(delayed_by_rank, BESIDE_HALVES),
     summary="ZB-H1: 1F1B with backwards in halves, each W delayed by one micro-batch per earlier rank",
 )

@@ -127,8 +127,7 @@ class Driver:
             upstream.require(config, "driver")
             upstream.say_absent(config, configuration=True)
         refuse(config, self._config.balance is not None, self._config.own is not None, self._config.strict)
-        # Replays of a captured iteration run without any of these calls.
-        first, captured = not self._engines, is_capturing(self.device)
+        first = not self._engines
         engine = self._active = self._engine(program, config)
         if first and any(
             action.kind is Kind.BACKWARD_WEIGHT
@@ -136,7 +135,7 @@ class Driver:
             for action in slot.computations
         ):
             self._weighing = Weighing(self._waiting, self.device)
-        recorder = engine.recorder = Recorder(Clock(self.device)) if self._recording and not captured else None
+        engine.recorder = Recorder(Clock(self.device)) if self._recording else None
         begin_s = time.time()
         try:
             yield engine.schedule
@@ -146,16 +145,17 @@ class Driver:
             raise
         finally:
             self._active = None
-        if captured:
+        if engine.is_captured:
+            # Replays run without any of these calls.
             say(
                 "this iteration is captured into a CUDA graph with its transfers. Replays of it are neither checked nor "
                 f"recorded; torch has reserved {torch.cuda.memory_reserved() / 2**30:.2f} GiB"
             )
-        else:
-            self._ended(engine, config.timers)
-        if recorder is not None:
+            return
+        self._ended(engine, config.timers)
+        if engine.recorder is not None:
             assert self._meter is not None
-            iteration = iteration_of(engine, self._meter, recorder, program, self._number, begin_s)
+            iteration = iteration_of(engine, self._meter, engine.recorder, program, self._number, begin_s)
             # The CPU's stand-in has no counter and returns 0.
             self.recorded = replace(iteration, device_peak_bytes=torch.cuda.max_memory_allocated() or None)
 

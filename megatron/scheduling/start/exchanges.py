@@ -85,7 +85,7 @@ class _Recorder:
                 (torch.cuda, "current_device", lambda: torch.device("cpu")),
                 (p2p_communication.P2PCommunicator, "_communicate_shapes", self._shaping(plain)),
             ):
-                stack.enter_context(_replaced(owner, name, function))
+                stack.enter_context(replaced(owner, name, function))
             loop(
                 forward_step_func=None,
                 data_iterator=[None] * len(chunks),
@@ -160,7 +160,8 @@ def _take(tensor: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or a class of Megatron's or torch's within the block."""
     plain = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -23,7 +23,7 @@ import resource
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -43,7 +43,7 @@ from megatron.scheduling.options.arguments import SchedulingConfig, config_from_
 from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup, tokenizer
-from megatron.scheduling.start.exchanges import loops_of
+from megatron.scheduling.start.exchanges import loops_of, replaced
 
 # Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError, ZeroDivisionError)
@@ -387,12 +387,9 @@ def _check_optimizer(args: Any) -> None:
             raise
     if args.lr is None or (args.train_iters is None and args.train_samples is None):
         return
-    own, plain = copy.copy(args), training.get_args
-    training.get_args = lambda: own
-    try:
+    own = copy.copy(args)
+    with replaced(training, "get_args", lambda: own):
         training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
-    finally:
-        training.get_args = plain
 
 
 # In the order of a start, each with arguments that its refusals are about.
@@ -468,18 +465,12 @@ def _group(size: int) -> SimpleNamespace:
 @contextlib.contextmanager
 def _stopping_at(module: Any, name: str) -> Iterator[None]:
     """Leave the block once it calls this function of a module of Megatron's."""
-    function: Callable[..., Any] = getattr(module, name)
 
     def stop(*_: object, **__: object) -> NoReturn:
         raise _Accepted
 
-    setattr(module, name, stop)
-    try:
+    with contextlib.suppress(_Accepted), replaced(module, name, stop):
         yield
-    except _Accepted:
-        pass
-    finally:
-        setattr(module, name, function)
 
 
 @contextlib.contextmanager
