@@ -130,7 +130,8 @@ def run(asked: Options) -> int:
     evicts_least = options.memory is not None or bool(set(space.hosts) & set(IN_NODES))
     with progress_of("plan") as progress:
         num_rows = max(options.rows, options.emit_args or 0)
-        outcome = search(space, num_rows, progress, *([_evicting_least(space)] if evicts_least else ()))
+        sending = {"sending": _evicting_least(space)} if evicts_least else {}
+        outcome = search(space, num_rows, progress, **sending, most_s=options.time_limit)
         differs_from = reading if reading is None or _is_as_launched(asked, reading) else None
         notes = None if options.emit_args is not None else plan_notes(outcome, differs_from)
     if notes is not None:
@@ -329,6 +330,7 @@ def plan_document(outcome: Outcome, notes: PlanNotes) -> dict[str, Any]:
             "fitting": outcome.num_fitting,
             "only_balanced": outcome.num_only_balanced,
             "simulated": outcome.num_simulated,
+            "others_at_least_s": outcome.unseen_s,
             "cut": {name: outcome.cuts.get(name, 0) for name in CUTS if not hidden.get(name)},
         },
         "rows": [
@@ -367,7 +369,7 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
     rows = [replace(row, name=str(number)) for number, row in enumerate(outcome.rows, 1)]
     parts: list[str | Table] = [f"the launch as it is: {yours}"] if isinstance(yours, str) else []
     shown = [*([yours] if isinstance(yours, Candidate) else ()), *rows]
-    parts += [head, *calibration_lines(cluster)]
+    parts += [head, *calibration_lines(cluster), *([] if outcome.unseen_s is None else [_unseen(outcome)])]
     if shown:
         parts += [table(_OF_ROWS, cells(_OF_ROWS, shown)), f"{legend(row.setup for row in shown)}; {EXPOSED}"]
     num_level = sum(is_level(row.iteration_s, rows[0].iteration_s) for row in rows)
@@ -387,6 +389,16 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
         remedies = cells(_OF_REMEDIES, remedy_rows(notes.hurts[0]), Candidate(notes.hurts[0].prediction))
         parts += ["", burden_text(*notes.hurts), table(_OF_REMEDIES, remedies)]
     return [*parts, "", verdict(outcome).text]
+
+
+def _unseen(outcome: Outcome) -> str:
+    """Say what a search that ended early cannot rule out."""
+    unseen_s, first_s = outcome.unseen_s or 0.0, outcome.rows[0].iteration_s
+    ahead = f", {100 * (1 - unseen_s / first_s):.0f} % less than row 1" if unseen_s * INDISTINCT < first_s else ""
+    return (
+        f"The search ended at its --time-limit: nothing that it has not looked at takes less than {unseen_s:.3f} s{ahead}. "
+        "A larger limit finds out."
+    )
 
 
 def _details(row: Candidate, outcome: Outcome, launch: Reading | None) -> list[str]:

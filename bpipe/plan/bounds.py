@@ -8,13 +8,13 @@ micro-batch, so each is asked for once. Makes no schedule, and knows no memory.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
 from bpipe.plan.predict import costs_of
 from bpipe.predict.activations import held_of
-from bpipe.predict.costs import PartSeconds, part_seconds, stage_cost
+from bpipe.predict.costs import PartSeconds, PartsOfSetups, stage_cost
 from bpipe.predict.layers.ends import shard_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile
@@ -104,82 +104,85 @@ class Bounds:
 
     def __init__(self, profile: Profile | None = None) -> None:
         self._profile = profile
-        self._parts: dict[object, tuple[PartSeconds, ShardCost]] = {}
+        self._parts = PartsOfSetups()
         self._stages: dict[object, tuple[float, float]] = {}
         self._updates: dict[object, float] = {}
         self._known: dict[object, tuple[float, float]] = {}
 
     def seconds(self, setup: Setup) -> float:
-        return self._both(setup)[0]
+        return self.pipeline_s(setup) + self._update(setup)
+
+    def pipeline_s(self, setup: Setup) -> float:
+        """Return the same without the update."""
+        return self._pipeline(setup)[0]
 
     def load(self, setup: Setup) -> float:
         """Return the last rank's load, as `last_load` does."""
-        return self._both(setup)[1]
+        return self._pipeline(setup)[1]
 
-    def _both(self, setup: Setup) -> tuple[float, float]:
-        # Groups change the order of what is computed, and nothing of the bound.
-        cut = setup.schedule, setup.num_chunks, setup.layers
-        # What our loop runs has no overlapped gathers.
-        gathers = setup.tensor, setup.switches.tp_comm_overlap
-        grid = gathers, setup.context, setup.pipeline, setup.routing, setup.vocabulary, setup.input_shards
-        lies = setup.balance
+    def _pipeline(self, setup: Setup) -> tuple[float, float]:
         # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they
         # compute.
-        elsewhere = lies if setup.model.experts is not None or setup.context > 1 else None
-        size = setup.micro_batch, setup.recompute, setup.keep_weights_halves, setup.slices, setup.slice_lengths
-        key = (grid, elsewhere, size, cut)
+        elsewhere = setup.balance if setup.model.experts is not None or setup.context > 1 else None
+        size = _grid(setup), elsewhere, _size(setup)
+        key = size, _cut(setup)
         if key not in self._known:
             # What a profile says of a stage is not made of parts.
-            work = (
-                self._work(setup, (grid, elsewhere, size)) if self._profile is None else _work_of(setup, self._profile)
-            )
+            work = self._work(setup, size) if self._profile is None else _work_of(setup, self._profile)
             self._known[key] = _bound(setup, work), _load(setup, work)
-        bound_s, load = self._known[key]
-        return bound_s + self._update(setup, (grid, lies, cut, None if self._profile is None else size)), load
+        return self._known[key]
 
-    def _update(self, setup: Setup, place: object) -> float:
+    def _update(self, setup: Setup) -> float:
         """Return the longest update of a rank."""
-        if place not in self._updates:
+        key = _grid(setup), setup.balance, _cut(setup), None if self._profile is None else _size(setup)
+        if key not in self._updates:
             if self._profile is None:
-                self._updates[place] = _longest(
+                self._updates[key] = _longest(
                     setup, [setup.time_factor * update for _, update in update_seconds(setup)]
                 )
             else:
-                self._updates[place] = _update_s(setup, self._profile)
-        return self._updates[place]
+                self._updates[key] = _update_s(setup, self._profile)
+        return self._updates[key]
 
     def _work(self, setup: Setup, size: object) -> _Work:
-        of_slices = [self._stages_of(one, (size, one.span)) for one in slice_setups(setup)]
-        # Where sequences are cut no vocabulary is in shards.
-        return _together(of_slices, self._parts[size, slice_setups(setup)[0].span][1])
+        of_slices = [self._stages_of(part, (size, part.span)) for part in slice_setups(setup)]
+        shard = scaled(shard_seconds(setup), setup.time_factor) if setup.is_sharded else _NO_SHARDS
+        return _together(of_slices, shard)
 
     def _stages_of(self, setup: Setup, size: object) -> list[tuple[float, float]]:
         """By stage, the forward and backward of a micro-batch, or of one slice."""
         layers, last = setup.stage_layers, setup.num_stages - 1
-        self._know(setup, size, layers)
-        between = {one: self._stage(setup, size, one, False, False) for one in dict.fromkeys(layers)}
-        both = [between[one] for one in layers]
-        both[last] = self._stage(setup, size, layers[last], False, not setup.is_sharded)
-        both[0] = self._stage(setup, size, layers[0], not setup.input_shards, last == 0 and not setup.is_sharded)
+        parts = self._parts.of(setup)
+        stage = partial(self._stage, setup, size, parts)
+        between = {of_stage: stage(of_stage, False, False) for of_stage in set(layers)}
+        both = [between[of_stage] for of_stage in layers]
+        both[last] = stage(layers[last], False, not setup.is_sharded)
+        both[0] = stage(layers[0], not setup.input_shards, last == 0 and not setup.is_sharded)
         return both
 
-    def _know(self, setup: Setup, size: object, stages: Sequence[StageLayers]) -> None:
-        """Seconds of all that its stages are made of."""
-        if size not in self._parts:
-            self._parts[size] = (
-                part_seconds(setup),
-                scaled(shard_seconds(setup), setup.time_factor) if setup.is_sharded else _NO_SHARDS,
-            )
-        elif not {(kind, scope) for one in set(stages) for kind, scope, _ in one} <= self._parts[size][0].layers.keys():
-            # Where some layers of a stage are recomputed, not every cut has all sorts.
-            self._parts[size][0].layers.update(part_seconds(setup).layers)
-
-    def _stage(self, setup: Setup, size: object, layers: StageLayers, first: bool, last: bool) -> tuple[float, float]:
+    def _stage(
+        self, setup: Setup, size: object, parts: PartSeconds, layers: StageLayers, first: bool, last: bool
+    ) -> tuple[float, float]:
         key = size, setup.splits, layers, first, last
         if key not in self._stages:
-            cost = scaled(stage_cost(self._parts[size][0], layers, first, last), setup.time_factor)
+            cost = scaled(stage_cost(parts, layers, first, last), setup.time_factor)
             self._stages[key] = _both(cost, setup.splits)
         return self._stages[key]
+
+
+def _grid(setup: Setup) -> object:
+    # What our loop runs has no overlapped gathers.
+    gathers = setup.tensor, setup.switches.tp_comm_overlap
+    return gathers, setup.context, setup.pipeline, setup.routing, setup.vocabulary, setup.input_shards
+
+
+def _cut(setup: Setup) -> object:
+    # Groups change the order of what is computed, and nothing of the bound.
+    return setup.schedule, setup.num_chunks, setup.layers
+
+
+def _size(setup: Setup) -> object:
+    return setup.micro_batch, setup.recompute, setup.keep_weights_halves, setup.slices, setup.slice_lengths
 
 
 def _both(cost: StageCost, splits: bool) -> tuple[float, float]:

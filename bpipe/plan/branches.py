@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from bpipe.plan.space import Branch, Space, plainest
-from bpipe.predict.costs import PartSeconds, part_seconds, stage_cost
+from bpipe.predict.costs import PartSeconds, PartsOfSetups, stage_cost
 from bpipe.predict.layers.ends import shard_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import rank_states, with_state
@@ -40,17 +40,36 @@ class BranchBounds:
         return with_state(self.setup, self.state_bytes, int(held))
 
 
-def bound_branch(space: Space, branch: Branch) -> BranchBounds:
-    """Return the bounds of a branch; what was measured is not made of parts, and has none but its state."""
-    setup = plainest(space, branch)
-    p, state = setup.pipeline, sum(rank_states(setup)) // branch.pipeline
-    if space.profile is not None or space.traced is not None:
-        return BranchBounds(setup, 0.0, state, 0.0, 0.0)
+class Bounder:
+    """Bounds of the branches of one space. What ranks hold throughout is the same for all of a grid's."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._states: dict[object, int] = {}
+        self._parts = PartsOfSetups()
+
+    def of(self, branch: Branch) -> BranchBounds:
+        """Return the bounds of a branch. What was measured is not made of parts, and has none but its state; nor has
+        one whose state alone is too much."""
+        space, setup = self._space, plainest(self._space, branch)
+        grid = branch.tensor, branch.context, branch.pipeline, branch.routing
+        if grid not in self._states:
+            self._states[grid] = sum(rank_states(setup)) // branch.pipeline
+        bounds = BranchBounds(setup, 0.0, self._states[grid], 0.0, 0.0)
+        is_measured = space.profile is not None or space.traced is not None
+        if is_measured or bounds.bytes_within() > space.cluster.limit_bytes:
+            return bounds
+        return _bound(space, bounds, self._parts)
+
+
+def _bound(space: Space, least: BranchBounds, seconds: PartsOfSetups) -> BranchBounds:
+    setup, state = least.setup, least.state_bytes
+    p = setup.pipeline
     # Balanced ranks lie on other nodes, which matters only to what layers exchange between devices.
     lie_apart = p > 1 and (setup.model.experts is not None or setup.context > 1)
     balances = [balance for balance in space.balancing if balance is not None and lie_apart]
     ways = [setup, *(replace(setup, balance=balance) for balance in balances)]
-    parts = [part_seconds(one) for one in ways]
+    parts = [seconds.of(way) for way in ways]
     costs = [_stage_costs(setup, one) for one in parts]
     times = setup.time_factor * setup.num_microbatches
     computed_s = min(sum(map(_whole_s, of_stages)) for of_stages in costs)

@@ -4,6 +4,7 @@ In: the Outcome of a search. Out: a `Verdict`. Predicts nothing itself.
 """
 
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from bpipe.plan.candidates import CLEARLY, Candidate, describe, grid_of
@@ -230,8 +231,9 @@ def verdict(outcome: Outcome) -> Verdict:
             f"{outcome.cuts.get('unneeded', 0)} more fit without it and are neither listed nor timed: this does not show "
             "a gain.",
         )
-    is_cut = outcome.cuts.keys() & {"slower", "skipped"}
-    compared_s = COMPARED / INDISTINCT * outcome.rows[-1].iteration_s if is_cut else None
+    unseen_s = inf if outcome.unseen_s is None else outcome.unseen_s
+    is_cut = outcome.cuts.keys() & {"slower", "skipped"} or unseen_s < inf
+    compared_s = min(COMPARED / INDISTINCT * outcome.rows[-1].iteration_s, unseen_s) if is_cut else None
     if outcome.balanced is None:
         only = (
             "fits only because of it"

@@ -7,21 +7,23 @@ pipeline is faster than its slowest rank's work between the first arrival and th
 only while its bound is below the time of the slowest row, and its least memory within that time fits; a configuration
 is asked for its memory and simulated only then, too. What can be faster than the slowest row by no more than predictions
 can tell (`INDISTINCT`) is passed over: so no row is slower by more than that than the same row of simulating everything.
-What Megatron does alone is searched first, because it is quick and its times cut off most of the rest. Knows no command
-line.
+What Megatron does alone is searched first, because it is quick and its times cut off most of the rest; then all
+schedules in cuts near its fastest ones, where the fastest of all mostly is. A search that ends early says what it has
+not looked at. Knows no command line.
 """
 
 import heapq
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 from typing import NamedTuple
 
 from bpipe.balance.config import BALANCES
 from bpipe.plan.bounds import Bounds, resident_seconds
-from bpipe.plan.branches import BranchBounds, bound_branch
-from bpipe.plan.candidates import CLEARLY, Candidate
+from bpipe.plan.branches import Bounder, BranchBounds
+from bpipe.plan.candidates import CLEARLY, Candidate, is_level
 from bpipe.plan.judge import Closest, FamilyResult, Judge
 from bpipe.plan.predict import costs_of, predict
 from bpipe.plan.refusals import Launchable, runs_ours
@@ -31,7 +33,7 @@ from bpipe.plan.space import Branch, Space, enumerate_branches, setups_of
 from bpipe.plan.timing import timing_within
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes
-from bpipe.schedule.families.families import DEFAULTS
+from bpipe.schedule.families.families import DEFAULTS, FAMILIES
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Vocabulary
 
@@ -43,6 +45,8 @@ INDISTINCT = (1 + CLEARLY) / 2
 # The fastest with balancing, and the fastest without, are looked for among what does not clearly take longer than the
 # slowest row.
 COMPARED = CLEARLY
+# Product of the ratios of their sizes up to which a cut is near another one.
+_NEAR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Outcome:
     num_only_balanced: int
     """Of those that fit, the ones that do so only balanced."""
     num_simulated: int
+    unseen_s: float | None
+    """If the search ended early, seconds that nothing of what it has not looked at is faster than."""
     cuts: dict[str, int]
     """Numbers of what was dropped, by the names of `space.CUTS`."""
 
@@ -81,14 +87,21 @@ class Members:
 
     def of(self, branch: Branch) -> Iterator[Setup]:
         """Yield each, with shards of the vocabulary after the one that is whole."""
-        for setup in self._covered(branch):
-            taken = self._launchable.of(setup)
-            if taken is None:
-                self._cuts["refused"] += 1
-            else:
-                yield taken
+        return filter(None, map(self.taken, self.covered(branch)))
 
-    def _covered(self, branch: Branch) -> Iterator[Setup]:
+    def taken(self, setup: Setup) -> Setup | None:
+        """Return one that is covered as the trainer takes it; None if it is refused, or its shards promise nothing."""
+        if setup.is_sharded and self._space.vocabulary_parallel is None:
+            # Unless they were asked for, shards have to promise something.
+            whole = replace(setup, vocabulary=Vocabulary.WHOLE, input_shards=False)
+            if self._bounds.seconds(setup) >= self._bounds.seconds(whole):
+                return None
+        taken = self._launchable.of(setup)
+        self._cuts["refused"] += taken is None
+        return taken
+
+    def covered(self, branch: Branch) -> Iterator[Setup]:
+        """Yield all that the profile covers."""
         space = self._space
         for setup in setups_of(space, branch, self._cuts):
             if space.profile is not None and space.profile.conflict(setup) is not None:
@@ -99,14 +112,8 @@ class Members:
                     yield setup
                 if space.profile is None:
                     yield from self._slicer.of(setup)
-            if space.vocabulary_parallel is not None:
+            if space.vocabulary_parallel is not None or (setup.pipeline > 1 and self._bounds.load(setup) > 1):
                 yield from with_shards(setup, space.vocabularies)
-            elif setup.pipeline > 1 and self._bounds.load(setup) > 1:
-                # Unless they were asked for, shards have to promise something.
-                whole_s = self._bounds.seconds(setup)
-                yield from (
-                    one for one in with_shards(setup, space.vocabularies) if self._bounds.seconds(one) < whole_s
-                )
 
 
 def every_setup(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
@@ -140,6 +147,7 @@ def search(
     num_rows: int = 10,
     progress: Progress = lambda what, done, total: None,
     sending: Callable[[Setup], Setup] = lambda setup: setup,
+    most_s: float = inf,
 ) -> Outcome:
     """Return the `num_rows` fastest, and the fastest of each kind.
 
@@ -148,22 +156,37 @@ def search(
         num_rows: Number of rows.
         progress: Called with what is done, the number of branches done and that of all.
         sending: Balances a configuration that fits anew, before it is simulated.
+        most_s: Processor seconds after which the search ends, unless it has no row.
     """
+    end_s = time.process_time() + most_s
     cuts: Counter[str] = Counter()
     branches = list(enumerate_branches(space, cuts))
     bounded: list[BranchBounds] = []
+    bound = Bounder(space)
     for branch in branches:
         progress("bounds", len(bounded), len(branches))
-        bounded.append(bound_branch(space, branch))
-    found = _Search(space, num_rows, cuts, sending)
+        bounded.append(bound.of(branch))
+    found = _Search(space, num_rows, cuts, sending, end_s)
     alone, ours = Members(stock_space(space), found.bounds, Counter()), Members(space, found.bounds, cuts)
-
-    def others(branch: Branch) -> Iterator[Setup]:
-        return (setup for setup in ours.of(branch) if not _is_stock(setup))
-
-    found.take(branches, bounded, alone.of, _STOCK, lambda done: progress("stock Megatron", done, len(branches)))
-    found.take(branches, bounded, others, _OURS, lambda done: progress("all schedules", done, len(branches)))
+    queue = [_Open(False, bounds.seconds, number) for number, bounds in enumerate(bounded)]
+    found.take(queue, branches, bounded, alone, _STOCK, lambda done: progress("stock Megatron", done, len(branches)))
+    leaders = [row.setup for row in found.rows if is_level(row.iteration_s, found.rows[0].iteration_s)]
+    queue = [
+        candidate._replace(is_later=not any(_is_near(branches[candidate.number], leader) for leader in leaders))
+        for candidate in queue
+    ]
+    found.take(queue, branches, bounded, ours, _OURS, lambda done: progress("all schedules", done, len(branches)))
     return found.outcome()
+
+
+def _is_near(branch: Branch, setup: Setup) -> bool:
+    sizes = ((getattr(branch, name), getattr(setup, name)) for name in ("tensor", "context", "pipeline", "micro_batch"))
+    return bool(prod(max(size / other, other / size) for size, other in sizes) <= _NEAR)
+
+
+def _takes_long(setup: Setup) -> bool:
+    """Whether making its order takes long: there is no closed form for it, and there are many parts."""
+    return setup.is_sharded or (setup.slices > 1 and FAMILIES[setup.schedule].sliced_warm_up is None)
 
 
 def _is_stock(setup: Setup) -> bool:
@@ -177,19 +200,26 @@ _STOCK, _OURS = ("stock", "all", "plain"), ("all", "plain", "balanced")
 class _Open(NamedTuple):
     """What is still to be taken: a branch, by its number, or a configuration. No iteration is shorter than `bound_s`."""
 
+    is_later: bool
+    """Whether others come first, whatever their bounds."""
     bound_s: float
     number: int
     setup: Setup | None = None
     needs_bytes: int | None = None
     """What it would need without balancing, if it is known to fit with it."""
+    is_taken: bool = False
+    """Whether the trainer is known to take the configuration, and the bound holds its update, too."""
     fits: bool = False
 
 
 class _Search:
     """A search as far as it has come."""
 
-    def __init__(self, space: Space, num_rows: int, cuts: Counter[str], sending: Callable[[Setup], Setup]) -> None:
-        self._space, self._cuts, self._sending = space, cuts, sending
+    def __init__(
+        self, space: Space, num_rows: int, cuts: Counter[str], sending: Callable[[Setup], Setup], end_s: float
+    ) -> None:
+        self._space, self._cuts, self._sending, self._end_s = space, cuts, sending, end_s
+        self._unseen_s = inf
         self._limit = space.cluster.limit_bytes
         self.bounds, self._judge = Bounds(space.profile), Judge(space, cuts)
         # Of what Megatron does alone some may not be of the space: it fits or not, and is not counted.
@@ -206,22 +236,30 @@ class _Search:
             return _STOCK if self._has_plain and setup.schedule in self._space.schedules else ("stock",)
         return ("all", "plain" if setup.balance is None else "balanced")
 
+    @property
+    def rows(self) -> tuple[Candidate, ...]:
+        return self._fastest.rows("all")
+
     def take(
         self,
+        queue: list[_Open],
         branches: list[Branch],
         bounded: list[BranchBounds],
-        members: Callable[[Branch], Iterable[Setup]],
+        members: Members,
         kinds: tuple[str, ...],
         progress: Callable[[int], None],
     ) -> None:
-        """Take all members of these branches that may be among the rows of these kinds."""
-        heap = [_Open(one.seconds, number) for number, one in enumerate(bounded)]
+        """Take all members of the queue's branches that may be among the rows of these kinds, until time is up."""
+        heap = [*queue]
         heapq.heapify(heap)
         number, done = len(branches), 0
         while heap:
             candidate = heapq.heappop(heap)
+            if time.process_time() > self._end_s and self.rows:
+                self._end_early([candidate, *heap], bounded, kinds)
+                break
             if candidate.setup is not None:
-                again = self._take(candidate, candidate.setup)
+                again = self._take(candidate, candidate.setup, members)
                 if again is not None:
                     heapq.heappush(heap, again)
                 continue
@@ -229,10 +267,24 @@ class _Search:
             done += 1
             if not self._may_open(bounded[candidate.number], kinds):
                 continue
-            for setup in members(branches[candidate.number]):
+            for setup in members.covered(branches[candidate.number]):
                 number += 1
-                self._num_configurations += "all" in self._kinds(setup)
-                heapq.heappush(heap, _Open(self.bounds.seconds(setup), number, setup))
+                if kinds is _STOCK or not _is_stock(setup):
+                    bound_s = max(candidate.bound_s, self.bounds.pipeline_s(setup))
+                    heapq.heappush(heap, _Open(candidate.is_later or _takes_long(setup), bound_s, number, setup))
+
+    def _end_early(self, left: list[_Open], bounded: list[BranchBounds], kinds: tuple[str, ...]) -> None:
+        """Note what nothing is faster than of all that is left and may fit."""
+        for candidate in left:
+            setup = candidate.setup
+            if setup is None and bounded[candidate.number].bytes_within() > self._limit:
+                continue
+            if candidate.bound_s < self._fastest.limit_s(kinds) / INDISTINCT:
+                self._unseen_s = min(self._unseen_s, candidate.bound_s)
+            if kinds is _OURS:
+                families = self._judge.families
+                for family in families.values() if setup is None else (families[setup.schedule],):
+                    family.left(candidate.bound_s)
 
     def _may_open(self, branch: BranchBounds, kinds: tuple[str, ...]) -> bool:
         """Whether a configuration of the branch may be among the rows of these kinds, and fit."""
@@ -247,14 +299,22 @@ class _Search:
             self._judge.skip_branch(branch.seconds)
         return False
 
-    def _take(self, candidate: _Open, setup: Setup) -> _Open | None:
-        """Ask it for its memory, or simulate it; return it if it is to come up again, with a higher bound."""
+    def _take(self, candidate: _Open, setup: Setup, members: Members) -> _Open | None:
+        """Ask whether the trainer takes it, then for its memory, and simulate it at last; return it if it is to come up
+        again, with a higher bound."""
         kinds = self._kinds(setup)
         is_asked = "all" in kinds
         if candidate.bound_s >= self._fastest.limit_s(kinds) / INDISTINCT:
             if is_asked:
                 self._judge.is_slower(setup, candidate.bound_s)
             return None
+        if not candidate.is_taken:
+            taken = members.taken(setup)
+            if taken is None:
+                return None
+            self._num_configurations += is_asked
+            bound_s = max(candidate.bound_s, self.bounds.seconds(taken))
+            return candidate._replace(bound_s=bound_s, setup=taken, is_taken=True)
         if not candidate.fits:
             judge = self._judge if is_asked else self._judge_apart
             chosen = judge.fitting(setup)
@@ -263,7 +323,7 @@ class _Search:
             bound_s = candidate.bound_s if chosen == setup else self.bounds.seconds(chosen)
             # What it holds at most, which is known now, bounds its time once more.
             bound_s = max(bound_s, resident_seconds(chosen, self._space.profile))
-            return _Open(bound_s, candidate.number, chosen, judge.needs_bytes, fits=True)
+            return candidate._replace(bound_s=bound_s, setup=chosen, needs_bytes=judge.needs_bytes, fits=True)
         self._num_simulated += 1
         self._simulate(candidate, setup, kinds, self._judge.families[setup.schedule] if is_asked else None)
         return None
@@ -306,6 +366,7 @@ class _Search:
             num_fitting=sum(one.num_fitting for one in judge.families.values()),
             num_only_balanced=judge.num_only_balanced,
             num_simulated=self._num_simulated,
+            unseen_s=None if self._unseen_s == inf else self._unseen_s,
             cuts={name: count for name, count in self._cuts.items() if count},
         )
 

@@ -11,9 +11,10 @@ from operator import mul
 from typing import NamedTuple
 
 from bpipe.build import unchecked
+from bpipe.predict.expert_parallel import reach
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layers.ends import STATISTICS, STATISTICS_BYTES, embedding_seconds, output_seconds, shard_seconds
-from bpipe.predict.layers.layer import halves_seconds, layer_seconds
+from bpipe.predict.layers.layer import every_seconds, layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.nodes import rank_domains, rank_nodes, replicas_share_nodes
 from bpipe.predict.recompute import LayerScope, StageLayers
@@ -106,9 +107,34 @@ class PartSeconds(NamedTuple):
 
 def part_seconds(setup: Setup) -> PartSeconds:
     """Return seconds of the parts of every stage."""
-    sorts = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
-    layers = {sort: (*layer_seconds(setup, *sort), *halves_seconds(setup, *sort)) for sort in sorts}
-    return PartSeconds(layers, output_seconds(setup), embedding_seconds(setup))
+    return PartsOfSetups().of(setup)
+
+
+class PartsOfSetups:
+    """Seconds of the parts of many setups of one model, sequence and cluster: what they have in common is computed
+    once."""
+
+    def __init__(self) -> None:
+        self._layers: dict[object, dict[tuple[LayerKind, LayerScope], tuple[float, float, float, float]]] = {}
+        self._ends: dict[object, tuple[tuple[float, float], tuple[float, float]]] = {}
+
+    def of(self, setup: Setup) -> PartSeconds:
+        size = setup.tensor, setup.context, setup.micro_batch, setup.span, setup.switches.tp_comm_overlap
+        # Only these groups exchange anything while layers compute; how long that takes depends on their nodes.
+        ep, divided = setup.routing.expert, setup.expert_tensor
+        groups = {(ep * divided, 1), (ep, divided)} if setup.model.experts else set()
+        groups |= {(setup.context, setup.tensor)} if setup.context > 1 else set()
+        reaches = tuple(reach(setup, *group) for group in sorted(groups))
+        key = size, setup.recompute, setup.keep_weights_halves, setup.routing, reaches
+        layers = self._layers.setdefault(key, {})
+        for of_stage in set(setup.stage_layers):
+            for kind, scope, _ in of_stage:
+                if (kind, scope) not in layers:
+                    layers[kind, scope] = every_seconds(setup, kind, scope)
+        shards = setup.vocabulary, setup.input_shards, setup.pipeline if setup.is_sharded else None
+        if (size, shards) not in self._ends:
+            self._ends[size, shards] = output_seconds(setup), embedding_seconds(setup)
+        return PartSeconds(layers, *self._ends[size, shards])
 
 
 def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool) -> StageCost:

@@ -365,6 +365,10 @@ def _of_pairs(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], s
     working, largest = working_bytes(setup), 0
     for rank in (0, 1):
         own, least = _held(sizes[rank], warm_up.at_first_backward(rank)), []
+        # Mostly half of its own is too much already, whatever its partner holds.
+        alone = with_state(setup, min(states), own // 2 + min(working))
+        if alone > min(setup.limit_bytes):
+            return alone
         for partner in range(rank + 1, setup.pipeline):
             others = min(_held(sizes[partner], counts) for counts in warm_up.meanwhile(rank, partner))
             half = (own + others) // 2 + min(working[rank], working[partner])

@@ -23,6 +23,7 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     on_cpu = float(setup.state_types.on_cpu)
     bandwidth = _replicas_bytes_per_s(setup, replicas_share_nodes(setup), replica_ports(setup))
+    expert_bandwidth = _replicas_bytes_per_s(setup, *replicas_of_experts(setup)) if setup.model.experts else bandwidth
     rows, matrices = [], stage_matrices(setup)
     for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
         count = own - experts + (shard_parameters(setup) if stage < setup.pipeline else 0)
@@ -30,7 +31,7 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
         own_count = count / (d if setup.distributed_optimizer else 1)
         if experts:
             copies = setup.expert_replicas
-            sent += experts * (copies - 1) / copies / _replicas_bytes_per_s(setup, *replicas_of_experts(setup))
+            sent += experts * (copies - 1) / copies / expert_bandwidth
             own_count += experts / (copies if setup.distributed_optimizer else 1)
         reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
         gathered = weight * sent if gathers else 0.0

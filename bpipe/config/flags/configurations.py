@@ -16,6 +16,7 @@ from bpipe.config.flags.values import (
     layers,
     positive,
     predicted_slice_lengths,
+    seconds,
     slice_lengths,
     tokens,
     whole,
@@ -474,6 +475,15 @@ SEARCHED_FLAGS = Group(
         ),
         number("max_micro_batch", "--max-micro-batch", "largest micro-batch to consider (default 64)", default=64),
         number("max_chunks", "--max-chunks", "largest number of model chunks per rank (default 8)", "V", 8),
+        Flag(
+            "time_limit",
+            "--time-limit",
+            "processor seconds after which the search ends, if it has a row, and says how fast what it has not looked at "
+            "may be (default 12)",
+            "SECONDS",
+            seconds,
+            12.0,
+        ),
         Flag(
             "even_layers",
             "--even-layers",

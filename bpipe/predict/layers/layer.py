@@ -173,11 +173,18 @@ def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScop
     Tensor parallelism makes them longer than the whole: no wgrad hides what is scattered or summed, and with sequence
     parallelism inputs of matrices after norms are gathered again before it.
     """
+    return every_seconds(setup, kind, scope)[2:]
+
+
+def every_seconds(
+    setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None
+) -> tuple[float, float, float, float]:
+    """Return seconds of a layer: forward, backward, and the halves of that."""
     rates = Rates.of(setup)
     kind = setup.model.kind(0) if kind is None else kind
-    _, backward = layer_seconds(setup, kind, scope)
+    forward, backward = layer_seconds(setup, kind, scope)
     if not setup.keeps_halves:
-        return backward, 0.0
+        return forward, backward, backward, 0.0
     weight = (
         layer_products(setup, kind).total().weight_s
         + _accumulated(setup, kind) / rates.memory
@@ -187,7 +194,7 @@ def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScop
         weight += projection_products(setup).weight_s
     gathers = kind.num_parts * gather_s(setup) if setup.sequence_shards > 1 else 0.0
     waits = exposed(setup, kind, scope)
-    return backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
+    return forward, backward, backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
 
 
 def layer_saved(setup: Setup, recompute: str | None = None, kind: LayerKind | None = None) -> tuple[Saved, ...]:

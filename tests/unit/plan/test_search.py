@@ -14,7 +14,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.bounds import Bounds, lower_bound_s, resident_seconds
-from bpipe.plan.branches import bound_branch
+from bpipe.plan.branches import Bounder
 from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import describe
 from bpipe.plan.explain import only_balanced, verdict
@@ -149,10 +149,10 @@ MANY = [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in 
 def test_no_member_of_a_branch_is_below_its_bounds(number: int) -> None:
     """A wrong bound would drop what is best."""
     space = drawn_space(number)
-    draw, members = random.Random(number), Members(space, Bounds(), Counter())
+    draw, members, bounder = random.Random(number), Members(space, Bounds(), Counter()), Bounder(space)
     branches = list(enumerate_branches(space, Counter()))
     for branch in draw.sample(branches, min(6, len(branches))):
-        bound = bound_branch(space, branch)
+        bound = bounder.of(branch)
         setups = list(members.of(branch))
         for setup in draw.sample(setups, min(5, len(setups))):
             seconds, needs = steady_timing(setup, costs_of(setup)).iteration_s, peak_bytes(setup)
@@ -180,6 +180,18 @@ def test_no_row_of_the_quick_search_is_clearly_slower_than_that_of_asking_everyt
     assert len(times) == len(best)
     for seconds, least_s in zip(times, best, strict=True):
         assert least_s * (1 - 1e-6) <= seconds <= INDISTINCT * least_s
+
+
+@pytest.mark.parametrize("number", MANY[:40])
+def test_a_search_that_ends_early_says_what_nothing_else_is_faster_than(number: int) -> None:
+    space = drawn_space(number)
+    space = replace(space, recompute=space.recompute[:1], schedules=space.schedules[:3], max_chunks=2)
+    best, early = search(space, num_rows=1).rows, search(space, num_rows=1, most_s=0)
+    assert len(early.rows) == len(best)
+    if best:
+        found_s = early.rows[0].iteration_s / INDISTINCT
+        assert best[0].iteration_s >= min(found_s, early.unseen_s or found_s) * (1 - 1e-6)
+        assert early.num_simulated == 1
 
 
 @pytest.mark.parametrize("number", [*range(8), *(pytest.param(one, marks=pytest.mark.slow) for one in range(8, 400))])
