@@ -544,6 +544,7 @@ class RankSummary:
     times_grown: Whole = 0  # how often host buffers grew
     keys_bytes: Bytes = 0  # of slices: keys, values and gradients, in addition to all this
     predicted_keys_bytes: Bytes = 0
+    graph_pool_bytes: Bytes | None = None  # of the CUDA graph of an iteration, if one was captured
     verified_iterations: Whole = 0  # in which everything came back as it left, and how much that was
     verified_microbatches: Whole = 0
     verified_storages: Whole = 0
@@ -649,4 +650,5 @@ class Run:
     step_s: Mapping[int, float]  # by iteration, the whole training step with reduction and update
     run_peak_bytes: Mapping[int, int]  # by rank, over all iterations, recorded or not
     notes: tuple[str, ...]  # what is missing
+    graph_pool_bytes: int | None = None  # of the rank whose CUDA graph has most
     verified: Verified | None = None

@@ -172,7 +172,8 @@ def read_run(folder: str | Path) -> Run:
             "writes none"
         )
     peaks = {summary.rank: summary.peak_bytes for summary in summaries}
-    return Run(path, info, ranks, steps, peaks, tuple(notes), _verified(summaries))
+    pools = [summary.graph_pool_bytes for summary in summaries if summary.graph_pool_bytes is not None]
+    return Run(path, info, ranks, steps, peaks, tuple(notes), max(pools, default=None), _verified(summaries))
 
 
 def _verified(summaries: Sequence[form.RankSummary]) -> form.Verified | None:

@@ -78,6 +78,9 @@ class _Graph:
 
     def register_generator_state(self, state: object) -> None: ...
 
+    def pool(self) -> int:
+        return self.number
+
     def replay(self) -> None:
         extension().replay(self.number, torch.accelerator.current_stream().stream_id)
 
@@ -137,6 +140,7 @@ def install() -> None:
         "CUDAGraph": _Graph,
         "graph": _capturing,
         "graph_pool_handle": lambda: (0, 1),
+        "memory_snapshot": lambda graph: [{"total_size": extension().pool_bytes(graph)}],
     }
     cpu_runtime.ARGUMENTS = ARGUMENTS
     cpu_runtime.stand_in(torch.device(TYPE), cuda, {})

@@ -149,7 +149,7 @@ class Driver:
             # Replays run without any of these calls.
             say(
                 "this iteration is captured into a CUDA graph with its transfers. Replays of it are neither checked nor "
-                f"recorded; torch has reserved {torch.cuda.memory_reserved() / 2**30:.2f} GiB"
+                "recorded"
             )
             return
         self._ended(engine, config.timers)
@@ -423,7 +423,7 @@ class Driver:
                 predicted_bytes=kept_peak(engine.schedule, self.rank, self.slicing.kept_memory),
                 memory=self._by_slice(engine, self._meter),
             )
-        return summary_of(
+        summary = summary_of(
             engine,
             self._meter,
             self.rank,
@@ -435,6 +435,7 @@ class Driver:
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
             slices=kept,
         )
+        return replace(summary, graph_pool_bytes=measurements.graph_pool_bytes())
 
     def _by_slice(self, engine: Engine, meter: Meter) -> Memory:
         """Return the memory rule for the slices of the last iteration, which may differ in size."""

@@ -16,6 +16,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from bpipe.record.format import Iteration, Row
 from bpipe.runtime.retention import Share
 from bpipe.schedule.action import TRANSFER, Kind
+from megatron.scheduling.loop.measurements import graph_pool_bytes
 from megatron.scheduling.loop.watermark import Guard
 from megatron.scheduling.placement.pipelines import gathered
 from megatron.scheduling.placement.positions import Positions
@@ -63,14 +64,25 @@ class Writers:
         fractions = [share.fraction for share in shares]
         if fractions:
             own["bpipe-moved-fraction"] = min(fractions)
-        scalars = {
+        self._tell_all(notes.iteration, own, {} if mfu is None else {"bpipe-mfu": mfu})
+
+    def write_replay(self, iteration: int, elapsed_s: float) -> None:
+        """Write what is known of an iteration that is captured into a CUDA graph or replays one, if this is one.
+        Collective as `gathered`."""
+        pool_bytes = graph_pool_bytes()
+        if pool_bytes is not None:
+            self._tell_all(
+                iteration, {"bpipe-graph-pool-bytes": float(pool_bytes)}, {"bpipe-replay-ms": 1e3 * elapsed_s}
+            )
+
+    def _tell_all(self, iteration: int, own: dict[str, float], whole: dict[str, float]) -> None:
+        """Write every stage's scalars and those of the whole world."""
+        stages = {
             f"{name}/stage-{stage}": number
             for stage, numbers in enumerate(gathered(self._positions, own))
             for name, number in numbers.items()
         }
-        if mfu is not None:
-            scalars["bpipe-mfu"] = mfu
-        self._guard.run(lambda: self._tell(scalars, notes.iteration), "the writers")
+        self._guard.run(lambda: self._tell(stages | whole, iteration), "the writers")
 
     def _tell(self, scalars: dict[str, float], iteration: int) -> None:
         board, wandb = get_tensorboard_writer(), get_wandb_writer()

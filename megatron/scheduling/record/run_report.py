@@ -45,10 +45,13 @@ class Monitor:
                 self._driver.tell_nobody()
         logged = self._writers.due(iteration)
         self._driver.note(iteration, logged)
+        begin_s = time.perf_counter()
         result = run()
         recorded = self._driver.recorded
         if logged and recorded is not None:
             self._writers.write(recorded, *self._driver.reached, None)
+        elif logged:
+            self._writers.write_replay(iteration, time.perf_counter() - begin_s)
         return result
 
 
@@ -95,6 +98,8 @@ class Reporter:
                 if self._peak is not None and flops is not None:
                     share = mfu(flops, elapsed_s, dist.get_world_size(), self._peak.flops_per_s)
                 self._writers.write(recorded, *self._driver.reached, share)
+        elif logged:
+            self._writers.write_replay(iteration, elapsed_s)
         return result
 
     def _begin(self, iteration: int, arguments: Mapping[str, Any]) -> RunRecord:

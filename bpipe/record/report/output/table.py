@@ -82,6 +82,9 @@ def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]
     pairs.append(_iterations(measured))
     if info.captured is not None:
         what = f"replays iterations from {info.captured} on, of which losses and seconds are recorded"
+        pool_bytes = measured.run.graph_pool_bytes
+        if pool_bytes is not None:
+            what += f"; its own memory is {bytes_text(pool_bytes)} on the rank with most"
         pairs.append(("CUDA graph", what))
     if on_page:
         pairs = [pair for pair in pairs if pair[0] not in ("run", "host")]
