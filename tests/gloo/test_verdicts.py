@@ -240,7 +240,6 @@ CHANGES = """
 --bpipe-slices 3
 --bpipe-vocabulary 1
 --bpipe-vocabulary 2
---bpipe-vocabulary redistribute
 --bpipe-schedule nothing
 --bpipe --bpipe-placement adjacent
 --bpipe-executor

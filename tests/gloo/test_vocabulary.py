@@ -377,22 +377,6 @@ def test_the_last_rank_no_longer_holds_all_logits(
     assert before["shards"][0] - before["inputs"][0] > 4 * (64 * 131072 * 4) * 3 / 4 * 0.8
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(360)
-def test_fewer_layers_for_the_last_stage_are_a_layout_of_megatrons(run_cases: Callable[..., Outcome]) -> None:
-    """1024 rows take as long as 1.14 layers of this width."""
-    sizes = f"{UNTIED} --num-layers 8 --vocab-size 1023 {batch(4)}"
-    cases = [
-        Case("stock", f"{sizes} --pipeline-model-parallel-layout Et*2|t*2|t*3|tL"),
-        Case("moved", f"{sizes} {SHARDS} redistribute"),
-        Case("balanced", f"{sizes} {SHARDS} redistribute {BPIPE}"),
-    ]
-    outcome = run_cases(4, cases, 300)
-    for ours in ("moved", "balanced"):
-        same(outcome, "stock", ours, 4)
-    assert "so stages have 2, 2, 3, 1: --pipeline-model-parallel-layout Et*2|t*2|t*3|tL" in outcome.logs[0]
-
-
 def launched(tmp_path: Path, case: str, script: Path, flags: str) -> Outcome:
     """By the launcher, with a report."""
     folder = tmp_path / case

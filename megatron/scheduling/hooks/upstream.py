@@ -129,13 +129,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
             pipeline_model_parallel_layout pipeline_model_parallel_size use_distributed_optimizer
             use_mp_args_from_checkpoint_args
         """,
-        "redistribution": """
-            account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-            decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers hidden_size hybrid_layer_pattern
-            make_vocab_size_divisible_by mtp_num_layers num_layers num_layers_per_virtual_pipeline_stage
-            num_virtual_stages_per_pipeline_rank padded_vocab_size pipeline_model_parallel_layout
-            pipeline_model_parallel_size seq_length tensor_model_parallel_size vocab_size
-        """,
         "executor": "barrier_with_L1_time calculate_per_token_loss finalize_model_grads_func timers",
         "transfer_waits": "batch_p2p_sync",
         "grad_sync": "grad_sync_func no_sync_func param_sync_func",

@@ -24,7 +24,7 @@ from bpipe.schedule.families.families import (
 )
 from bpipe.schedule.families.family import TAKEN, Family
 from bpipe.schedule.hosts import HOST, PAIR
-from bpipe.schedule.layout import EVEN, REDISTRIBUTE, Vocabulary
+from bpipe.schedule.layout import EVEN, Vocabulary
 from bpipe.schedule.memory import plain
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
@@ -157,9 +157,7 @@ def _of_family(
 
 
 def vocabulary_of(args: Any) -> Vocabulary:
-    # Fewer layers for the last stage are a layout, which Megatron has by now.
-    whole = args.bpipe_vocabulary in (None, REDISTRIBUTE)
-    return Vocabulary.WHOLE if whole else Vocabulary(args.bpipe_vocabulary)
+    return Vocabulary.WHOLE if args.bpipe_vocabulary is None else Vocabulary(args.bpipe_vocabulary)
 
 
 def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
