@@ -6,6 +6,7 @@ The script's parser then has our flags, and its `pretrain` runs as they say. A s
 before it imports Megatron, and is then launched as usual.
 """
 
+import argparse
 import atexit
 import contextlib
 import runpy
@@ -39,12 +40,6 @@ def prepare() -> None:
         )
 
 
-def require(args: Any, script: str) -> None:
-    """End the program in one line if Megatron's arguments lack what a script of ours reads."""
-    with _or_end():
-        upstream.require(args, script)
-
-
 def refuse_packed_batches(args: Any) -> None:
     """End the program if a pipeline would pass several packed rows at once.
 
@@ -76,6 +71,11 @@ def _or_end() -> Iterator[None]:
         yield
     except (ValueError, upstream.Unfit) as error:
         exits.end(error)
+    except AttributeError as error:
+        # Any other would be a mistake of ours.
+        if not isinstance(error.obj, argparse.Namespace):
+            raise
+        exits.end(upstream.unfit(f"bpipe: its arguments have no {error.name}"))
 
 
 def _parse(

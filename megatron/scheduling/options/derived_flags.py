@@ -29,12 +29,10 @@ def complete(args: Any) -> None:
     """
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
     if getattr(args, "bpipe_vocabulary", None) is not None:
-        upstream.require(args, "derived_flags")
         _file_by_layer(args)
     name = getattr(args, "bpipe_schedule", None)
     if name is None:
         return
-    upstream.require(args, "derived_flags")
     num_pipes = FAMILIES[name].num_pipes if name in FAMILIES else of_file(name).layout.num_pipes
     try:
         pipes.share(args, num_pipes)

@@ -30,7 +30,6 @@ from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
-from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.budgets import first_plan
 from megatron.scheduling.options.derived_flags import of_file
 from megatron.scheduling.options.sizes import Sizes
@@ -101,7 +100,6 @@ def first_schedule(args: Any) -> Schedule:
 
 
 def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
-    upstream.require(args, "schedule_choice")
     name = args.bpipe_schedule or default_family(args.virtual_pipeline_model_parallel_size or 1, _combines(args))
     bounds, hosts, balance = args.bpipe_bound, args.bpipe_hosts, None
     if args.bpipe:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.scheduling.hooks import upstream
 from megatron.scheduling.start import startup
 
 # Flags that Megatron requires and a stage does not depend on; the user's come later, and win.
@@ -46,7 +45,6 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
     args.bpipe_placement = "none"
     args.world_size = ranks_of_a_stage(args) * args.pipeline_model_parallel_size
     arguments.validate_args(args, {})
-    upstream.require(args, "one_stage")
     if args.padded_vocab_size is None:
         if args.vocab_size is None:
             raise ValueError("the size of the output layer is not known: give --vocab-size")

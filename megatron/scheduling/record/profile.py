@@ -69,7 +69,6 @@ def _parse(flags: Sequence[str]) -> Any:
 
 def _one_stage_only(args: Any) -> None:
     """Build one stage of the timed layers between two others, however the training is split."""
-    upstream.require(args, "profile")
     args.pipeline_model_parallel_size, args.num_layers = _NUM_STAGES, _NUM_STAGES * args.profile_layers
     args.global_batch_size = None
     for name in """

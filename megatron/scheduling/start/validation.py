@@ -177,8 +177,6 @@ class _Launch:
         derived_flags.complete(args)
         with self._refusing():
             arguments.validate_args(args, {})
-        # Some are made there.
-        upstream.require(args, "validation")
         for check, *names in _CHECKS:
             with self._refusing(*names):
                 check(args)

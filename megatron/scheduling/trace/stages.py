@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bpipe.runtime import capture
 from bpipe.runtime.graph import hiding
-from megatron.scheduling.hooks import upstream
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup
 from megatron.scheduling.trace import stand_in
@@ -94,7 +93,6 @@ def _refusing() -> Iterator[None]:
 
 def _fit(args: Any) -> None:
     """Change what does not affect the model, and refuse what cannot be traced."""
-    upstream.require(args, "stages")
     for flag, value, reason in _problems(args):
         if value:
             raise ValueError(f"{flag} {value}: {reason}: use `bpipe simulate`, whose formulas cover it")

@@ -46,11 +46,20 @@ TWO_PIPES = {
 }
 
 
+# What Megatron's parser leaves unset.
+UNSET = """
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers dist_ckpt_optim_fully_reshardable num_layers
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank overlap_p2p_comm
+    pipeline_model_parallel_layout use_distributed_optimizer use_mp_args_from_checkpoint_args
+""".split()
+
+
 def args(**more: Any) -> SimpleNamespace:
     """Megatron's, of 4 ranks with one stage each, and 8 micro-batches of 2 on 3 replicas."""
     return SimpleNamespace(
         **{
-            **dict.fromkeys(upstream.REQUIRED["derived_flags"]),
+            **dict.fromkeys(UNSET),
             **vars(add_arguments(argparse.ArgumentParser()).parse_args([])),
             "padded_vocab_size": 1024,
             "seq_length": 64,
@@ -340,10 +349,8 @@ ALLOWED: list[dict[str, Any]] = [
 
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves."""
-    names = dict.fromkeys(upstream.REQUIRED["derived_flags"])
-    return SimpleNamespace(
-        **{**names, "pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False, **more}
-    )
+    sizes = {"pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False}
+    return SimpleNamespace(**{**dict.fromkeys(UNSET), **sizes, **more})
 
 
 def test_a_pattern_of_layers_says_the_stages_itself() -> None:
@@ -370,7 +377,7 @@ def of_two_pipes(**more: Any) -> SimpleNamespace:
         "micro_batch_size": 2,
         "global_batch_size": 16,
     }
-    return parsed(**{**dict.fromkeys(upstream.REQUIRED["pipes"]), **sizes, "pipeline_model_parallel_size": 4, **more})
+    return parsed(**{**sizes, "use_tp_pp_dp_mapping": False, **more})
 
 
 @pytest.mark.parametrize(
