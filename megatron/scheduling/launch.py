@@ -21,13 +21,13 @@ from megatron.scheduling.start import exits, startup
 
 
 def prepare() -> None:
-    """Prepare this process: the CPU stand-in if there is no GPU, our flags, and the hook of `pretrain`.
+    """Prepare this process: the CPU stand-in if there is no GPU, repairs, our flags, and the hook of `pretrain`.
 
-    Call before importing Megatron. Repairs follow when the arguments are parsed, because a flag disables them.
+    Call before importing Megatron.
     """
     with _or_end():
         extras.require("megatron", "training")
-    startup.prepare(repairing=False)
+    startup.prepare()
     from megatron.scheduling.hooks import patches
 
     with _or_end():
@@ -92,8 +92,6 @@ def _parse(
     startup.complete_arguments()
     args = parse_args(provider, ignore_unknown_args)
     with _or_end():
-        # A YAML configuration replaces the command line with our flags; it is refused later.
-        startup.leave_unrepaired() if getattr(args, "bpipe_no_repairs", False) else startup.repair()
         startup.share_gpus(args)
     return args
 
