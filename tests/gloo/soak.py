@@ -46,7 +46,6 @@ from bpipe.transport.distributed import Distributed
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.memory import TensorRegion
 from tests.support.alone import Alone
-from tests.unit.runtime.slices import Attend, SlicedStages, new_keys
 
 CPU = torch.device("cpu")
 WIDTH = 256
@@ -62,16 +61,12 @@ class Scenario:
     """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so.
 
     `fault` is (rank, moment, signal): what that process does to itself, in the second iteration of the first program
-    unless the moment is "start". With `bounds` any rank with room hosts for any other. With `slices` each micro-batch is
-    cut, `microbatches` and rows are those of slices, and stages are of attention, to the keys of the slices before.
+    unless the moment is "start". With `bounds` any rank with room hosts for any other.
     """
 
     name: str
     transport: str
     ranks: int = 4
-    schedule: str = "1f1b"
-    chunks: int = 1
-    group: int | None = None
     seconds: float = 4.0
     microbatches: int = 0
     timeout_s: float = 60.0
@@ -79,7 +74,6 @@ class Scenario:
     fault: tuple[int, str, str] | None = None
     differing: bool = False
     bounds: tuple[int, ...] | None = None
-    slices: int = 1
 
 
 @dataclass
@@ -92,8 +86,6 @@ class Record:
     transfers: int = 0
     different: list[str] = field(default_factory=list)
     outlived: int = 0
-    # Bytes of keys and values, and of their gradients, that were there behind an iteration.
-    kept: int = 0
     stayed: int = 0
     grown: int = 0
     descriptors: list[int] = field(default_factory=list)
@@ -113,20 +105,8 @@ class Rank:
         self.record = Record()
         self.chance = random.Random(rank)
         torch.manual_seed(rank)
-        self.plans = [
-            build(
-                ScheduleConfig(
-                    scenario.schedule,
-                    scenario.ranks,
-                    m,
-                    num_chunks=scenario.chunks,
-                    balance=how_of(scenario),
-                    group_size=scenario.group,
-                    slices=scenario.slices,
-                )
-            )
-            for m, _ in PROGRAMS
-        ]
+        balance = how_of(scenario)
+        self.plans = [build(ScheduleConfig("1f1b", scenario.ranks, m, balance=balance)) for m, _ in PROGRAMS]
         # Stages differ, so what leaves a stage is not what its host would have saved itself.
         stages = self.plans[0].layout.stages_of(rank)
         self.weights = {stage: torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * stage) / 16) for stage in stages}
@@ -197,7 +177,7 @@ class Rank:
         """One iteration's gradients; without an engine nothing moves and no neighbour is asked."""
         for weight in self.weights.values():
             weight.grad = None
-        plan, program = self.plans[number], number
+        plan = self.plans[number]
 
         def part(stage: int, microbatch: int, *tokens: torch.Tensor) -> torch.Tensor:
             generator = torch.Generator().manual_seed(1000 * self.iterations + microbatch)
@@ -208,24 +188,9 @@ class Rank:
             # What comes from the stage before only has to come: the gradient is the same without it.
             return (output * (0.5 + microbatch)).sum() + sum(token.sum() for token in tokens)
 
-        def attending(stage: int, number: int, *tokens: torch.Tensor) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(1000 * self.iterations + number)
-            received = torch.randn(self.rows(program, number), WIDTH, generator=generator)
-            hidden = torch.nn.functional.gelu(received.requires_grad_() @ self.weights[stage])
-            joined, values = keys.join(layers[stage], hidden.sin(), hidden.cos())
-            alive.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (received, hidden, joined, values))
-            output = Attend.apply(hidden, joined, values, keys.mask(CPU)[0, 0])
-            return (output * (0.5 + number)).square().sum() + sum(token.sum() for token in tokens)
-
         messages: Messages = Edges(self.rank, self.edges, CPU) if engine else Alone(lambda message: (torch.ones(()),))
         stages = TorchStages({stage: functools.partial(part, stage) for stage in self.weights})
-        if self.scenario.slices > 1:
-            keys = new_keys(self.rows(number, 0), self.scenario.slices)
-            layers = {stage: torch.nn.Identity() for stage in self.weights}
-            stages = SlicedStages({stage: functools.partial(attending, stage) for stage in self.weights}, keys)
         Executor(plan, self.rank, stages, messages).run(Watched(self, engine) if engine else None)
-        if self.scenario.slices > 1:
-            self.record.kept += keys.nbytes
         found = [weight.grad for weight in self.weights.values()]
         assert all(gradient is not None for gradient in found)
         return found  # type: ignore[return-value]
@@ -268,10 +233,7 @@ class Rank:
         Edges.send = asked(send, "sending")  # type: ignore[method-assign]
 
     def look(self) -> None:
-        """Note what this process holds now, without what waits for Python's collector or is kept free by the allocator.
-
-        An executor an iteration is a cycle, and holds a mask: of slices both together grew by 30 MiB.
-        """
+        """Note what this process holds now, without what waits for Python's collector or is kept free by the allocator."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.record.descriptors.append(len(os.listdir("/proc/self/fd")))
