@@ -174,20 +174,10 @@ def damage(folder: Path) -> None:
             shutil.rmtree(folder.rename(folder.with_name(f"taken_from_{rank}")))
 
 
-@contextlib.contextmanager
-def wrong_shards(folder: Path, case: str) -> Iterator[None]:
-    """Shards of the vocabulary go wrong as the case's name says. Not undone: it is the last case of its process."""
-    from tests.gloo.wrong_shards import WRONG
-
-    WRONG[case.partition("_")[2]]()
-    yield
-
-
 STAND_INS: dict[str, Callable[[Path, str], AbstractContextManager[None]]] = {
     "births": births,
     "fused": fused,
     "later": later,
     "offloading": offloading_without_a_gpu,
     "lost_report": lost_report,
-    "wrong_shards": wrong_shards,
 }

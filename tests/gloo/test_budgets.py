@@ -19,7 +19,7 @@ import pytest
 from bpipe.plan.budget import Devices, OverBudget, smallest_bytes, within
 from bpipe.plan.fit import budget_text
 from tests.gloo.compare import devices_of, same
-from tests.gloo.conftest import Case, Outcome, asked_for
+from tests.gloo.conftest import Case, Outcome
 from tests.gloo.flags import BPIPE, INPUT_BYTES, INTERLEAVED, REPORT
 
 pytestmark = pytest.mark.timeout(300)
@@ -152,37 +152,3 @@ def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(fou
 def hosted(log: str) -> list[int]:
     """The numbers of micro-batches that the lines of a plan say are hosted."""
     return [int(count) for count in re.findall(r"hosts (\d+) of its", log)]
-
-
-GRID = 6
-
-
-@pytest.fixture(scope="module")
-def grid(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
-    """What the tests of this request compare."""
-    wanted = sorted(asked_for(request, "shape", "prefix"))
-    cases = [Case(shape, SHAPES[shape]) for shape in sorted({shape for shape, _ in wanted})]
-    for shape, prefix in wanted:
-        for number, budget in enumerate(budgets(shape, GRID)):
-            cases.append(
-                case(f"{shape}_{prefix}{number}", shape, f"{prefix and 'auto:'}{budget}", "--bpipe-transport peer")
-            )
-    return run_cases(4, cases, timeout_s=1500)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1560)
-@pytest.mark.parametrize("prefix", ["", "auto"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_budget_is_kept_from_nothing_leaves_to_the_smallest(grid: Outcome, shape: str, prefix: str) -> None:
-    """The smallest by prediction; what is measured leaves out what comes and goes, so with `auto` less may have to
-    leave."""
-    sent = []
-    for number, budget in enumerate(budgets(shape, GRID)):
-        name = f"{shape}_{prefix}{number}"
-        same(grid, shape, name, 4)
-        check_kept(grid, name, budget)
-        sent.append(sum(evictions(grid, name)))
-    assert sent == sorted(sent)
-    assert sent[0] == 0
-    assert sent[-1] > 0 or prefix
