@@ -320,27 +320,3 @@ def test_several_ranks_agree_with_one_in_every_bit(
     )
     assert losses == alone_losses
     assert len(set(losses)) == 5
-
-
-@pytest.fixture(scope="module")
-def eight(run_cases: Callable[..., Outcome]) -> Outcome:
-    cases = {
-        "stock": "",
-        "sliced": SLICES,
-        "balanced": f"{SLICES} {BPIPE}",
-        "all_forwards_first": f"{SLICES} --bpipe-schedule gpipe",
-    }
-    # Of 4 micro-batches rounding grows to twice what is allowed by the third iteration; the first is equal to the bit.
-    batch = f"{BATCH} --global-batch-size 16"
-    return run_cases(8, [Case(name, f"{batch} {LLAMA} {more}") for name, more in cases.items()], 900)
-
-
-@pytest.mark.slow
-def test_eight_stages_train_slices_as_stock_trains_the_whole(eight: Outcome) -> None:
-    close(eight, "stock", "sliced")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["balanced", "all_forwards_first"])
-def test_eight_stages_agree_in_every_bit(eight: Outcome, name: str) -> None:
-    same(eight, "sliced", name, 8)

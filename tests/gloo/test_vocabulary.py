@@ -127,15 +127,6 @@ WIDE_ROWS: dict[str, tuple[str, str]] = {
     "context": (f"{UNTIED} {CONTEXT}", "one two interlaced input"),
     "tied_context": (CONTEXT, "one two input"),
 }
-# Other numbers of stages, and of micro-batches: from one to four for each.
-SIZES = {2: (1, 3, 8), 8: (1, 9, 32)}
-# What a rank holds follows from how many stages come after its own.
-HELD: dict[str, Callable[[int], int]] = {
-    "one": lambda later: later + 3,
-    "two": lambda later: later + 2,
-    "interlaced": lambda later: math.ceil(1.5 * (later + 1)),
-    "input": lambda later: later + 3,
-}
 # Which balanced run is compared with which, and by how many micro-batches it may hold more than without shards.
 BALANCED = {"balanced": ("one", 2), "two_balanced": ("two", 1), "input_balanced": ("input", 2)}
 # Every algorithm, one of them balanced, one weight of both layers, and the embedding in shards, too.
@@ -153,17 +144,8 @@ def rows_of(table: dict[str, tuple[str, str]], common: str, world: int = 4) -> d
     return rows
 
 
-def sized_rows(stages: int) -> dict[str, Row]:
-    table = {
-        f"p{stages}_m{m}": (f"{batch(m)} {UNTIED if m % 2 else ''}", " ".join((*HELD, *BALANCED)))
-        for m in SIZES[stages]
-    }
-    return rows_of(table, "", stages)
-
-
 BY_NAME = rows_of(ROWS, batch(8))
 WIDE = rows_of(WIDE_ROWS, f"{TWO_STAGES} {batch(8)}")
-SIZED = {name: row for stages in SIZES for name, row in sized_rows(stages).items()}
 
 
 def tolerance_of(row: Row) -> Tolerance:
@@ -315,27 +297,6 @@ def test_interlaced_holds_half_as_much_again_as_1f1b(trained: Trained, row: Row,
     outcome = trained(row)
     assert [report["peak_microbatches"] for report in outcome.reports(row.ours.name)] == held
     as_predicted(outcome, row.ours.name, 4, moves=False)
-
-
-@pytest.mark.parametrize("row", parameters(SIZED.values()))
-def test_any_number_of_stages_and_micro_batches(trained: Trained, row: Row) -> None:
-    """As near stock as four stages are, and each rank holds what it says it will.
-
-    Balanced within (p + 3) // 2 micro-batches and as many as there are barriers; with two stages nothing moves.
-    """
-    outcome, case, p = trained(row), row.ours.name, row.world
-    feature, _, ours = row.name.partition("-")
-    m = int(feature.partition("_m")[2])
-    moves = ours in BALANCED and p > 2 and m > p
-    as_predicted(outcome, case, p, moves)
-    peaks = [report["peak_microbatches"] for report in outcome.reports(case)]
-    if ours in BALANCED:
-        plain, more = BALANCED[ours]
-        same(outcome, f"{feature}-{plain}", case, p)
-        assert max(peaks) <= (p + 3) // 2 + more
-    else:
-        as_stock(outcome, row.stock.name, case, FP32, stages=p)
-        assert peaks == [min(m, HELD[ours](p - 1 - rank)) for rank in range(p)]
 
 
 @pytest.mark.parametrize("row", parameters((BY_NAME["tied-one"], WIDE["tied_data-one"], WIDE["tied_distributed-one"])))
