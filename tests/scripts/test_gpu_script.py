@@ -156,13 +156,6 @@ def test_every_case_is_a_step(check: ModuleType) -> None:
     assert check.CASES.keys() == {case for name, step in check.STEPS.items() for _, case in step.runs(name)}
 
 
-def test_the_list(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*check.STEPS]
-    assert check.main(["--list", "--only", "overhead,peer"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["overhead", "peer"]
-
-
 def test_what_a_shell_has_set_for_trainings_does_not_reach_a_case(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, instead: Callable[[str], None]
 ) -> None:
@@ -236,12 +229,6 @@ def test_a_wrong_step_is_the_exit_status(
     printed = capsys.readouterr().out
     assert "RuntimeError: broken" in printed
     assert re.search(r"versions +measured", printed), "the other step still runs"
-
-
-def test_an_unknown_step_is_refused(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        check.main(["--only", "versions,warmth"])
-    assert "unknown step warmth: choose from versions, twice" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(
