@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.cli import main
 from bpipe.plan.budget import Devices, OverBudget, smallest_bytes, within
 from bpipe.plan.fit import budget_text
 from tests.gloo.compare import devices_of, same
@@ -138,7 +139,9 @@ def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) 
     assert 0 < sum(evictions(four, "auto_all")) < sum(hosted(first))
 
 
-def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(four: Outcome) -> None:
+def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(
+    four: Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By one whose links are slow. Its load comes as early as there is room anyway, so nothing is issued earlier."""
     same(four, "chunks", "auto_in_time", 4)
     first, learned = four.said("auto_in_time").split("changing the plan:")
@@ -147,6 +150,9 @@ def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(fou
     assert f"{waits}: waits in an iteration rank 0 " in learned
     check_kept(four, "auto_in_time", budgets("chunks", 3)[1])
     assert sum(evictions(four, "auto_in_time")) > 0
+    # The report makes the schedule anew that ran, by what the record says of it.
+    assert main(["report", four.report_folder("auto_in_time")]) == 0
+    assert "differ" not in capsys.readouterr().err
 
 
 def hosted(log: str) -> list[int]:
