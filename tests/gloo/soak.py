@@ -1,4 +1,4 @@
-"""Ranks without Megatron that move activations for a long time, or until one of them breaks.
+"""Ranks without Megatron that move activations for a long time.
 
 In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its
 program over small real graphs, computes every gradient a second time without an engine, and rests now and then. Several
@@ -19,11 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +40,7 @@ from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import num_transfers
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import connect_all
-from bpipe.transport.distributed import Distributed
 from bpipe.transport.edges import Edges, connect_edges
-from bpipe.transport.memory import TensorRegion
 from tests.support.alone import Alone
 
 CPU = torch.device("cpu")
@@ -52,6 +48,7 @@ WIDTH = 256
 # Programs that take turns: as many micro-batches, and rows of each. Both change what a host buffer has to hold.
 PROGRAMS = ((8, 64), (4, 96), (6, 32))
 ITERATIONS_A_TURN = 2
+TIMEOUT_S = 60.0
 # The first of them connects and fills pools, so nothing can be said of fewer.
 TURNS = 3
 
@@ -60,8 +57,7 @@ TURNS = 3
 class Scenario:
     """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so.
 
-    `fault` is (rank, moment, signal): what that process does to itself, in the second iteration of the first program
-    unless the moment is "start". With `bounds` any rank with room hosts for any other.
+    With `bounds` any rank with room hosts for any other.
     """
 
     name: str
@@ -69,9 +65,7 @@ class Scenario:
     ranks: int = 4
     seconds: float = 4.0
     microbatches: int = 0
-    timeout_s: float = 60.0
     limit_s: float = 120.0
-    fault: tuple[int, str, str] | None = None
     differing: bool = False
     bounds: tuple[int, ...] | None = None
 
@@ -111,15 +105,15 @@ class Rank:
         stages = self.plans[0].layout.stages_of(rank)
         self.weights = {stage: torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * stage) / 16) for stage in stages}
         pairs = {(min(link), max(link)) for plan in self.plans for link in links_of(plan)}
-        self.connections, links = connect_all(sorted(pairs), scenario.transport, scenario.timeout_s, copying_on(CPU))
+        self.connections, links = connect_all(sorted(pairs), scenario.transport, TIMEOUT_S, copying_on(CPU))
         self.record.transport = next((link.transport for link in links if rank in link.ranks), None)
         self.record.groups = len(distributed_c10d._world.pg_map)
-        self.edges = connect_edges(neighbours(self.plans[0]), "gloo", scenario.timeout_s, CPU)
+        self.edges = connect_edges(neighbours(self.plans[0]), "gloo", TIMEOUT_S, CPU)
         differing = scenario.differing
         config = EngineConfig(
             f"rank {rank}",
             CPU,
-            TransferConfig(minimum_bytes=1024, timeout_s=scenario.timeout_s, poison=True, differing=differing),
+            TransferConfig(minimum_bytes=1024, timeout_s=TIMEOUT_S, poison=True, differing=differing),
         )
         self.engines = []
         for plan in self.plans:
@@ -150,7 +144,6 @@ class Rank:
     def iteration(self, number: int) -> None:
         plan = self.plans[number]
         alive: list[StorageWeakRef] = []
-        self.moment("start" if not self.iterations else "between")
         found = self.gradients(number, self.running, alive)
         self.record.outlived += sum(not reference.expired() for reference in alive)
         if not all(map(torch.equal, found, self.gradients(number, None, []))):
@@ -199,39 +192,6 @@ class Rank:
         if self.chance.random() < 0.2:
             time.sleep(self.chance.random() / 300)
 
-    def moment(self, name: str) -> None:
-        """Break here, if it is this rank's fault and moment."""
-        fault = self.scenario.fault
-        if fault is not None and fault[:2] == (self.rank, name) and (name == "start" or self.iterations == 1):
-            os.kill(os.getpid(), signal.Signals[fault[2]])
-
-    def break_copies(self) -> None:
-        """For the moment "copying": break in the middle of a transfer, in the thread that copies or right after it was
-        asked for.
-
-        For the moment "sending": right after a message was sent.
-        """
-        write, put, host, send = TensorRegion.write, Distributed.put, Distributed.host, Edges.send
-
-        def half_written(region: TensorRegion, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-            for offset, source in pieces:
-                half = source.numel() // 2
-                write(region, [(offset, source[:half])])
-                self.moment("copying")
-                write(region, [(offset + half, source[half:])])
-
-        def asked(transfer: Any, moment: str) -> Any:
-            def then_break(*arguments: Any) -> Any:
-                pending = transfer(*arguments)
-                self.moment(moment)
-                return pending
-
-            return then_break
-
-        TensorRegion.write = half_written  # type: ignore[method-assign]
-        Distributed.put, Distributed.host = asked(put, "copying"), asked(host, "copying")  # type: ignore[method-assign]
-        Edges.send = asked(send, "sending")  # type: ignore[method-assign]
-
     def look(self) -> None:
         """Note what this process holds now, without what waits for Python's collector or is kept free by the allocator."""
         gc.collect()
@@ -244,34 +204,27 @@ class Rank:
 
 
 class Watched:
-    """An engine's calls; the rank rests before some computations, and may break behind one."""
+    """An engine's calls; the rank rests before some computations."""
 
     def __init__(self, rank: Rank, engine: Engine) -> None:
         self.rank, self.engine = rank, engine
-        self.begin, self.sent, self.communicated, self.end = engine.begin, engine.sent, engine.communicated, engine.end
+        self.begin, self.after, self.end = engine.begin, engine.after, engine.end
+        self.sent, self.communicated = engine.sent, engine.communicated
 
     def before(self, op: Action) -> None:
         self.engine.before(op)
         self.rank.rest()
-
-    def after(
-        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
-    ) -> None:
-        self.engine.after(op, outputs, inputs)
-        self.rank.moment(str(op))
 
 
 def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
     """The life of one process; its exit code. Errors go to its log, with the engine's word on where it was."""
     torch.set_num_threads(1)
     try:
-        timeout = timedelta(seconds=scenario.timeout_s)
+        timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.ranks, timeout=timeout
         )
         this = Rank(scenario, rank)
-        if scenario.fault is not None:
-            this.break_copies()
         try:
             this.run()
         except Exception as error:
@@ -287,12 +240,8 @@ def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
     return 0
 
 
-def is_stopped(child: int) -> bool:
-    return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
-    """Fork the ranks, wait for them, and end what is left: exit codes (None for what had to be ended) and seconds."""
+def run(scenario: Scenario, folder: Path) -> list[int | None]:
+    """Fork the ranks, wait for them, and end what is left: exit codes, None for what had to be ended."""
     folder.mkdir()
     begin = time.monotonic()
     children = {}
@@ -308,20 +257,17 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
             os._exit(code)
         children[child] = rank
     codes: list[int | None] = [None] * scenario.ranks
-    # Of one that is to stop and never came to it, as an acceptor that copies nothing, the end is waited for, too: it was
-    # killed where the others ended first.
-    while not all(map(is_stopped, children)) and time.monotonic() < begin + scenario.limit_s:
+    while children and time.monotonic() < begin + scenario.limit_s:
         for child, rank in list(children.items()):
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 codes[rank] = os.waitstatus_to_exitcode(status)
                 del children[child]
         time.sleep(0.02)
-    seconds = time.monotonic() - begin
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return {"codes": codes, "seconds": seconds}
+    return codes
 
 
 def main() -> None:
@@ -329,9 +275,9 @@ def main() -> None:
     # Only the loopback: there is nobody else.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for described in json.loads(Path(sys.argv[1]).read_text()):
-        scenario = Scenario(**{**described, "fault": tuple(described["fault"]) if described["fault"] else None})
-        outcome = run(scenario, folder / scenario.name)
-        (folder / scenario.name / "outcome.json").write_text(json.dumps(outcome))
+        scenario = Scenario(**described)
+        codes = run(scenario, folder / scenario.name)
+        (folder / scenario.name / "codes.json").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":
