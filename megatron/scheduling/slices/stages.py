@@ -86,9 +86,11 @@ class SlicedStages(ChunkStages):
         """Join the reports of a micro-batch's slices."""
         before = len(call.losses)
         yield
-        self._reports += call.losses[before:]
+        reported = call.losses[before:]
         del call.losses[before:]
-        if self._reports and self._is_last(now):
+        self._reports += reported
+        # With shards a later slice's forward, which reports nothing, is between the reports of a micro-batch.
+        if reported and self._is_last(now):
             call.losses.append(joined(self._reports))
             self._reports = []
 
