@@ -197,7 +197,6 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 def main() -> None:
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    launch.require(args, "pretrain_gpt")
     launch.refuse_packed_batches(args)
     if args.sft:
         # Conversations come without masks, and Megatron switches these off for documents apart only.

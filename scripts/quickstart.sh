@@ -76,8 +76,9 @@ fi
 
 # --- The data ---------------------------------------------------------------------------------------------------------------------------
 
-"$PYTHON" scripts/data/make_corpus.py --output "$CORPUS"
-if [[ ! -f "$DATA.bin" || ! "$DATA.idx" -nt "$CORPUS" || scripts/data/preprocess_data.py -nt "$DATA.idx" ]]; then
+# The index is published last.
+if [[ ! -f "$DATA.idx" || scripts/data/make_corpus.py -nt "$DATA.idx" || scripts/data/preprocess_data.py -nt "$DATA.idx" ]]; then
+    "$PYTHON" scripts/data/make_corpus.py --output "$CORPUS"
     # Megatron finds its cached indices by the data's name, not by its content.
     rm -rf "$RUNS/data/cache"
     LABEL="tokenizing the text" run_logged "$RUNS/preprocess.log" '^(/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \

@@ -11,7 +11,6 @@ from bpipe.config.features.queries import by_state, features_of, settings_of
 from bpipe.config.features.table import PLACED, SHARDED, SLICED
 from bpipe.plan.space import is_in_order
 from bpipe.schedule.families.families import FAMILIES, default_family
-from bpipe.schedule.layout import REDISTRIBUTE
 from bpipe.schedule.program import Exchange
 
 # What was trained by stock Megatron and with this project, bit by bit: tests/gloo has the proof.
@@ -74,7 +73,7 @@ def states_of_launch(flags: Sequence[str]) -> list[Feature]:
     ours = any(flag.startswith("--bpipe") for flag in flags)
     balance = bool(settings.bpipe) or not ours
     slices = _whole(settings.bpipe_slices)
-    sharded = settings.bpipe_vocabulary not in (None, REDISTRIBUTE)
+    sharded = settings.bpipe_vocabulary is not None
     placed, own = _loop_of(settings)
     features = [
         *features_of(settings, balance, own or sharded or slices > 1 or bool(settings.bpipe_executor)),

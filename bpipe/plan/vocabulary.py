@@ -19,8 +19,10 @@ from bpipe.plan.shards import stands_still, with_shards
 from bpipe.predict.layer_counts import redistribute_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile
-from bpipe.schedule.layout import REDISTRIBUTE, TRAINED_SHARDS
+from bpipe.schedule.layout import TRAINED_SHARDS
 
+# Fewer layers for the last stage.
+REDISTRIBUTE = "redistribute"
 # Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
 HURTS = 1.05
 
@@ -33,7 +35,7 @@ class Burden:
     load: float
     """Computing of the last stage's rank as a multiple of the others' mean."""
     remedies: dict[str, SetupPrediction]
-    """Predictions with each remedy, as `--bpipe-vocabulary` calls them."""
+    """Predictions by remedy: `REDISTRIBUTE`, or shards as `--bpipe-vocabulary` calls them."""
 
     @property
     def best(self) -> str:

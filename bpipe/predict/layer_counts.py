@@ -40,18 +40,3 @@ def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: floa
     )
     share, rest = divmod(num_layers - last, others)
     return (*(share,) * (others - rest), *(share + 1,) * rest, last)
-
-
-def padded_vocabulary(vocabulary: int, divisible_by: int, tensor: int) -> int:
-    """Return the vocabulary size as Megatron pads it (`--make-vocab-size-divisible-by`)."""
-    multiple = divisible_by * tensor
-    return -(-vocabulary // multiple) * multiple
-
-
-def output_in_layers(vocabulary: int, hidden_size: int, sequence: int) -> float:
-    """Return how many layers take as long as the output layer: 24 h^2 + 4 s h and 2 V h FLOPs per token.
-
-    For a layer of GPT, whose MLP is 4 h wide (Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary
-    Parallelism").
-    """
-    return 2 * vocabulary / (24 * hidden_size + 4 * sequence)

@@ -34,8 +34,6 @@ class Vocabulary(enum.Enum):
 
 # How the trainer can split the output layer.
 TRAINED_SHARDS = tuple(one.value for one in Vocabulary if one is not Vocabulary.WHOLE)
-# The trainer's name for giving the last stage fewer layers instead.
-REDISTRIBUTE = "redistribute"
 
 # Lengths of slices: equal, of equal FLOPs, or the tokens of each.
 EVEN, WORK = "even", "work"

@@ -6,6 +6,7 @@ The script's parser then has our flags, and its `pretrain` runs as they say. A s
 before it imports Megatron, and is then launched as usual.
 """
 
+import argparse
 import atexit
 import contextlib
 import runpy
@@ -20,13 +21,13 @@ from megatron.scheduling.start import exits, startup
 
 
 def prepare() -> None:
-    """Prepare this process: the CPU stand-in if there is no GPU, our flags, and the hook of `pretrain`.
+    """Prepare this process: the CPU stand-in if there is no GPU, repairs, our flags, and the hook of `pretrain`.
 
-    Call before importing Megatron. Repairs follow when the arguments are parsed, because a flag disables them.
+    Call before importing Megatron.
     """
     with _or_end():
         extras.require("megatron", "training")
-    startup.prepare(repairing=False)
+    startup.prepare()
     from megatron.scheduling.hooks import patches
 
     with _or_end():
@@ -37,12 +38,6 @@ def prepare() -> None:
                 patches.PRETRAIN: patches.by_name(_pretrain),
             }
         )
-
-
-def require(args: Any, script: str) -> None:
-    """End the program in one line if Megatron's arguments lack what a script of ours reads."""
-    with _or_end():
-        upstream.require(args, script)
 
 
 def refuse_packed_batches(args: Any) -> None:
@@ -76,6 +71,11 @@ def _or_end() -> Iterator[None]:
         yield
     except (ValueError, upstream.Unfit) as error:
         exits.end(error)
+    except AttributeError as error:
+        # Any other would be a mistake of ours.
+        if not isinstance(error.obj, argparse.Namespace):
+            raise
+        exits.end(upstream.unfit(f"bpipe: its arguments have no {error.name}"))
 
 
 def _parse(
@@ -92,8 +92,6 @@ def _parse(
     startup.complete_arguments()
     args = parse_args(provider, ignore_unknown_args)
     with _or_end():
-        # A YAML configuration replaces the command line with our flags; it is refused later.
-        startup.leave_unrepaired() if getattr(args, "bpipe_no_repairs", False) else startup.repair()
         startup.share_gpus(args)
     return args
 

@@ -1,9 +1,9 @@
-"""Measure co-execution: steps of one network plainly, next to Python ("beside"), and lazily, taking turns.
+"""Measure co-execution: steps of one network plainly and next to Python (`terra.Session`), taking turns.
 
-Prints a table, and with --json writes it: for each kind and share of Python's work in a step, as a part of the plain
-step's time without any, how many times as fast as plainly a step is co-executed, and lazily, within a round (medians
-and quartiles). Work is done between a step's layers: "text" counts words and writes lines, as tokenizers and logs do,
-and keeps the interpreter's lock; "unpacking" decompresses, as reading data does, and releases it.
+Prints a table: for each kind and share of Python's work in a step, as a part of the plain step's time without any, how
+many times as fast as plainly a step is co-executed within a round (medians and quartiles). Work is done between a step's
+layers: "text" counts words and writes lines, as tokenizers and logs do, and keeps the interpreter's lock; "unpacking"
+decompresses, as reading data does, and releases it.
 
 It measures wall clock, so the machine must have a free core for each side; torch gets one thread. On cores that others
 use, two threads get more of them than one: the plain side's share of a core is printed, and should be near 1. Losses
@@ -14,25 +14,22 @@ them. It cannot show anything of a GPU, whose queue runs next to Python by itsel
 import argparse
 import contextlib
 import itertools
-import json
 import os
-import platform
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
 import terra
+from bench.turns import quotients, spread
 
 SHARES = (0.5, 1.0)
-# The runner of each way.
-WAYS = {"beside": "threaded", "lazily": "lazy"}
 # Steps until everything is made: warm-up, traces, and the first co-executed step, which compiles the blocks.
 FIRST = 5
 _WORDS = "a step of the training has come to its end and this is what it lost".split()
@@ -79,7 +76,7 @@ def training(width: int, layers: int, batch: int) -> Callable[[Work, int], torch
     return step
 
 
-class Way:
+class Side:
     """One way to run steps; `session` is None for the plain one."""
 
     def __init__(self, options: argparse.Namespace, session: terra.Session | None) -> None:
@@ -100,54 +97,22 @@ class Way:
         return took_s / steps
 
 
-def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
-    """Return the rows, and the plain side's share of a core."""
-    with contextlib.ExitStack() as stack:
-        sessions = {
-            name: stack.enter_context(contextlib.closing(terra.Session(runner)))  # type: ignore[arg-type]
-            for name, runner in WAYS.items()
-        }
-        plain = Way(options, None)
-        beside = {name: Way(options, session) for name, session in sessions.items()}
-        for way in (plain, *beside.values()):
-            way.run(FIRST)
-        step_s = min(plain.run(options.steps) for _ in range(3))
-        for way in beside.values():
-            way.run(3 * options.steps)
-        kinds = ((text, 0.0), *itertools.product(WORKS, SHARES))
-        rows = [_row(options, plain, beside, work, share, step_s) for work, share in kinds]
-        for way in beside.values():
-            losses = zip(plain.losses, way.losses, strict=True)
-            assert all(torch.equal(*pair) for pair in losses), "losses differ"
-        assert all(session.fallbacks == 0 for session in sessions.values())
-    return rows, plain.processor_s / plain.wall_s
-
-
-def _row(
-    options: argparse.Namespace, plain: Way, beside: dict[str, Way], work: Work, share: float, step_s: float
-) -> dict[str, Any]:
-    """Measure one kind of work, which takes a share of a plain step's time. The order of ways rotates."""
-    turn_s = min(_timed(work, WORKS[work]) for _ in range(3)) / WORKS[work]
-    turns, ways, rounds = int(step_s * share / turn_s), [plain, *beside.values()], []
+def measure(options: argparse.Namespace, plain: Side, beside: Side, work: Work, share: float, step_s: float) -> str:
+    """Measure one kind of work, which takes a share of a plain step's time, and return its row."""
+    turns = int(step_s * share / min(_timed(work, WORKS[work]) / WORKS[work] for _ in range(3)))
+    seconds: dict[Side, list[float]] = {plain: [], beside: []}
     for number in range(options.rounds):
-        first = number % len(ways)
-        rounds.append({way: way.run(options.steps, work, turns) for way in ways[first:] + ways[:first]})
-    row: dict[str, Any] = {"python": share, "work": work.__name__ if share else "none"}
-    row["plain_ms"] = spread([took[plain] * 1e3 for took in rounds])
-    return row | {name: spread([took[plain] / took[way] for took in rounds]) for name, way in beside.items()}
+        for side in (plain, beside) if number % 2 else (beside, plain):
+            seconds[side].append(side.run(options.steps, work, turns))
+    plain_ms = spread([1e3 * took_s for took_s in seconds[plain]], ".2f")
+    name = work.__name__ if share else "none"
+    return f"{name:9} {share:4.0%}   {plain_ms:25} {spread(quotients(seconds[plain], seconds[beside]), '.2f')}"
 
 
 def _timed(do: Callable[[int], object], count: int) -> float:
     start = time.perf_counter()
     do(count)
     return time.perf_counter() - start
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the first quartile, the median and the third quartile."""
-    ordered = sorted(values)
-    first, median, third = (ordered[round(part * (len(ordered) - 1))] for part in (0.25, 0.5, 0.75))
-    return first, median, third
 
 
 def main() -> None:
@@ -157,21 +122,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=10, help="in each turn")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows, core = measure(options)
+    with contextlib.closing(terra.Session("threaded")) as session:
+        plain, beside = Side(options, None), Side(options, session)
+        for side in (plain, beside):
+            side.run(FIRST)
+        step_s = min(plain.run(options.steps) for _ in range(3))
+        beside.run(3 * options.steps)
+        kinds = ((text, 0.0), *itertools.product(WORKS, SHARES))
+        rows = [measure(options, plain, beside, work, share, step_s) for work, share in kinds]
+        assert all(torch.equal(*pair) for pair in zip(plain.losses, beside.losses, strict=True)), "losses differ"
+        assert session.fallbacks == 0
+    core = plain.processor_s / plain.wall_s
     sizes = f"{options.layers} layers {options.width} wide, {options.batch} rows"
-    print(f"{sizes}; {os.cpu_count()} cores, {core:.2f} of one for the plain side")
-    print("times as fast as plainly, median (quartiles)")
-    print("Python's work     plain ms per step        " + "".join(f"{name:23}" for name in WAYS))
-    for row in rows:
-        spreads = (row[name] for name in ("plain_ms", *WAYS))
-        words = (f"{middle:7.2f} ({first:.2f} to {third:.2f})" for first, middle, third in spreads)
-        print(f"{row['work']:9} {row['python']:4.0%}   {'   '.join(words)}")
-    if options.json:
-        facts = {"machine": platform.platform(), "torch": torch.__version__, "options": vars(options)}
-        Path(options.json).write_text(json.dumps(facts | {"plain_core": core, "rows": rows}, indent=1) + "\n")
+    print(f"{sizes}; {os.cpu_count()} cores, {core:.2f} of one for the plain side; medians (quartiles)")
+    print("Python's work    plain ms per step         times as fast as plainly")
+    print("\n".join(rows))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Measure the cost of our own loop: iterations of the same 1F1B by it and by Megatron's, taking turns in one run.
 
-Prints a table, and with --json writes everything: of every rank the processor time of the training thread per iteration
-by each loop, and the ratio within a turn, with medians and quartiles; of all ranks together the median, with its range
-in 95 of 100 such runs, by drawing turns again. Processor time, because on fewer cores than ranks the clock would show
-how the ranks shared them. Weights stay as they are, so every iteration computes the same. With sizes so small that
-there is nothing to compute (--hidden 16 --sequence 8) the difference is what the loops do themselves.
+Prints a table: of every rank the processor time of the training thread per iteration by each loop, and the ratio within
+a turn, with medians and quartiles; of all ranks together the median, with its range in 95 of 100 such runs, by drawing
+turns again. Processor time, because on fewer cores than ranks the clock would show how the ranks shared them. Weights
+stay as they are, so every iteration computes the same. With sizes so small that there is nothing to compute (--hidden
+16 --sequence 8) the difference is what the loops do themselves.
 
 It cannot show anything of a GPU, where the training thread issues what a device computes.
 """
@@ -13,7 +13,6 @@ It cannot show anything of a GPU, where the training thread issues what a device
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import platform
@@ -145,10 +144,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", metavar="FILE")
     sizes = parser.parse_args()
     measured = on_ranks(measure, sizes.stages, sizes)
-    rows, together = [], []
+    together = []
     print(
         f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores; 1F1B of "
         f"{sizes.stages} stages, {sizes.microbatches} micro-batches; {sizes.rounds} rounds, medians (quartiles)"
@@ -160,11 +158,8 @@ def main() -> None:
         theirs_ms, ours_ms = ([1e3 * value for value in values] for values in (theirs, ours))
         print(f"{rank:<5} {spread(theirs_ms, '.1f'):>28} {spread(ours_ms, '.1f'):>28} {spread(ratios, '.4f'):>32}")
         together += ratios
-        rows.append({"rank": rank, "megatron_s": theirs, "ours_s": ours, "ratio": statistics.median(ratios)})
     low, high = in_95_of_100(together)
     print(f"{'all':<5} {'':>28} {'':>28} {f'{statistics.median(together):.4f} (95 %: {low:.4f} to {high:.4f})':>32}")
-    if sizes.json:
-        Path(sizes.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

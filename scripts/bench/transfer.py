@@ -13,7 +13,6 @@ which on a CPU share cores and memory.
 import argparse
 import contextlib
 import datetime
-import json
 import math
 import os
 import platform
@@ -71,13 +70,10 @@ def main() -> int:
     add("--storages", type=int, default=17, metavar="N", help="of a micro-batch (default 17, as of a GPT layer)")
     add("--rounds", type=int, default=15, metavar="N", help="rounds of each part (default 15)")
     add("--microbatch", type=float, default=16, metavar="MB", help="of the pipeline's micro-batches (default 16)")
-    add("--json", type=Path, metavar="FILE", help="also write every single measurement there")
     options = parser.parse_args()
     measured: dict[str, Any] = {"environment": environment()}
     measured |= {"links": on_ranks(links, 2, options)[0], "pipeline": on_ranks(pipeline, STAGES, options)[0]}
     report(measured)
-    if options.json:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
     return 0
 
 

@@ -1,12 +1,10 @@
 """Collect a text corpus that every machine already has: the source of Python's own standard library.
 
-Writes a jsonl file, one line `{"text": ...}` per source file, always in the same order, at most --max-bytes of text. The
-file is left untouched if it would not change, so what was made from it stays newer than it.
+Writes a jsonl file, one line `{"text": ...}` per source file, always in the same order, at most --max-bytes of text.
 """
 
 import argparse
 import json
-import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -42,20 +40,6 @@ def corpus(library: Path, max_bytes: int) -> bytes:
     return "".join(lines).encode()
 
 
-def write_if_changed(path: Path, content: bytes) -> bool:
-    """Write whole or not at all; return whether anything was written."""
-    if path.is_file() and path.read_bytes() == content:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return True
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the standard library's source as a jsonl corpus.")
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
@@ -70,12 +54,12 @@ def main() -> int:
         )
         return 1
     try:
-        written = write_if_changed(args.output, content)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_bytes(content)
     except OSError as error:
         print(f"cannot write {args.output}: {error.strerror}", file=sys.stderr)
         return 1
-    change = "written" if written else "unchanged"
-    print(f"{args.output}: {content.count(b'\n')} documents, {len(content)} bytes, {change}")
+    print(f"{args.output}: {content.count(b'\n')} documents, {len(content)} bytes")
     return 0
 
 

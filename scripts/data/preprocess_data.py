@@ -1,9 +1,9 @@
 """Turn text into the token files that Megatron trains on.
 
 Reads a .jsonl file (or .jsonl.gz, or a quoted pattern for several) with one JSON object per line, and writes, for each
---json-keys KEY, the pair PREFIX_KEY_document.bin and .idx with the installed Megatron's own builder. Takes the flags of
-the tool of this name in the Megatron-LM repository, which the wheel of megatron-core lacks, and every tokenizer of the
-wheel.
+--json-keys KEY, the pair PREFIX_KEY_document.bin and .idx with the installed Megatron's own builder. Its flags are those
+of the tool of this name in the Megatron-LM repository, which the wheel of megatron-core lacks; it has every tokenizer of
+the wheel.
 
 The output appears under its name only when it is complete, the index last: an interrupted run leaves nothing that could
 be taken for a data set.
@@ -50,14 +50,6 @@ class Line:
         return InputError(f"{self.file}, line {self.number}: {reason}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Document:
-    """One key's text as tokens, and the numbers of those of its sentences (one, unless the input is a list)."""
-
-    ids: list[int]
-    lengths: list[int]
-
-
 # --- Reading and encoding
 
 
@@ -79,17 +71,16 @@ def read_lines(files: Iterable[str]) -> Iterator[Line]:
             raise InputError(f"--input {name}: cannot be read: {error}") from error
 
 
-def texts_of(line: Line, key: str, record: Any) -> list[str]:
+def text_of(line: Line, key: str, record: Any) -> str:
     if not isinstance(record, dict):
         raise line.fault(f'is not a JSON object like {{"{key}": "..."}}')
     if key not in record:
         keys = ", ".join(map(repr, record)) or "none"
         raise line.fault(f"has no key {key!r}; it has {keys} (choose with --json-keys)")
-    value = record[key]
-    texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(text, str) for text in texts):
-        raise line.fault(f"key {key!r} holds {type(value).__name__}, and a text or a list of texts is wanted")
-    return texts
+    text = record[key]
+    if not isinstance(text, str):
+        raise line.fault(f"key {key!r} holds {type(text).__name__}, and a text is wanted")
+    return text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,37 +91,30 @@ class Encoder:
     tokenizer: Tokenizer
     append_eod: bool
 
-    def __call__(self, line: Line) -> dict[str, Document] | str:
-        """Encode a line. A fault is returned like a document, so that the first in the input is reported."""
+    def __call__(self, line: Line) -> dict[str, list[int]] | str:
+        """Return the tokens of a line by key. A fault is returned like tokens, so that the first in the input is reported."""
         try:
             return self._encode(line)
         except InputError as error:
             return str(error)
 
-    def _encode(self, line: Line) -> dict[str, Document]:
-        """Tokenize one line. An empty text gives an empty document, a blank line one for each key."""
+    def _encode(self, line: Line) -> dict[str, list[int]]:
+        """Tokenize one line. An empty text has no tokens, a blank line none for any key."""
         if not line.raw.strip():
-            return {key: Document([], []) for key in self.keys}
+            return {key: [] for key in self.keys}
         try:
             record = json.loads(line.raw)
         except ValueError as error:  # not UTF-8, or not JSON
             raise line.fault(f"is not JSON: {error}") from error
         documents = {}
         for key in self.keys:
-            ids: list[int] = []
-            lengths: list[int] = []
-            for text in texts_of(line, key, record):
-                try:
-                    tokens = self.tokenizer.tokenize(text)
-                except ValueError as error:  # half a surrogate pair, or words that a tokenizer does not know
-                    raise line.fault(f"the tokenizer refuses key {key!r}: {error}") from error
-                if len(tokens) > 0:
-                    ids += tokens
-                    lengths.append(len(tokens))
-            if ids and self.append_eod:
-                ids.append(self.tokenizer.eod)
-                lengths[-1] += 1
-            documents[key] = Document(ids, lengths)
+            try:
+                ids = list(self.tokenizer.tokenize(text_of(line, key, record)))
+            except InputError:
+                raise
+            except ValueError as error:  # half a surrogate pair, or words that a tokenizer does not know
+                raise line.fault(f"the tokenizer refuses key {key!r}: {error}") from error
+            documents[key] = [*ids, self.tokenizer.eod] if ids and self.append_eod else ids
         return documents
 
 
@@ -143,14 +127,14 @@ def _start_worker(encoder: Encoder) -> None:
     worker_encoder = encoder
 
 
-def _encode_in_worker(line: Line) -> dict[str, Document] | str:
+def _encode_in_worker(line: Line) -> dict[str, list[int]] | str:
     return worker_encoder(line)
 
 
-def encode_all(lines: Iterable[Line], encoder: Encoder, workers: int) -> Iterator[dict[str, Document]]:
+def encode_all(lines: Iterable[Line], encoder: Encoder, workers: int) -> Iterator[dict[str, list[int]]]:
     """Yield documents in the order of the input, whatever the number of workers."""
     with contextlib.ExitStack() as stack:
-        results: Iterable[dict[str, Document] | str] = map(encoder, lines)
+        results: Iterable[dict[str, list[int]] | str] = map(encoder, lines)
         if workers > 1:
             # Forked, because importing Megatron again takes longer than the work.
             pool = stack.enter_context(multiprocessing.get_context("fork").Pool(workers, _start_worker, (encoder,)))
@@ -203,45 +187,27 @@ def check_outputs(outputs: list[Output], overwrite: bool) -> None:
         raise InputError(f"--output-prefix: the folder {folder} cannot be written to")
 
 
-class Progress:
-    """A line every `interval` documents, as the original tool prints it."""
-
-    def __init__(self, interval: int) -> None:
-        self.interval = interval
-        self.count = 0
-        self.tokens = 0
-        self.start_s = time.monotonic()
-
-    def add(self, tokens: int) -> None:
-        self.count += 1
-        self.tokens += tokens
-        if self.count % self.interval == 0:
-            elapsed_s = max(time.monotonic() - self.start_s, 1e-9)
-            rates = f"{self.count / elapsed_s:.1f} docs/s, {self.tokens / elapsed_s / 1e6:.2f} million tokens/s"
-            print(f"Processed {self.count} documents ({rates}).", file=sys.stderr, flush=True)
-
-
-def write(
-    outputs: list[Output], documents: Iterable[dict[str, Document]], vocab_size: int, progress: Progress
-) -> dict[str, int]:
-    """Write all documents, and return the number of empty ones, which are left out, by key."""
+def write(outputs: list[Output], documents: Iterable[dict[str, list[int]]], vocab_size: int, interval: int) -> None:
+    """Write all documents but empty ones, and print what was written. `interval`: documents between two progress lines."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    empty = dict.fromkeys((output.key for output in outputs), 0)
+    written = dict.fromkeys((output.key for output in outputs), 0)
+    number, start_s = 0, time.monotonic()
     try:
         dtype = DType.optimal_dtype(vocab_size)
         builders = {output.key: IndexedDatasetBuilder(str(output.unfinished("bin")), dtype=dtype) for output in outputs}
-        for parts in documents:
-            for key, document in parts.items():
-                if document.ids:
-                    builders[key].add_document(document.ids, document.lengths)
-                else:
-                    empty[key] += 1
-            progress.add(sum(len(document.ids) for document in parts.values()))
+        for number, parts in enumerate(documents, start=1):
+            for key, ids in parts.items():
+                if ids:
+                    builders[key].add_document(ids, [len(ids)])
+                    written[key] += 1
+            if number % interval == 0:
+                rate = number / max(time.monotonic() - start_s, 1e-9)
+                print(f"Processed {number} documents ({rate:.1f} docs/s).", file=sys.stderr, flush=True)
         for output in outputs:
-            if empty[output.key] == progress.count:
+            if not written[output.key]:
                 raise InputError(
-                    f"key {output.key!r}: all {progress.count} documents are empty, so there is nothing to train on"
+                    f"key {output.key!r}: all {number} documents are empty, so there is nothing to train on"
                 )
             builders[output.key].finalize(str(output.unfinished("idx")))
         for output in outputs:
@@ -251,7 +217,9 @@ def write(
     finally:
         for output in outputs:
             output.clear()
-    return empty
+    for output in outputs:
+        empty = f", {number - written[output.key]} empty ones left out" if number > written[output.key] else ""
+        print(f"{output.final('bin')} and .idx: {written[output.key]} documents{empty}")
 
 
 # --- The command
@@ -281,21 +249,14 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--overwrite", action="store_true", help=overwrite)
     group = parser.add_argument_group("runtime")
     group.add_argument("--workers", type=int, default=1, help="worker processes")
-    partitions = "accepted and not needed: documents are written as they come"
-    group.add_argument("--partitions", type=int, default=1, help=partitions)
-    order = "accepted and not needed: the order is always the input's"
-    group.add_argument("--keep-sequential-samples", action="store_true", help=order)
     group.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
-    group.add_argument("--split-sentences", action="store_true", help="refused: only BERT's data sets want it")
     return parser
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    if args.split_sentences:
-        raise InputError("--split-sentences is not supported: GPT data sets are made of whole documents")
     if args.tokenizer_type is None:
         raise InputError("--tokenizer-type is missing; ByteLevelTokenizer needs no files")
-    for name in ("workers", "partitions", "log_interval"):
+    for name in ("workers", "log_interval"):
         if getattr(args, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if len(set(args.json_keys)) != len(args.json_keys):
@@ -322,12 +283,8 @@ def run(args: argparse.Namespace) -> None:
     outputs = [Output(args.output_prefix, key) for key in args.json_keys]
     check_outputs(outputs, args.overwrite)
     tokenizer = build(args)
-    progress = Progress(args.log_interval)
     documents = encode_all(read_lines(files), Encoder(args.json_keys, tokenizer, args.append_eod), args.workers)
-    empty = write(outputs, documents, tokenizer.vocab_size, progress)
-    for output in outputs:
-        left_out = f", {empty[output.key]} empty ones left out" if empty[output.key] else ""
-        print(f"{output.final('bin')} and .idx: {progress.count - empty[output.key]} documents{left_out}")
+    write(outputs, documents, tokenizer.vocab_size, args.log_interval)
 
 
 def main() -> int:

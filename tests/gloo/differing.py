@@ -4,25 +4,22 @@ Sizes follow from how many forwards this rank, or this chunk, has run, so all ra
 alike, in stock Megatron's run, too.
 
     lengths   rows of differing length, whose shapes Megatron's pipeline then sends first (variable_seq_lengths)
-    policy    such rows in a step of training by reinforcement, see policy.py
     partial   some micro-batches recompute all layers, the others none (num_microbatches_with_partial_activation_checkpoints)
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pretrain_gpt
-from tests.gloo import policy
 
 # isort: split
 import torch
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import training
 
 # Of the micro-batches, over and over; the first is not the largest.
 LENGTHS = (48, 64, 40, 64, 56, 24)
@@ -37,10 +34,14 @@ def losses(loss_mask: torch.Tensor) -> Callable[..., Any]:
 
 
 def cut() -> Callable[..., Any]:
-    shortened = policy.cutting(LENGTHS, given_out)()
+    """Return a step whose micro-batches have these lengths over and over; every chunk takes them in order."""
+    by_chunk: dict[int | None, Iterator[int]] = {}
 
     def step(data: Any, model: Any) -> Any:
-        tokens, labels, loss_mask, _, positions = shortened(data, model)
+        length = next(by_chunk.setdefault(get_attr_wrapped_model(model, "vp_stage"), itertools.cycle(LENGTHS)))
+        tokens, labels, loss_mask, _, positions = (
+            row if row is None or row.dim() != 2 else row[:, :length].contiguous() for row in given_out(data, model)
+        )
         return model(tokens, positions, None, labels=labels, loss_mask=loss_mask), losses(loss_mask)
 
     return step
@@ -57,19 +58,11 @@ def recomputing() -> Callable[..., Any]:
     return step
 
 
-# By reinforcement the loop has steps of its own.
-STEPS = {"lengths": cut, "partial": recomputing, "policy": lambda: None}
+STEPS = {"lengths": cut, "partial": recomputing}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "policy": {"variable_seq_lengths": True},
     "lengths": {"variable_seq_lengths": True},
     "partial": {"num_microbatches_with_partial_activation_checkpoints": 1},
 }
-
-loop_of = training.get_forward_backward_func
-
-
-def by_reinforcement(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-    return policy.twice(loop_of(*args, **kwargs), policy.cutting(LENGTHS, given_out))
 
 
 def train(how: str) -> None:
@@ -85,8 +78,5 @@ def train(how: str) -> None:
     with (
         mock.patch.object(pretrain_gpt, "gpt_config_from_args", told),
         mock.patch.object(pretrain_gpt, "forward_step", STEPS[how]()),
-        mock.patch.object(training, "get_forward_backward_func", by_reinforcement)
-        if how == "policy"
-        else contextlib.nullcontext(),
     ):
         pretrain_gpt.main()

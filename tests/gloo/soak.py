@@ -1,4 +1,4 @@
-"""Ranks without Megatron that move activations for a long time, or until one of them breaks.
+"""Ranks without Megatron that move activations for a long time.
 
 In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its
 program over small real graphs, computes every gradient a second time without an engine, and rests now and then. Several
@@ -19,11 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,17 +40,15 @@ from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import num_transfers
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import connect_all
-from bpipe.transport.distributed import Distributed
 from bpipe.transport.edges import Edges, connect_edges
-from bpipe.transport.memory import TensorRegion
 from tests.support.alone import Alone
-from tests.unit.runtime.slices import Attend, SlicedStages, new_keys
 
 CPU = torch.device("cpu")
 WIDTH = 256
 # Programs that take turns: as many micro-batches, and rows of each. Both change what a host buffer has to hold.
 PROGRAMS = ((8, 64), (4, 96), (6, 32))
 ITERATIONS_A_TURN = 2
+TIMEOUT_S = 60.0
 # The first of them connects and fills pools, so nothing can be said of fewer.
 TURNS = 3
 
@@ -61,25 +57,17 @@ TURNS = 3
 class Scenario:
     """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so.
 
-    `fault` is (rank, moment, signal): what that process does to itself, in the second iteration of the first program
-    unless the moment is "start". With `bounds` any rank with room hosts for any other. With `slices` each micro-batch is
-    cut, `microbatches` and rows are those of slices, and stages are of attention, to the keys of the slices before.
+    With `bounds` any rank with room hosts for any other.
     """
 
     name: str
     transport: str
     ranks: int = 4
-    schedule: str = "1f1b"
-    chunks: int = 1
-    group: int | None = None
     seconds: float = 4.0
     microbatches: int = 0
-    timeout_s: float = 60.0
     limit_s: float = 120.0
-    fault: tuple[int, str, str] | None = None
     differing: bool = False
     bounds: tuple[int, ...] | None = None
-    slices: int = 1
 
 
 @dataclass
@@ -92,8 +80,6 @@ class Record:
     transfers: int = 0
     different: list[str] = field(default_factory=list)
     outlived: int = 0
-    # Bytes of keys and values, and of their gradients, that were there behind an iteration.
-    kept: int = 0
     stayed: int = 0
     grown: int = 0
     descriptors: list[int] = field(default_factory=list)
@@ -113,33 +99,21 @@ class Rank:
         self.record = Record()
         self.chance = random.Random(rank)
         torch.manual_seed(rank)
-        self.plans = [
-            build(
-                ScheduleConfig(
-                    scenario.schedule,
-                    scenario.ranks,
-                    m,
-                    num_chunks=scenario.chunks,
-                    balance=how_of(scenario),
-                    group_size=scenario.group,
-                    slices=scenario.slices,
-                )
-            )
-            for m, _ in PROGRAMS
-        ]
+        balance = how_of(scenario)
+        self.plans = [build(ScheduleConfig("1f1b", scenario.ranks, m, balance=balance)) for m, _ in PROGRAMS]
         # Stages differ, so what leaves a stage is not what its host would have saved itself.
         stages = self.plans[0].layout.stages_of(rank)
         self.weights = {stage: torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * stage) / 16) for stage in stages}
         pairs = {(min(link), max(link)) for plan in self.plans for link in links_of(plan)}
-        self.connections, links = connect_all(sorted(pairs), scenario.transport, scenario.timeout_s, copying_on(CPU))
+        self.connections, links = connect_all(sorted(pairs), scenario.transport, TIMEOUT_S, copying_on(CPU))
         self.record.transport = next((link.transport for link in links if rank in link.ranks), None)
         self.record.groups = len(distributed_c10d._world.pg_map)
-        self.edges = connect_edges(neighbours(self.plans[0]), "gloo", scenario.timeout_s, CPU)
+        self.edges = connect_edges(neighbours(self.plans[0]), "gloo", TIMEOUT_S, CPU)
         differing = scenario.differing
         config = EngineConfig(
             f"rank {rank}",
             CPU,
-            TransferConfig(minimum_bytes=1024, timeout_s=scenario.timeout_s, poison=True, differing=differing),
+            TransferConfig(minimum_bytes=1024, timeout_s=TIMEOUT_S, poison=True, differing=differing),
         )
         self.engines = []
         for plan in self.plans:
@@ -170,7 +144,6 @@ class Rank:
     def iteration(self, number: int) -> None:
         plan = self.plans[number]
         alive: list[StorageWeakRef] = []
-        self.moment("start" if not self.iterations else "between")
         found = self.gradients(number, self.running, alive)
         self.record.outlived += sum(not reference.expired() for reference in alive)
         if not all(map(torch.equal, found, self.gradients(number, None, []))):
@@ -197,7 +170,7 @@ class Rank:
         """One iteration's gradients; without an engine nothing moves and no neighbour is asked."""
         for weight in self.weights.values():
             weight.grad = None
-        plan, program = self.plans[number], number
+        plan = self.plans[number]
 
         def part(stage: int, microbatch: int, *tokens: torch.Tensor) -> torch.Tensor:
             generator = torch.Generator().manual_seed(1000 * self.iterations + microbatch)
@@ -208,24 +181,9 @@ class Rank:
             # What comes from the stage before only has to come: the gradient is the same without it.
             return (output * (0.5 + microbatch)).sum() + sum(token.sum() for token in tokens)
 
-        def attending(stage: int, number: int, *tokens: torch.Tensor) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(1000 * self.iterations + number)
-            received = torch.randn(self.rows(program, number), WIDTH, generator=generator)
-            hidden = torch.nn.functional.gelu(received.requires_grad_() @ self.weights[stage])
-            joined, values = keys.join(layers[stage], hidden.sin(), hidden.cos())
-            alive.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (received, hidden, joined, values))
-            output = Attend.apply(hidden, joined, values, keys.mask(CPU)[0, 0])
-            return (output * (0.5 + number)).square().sum() + sum(token.sum() for token in tokens)
-
         messages: Messages = Edges(self.rank, self.edges, CPU) if engine else Alone(lambda message: (torch.ones(()),))
         stages = TorchStages({stage: functools.partial(part, stage) for stage in self.weights})
-        if self.scenario.slices > 1:
-            keys = new_keys(self.rows(number, 0), self.scenario.slices)
-            layers = {stage: torch.nn.Identity() for stage in self.weights}
-            stages = SlicedStages({stage: functools.partial(attending, stage) for stage in self.weights}, keys)
         Executor(plan, self.rank, stages, messages).run(Watched(self, engine) if engine else None)
-        if self.scenario.slices > 1:
-            self.record.kept += keys.nbytes
         found = [weight.grad for weight in self.weights.values()]
         assert all(gradient is not None for gradient in found)
         return found  # type: ignore[return-value]
@@ -234,44 +192,8 @@ class Rank:
         if self.chance.random() < 0.2:
             time.sleep(self.chance.random() / 300)
 
-    def moment(self, name: str) -> None:
-        """Break here, if it is this rank's fault and moment."""
-        fault = self.scenario.fault
-        if fault is not None and fault[:2] == (self.rank, name) and (name == "start" or self.iterations == 1):
-            os.kill(os.getpid(), signal.Signals[fault[2]])
-
-    def break_copies(self) -> None:
-        """For the moment "copying": break in the middle of a transfer, in the thread that copies or right after it was
-        asked for.
-
-        For the moment "sending": right after a message was sent.
-        """
-        write, put, host, send = TensorRegion.write, Distributed.put, Distributed.host, Edges.send
-
-        def half_written(region: TensorRegion, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-            for offset, source in pieces:
-                half = source.numel() // 2
-                write(region, [(offset, source[:half])])
-                self.moment("copying")
-                write(region, [(offset + half, source[half:])])
-
-        def asked(transfer: Any, moment: str) -> Any:
-            def then_break(*arguments: Any) -> Any:
-                pending = transfer(*arguments)
-                self.moment(moment)
-                return pending
-
-            return then_break
-
-        TensorRegion.write = half_written  # type: ignore[method-assign]
-        Distributed.put, Distributed.host = asked(put, "copying"), asked(host, "copying")  # type: ignore[method-assign]
-        Edges.send = asked(send, "sending")  # type: ignore[method-assign]
-
     def look(self) -> None:
-        """Note what this process holds now, without what waits for Python's collector or is kept free by the allocator.
-
-        An executor an iteration is a cycle, and holds a mask: of slices both together grew by 30 MiB.
-        """
+        """Note what this process holds now, without what waits for Python's collector or is kept free by the allocator."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.record.descriptors.append(len(os.listdir("/proc/self/fd")))
@@ -282,34 +204,27 @@ class Rank:
 
 
 class Watched:
-    """An engine's calls; the rank rests before some computations, and may break behind one."""
+    """An engine's calls; the rank rests before some computations."""
 
     def __init__(self, rank: Rank, engine: Engine) -> None:
         self.rank, self.engine = rank, engine
-        self.begin, self.sent, self.communicated, self.end = engine.begin, engine.sent, engine.communicated, engine.end
+        self.begin, self.after, self.end = engine.begin, engine.after, engine.end
+        self.sent, self.communicated = engine.sent, engine.communicated
 
     def before(self, op: Action) -> None:
         self.engine.before(op)
         self.rank.rest()
-
-    def after(
-        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
-    ) -> None:
-        self.engine.after(op, outputs, inputs)
-        self.rank.moment(str(op))
 
 
 def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
     """The life of one process; its exit code. Errors go to its log, with the engine's word on where it was."""
     torch.set_num_threads(1)
     try:
-        timeout = timedelta(seconds=scenario.timeout_s)
+        timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.ranks, timeout=timeout
         )
         this = Rank(scenario, rank)
-        if scenario.fault is not None:
-            this.break_copies()
         try:
             this.run()
         except Exception as error:
@@ -325,12 +240,8 @@ def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
     return 0
 
 
-def is_stopped(child: int) -> bool:
-    return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
-    """Fork the ranks, wait for them, and end what is left: exit codes (None for what had to be ended) and seconds."""
+def run(scenario: Scenario, folder: Path) -> list[int | None]:
+    """Fork the ranks, wait for them, and end what is left: exit codes, None for what had to be ended."""
     folder.mkdir()
     begin = time.monotonic()
     children = {}
@@ -346,20 +257,17 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
             os._exit(code)
         children[child] = rank
     codes: list[int | None] = [None] * scenario.ranks
-    # Of one that is to stop and never came to it, as an acceptor that copies nothing, the end is waited for, too: it was
-    # killed where the others ended first.
-    while not all(map(is_stopped, children)) and time.monotonic() < begin + scenario.limit_s:
+    while children and time.monotonic() < begin + scenario.limit_s:
         for child, rank in list(children.items()):
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 codes[rank] = os.waitstatus_to_exitcode(status)
                 del children[child]
         time.sleep(0.02)
-    seconds = time.monotonic() - begin
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return {"codes": codes, "seconds": seconds}
+    return codes
 
 
 def main() -> None:
@@ -367,9 +275,9 @@ def main() -> None:
     # Only the loopback: there is nobody else.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for described in json.loads(Path(sys.argv[1]).read_text()):
-        scenario = Scenario(**{**described, "fault": tuple(described["fault"]) if described["fault"] else None})
-        outcome = run(scenario, folder / scenario.name)
-        (folder / scenario.name / "outcome.json").write_text(json.dumps(outcome))
+        scenario = Scenario(**described)
+        codes = run(scenario, folder / scenario.name)
+        (folder / scenario.name / "codes.json").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":

@@ -108,21 +108,6 @@ def later(folder: Path, case: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mlflow(folder: Path, case: str) -> Iterator[None]:
-    """MLflow, of whose functions two are called. Ranks 1 and 2 have a run: `<folder>/<case>.rank<r>.mlflow`."""
-
-    def log_metrics(metrics: dict[str, float], step: int) -> None:
-        with (folder / f"{case}.rank{dist.get_rank()}.mlflow").open("a") as lines:
-            lines.write(json.dumps({"step": step, "metrics": metrics}) + "\n")
-
-    module = types.ModuleType("mlflow")
-    module.active_run = lambda: "a run" if dist.get_rank() in (1, 2) else None  # type: ignore[attr-defined]
-    module.log_metrics = log_metrics  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {"mlflow": module}):
-        yield
-
-
-@contextlib.contextmanager
 def offloading_without_a_gpu(folder: Path, case: str) -> Iterator[None]:
     """Megatron's fine-grained activation offloading, which wants Transformer Engine and a GPU.
 
@@ -189,21 +174,10 @@ def damage(folder: Path) -> None:
             shutil.rmtree(folder.rename(folder.with_name(f"taken_from_{rank}")))
 
 
-@contextlib.contextmanager
-def wrong_shards(folder: Path, case: str) -> Iterator[None]:
-    """Shards of the vocabulary go wrong as the case's name says. Not undone: it is the last case of its process."""
-    from tests.gloo.wrong_shards import WRONG
-
-    WRONG[case.partition("_")[2]]()
-    yield
-
-
 STAND_INS: dict[str, Callable[[Path, str], AbstractContextManager[None]]] = {
     "births": births,
     "fused": fused,
     "later": later,
-    "mlflow": mlflow,
     "offloading": offloading_without_a_gpu,
     "lost_report": lost_report,
-    "wrong_shards": wrong_shards,
 }

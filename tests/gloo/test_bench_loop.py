@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,20 +19,16 @@ def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(120)
-def test_the_table_is_all_that_is_said(tmp_path: Path) -> None:
+def test_the_table_is_all_that_is_said() -> None:
     """Hundreds of Megatron's warnings stood around it."""
-    written = tmp_path / "loops.json"
-    ended = measure("--json", str(written))
+    ended = measure()
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stderr == ""
     title, head, *rows = ended.stdout.splitlines()
     assert "1F1B of 2 stages, 4 micro-batches; 3 rounds" in title
     assert head.startswith("rank ")
     assert [row.split()[0] for row in rows] == ["0", "1", "all"]
-    for rank, entry in enumerate(json.loads(written.read_text())):
-        assert entry["rank"] == rank
-        assert len(entry["megatron_s"]) == len(entry["ours_s"]) == 3
-        assert min(*entry["megatron_s"], *entry["ours_s"], entry["ratio"]) > 0
+    assert all(float(value) > 0 for row in rows for value in re.findall(r"\d+\.\d+", row))
 
 
 @pytest.mark.timeout(120)

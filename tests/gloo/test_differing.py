@@ -50,10 +50,6 @@ ROWS = {
     "lengths_by_our_loop": ("--differing lengths", OWN, "peer"),
     "lengths_of_split_backwards": ("--differing lengths", SPLIT, "peer"),
     "lengths_in_groups": (f"{INTERLEAVED} --differing lengths {EVALUATED} {QUIET}", GROUPED, "peer"),
-    "policy": ("--differing policy", "", "peer"),
-    "policy_by_our_loop": ("--differing policy", OWN, "gloo"),
-    "policy_of_split_backwards": ("--differing policy", SPLIT, "gloo"),
-    "policy_in_groups": (f"{INTERLEAVED} --differing policy {QUIET}", GROUPED, "gloo"),
     "partial": ("--differing partial", "", "gloo peer"),
 }
 # What a change breaks first runs always, the rest only with --slow.

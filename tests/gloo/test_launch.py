@@ -74,21 +74,6 @@ def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_pat
     assert len(set(repaired)) == len(repaired)
 
 
-def test_without_repairs_megatron_ends_at_its_own_defect(tmp_path: Path) -> None:
-    """0.19.2 from its wheel runs `make` where there is no Makefile; a repair that were made all the same would
-    train."""
-    one = f"--num-layers 1 --global-batch-size 8 {ITERATIONS} --bpipe-no-repairs"
-    script = f"{LAUNCH} {ROOT / 'tests/gloo/plain_script.py'} {TINY} {one}"
-    outcome = finish(start(1, script.split(), tmp_path, free_ports(1)[0]), tmp_path, 100)
-    assert outcome.codes == [1]
-    assert (
-        "bpipe: --bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that dataset helpers"
-        in outcome.logs[0]
-    )
-    assert "bpipe: repaired" not in outcome.logs[0]
-    assert "make" in outcome.logs[0]
-
-
 SLOW = pytest.mark.slow
 CHUNKS = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 SCRIPTS = [

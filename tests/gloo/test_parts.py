@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.cli import main
 from bpipe.plan.budget import Devices, OverBudget, within
 from bpipe.plan.fit import Fit, budget_text
 from tests.gloo import compare
@@ -166,39 +165,3 @@ def moved_of(outcome: Outcome, name: str, rank: int) -> dict[int, int]:
     path = sorted(Path(outcome.report_folder(f"{name}_part")).glob("record_*.jsonl"))[rank]
     (found,) = (line for line in map(json.loads, path.read_text().splitlines()) if "moved_bytes" in line)
     return {int(stage): size for stage, size in found["moved_bytes"].items()}
-
-
-@pytest.fixture(scope="module")
-def timed(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """By a cluster whose links are slow, and so not by bytes alone."""
-    cluster = tmp_path_factory.mktemp("cluster") / "slow.toml"
-    # Of much slower ones nothing helps.
-    speeds = "inside_gb_per_s = 1.5\nbetween_gb_per_s = 1.5\n"
-    cluster.write_text(f'nodes = 1\ngpus_per_node = 4\n[device]\nlike = "h100-80g"\nname = "slow"\n{speeds}')
-    cases = []
-    for shape in ("plain", "uneven"):
-        devices = devices_of(shape)
-        memory = budget_text([max(devices.need_bytes(devices.schedule)) * 94 // 100])
-        stock, part = cases_of(shape, "gloo")
-        flags = part.flags.replace(f"--bpipe-memory {planned(shape)[0]}", f"--bpipe-memory {memory}")
-        flags += f" --bpipe-cluster {cluster} --bpipe-report {{folder}}/{shape}_timed"
-        cases += [stock, Case(f"{shape}_timed", flags)]
-    return run_cases(4, cases, timeout_s=600)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(660)
-@pytest.mark.parametrize("shape", ["plain", "uneven"])
-def test_transfers_that_are_issued_earlier_change_no_bit(
-    timed: Outcome, shape: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And the report makes the schedule anew that ran, by what the record says of it."""
-    same(timed, f"{shape}_gloo", f"{shape}_timed", 4)
-    log = timed.said(f"{shape}_timed")
-    assert (
-        "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration " in log
-    )
-    for report in timed.reports(f"{shape}_timed"):
-        assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= 2 * INPUT_BYTES
-    assert main(["report", timed.report_folder(f"{shape}_timed")]) == 0
-    assert "differ" not in capsys.readouterr().err

@@ -13,38 +13,12 @@ import pytest
 from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
-from bpipe.plan.search import search
-from bpipe.plan.space import Space
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
 from bpipe.predict.training import Switches
 from tests.gloo.conftest import Case, Outcome
 from tests.unit.plan.test_printed_rows import DEVICES, MODELS, of_all_rows, rows_of
-
-SHARE = {"gpt3-13b": "a100-80g:8", "llama3-8b": "h100-80g:4"}
-
-
-def rows(model: str, device: str) -> list[Setup]:
-    """The fastest row of each family, plain and balanced, of as many ranks as a test starts."""
-    space = Space(
-        PRESETS[model],
-        parse_cluster(device),
-        64,
-        2048,
-        schedules=("1f1b", "interleaved-1f1b", "grouped-interleaved", "v-half", "zb-h1"),
-        max_micro_batch=1,
-        max_chunks=2,
-        pipelines=(4,),
-        tensors=(1,),
-        vocabulary_parallel=("none", "1"),
-        distributed_optimizer=False,
-    )
-    best: dict[object, Setup] = {}
-    for found in search(space, 200).rows:
-        setup = found.prediction.setup
-        best.setdefault((setup.schedule, setup.balance, setup.is_sharded), setup)
-    return list(best.values())
 
 
 def shrunk(setup: Setup) -> Setup:
@@ -84,16 +58,6 @@ def shrunk(setup: Setup) -> Setup:
         sequence_parallel=True,
         switches=Switches(),
     )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", SHARE)
-def test_rows_start_in_the_trainer(model: str, run_cases: Callable[..., Outcome]) -> None:
-    found = rows(model, SHARE[model])
-    assert {setup.is_sharded for setup in found} == {True, False}
-    cases = [Case(f"row{number}", shlex.join(megatron_flags(shrunk(setup)))) for number, setup in enumerate(found)]
-    start(run_cases, 4, cases)
 
 
 def start(run_cases: Callable[..., Outcome], world: int, cases: Sequence[Case]) -> None:

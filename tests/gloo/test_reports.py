@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
@@ -29,13 +28,10 @@ PROFILE = (
     "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2 --profile-ranks 0 "
     "--tensorboard-dir {folder}/{case}/board"
 )
-MLFLOW = f"--stand-in mlflow {BPIPE}"
 CASES = {
     "stock": "",
     "full": RECORDED,
     "gone": RECORDED,
-    "told": f"{MLFLOW} --tensorboard-log-interval 1 --tensorboard-dir {{folder}}/board",
-    "alone": MLFLOW,
     "balanced": f"{PROFILE} {BPIPE}",
     "split_in_slices": f"{PROFILE} --bpipe-schedule 1f1b-split --bpipe-slices 2 --attention-dropout 0",
 }
@@ -46,7 +42,7 @@ def four(run_cases: Callable[..., Outcome]) -> Outcome:
     return run_cases(4, [Case(name, f"{BATCH} {flags}") for name, flags in CASES.items()], 380)
 
 
-@pytest.mark.parametrize("case", ["full", "gone", "told", "balanced"])
+@pytest.mark.parametrize("case", ["full", "gone", "balanced"])
 def test_no_bit_changes(four: Outcome, case: str) -> None:
     same(four, "stock", case)
 
@@ -68,31 +64,6 @@ def test_a_full_disk_ends_no_training(four: Outcome) -> None:
 def test_a_folder_that_vanishes_ends_no_training(four: Outcome) -> None:
     (line,) = (line for line in four.said("gone", None).splitlines() if "recording stops" in line)
     assert "No such file or directory" in line
-
-
-def test_mlflow_is_told_by_one_rank_what_tensorboard_is(four: Outcome) -> None:
-    """Ranks 1 and 2 have a run, and rank 2 tells it; Megatron's own writers are rank 3's."""
-    board = EventAccumulator(str(four.folder / "board")).Reload()
-    lines = [json.loads(line) for line in (four.folder / "told.rank2.mlflow").read_text().splitlines()]
-    assert not (four.folder / "told.rank1.mlflow").exists()
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    names = {name for name in board.Tags()["scalars"] if name.startswith("bpipe-")}
-    assert set(lines[-1]["metrics"]) == names
-    assert {"bpipe-evictions/stage-0", "bpipe-bubble/stage-3", "bpipe-link-gb-per-s/stage-0"} <= names
-    assert lines[-1]["metrics"]["bpipe-evictions/stage-0"] == 3
-    for name in names:
-        # TensorBoard keeps 32 bits.
-        last = {event.step: event.value for event in board.Scalars(name)}
-        for line in lines:
-            if name in line["metrics"]:
-                assert line["metrics"][name] == pytest.approx(last[line["step"]], rel=1e-6)
-
-
-def test_mlflow_alone_is_told(four: Outcome) -> None:
-    lines = [json.loads(line) for line in (four.folder / "alone.rank2.mlflow").read_text().splitlines()]
-    # Megatron's --tensorboard-log-interval is 1 by default.
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[0]["metrics"]["bpipe-moved-bytes/stage-0"] > 0
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,6 @@ MORE = {
 ROWS: dict[str, str] = {
     "gpt": f"{BATCH} {EVALUATED}",
     "llama": f"{BATCH} {LLAMA}",
-    "windows": f"{BATCH} {LLAMA} --window-size 15,0",
-    "core_recomputed": f"{BATCH} {CORE}",
-    "fully_recomputed": f"{BATCH} {LLAMA} {FULL}",
-    "per_token": f"{BATCH} {LLAMA} --calculate-per-token-loss",
     "evaluated": f"{BATCH} {LLAMA} {CORE} {EVALUATED}",
     "interleaved": f"{BATCH} {LLAMA} {V2}",
     # Compared with whole micro-batches by the same schedule, whose stages are elsewhere than stock's.
@@ -57,18 +53,10 @@ ROWS: dict[str, str] = {
     "listed": f"{BATCH} {LLAMA}",
     "equal_work": f"{BATCH} {LLAMA} {CORE} --seq-length 256 --max-position-embeddings 256",
     "uneven": f"{BATCH} {LLAMA} --seq-length 63",
-    "latents": f"{BATCH} {LATENT}",
-    "latents_computed_again": f"{BATCH} {LATENT} --recompute-granularity selective --recompute-modules mla_up_proj core_attn",
     "further_tokens": f"{BATCH} {LLAMA} {CORE} {FURTHER}",
     "further_tokens_in_a_v": f"{BATCH} {LLAMA} {V2} {FURTHER} --bpipe-schedule v-half",
     "further_tokens_of_tensor_parallel_ranks": f"{BATCH} {LLAMA} {TWO} {FURTHER} {SEQUENCE}",
     "latents_of_tensor_parallel_ranks": f"{BATCH} {LATENT} {TWO} {SEQUENCE}",
-    "further_tokens_by_token": f"{BATCH} {LLAMA} {FULL} {FURTHER} --calculate-per-token-loss",
-    # Of fewer micro-batches per token near the border between two experts goes to the other one.
-    "experts": (
-        f"{BATCH} --global-batch-size 16 --num-layers 8 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff "
-        "0.01 --moe-z-loss-coeff 0.001 --disable-bias-linear --moe-token-dispatcher-type alltoall"
-    ),
     "shards": f"{BATCH} {LLAMA} {EVALUATED}",
     "tied_shards": BATCH,
     "shards_of_tensor_parallel_ranks": f"{BATCH} {LLAMA} {TWO} {SEQUENCE} --calculate-per-token-loss",
@@ -77,12 +65,11 @@ ROWS: dict[str, str] = {
     "sequence_parallel": f"{BATCH} {LLAMA} {TWO} {SEQUENCE}",
 }
 
-# Other rows show these in part; run by --slow, for all rows of a file are started by one worker.
+# Run by --slow, for all rows of a file are started by one worker. What a layer computes in slices is compared in one
+# process (tests/unit/scheduling/check_slices.py).
 LONG_TAIL = set(
-    # The last but those of tensor-parallel ranks are daily in one process (tests/unit/scheduling/check_slices.py).
-    "windows core_recomputed per_token listed replicas interleaved latents_computed_again further_tokens_in_a_v tied_shards "
-    "shards_of_tensor_parallel_ranks tensor_parallel llama fully_recomputed equal_work evaluated latents further_tokens "
-    "experts further_tokens_of_tensor_parallel_ranks latents_of_tensor_parallel_ranks further_tokens_by_token".split()
+    "listed replicas interleaved further_tokens_in_a_v tied_shards shards_of_tensor_parallel_ranks tensor_parallel llama "
+    "equal_work evaluated further_tokens further_tokens_of_tensor_parallel_ranks latents_of_tensor_parallel_ranks".split()
 )
 
 
@@ -320,27 +307,3 @@ def test_several_ranks_agree_with_one_in_every_bit(
     )
     assert losses == alone_losses
     assert len(set(losses)) == 5
-
-
-@pytest.fixture(scope="module")
-def eight(run_cases: Callable[..., Outcome]) -> Outcome:
-    cases = {
-        "stock": "",
-        "sliced": SLICES,
-        "balanced": f"{SLICES} {BPIPE}",
-        "all_forwards_first": f"{SLICES} --bpipe-schedule gpipe",
-    }
-    # Of 4 micro-batches rounding grows to twice what is allowed by the third iteration; the first is equal to the bit.
-    batch = f"{BATCH} --global-batch-size 16"
-    return run_cases(8, [Case(name, f"{batch} {LLAMA} {more}") for name, more in cases.items()], 900)
-
-
-@pytest.mark.slow
-def test_eight_stages_train_slices_as_stock_trains_the_whole(eight: Outcome) -> None:
-    close(eight, "stock", "sliced")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["balanced", "all_forwards_first"])
-def test_eight_stages_agree_in_every_bit(eight: Outcome, name: str) -> None:
-    same(eight, "sliced", name, 8)

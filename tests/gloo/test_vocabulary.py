@@ -127,15 +127,6 @@ WIDE_ROWS: dict[str, tuple[str, str]] = {
     "context": (f"{UNTIED} {CONTEXT}", "one two interlaced input"),
     "tied_context": (CONTEXT, "one two input"),
 }
-# Other numbers of stages, and of micro-batches: from one to four for each.
-SIZES = {2: (1, 3, 8), 8: (1, 9, 32)}
-# What a rank holds follows from how many stages come after its own.
-HELD: dict[str, Callable[[int], int]] = {
-    "one": lambda later: later + 3,
-    "two": lambda later: later + 2,
-    "interlaced": lambda later: math.ceil(1.5 * (later + 1)),
-    "input": lambda later: later + 3,
-}
 # Which balanced run is compared with which, and by how many micro-batches it may hold more than without shards.
 BALANCED = {"balanced": ("one", 2), "two_balanced": ("two", 1), "input_balanced": ("input", 2)}
 # Every algorithm, one of them balanced, one weight of both layers, and the embedding in shards, too.
@@ -153,17 +144,8 @@ def rows_of(table: dict[str, tuple[str, str]], common: str, world: int = 4) -> d
     return rows
 
 
-def sized_rows(stages: int) -> dict[str, Row]:
-    table = {
-        f"p{stages}_m{m}": (f"{batch(m)} {UNTIED if m % 2 else ''}", " ".join((*HELD, *BALANCED)))
-        for m in SIZES[stages]
-    }
-    return rows_of(table, "", stages)
-
-
 BY_NAME = rows_of(ROWS, batch(8))
 WIDE = rows_of(WIDE_ROWS, f"{TWO_STAGES} {batch(8)}")
-SIZED = {name: row for stages in SIZES for name, row in sized_rows(stages).items()}
 
 
 def tolerance_of(row: Row) -> Tolerance:
@@ -317,27 +299,6 @@ def test_interlaced_holds_half_as_much_again_as_1f1b(trained: Trained, row: Row,
     as_predicted(outcome, row.ours.name, 4, moves=False)
 
 
-@pytest.mark.parametrize("row", parameters(SIZED.values()))
-def test_any_number_of_stages_and_micro_batches(trained: Trained, row: Row) -> None:
-    """As near stock as four stages are, and each rank holds what it says it will.
-
-    Balanced within (p + 3) // 2 micro-batches and as many as there are barriers; with two stages nothing moves.
-    """
-    outcome, case, p = trained(row), row.ours.name, row.world
-    feature, _, ours = row.name.partition("-")
-    m = int(feature.partition("_m")[2])
-    moves = ours in BALANCED and p > 2 and m > p
-    as_predicted(outcome, case, p, moves)
-    peaks = [report["peak_microbatches"] for report in outcome.reports(case)]
-    if ours in BALANCED:
-        plain, more = BALANCED[ours]
-        same(outcome, f"{feature}-{plain}", case, p)
-        assert max(peaks) <= (p + 3) // 2 + more
-    else:
-        as_stock(outcome, row.stock.name, case, FP32, stages=p)
-        assert peaks == [min(m, HELD[ours](p - 1 - rank)) for rank in range(p)]
-
-
 @pytest.mark.parametrize("row", parameters((BY_NAME["tied-one"], WIDE["tied_data-one"], WIDE["tied_distributed-one"])))
 def test_copies_of_a_tied_weight_stay_equal(trained: Trained, row: Row) -> None:
     """On several replicas, too, where the distributed optimizer has other parts of each copy."""
@@ -375,22 +336,6 @@ def test_the_last_rank_no_longer_holds_all_logits(
     assert all(max(beyond[name]) < beyond["stock"][-1] / 2 for name in kinds if name != "stock")
     # Weight, gradient and two moments of the embedding, all of them or a quarter; a process rounds what it gives back.
     assert before["shards"][0] - before["inputs"][0] > 4 * (64 * 131072 * 4) * 3 / 4 * 0.8
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(360)
-def test_fewer_layers_for_the_last_stage_are_a_layout_of_megatrons(run_cases: Callable[..., Outcome]) -> None:
-    """1024 rows take as long as 1.14 layers of this width."""
-    sizes = f"{UNTIED} --num-layers 8 --vocab-size 1023 {batch(4)}"
-    cases = [
-        Case("stock", f"{sizes} --pipeline-model-parallel-layout Et*2|t*2|t*3|tL"),
-        Case("moved", f"{sizes} {SHARDS} redistribute"),
-        Case("balanced", f"{sizes} {SHARDS} redistribute {BPIPE}"),
-    ]
-    outcome = run_cases(4, cases, 300)
-    for ours in ("moved", "balanced"):
-        same(outcome, "stock", ours, 4)
-    assert "so stages have 2, 2, 3, 1: --pipeline-model-parallel-layout Et*2|t*2|t*3|tL" in outcome.logs[0]
 
 
 def launched(tmp_path: Path, case: str, script: Path, flags: str) -> Outcome:
@@ -435,66 +380,3 @@ def test_a_loss_that_is_not_linear_in_the_tokens_is_refused(tmp_path: Path) -> N
     outcome = launched(tmp_path, "squares", squares, f"{UNTIED} {SHARDS} 1")
     assert outcome.codes.count(0) == 0
     assert "the weight of each token depends on the losses" in outcome.logs[3]
-
-
-# -- what is done wrongly on purpose is noticed, or the run ends
-#
-# Whoever does not wait takes what is there, and one rank is late; the run that is late and does nothing else wrong passes.
-
-WRONG = (
-    "statistics-1 sum-1 sum-interlaced second_step-2 early-2 order-1 order-2 weight-1 weight-2 lookups-1 gradients-1 "
-    "no_lookup-2 no_gradient-2"
-).split()
-# What goes wrong with the embedding's shards.
-WRONG_INPUTS = ("lookups", "gradients", "no_lookup", "no_gradient")
-# What ends a run that does not come so far as to be compared: another rank's message, the run's own check, or
-# Megatron's.
-ENDED = {
-    "second_step": "not enough values to unpack",
-    "order": "--bpipe-timeout|did not pass",
-    "no_lookup": "--bpipe-timeout|did not pass",
-    "weight": "param_gather_handle is None",
-    # Memory that nobody has filled may hold what makes a loss infinite.
-    "statistics": "weight of each token depends on the losses|Unexpected result -?(inf|nan)",
-    "sum": "weight of each token depends on the losses",
-    "early": "weight of each token depends on the losses",
-}
-
-
-def done_wrongly(run_cases: Callable[..., Outcome], wrong: str, algorithm: str, gathered: bool) -> Outcome:
-    """`gathered`: on two replicas, whose weights are gathered while the first micro-batches are computed; a shard's in a
-    bucket that is nobody else's."""
-    flags = f"{TWO_STAGES} {batch(4)} {OVERLAPS} --ddp-bucket-size 1000" if gathered else batch(8)
-    stock = f"--tensors {UNTIED} {flags}"
-    shards = INPUT if wrong in WRONG_INPUTS else SHARDS
-    ours = f"{stock} {shards} {algorithm} --bpipe-timeout 10 --stand-in wrong_shards"
-    return run_cases(4, [Case("stock", stock), Case(f"stock_{wrong}", ours)], 110)
-
-
-def judge_wrong(outcome: Outcome, wrong: str, gathered: bool) -> None:
-    as_stock(outcome, "stock", f"stock_{wrong}", PARTS if gathered else FP32, 2 if gathered else 4)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("algorithm", "gathered"), [("1", False), ("2", False), ("1", True)])
-def test_one_rank_that_is_late_changes_nothing(
-    run_cases: Callable[..., Outcome], algorithm: str, gathered: bool
-) -> None:
-    judge_wrong(done_wrongly(run_cases, "nothing", algorithm, gathered), "nothing", gathered)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_done_wrongly_is_noticed(run_cases: Callable[..., Outcome], wrong: str) -> None:
-    what, _, algorithm = wrong.partition("-")
-    outcome = done_wrongly(run_cases, what, algorithm, what == "weight")
-    assert (outcome.folder / "stock.rank3.json").exists(), outcome.logs[3][-3000:]
-    if any(outcome.codes):
-        lines = [line for log in outcome.logs for line in log.splitlines()]
-        ended = [line for line in lines if re.match(r"(\[rank\d\]: )*[\w.]*(Error|Fault)\b", line)]
-        assert any(re.search(ENDED[what], line) for line in lines), ended
-        return
-    with pytest.raises(AssertionError):
-        judge_wrong(outcome, what, what == "weight")

@@ -57,9 +57,6 @@ class Accelerator(Protocol):
     def limit(self, nbytes: int | None) -> None:
         """Let torch have so many bytes of the device's memory, or all of it again."""
 
-    def units(self) -> int:
-        """Return how many compute units there are. From now on kernels of Triton's run."""
-
     # What makes the device of a process of a pair, which has just begun. It can be pickled.
     of_process: Callable[[int], Accelerator]
 
@@ -105,9 +102,6 @@ class Gpu(Accelerator):
     def limit(self, nbytes: int | None) -> None:
         total = torch.accelerator.get_memory_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0) if nbytes else 1.0, self.device)
-
-    def units(self) -> int:
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def described(self) -> str:
         found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -172,10 +166,6 @@ class LateDevice(Accelerator):
 
     def limit(self, nbytes: int | None) -> None:
         self._late.limit(self.CAPACITY_BYTES if nbytes is None else nbytes)
-
-    def units(self) -> int:
-        os.environ["TRITON_INTERPRET"] = "1"
-        return 3
 
     def described(self) -> str:
         return f"{torch.accelerator.device_count()} late devices"

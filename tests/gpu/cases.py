@@ -43,11 +43,6 @@ CASES: Mapping[str, Case] = {
         "what is installed, and whether torch and the CUDA runtime use the same device",
         "a process with CUDA may load two CUDA runtimes",
     ),
-    "queues": Case(
-        "queues",
-        "whether streams wait for each other in the device's queues",
-        "a late device's queues follow its draw",
-    ),
     "peer": Case("peer", "one-sided copies between two processes are right"),
     "twice": Case("twice", "several trainings in one process over peer, each of which gives its memory back"),
     "streams": Case("streams", "the order of streams is right, and each wait is needed"),
@@ -65,16 +60,6 @@ CASES: Mapping[str, Case] = {
     "side_stream": Case("side_stream", "activations of a side stream, with and without the engine knowing of it"),
     "combined": Case("combined", "activations of parts of layers on two streams, of two micro-batches at once"),
     "abandon": Case("abandon", "after an error a rank stops at once, however busy its device is"),
-    "limits": Case(
-        "limits",
-        "what copies and matrix products reach here",
-        "a late device's times are declared, not measured",
-    ),
-    "compute_units": Case(
-        "units",
-        "what copies that occupy compute units cost",
-        "a late device has no compute units",
-    ),
     "trainer": Case("trainings", "Megatron's trainer over every transport", own_process=True, group="trainer"),
     "trainer_te": Case(
         "trainings",

@@ -87,7 +87,9 @@ def _overhead(result: Result) -> None:
     length."""
     (case,) = result.facts["cases"]
     assert case["waits"] == []
-    assert case["ratios"]["with"]["high"] == 1.0 < case["ratios"]["synchronous"]["low"]
+    # A difference of two times on a clock that has already run: rounded in the last bit.
+    assert case["ratios"]["with"]["high"] == pytest.approx(1.0, rel=1e-12)
+    assert case["ratios"]["synchronous"]["low"] > 1.0
 
 
 def _side_stream(result: Result) -> None:

@@ -5,7 +5,6 @@ waited for whom. A run that neither fails nor goes on raises `Hangs`, with what 
 so nothing more can run in that process.
 """
 
-import os
 import sys
 import threading
 import time
@@ -24,9 +23,9 @@ ASLEEP = 120
 BUSY_S = 300.0
 
 
-def awake(process: int | str, but: int = 0) -> bool:
-    """Return whether a thread of a process, `but` one, runs or waits for a processor or a disk."""
-    for task in Path(f"/proc/{process}/task").iterdir():
+def awake(but: int) -> bool:
+    """Return whether a thread of this process, `but` one, runs or waits for a processor or a disk."""
+    for task in Path("/proc/self/task").iterdir():
         try:
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -43,30 +42,22 @@ class Watch:
     that wait for each other's locks, and loops without an end.
     """
 
-    def __init__(self, process: int = 0) -> None:
-        """`process`: the one that runs, by default this one, in other threads."""
-        self._process = process
+    def __init__(self) -> None:
         self._seen, self._asleep, self._since_s = -1, 0, 0.0
 
     def hangs(self, done: int) -> str:
         """Return why the run does not go on, or nothing. `done` grows while it does."""
         if done != self._seen:
-            self._seen, self._asleep, self._since_s = done, 0, self._spent_s()
-        elif awake(self._process or os.getpid(), 0 if self._process else threading.get_native_id()):
+            self._seen, self._asleep, self._since_s = done, 0, time.process_time()
+        elif awake(threading.get_native_id()):
             self._asleep = 0
         else:
             self._asleep += 1
         if self._asleep >= ASLEEP:
             return f"nothing was done in {ASLEEP} looks at it, and every thread sleeps"
-        if self._spent_s() - self._since_s > BUSY_S:
+        if time.process_time() - self._since_s > BUSY_S:
             return f"nothing was done in {BUSY_S:g} s of processor time"
         return ""
-
-    def _spent_s(self) -> float:
-        if not self._process:
-            return time.process_time()
-        fields = Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Hangs(RuntimeError):

@@ -1,7 +1,7 @@
 """One rank of two on late devices.
 
-`lonely`: the first waits for what the second never sends. `probing`, `patient`: the two-sided link of the second carries
-one way only, while the pair looks for a transport; who is patient does not give up a trial before the group does.
+`lonely`: the first waits for what the second never sends. `probing`: the two-sided link of the second carries one way
+only, while the pair looks for a transport.
 
 In: which, its number, a port, a time-out in seconds. Out: what it heard, or a line with the transport that was chosen, and
 why not the other.
@@ -55,12 +55,9 @@ def losing(send: Any) -> Any:
     return lose
 
 
-def looks_for_a_transport(rank: int, timeout_s: float, is_patient: bool) -> None:
+def looks_for_a_transport(rank: int, timeout_s: float) -> None:
     if rank == 1:
         Distributed._send = losing(Distributed._send)  # type: ignore[method-assign]
-    measure = connect.measure
-    if is_patient:
-        connect.measure = lambda *given: measure(*given[:-2], given[-2] + PATIENCE_S, given[-1])
     connection, (link,) = connect.connect([(0, 1)], AUTO, timeout_s, copying_on(device(rank)))
     assert connection is not None
     print(f"chosen: {link.transport}; not nccl: {link.refused.get('nccl')}", flush=True)
@@ -76,7 +73,7 @@ def main(what: str, rank: int, port: int, timeout_s: float) -> None:
     if what == "lonely":
         waits_for_nothing(rank, store)
     else:
-        looks_for_a_transport(rank, timeout_s, what == "patient")
+        looks_for_a_transport(rank, timeout_s)
 
 
 if __name__ == "__main__":

@@ -151,18 +151,14 @@ def test_memory_that_is_lent_is_not_somebody_elses_too() -> None:
             assert not rank.measured.lent_bytes or outside[1] > PAGE_BYTES
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_graph_is_walked_once_a_stage(anew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_walked_once_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host took 11 microseconds a node at each eviction, ahead of the next kernels. A late device knows no host's
-    time; how often one looks at all that was saved is counted. `anew`: as it was."""
+    time; how often one looks at all that was saved is counted."""
     walks: list[object] = []
     find = evictor.find
     monkeypatch.setattr(evictor, "find", lambda *given: walks.append(given) or find(*given))
-    if anew:
-        monkeypatch.setattr(evictor.Evictor, "_again", lambda self, activations: [])
     pipeline = LatePipeline(SCHEDULES["1f1b"](), "two-sided")
     assert wrong_bits(pipeline, Draw(1), 3) == []
-    evictions = sum(num_transfers(pipeline.schedule, rank).evictions for rank in range(4))
     evicting = sum(bool(num_transfers(pipeline.schedule, rank).evictions) for rank in range(4))
     # To tell how large they are, and to remember where they were.
-    assert len(walks) == evicting + (3 * evictions if anew else evicting)
+    assert len(walks) == 2 * evicting

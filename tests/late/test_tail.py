@@ -1,103 +1,73 @@
-"""The long tail of draws keeps what came out, whatever ends a run, and every path is right in some draws of each kind."""
+"""Every path over every kind of link, sizes that differ too, is right in all directed orders and in drawn ones.
 
-import json
+$BPIPE_LATE_SEEDS says how many are drawn of each: 200 take a night.
+"""
+
 import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.late import hosts
 from tests.late.cases import SCHEDULES
-from tests.late.devices import DIRECTED, Draw
-from tests.late.pipeline import LatePipeline
-from tests.late.pipelined import LISTED
-from tests.late.sharded import SHARDED
-from tests.late.tail import DIFFERING, FAILED, RIGHT, ROOT, Tail, cases, outcome
+from tests.late.devices import Draw, draws
+from tests.late.pipeline import KINDS, LatePipeline, wrong_bits
+from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
+from tests.late.sharded import SHARDED, ShardedPipeline
 
-DONE = SimpleNamespace(
-    schedule=None, differing=False, replays=0, model=SimpleNamespace(expected=lambda schedule, iterations: {})
-)
-
-
-def runs(does: Any) -> Any:
-    return lambda: SimpleNamespace(**vars(DONE), run=lambda draw, iterations: does())
+SEEDS = int(os.environ.get("BPIPE_LATE_SEEDS", "5"))
+ITERATIONS = 3
+# Whose activations all stay in the rank's own node, whatever carries them between ranks: one kind runs all that differs.
+OWN = ("own memory", "slices in own memory")
+# Whose sizes cannot differ: only first slices leave there, and these attend to equally many keys.
+ALIKE = ("slices",)
 
 
-def say_that_nobody_goes_on() -> None:
-    raise RuntimeError("late: nobody can go on: a host waits")
+def pipelines(path: str) -> Iterator[LatePipeline]:
+    if path in LISTED:
+        yield from (TorchPipeline(LISTED[path](), kind) for kind in kinds_of(path))
+        return
+    made, source = (ShardedPipeline, SHARDED) if path in SHARDED else (LatePipeline, SCHEDULES)
+    for differing in (False,) if path in ALIKE else (False, True):
+        for kind in KINDS if path not in OWN else ("host",):
+            yield made(source[path](), kind, differing=differing)
 
 
-MADE = {
-    "goes well": runs(dict),
-    "ends its process": runs(lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "waits for ever": runs(lambda: threading.Event().wait()),
-    "stands still": runs(say_that_nobody_goes_on),
-}
+def is_right(pipeline: LatePipeline, draw: Draw) -> None:
+    print(f"{pipeline.kind}{', sizes that differ' * pipeline.differing}: {draw}")
+    assert wrong_bits(pipeline, draw, ITERATIONS) == []
+    assert not pipeline.differing or differed(pipeline), "no sizes differed"
 
 
-def test_what_ends_a_process_or_hangs_costs_no_other_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second run finds the results of the first, and repeats none."""
-    monkeypatch.setattr(hosts, "ASLEEP", 3)
-    monkeypatch.setattr("tests.late.tail.DIRECTED", ())
-    for seconds in (60.0, 0.0):
-        tail = Tail(tmp_path / "counts.jsonl", 0, MADE)
-        tail._draws = (Draw(0), Draw(1))
-        tail.run([*MADE], time.monotonic() + seconds)
-        #                   directed, seeds, right, wrong, hung, failed
-        assert {line[:16].strip(): [*map(int, line[16:].split())] for line in [*tail.table([*MADE])][1:]} == {
-            "goes well": [0, 2, 2, 0, 0, 0],
-            "ends its process": [0, 2, 0, 0, 0, 2],
-            "waits for ever": [0, 2, 0, 0, 2, 0],
-            "stands still": [0, 2, 0, 0, 2, 0],
-        }
-    assert tail.bad([*MADE]) == 6
-    results = [json.loads(line) for line in (tmp_path / "counts.jsonl").read_text().splitlines()]
-    said = {result["said"] for result in results if result["case"] == "ends its process"}
-    assert said == {f"{FAILED}: its process ended with -9"}
+def differed(pipeline: LatePipeline) -> bool:
+    """Whether of some stage micro-batches of differing size moved."""
+    moved = defaultdict(set)
+    for rank in pipeline.ranks:
+        assert rank.engine is not None
+        for (stage, _), nbytes in (rank.engine.sizing.moved_each if rank.engine.sizing else {}).items():
+            moved[stage].add(nbytes)
+    return any(len(sizes - {0}) > 1 for sizes in moved.values())
 
 
 def test_what_is_called_differing_differs() -> None:
     """Three paths had a case of differing sizes of which none differed."""
-    made = cases()
-    for name in ("interleaved", "vocabulary 1"):
-        assert outcome(made[f"{name}, host{DIFFERING}"](), Draw(1)) == (RIGHT, "")
+    is_right(LatePipeline(SCHEDULES["interleaved"](), "host", differing=True), Draw(1))
     alike = LatePipeline(SCHEDULES["slices"](), "host", differing=True)
-    assert outcome(alike, Draw(1)) == (FAILED, "no sizes differed")
+    assert wrong_bits(alike, Draw(1)) == []
+    assert not differed(alike)
 
 
-def all_are_right(seconds: int, word: str, seeds: int, folder: Path) -> None:
-    """Run the tail over cases with a word in their names."""
-    command = [sys.executable, "-m", "tests.late.tail", str(seconds), word, "--seeds", str(seeds)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command, "--counts", str(folder / "counts")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    table = [[*map(int, line.split()[-6:])] for line in ended.stdout.splitlines()[1:]]
-    assert table
-    assert all(case == [len(DIRECTED), seeds, len(DIRECTED) + seeds, 0, 0, 0] for case in table)
-
-
-@pytest.mark.parametrize("word", ["vocabulary 1, peer, sizes", "interleaved, host, sizes"])
-def test_directed_orders_of_a_case_are_right(word: str, tmp_path: Path) -> None:
-    all_are_right(500, word, 1, tmp_path)
+@pytest.mark.parametrize(
+    ("made", "name", "kind"), [(ShardedPipeline, "vocabulary 1", "peer"), (LatePipeline, "interleaved", "host")]
+)
+def test_directed_orders_of_a_case_are_right(made: Callable[..., LatePipeline], name: str, kind: str) -> None:
+    for draw in draws(1):
+        is_right(made({**SCHEDULES, **SHARDED}[name](), kind, differing=True), draw)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", [*SCHEDULES, *SHARDED, *LISTED])
-def test_directed_orders_and_a_few_seeds_of_a_path_are_right(path: str, tmp_path: Path) -> None:
-    """`python -m tests.late.tail` runs two hundred seeds, in a night."""
-    all_are_right(580, f"{path}, ", 5, tmp_path)
+def test_directed_orders_and_a_few_seeds_of_a_path_are_right(path: str) -> None:
+    for draw in draws(SEEDS):
+        for pipeline in pipelines(path):
+            is_right(pipeline, draw)

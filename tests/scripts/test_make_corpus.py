@@ -42,16 +42,6 @@ def test_the_cap_ends_the_corpus_at_a_whole_file(make_corpus: ModuleType, librar
     assert list(make_corpus.documents(library, 9)) == []
 
 
-def test_an_unchanged_file_is_not_touched(make_corpus: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "corpus.jsonl"
-    assert make_corpus.write_if_changed(path, b"one")
-    before = path.stat().st_mtime_ns
-    assert not make_corpus.write_if_changed(path, b"one")
-    assert path.stat().st_mtime_ns == before
-    assert make_corpus.write_if_changed(path, b"two")
-    assert [p.name for p in path.parent.iterdir()] == ["corpus.jsonl"]
-
-
 def test_this_interpreter_has_enough(make_corpus: ModuleType) -> None:
     import sysconfig
 

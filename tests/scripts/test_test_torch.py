@@ -56,13 +56,6 @@ def environment(folder: Path, torch: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("arguments", "status"), [((), 2), (("--help",), 0)])
-def test_usage(scripts: Path, arguments: tuple[str, ...], status: int) -> None:
-    done = run(scripts, *arguments)
-    assert done.returncode == status
-    assert "Usage: scripts/test_torch.sh VERSION" in (done.stdout if status == 0 else done.stderr)
-
-
 @pytest.mark.parametrize("version", ["latest", "2", "2.11.0/..", "torch==2.11.0", ""])
 def test_what_is_no_version_is_refused(scripts: Path, version: str) -> None:
     done = run(scripts, version)

@@ -24,12 +24,6 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_without_megatron_is_refused(scripts: Path, tmp_path: Path) -> None:
-    done = run(scripts, str(tmp_path))
-    assert done.returncode == 2
-    assert f"{tmp_path} holds no megatron/core: give the folder of a checkout" in done.stderr
-
-
 def test_a_megatron_that_is_no_namespace_is_refused(scripts: Path, tmp_path: Path) -> None:
     """Python would take that package alone, and never find megatron/scheduling."""
     (checkout(tmp_path) / "megatron/__init__.py").touch()
@@ -43,14 +37,6 @@ def test_a_commit_that_is_not_there_is_refused(scripts: Path, tmp_path: Path) ->
     done = run(scripts, str(tmp_path), "core_v0.19.0")
     assert done.returncode == 2
     assert f"{tmp_path} has no commit core_v0.19.0: fetch it there" in done.stderr
-
-
-@pytest.mark.parametrize(("arguments", "status"), [((), 2), (("--help",), 0)])
-def test_usage(scripts: Path, arguments: tuple[str, ...], status: int) -> None:
-    done = run(scripts, *arguments)
-    assert done.returncode == status
-    assert "Usage: scripts/test_upstream.sh CHECKOUT" in (done.stdout if status == 0 else done.stderr)
-    assert "CHECKOUT cannot be used" in done.stdout + done.stderr
 
 
 @pytest.mark.timeout(300)

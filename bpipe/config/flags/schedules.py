@@ -29,7 +29,7 @@ from bpipe.schedule.families.families import (
 )
 from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
-from bpipe.schedule.layout import REDISTRIBUTE, TRAINED_SHARDS, Vocabulary
+from bpipe.schedule.layout import TRAINED_SHARDS, Vocabulary
 from bpipe.schedule.program import Exchange
 
 # A file's suffix says its format.
@@ -148,11 +148,10 @@ VOCABULARY = Flag(
     choices=tuple(kind.value for kind in Vocabulary),
     launch=InLaunch(
         "--bpipe-vocabulary",
-        choices=(*TRAINED_SHARDS, REDISTRIBUTE),
+        choices=TRAINED_SHARDS,
         help="split the output layer over all pipeline ranks, which compute it between the last "
         f"stage's forward and backward (default: the last stage computes it whole). {_SPLIT}. For "
-        f"{families_with_shards()}, run by this project's own loop. {REDISTRIBUTE}: leave it "
-        "whole, and give the last stage fewer layers, chosen from the sizes",
+        f"{families_with_shards()}, run by this project's own loop",
     ),
 )
 VOCABULARY_INPUT = Flag(
@@ -173,13 +172,12 @@ def schedule_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     What is None, "auto" or missing has the field's default.
     """
     order = {name: values.get(name) for name in TAKEN}
-    # Fewer layers for the last stage are a layout, and leave the vocabulary whole.
     vocabulary = values.get("vocabulary_parallel")
     return {
         **{name: TAKEN[name].default if value in (None, AUTO) else value for name, value in order.items()},
         "costs": replace(unit_costs(values.get("costs")), hop=values.get("hop") or 0),
         "after_input": Fraction(1) if values.get("kept") is None else values["kept"],
-        "vocabulary": Vocabulary.WHOLE if vocabulary in (None, REDISTRIBUTE) else Vocabulary(vocabulary),
+        "vocabulary": Vocabulary.WHOLE if vocabulary is None else Vocabulary(vocabulary),
         "input_shards": bool(values.get("input_shards")),
     }
 

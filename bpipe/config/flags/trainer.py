@@ -118,17 +118,12 @@ TRAINER = (
         ),
     ),
     Group(
-        "debugging and repairs",
+        "debugging",
         (
             _flag(
                 "--bpipe-strict",
                 "also refuse guarded features: they should work by design, but never ran on this hardware, and are "
                 "checked in the first iterations",
-            ),
-            _flag(
-                "--bpipe-no-repairs",
-                "leave defects of the installed Megatron as they are (default: each is repaired in memory only, "
-                "and named in the log). Works with and without --bpipe",
             ),
             _flag(
                 "--bpipe-share-gpus",

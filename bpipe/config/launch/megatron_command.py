@@ -21,11 +21,9 @@ from bpipe.config.launch.layer_split import Split, further_stage
 from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
 from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
-from bpipe.predict.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.predict.recompute import MODULES, Recompute
 from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, flag_of
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.layout import REDISTRIBUTE
 
 # Fields whose values a launch gives unchanged.
 _CUT = [
@@ -205,8 +203,7 @@ def _parallel(args: Options) -> dict[str, Any]:
         layout=args.pipeline_model_parallel_layout,
         further=args.mtp_num_layers or 0,
     )
-    redistributed = args.bpipe_vocabulary == REDISTRIBUTE
-    layers = _redistributed(args, split) if redistributed else layers_of(args, split)
+    layers = layers_of(args, split)
     options = {
         **{field: getattr(args, SAME[field]) for field in _CUT},
         "pipeline": pipeline,
@@ -217,7 +214,7 @@ def _parallel(args: Options) -> dict[str, Any]:
         "no_sequence_parallel": not args.sequence_parallel,
         "balance": BALANCES[args.bpipe],
         **{flag.field: getattr(args, SAME[flag.field]) for flag in ORDER},
-        "vocabulary_parallel": None if redistributed else args.bpipe_vocabulary,
+        "vocabulary_parallel": args.bpipe_vocabulary,
         "input_shards": args.bpipe_vocabulary_input or None,
         "slice_lengths": args.bpipe_slice_lengths if (args.bpipe_slices or 1) > 1 else None,
     }
@@ -235,23 +232,6 @@ def _context(args: Options) -> dict[str, Any]:
             "them"
         )
     return {"context": args.context_parallel_size, "cp_comm_type": ways.pop()}
-
-
-def _redistributed(args: Options, split: Split) -> tuple[int, ...]:
-    """Return the layers of every stage as the trainer chooses them."""
-    wanted, vocabulary = f"--bpipe-vocabulary {REDISTRIBUTE}", args.padded_vocab_size or args.vocab_size
-    if split != Split() or args.hybrid_layer_pattern is not None:
-        raise ValueError(f"{wanted} says where every layer is: drop the other flags that do")
-    if not vocabulary:
-        raise ValueError(f"{wanted} needs --vocab-size, too")
-    padded = padded_vocabulary(vocabulary, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
-    worth = output_in_layers(padded, args.hidden_size, args.seq_length)
-    layers = redistribute_layers(args.num_layers, args.pipeline_model_parallel_size, worth)
-    if layers is None:
-        raise ValueError(
-            f"{wanted}: --num-layers {args.num_layers} is fewer than the other stages, or there are no other stages"
-        )
-    return layers
 
 
 def _own_chunks(schedule: str | None) -> int | None:

@@ -19,7 +19,6 @@ from bpipe.config.flags.flag import Flag, Options
 from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.other_flags import GROUP, REFUSED
-from bpipe.schedule.layout import REDISTRIBUTE
 from bpipe.values import LARGEST
 
 _BEGIN, _END = re.compile(r"(?<!-)-{8,} arguments -{8}"), re.compile(r"(?<!-)-{8,} end of arguments -{8}")
@@ -135,8 +134,6 @@ def _undo_validation(values: Options, args: object) -> None:
     if getattr(args, "virtual_pipeline_model_parallel_size", None) is None:
         # Megatron itself switches the overlap off.
         values.no_overlap_p2p_communication = False
-    if values.bpipe_vocabulary == REDISTRIBUTE and values.pipeline_model_parallel_layout is not None:
-        values.bpipe_vocabulary = None
 
 
 class LoggedLaunch(NamedTuple):

@@ -173,7 +173,6 @@ WITHOUT_INFLUENCE = [
     "--fp8-amax-*",
     "--bpipe-strict",
     "--bpipe-verify",
-    "--bpipe-no-repairs",
     "--mamba-inference-*",
 ]
 

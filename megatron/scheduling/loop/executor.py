@@ -31,7 +31,7 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.edges import Edges
 from bpipe.transport.lanes import CopyLane
-from megatron.scheduling.hooks import patches, upstream
+from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.grad_sync import Marks, Syncing
@@ -124,8 +124,6 @@ class Loop:
             )
         models = as_list(model)
         config = get_model_config(models[0])
-        for module in ("executor", "grad_sync"):
-            upstream.require(config, module)
         if adjust_tensor_shapes_fn is not None or (
             pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection)
         ):

@@ -24,7 +24,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.families.interleaved import COMBINED, INTERLEAVED
 from bpipe.schedule.families.one_f_one_b import ONE_F_ONE_B
-from megatron.scheduling.hooks import patches, upstream
+from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.links import make_communicators
 
@@ -62,8 +62,6 @@ class Hooks:
         if kwargs.get("forward_only"):
             return loop(**kwargs)
         driver, config = self._driver, get_model_config(as_list(kwargs["model"])[0])
-        for module in ("megatron_loops", "links"):
-            upstream.require(config, module)
         if family is INTERLEAVED and Settings(config).overlap_moe_expert_parallel_comm:
             family = COMBINED
         program = driver.program(family, kwargs["num_microbatches"], group_of(config, family, self._num_ranks))

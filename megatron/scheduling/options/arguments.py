@@ -17,7 +17,6 @@ from bpipe.schedule.layout import EVEN, SliceLengths, Vocabulary
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs
 from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
-from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.schedule_choice import Requested, requested, unplaced, vocabulary_of
 from megatron.scheduling.options.sizes import Sizes
 from megatron.scheduling.placement.positions import Positions
@@ -169,7 +168,6 @@ def config_from_args(args: Any) -> SchedulingConfig:
     if not hasattr(args, "bpipe"):
         # Megatron returns a YAML file's values instead of what was parsed, so --bpipe may have been given or not.
         refuse(args, balance=True)
-    upstream.require(args, "arguments")
     asked = _asked(args)
     own = asked.own
     sizes = Sizes.of(args, 1 if own is None else own.layout.num_pipes)

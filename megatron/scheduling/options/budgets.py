@@ -20,7 +20,6 @@ from bpipe.plan.options import setup_from
 from bpipe.predict.cluster_file import cluster_named
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.simulate.cost import Costs
-from megatron.scheduling.hooks import upstream
 
 # Bytes do not depend on the kind of device.
 _ANY_DEVICE = "h100-80g"
@@ -40,7 +39,6 @@ class FirstPlan(NamedTuple):
 
 def first_plan(args: Any, config: ScheduleConfig) -> FirstPlan:
     """Return the plan of a schedule within the budget. Raises ValueError if no plan keeps it."""
-    upstream.require(args, "budgets")
     asked: MemoryBudget = args.bpipe_memory
     if args.bpipe_bound is not None:
         raise ValueError("--bpipe-memory and --bpipe-bound both say how to balance: give only one of them")

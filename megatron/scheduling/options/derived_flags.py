@@ -14,11 +14,10 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.unit_grid import align, is_listing
 from bpipe.schedule.files.document import read_file
 from bpipe.schedule.files.text import NAME
-from bpipe.schedule.layout import REDISTRIBUTE, Layout
+from bpipe.schedule.layout import Layout
 from bpipe.schedule.schedule import Schedule
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options import pipes
-from megatron.scheduling.options.redistribution import redistribute
 from megatron.scheduling.placement.positions import Positions
 
 
@@ -29,16 +28,11 @@ def complete(args: Any) -> None:
     schedule that does not exist, and for stages that this model does not have.
     """
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
-    split = getattr(args, "bpipe_vocabulary", None)
-    if split == REDISTRIBUTE:
-        redistribute(args)
-    elif split is not None:
-        upstream.require(args, "derived_flags")
+    if getattr(args, "bpipe_vocabulary", None) is not None:
         _file_by_layer(args)
     name = getattr(args, "bpipe_schedule", None)
     if name is None:
         return
-    upstream.require(args, "derived_flags")
     num_pipes = FAMILIES[name].num_pipes if name in FAMILIES else of_file(name).layout.num_pipes
     try:
         pipes.share(args, num_pipes)

@@ -16,7 +16,6 @@ def share(args: Any, num_pipes: int) -> None:
     """Set Megatron's sizes of `num_pipes` pipes, once. Raises ValueError for sizes that they cannot have."""
     if num_pipes == 1 or getattr(args, "bpipe_num_pipes", 1) == num_pipes:
         return
-    upstream.require(args, "pipes")
     problems = list(_unfit(args, num_pipes))
     if problems:
         raise ValueError("\n  ".join(problems))

@@ -24,13 +24,12 @@ from bpipe.schedule.families.families import (
 )
 from bpipe.schedule.families.family import TAKEN, Family
 from bpipe.schedule.hosts import HOST, PAIR
-from bpipe.schedule.layout import EVEN, REDISTRIBUTE, Vocabulary
+from bpipe.schedule.layout import EVEN, Vocabulary
 from bpipe.schedule.memory import plain
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
-from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.budgets import first_plan
 from megatron.scheduling.options.derived_flags import of_file
 from megatron.scheduling.options.sizes import Sizes
@@ -101,7 +100,6 @@ def first_schedule(args: Any) -> Schedule:
 
 
 def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
-    upstream.require(args, "schedule_choice")
     name = args.bpipe_schedule or default_family(args.virtual_pipeline_model_parallel_size or 1, _combines(args))
     bounds, hosts, balance = args.bpipe_bound, args.bpipe_hosts, None
     if args.bpipe:
@@ -157,9 +155,7 @@ def _of_family(
 
 
 def vocabulary_of(args: Any) -> Vocabulary:
-    # Fewer layers for the last stage are a layout, which Megatron has by now.
-    whole = args.bpipe_vocabulary in (None, REDISTRIBUTE)
-    return Vocabulary.WHOLE if whole else Vocabulary(args.bpipe_vocabulary)
+    return Vocabulary.WHOLE if args.bpipe_vocabulary is None else Vocabulary(args.bpipe_vocabulary)
 
 
 def unplaced(args: Any, own: ScheduleConfig) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.scheduling.hooks import upstream
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -24,7 +22,6 @@ class Sizes:
     @classmethod
     def of(cls, args: Any, num_pipes: int) -> Sizes:
         """Return the sizes of arguments that Megatron has validated."""
-        upstream.require(args, "sizes")
         replicas = args.data_parallel_size // num_pipes
         known = args.global_batch_size is not None and args.step_batch_size_schedule is None
         return cls(

@@ -18,7 +18,6 @@ from bpipe.record.report.memory import without_transfers
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.hosts import mirrored_pairs
 from bpipe.schedule.schedule import Schedule
-from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.schedule_choice import first_schedule
 from megatron.scheduling.placement.positions import Positions
 
@@ -31,7 +30,6 @@ def apply(args: Any) -> None:
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
     if not getattr(args, "bpipe", False) or args.bpipe_placement == "none":
         return
-    upstream.require(args, "rank_order")
     try:
         placed = _pairs_in(first_schedule(args))
     except ValueError:

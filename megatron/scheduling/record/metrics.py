@@ -1,11 +1,9 @@
-"""Write what balancing did to TensorBoard, Weights & Biases and MLflow, under names in Megatron's style.
+"""Write what balancing did to TensorBoard and Weights & Biases, under names in Megatron's style.
 
-Megatron's writers are on the last rank of the world. An MLflow run is wherever one is active, as Megatron-Bridge and scripts
-start it. docs/report.md explains the scalars.
+Megatron's writers are on the last rank of the world. docs/report.md explains the scalars.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,26 +21,19 @@ from megatron.scheduling.placement.positions import Positions
 
 
 class Writers:
-    """The writers of a training, on whichever rank they are. An MLflow run must be active before the first iteration."""
+    """The writers of a training, on whichever rank they are."""
 
     def __init__(self, positions: Positions, interval: int | None) -> None:
         self._positions, self._interval = positions, interval
-        self._guard = Guard("logging to TensorBoard, Weights & Biases and MLflow")
-        self._mlflow: Any = None
+        self._guard = Guard("logging to TensorBoard and Weights & Biases")
 
     def look(self) -> bool:
         """Whether there are any. Collective over the world if an interval is set."""
         if self._interval is None:
             return False
-        mlflow: Any = sys.modules.get("mlflow")
-        runs = hasattr(mlflow, "active_run") and mlflow.active_run() is not None
-        boards = get_tensorboard_writer() is not None or get_wandb_writer() is not None
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (boards, runs))
-        # Ranks may have the same run: one of them writes to it.
-        if runs and not any(later for _, later in everywhere[dist.get_rank() + 1 :]):
-            self._mlflow = mlflow
-        if not any(map(any, everywhere)):
+        has_writers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(has_writers, get_tensorboard_writer() is not None or get_wandb_writer() is not None)
+        if not any(has_writers):
             self._interval = None
         return self._interval is not None
 
@@ -91,8 +82,6 @@ class Writers:
                 board.add_scalar(name, value, iteration)
         if wandb:
             wandb.log(scalars, iteration)
-        if self._mlflow is not None:
-            self._mlflow.log_metrics(scalars, step=iteration)
 
 
 def _evictions(notes: Iteration) -> list[Row]:

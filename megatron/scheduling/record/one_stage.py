@@ -9,13 +9,13 @@ import contextlib
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.scheduling.hooks import upstream
 from megatron.scheduling.start import startup
 
 # Flags that Megatron requires and a stage does not depend on; the user's come later, and win.
@@ -46,7 +46,6 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
     args.bpipe_placement = "none"
     args.world_size = ranks_of_a_stage(args) * args.pipeline_model_parallel_size
     arguments.validate_args(args, {})
-    upstream.require(args, "one_stage")
     if args.padded_vocab_size is None:
         if args.vocab_size is None:
             raise ValueError("the size of the output layer is not known: give --vocab-size")
@@ -54,6 +53,29 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
             args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
         )
     return args
+
+
+@contextlib.contextmanager
+def refusing(refusal: str) -> Iterator[None]:
+    """Raise ValueError, which begins with `refusal`, for flags that Megatron refuses to parse or build here."""
+    try:
+        yield
+    except (AssertionError, ImportError) as error:
+        # Some of Megatron's checks have no message; then the line that failed says it.
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(f"{refusal}: {reason}") from error
+
+
+def measured(args: Any) -> dict[str, Any]:
+    """Return facts of a measured stage: its file cannot be read for setups that differ in them."""
+    return {
+        "hidden_size": args.hidden_size,
+        "ffn_hidden_size": args.ffn_hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "tensor": args.tensor_model_parallel_size,
+        "sequence": args.seq_length,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+    }
 
 
 def ranks_of_a_stage(args: Any) -> int:

@@ -14,7 +14,6 @@ import logging
 import statistics
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,18 +57,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parse(flags: Sequence[str]) -> Any:
-    try:
-        return one_stage.parse(flags, add_arguments, _one_stage_only)
-    except AssertionError as error:
-        # Some of Megatron's checks have no message; then the line that failed says it.
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ValueError(f"Megatron refuses these flags: {reason}") from error
-
-
 def _one_stage_only(args: Any) -> None:
     """Build one stage of the timed layers between two others, however the training is split."""
-    upstream.require(args, "profile")
     args.pipeline_model_parallel_size, args.num_layers = _NUM_STAGES, _NUM_STAGES * args.profile_layers
     args.global_batch_size = None
     for name in """
@@ -150,26 +139,17 @@ def _transfer(num_bytes: int, repeats: int) -> dict[str, float]:
 
 
 def described(args: Any) -> dict[str, Any]:
-    """Return facts of the measurement: the file cannot be read for setups that differ in them."""
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    attention = (
-        "unfused" if args.transformer_impl == "local" else {"flash": "flash", "unfused": "unfused"}.get(_backend(args))
-    )
+    """Return facts of the measurement."""
     facts = {
         "device": "cpu" if _on_cpu() else torch.cuda.get_device_name(),
-        "hidden_size": args.hidden_size,
-        "ffn_hidden_size": args.ffn_hidden_size,
-        "num_attention_heads": args.num_attention_heads,
-        "tensor": args.tensor_model_parallel_size,
-        "sequence": args.seq_length,
+        **one_stage.measured(args),
         "recompute": args.recompute_granularity or "none",
-        "attention": attention,
-        "precision": precision,
         "torch": torch.__version__,
         "megatron": upstream.running().release,
     }
+    attention = "unfused" if args.transformer_impl == "local" else _backend(args)
     # If Transformer Engine chooses the attention itself, the choice is unknown.
-    return {name: value for name, value in facts.items() if value is not None}
+    return facts | ({"attention": attention} if attention in ("flash", "unfused") else {})
 
 
 def _backend(args: Any) -> str:
@@ -183,7 +163,8 @@ def main(flags: Sequence[str]) -> None:
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()):
         startup.prepare()
-        args = _parse(flags)
+        with one_stage.refusing("Megatron refuses these flags"):
+            args = one_stage.parse(flags, add_arguments, _one_stage_only)
         if _backend(args) == "flash" and args.transformer_impl == "local":
             raise ValueError("flash attention needs a GPU and Transformer Engine: use --attention unfused here")
         entries = measure(args)

@@ -132,31 +132,14 @@ class RepeatedRows:
         return getattr(self._iterator, name)
 
 
-class Reports:
-    """Reports of the loss functions of a micro-batch's slices, until the last one's."""
-
-    def __init__(self) -> None:
-        self._reports: list[Any] = []
-
-    def add(self, report: Any, is_last: bool) -> list[Any]:
-        """Add a slice's report. Return the micro-batch's report after its last slice, and nothing before."""
-        self._reports.append(report)
-        if not is_last:
-            return []
-        reports, self._reports = self._reports, []
-        return [_joined(reports)]
-
-    def clear(self) -> None:
-        self._reports.clear()
-
-
-def _joined(reports: list[Any]) -> Any:
+def joined(reports: list[Any]) -> Any:
+    """Return a micro-batch's report of a loss function from the reports of its slices."""
     if isinstance(reports[0], Mapping):
-        return {name: _joined([report[name] for report in reports]) for name in reports[0]}
+        return {name: joined([report[name] for report in reports]) for name in reports[0]}
     if isinstance(reports[0], tuple):
         # A sum over tokens and their number, as in older scripts.
         return tuple(
-            _joined(list(parts)) if place == 0 else parts[0] for place, parts in enumerate(zip(*reports, strict=True))
+            joined(list(parts)) if place == 0 else parts[0] for place, parts in enumerate(zip(*reports, strict=True))
         )
     if isinstance(reports[0], torch.Tensor) and reports[0].numel() == 2:
         # A sum over the slice's tokens, and the number of tokens of the whole micro-batch.

@@ -13,7 +13,7 @@ import torch
 from bpipe.runtime.stage import Tensors
 from bpipe.schedule.action import Action
 from megatron.scheduling.loop.chunks import Call, ChunkStages
-from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, Reports, SequenceSlice
+from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, SequenceSlice, joined
 from megatron.scheduling.slices.state import Slicing
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
@@ -24,7 +24,8 @@ class SlicedStages(ChunkStages):
     def __init__(self, slicing: Slicing, *of_class: Any) -> None:
         super().__init__(*of_class)
         self.slicing = slicing
-        self._reports = Reports()
+        # Of the slices of a micro-batch, until its last one's.
+        self._reports: list[Any] = []
         # Of the models of the current call.
         self._hooks: list[Any] = []
 
@@ -85,10 +86,13 @@ class SlicedStages(ChunkStages):
         """Join the reports of a micro-batch's slices."""
         before = len(call.losses)
         yield
-        reports = call.losses[before:]
+        reported = call.losses[before:]
         del call.losses[before:]
-        for report in reports:
-            call.losses += self._reports.add(report, self._is_last(now))
+        self._reports += reported
+        # With shards a later slice's forward, which reports nothing, is between the reports of a micro-batch.
+        if reported and self._is_last(now):
+            call.losses.append(joined(self._reports))
+            self._reports = []
 
     def _is_last(self, now: SequenceSlice) -> bool:
         return now.number == self._cutting.slices - 1

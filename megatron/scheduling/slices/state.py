@@ -10,7 +10,7 @@ from bpipe.predict import slice_lengths
 from bpipe.predict.slice_lengths import equal_bounds, even_bounds, listed_bounds, work_of
 from bpipe.schedule.layout import EVEN, SliceLengths
 from bpipe.schedule.memory import KeptMemory
-from megatron.scheduling.hooks import patches, upstream
+from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, mtp
 from megatron.scheduling.slices.cuts import Cutting
 from megatron.scheduling.slices.experts import ExpertLosses
@@ -91,7 +91,6 @@ def bounds_of(lengths: SliceLengths, length: int, slices: int, unit: int, config
 
 def attention_share(length: int, config: Any) -> float:
     """Return the share of attention to `length` tokens in a layer's forward FLOPs."""
-    upstream.require(config, "state")
     experts = config.moe_router_topk if config.num_moe_experts else 1
     ffn = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
     return slice_lengths.attention_share(

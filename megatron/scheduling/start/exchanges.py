@@ -6,9 +6,10 @@ computed and nothing passes: a computation returns a tensor that knows its name,
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -85,7 +86,7 @@ class _Recorder:
                 (torch.cuda, "current_device", lambda: torch.device("cpu")),
                 (p2p_communication.P2PCommunicator, "_communicate_shapes", self._shaping(plain)),
             ):
-                stack.enter_context(replaced(owner, name, function))
+                stack.enter_context(patch.object(owner, name, function))
             loop(
                 forward_step_func=None,
                 data_iterator=[None] * len(chunks),
@@ -157,14 +158,3 @@ def _take(tensor: Any, name: str) -> None:
     tensor = tensor[0] if isinstance(tensor, list) else tensor
     for end, about in zip(getattr(tensor, "ends", ()), ("", "the shape of "), strict=False):
         end.name = about + name
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or a class of Megatron's or torch's within the block."""
-    plain = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, plain)

@@ -9,11 +9,8 @@ import sys
 from typing import Any
 
 
-def prepare(*, repairing: bool = True) -> None:
-    """Install what this machine needs, with a line in the log for each change.
-
-    `repairing`: whether to repair Megatron. A program that parses --bpipe-no-repairs calls `repair` after that.
-    """
+def prepare() -> None:
+    """Install what this machine needs, with a line in the log for each change."""
     # Otherwise megatron.core appends the commit of the current folder's git checkout to its version.
     os.environ.setdefault("NO_VCS_VERSION", "1")
     import torch
@@ -22,8 +19,7 @@ def prepare(*, repairing: bool = True) -> None:
         from megatron.scheduling import cpu as cpu_runtime
 
         cpu_runtime.install()
-    if repairing:
-        repair()
+    repair()
     from megatron.scheduling.start import tokenizer
 
     without = tokenizer.install_byte_level_tokenizer()
@@ -38,21 +34,6 @@ def repair() -> None:
 
     for line in repairs.apply():
         _say(line)
-
-
-def leave_unrepaired() -> None:
-    """Leave Megatron as it is, and log what is then left to it.
-
-    Raises ValueError if it was repaired in this process.
-    """
-    from megatron.scheduling.hooks import repairs
-
-    if repair.cache_info().currsize:
-        raise ValueError(
-            "--bpipe-no-repairs: this process repaired Megatron before these arguments were parsed; start a new process"
-        )
-    left = "; ".join(repair.mends for repair in repairs.REPAIRS)
-    _say(f"--bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that {left}")
 
 
 # The device type of a training that only its arguments stand for here.

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 
@@ -43,7 +44,7 @@ from megatron.scheduling.options.arguments import SchedulingConfig, config_from_
 from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup, tokenizer
-from megatron.scheduling.start.exchanges import loops_of, replaced
+from megatron.scheduling.start.exchanges import loops_of
 
 # Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError, ZeroDivisionError)
@@ -177,8 +178,6 @@ class _Launch:
         derived_flags.complete(args)
         with self._refusing():
             arguments.validate_args(args, {})
-        # Some are made there.
-        upstream.require(args, "validation")
         for check, *names in _CHECKS:
             with self._refusing(*names):
                 check(args)
@@ -388,7 +387,7 @@ def _check_optimizer(args: Any) -> None:
     if args.lr is None or (args.train_iters is None and args.train_samples is None):
         return
     own = copy.copy(args)
-    with replaced(training, "get_args", lambda: own):
+    with patch.object(training, "get_args", lambda: own):
         training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
 
 
@@ -469,7 +468,7 @@ def _stopping_at(module: Any, name: str) -> Iterator[None]:
     def stop(*_: object, **__: object) -> NoReturn:
         raise _Accepted
 
-    with contextlib.suppress(_Accepted), replaced(module, name, stop):
+    with contextlib.suppress(_Accepted), patch.object(module, name, stop):
         yield
 
 

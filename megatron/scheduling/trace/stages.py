@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bpipe.runtime import capture
 from bpipe.runtime.graph import hiding
-from megatron.scheduling.hooks import upstream
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup
 from megatron.scheduling.trace import stand_in
@@ -81,20 +79,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """Raise ValueError for flags that Megatron refuses to parse or build here."""
-    try:
-        yield
-    except (AssertionError, ImportError) as error:
-        # Some of Megatron's checks have no message; then the line that failed says it.
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ValueError(f"without a GPU Megatron refuses this launch: {reason}") from error
-
-
 def _fit(args: Any) -> None:
     """Change what does not affect the model, and refuse what cannot be traced."""
-    upstream.require(args, "stages")
     for flag, value, reason in _problems(args):
         if value:
             raise ValueError(f"{flag} {value}: {reason}: use `bpipe simulate`, whose formulas cover it")
@@ -165,7 +151,7 @@ def trace(flags: Sequence[str]) -> dict[str, Any]:
     for name in _CHOSEN_ATTENTION:
         os.environ.pop(name, None)
     by_stage: dict[int, dict[str, Any]] = {}
-    with _refusing():
+    with one_stage.refusing("without a GPU Megatron refuses this launch"):
         args = one_stage.parse([*flags, *_WITHOUT_GPU], _add_arguments, _fit)
         stand_in.shape_attention(args.trace_attention)
         num_ranks = args.pipeline_model_parallel_size
@@ -173,16 +159,7 @@ def trace(flags: Sequence[str]) -> dict[str, Any]:
             with one_stage.chunks(args, place) as models:
                 for chunk, model in enumerate(models):
                     by_stage[chunk * num_ranks + place] = _stage(args, model)
-    # The trace cannot be read for setups that differ in these.
-    measured = {
-        "hidden_size": args.hidden_size,
-        "ffn_hidden_size": args.ffn_hidden_size,
-        "num_attention_heads": args.num_attention_heads,
-        "tensor": args.tensor_model_parallel_size,
-        "sequence": args.seq_length,
-        "attention": args.trace_attention,
-        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-    }
+    measured = {**one_stage.measured(args), "attention": args.trace_attention}
     return {"stages": [by_stage[stage] for stage in sorted(by_stage)], "measured": measured}
 
 

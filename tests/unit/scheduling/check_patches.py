@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -266,23 +266,18 @@ def check_every_flag_near_the_pipeline_is_in_a_table() -> None:
     assert not gone, f"docs/supported.md or HARMLESS names flags that Megatron does not have: {gone}"
 
 
-def check_what_may_be_missing_is_there() -> None:
+def check_the_tested_version_lacks_no_setting() -> None:
     """A setting that a new Megatron calls otherwise would never be refused again."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
-    arguments = {action.dest for action in parser._actions}
-    # Made of flags when the arguments are validated, or of the environment when they are parsed.
-    made = {
-        "gtp_weight_remat_size",
-        "expert_gtp_weight_remat_size",
-        "virtual_pipeline_model_parallel_size",
-        "data_parallel_size",
-    }
-    arguments |= made | {"params_dtype", "rank", "world_size"}
-    configuration = {field.name for field in fields(TransformerConfig)}
-    names = set(upstream.OPTIONAL)
-    assert names - arguments == upstream._NOT_IN_ARGUMENTS
-    assert names - configuration == upstream._NOT_IN_CONFIGURATION
-    for module, required in upstream.REQUIRED.items():
-        has = configuration if module in upstream.OF_CONFIGURATION else arguments
-        assert set(required) <= has, f"{module}: Megatron does not have {set(required) - has}"
+    # Made of flags when the arguments are validated.
+    made = dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 1)
+    arguments = argparse.Namespace(**{**vars(parser.parse_args([])), **made})
+    configuration = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    switched_on = ("", "mtp_num_layers", "moe_aux_loss_coeff", "recompute_granularity", "cuda_graph_impl")
+    for source, experts in ((arguments, "num_experts"), (configuration, "num_moe_experts")):
+        for name in (*switched_on, experts):
+            if name:
+                setattr(source, name, 2)
+            assert upstream.absent(source, configuration=source is configuration) == [], name
+    upstream.require(configuration, "driver")

@@ -46,11 +46,20 @@ TWO_PIPES = {
 }
 
 
+# What Megatron's parser leaves unset.
+UNSET = """
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers dist_ckpt_optim_fully_reshardable num_layers
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank overlap_p2p_comm
+    pipeline_model_parallel_layout use_distributed_optimizer use_mp_args_from_checkpoint_args
+""".split()
+
+
 def args(**more: Any) -> SimpleNamespace:
     """Megatron's, of 4 ranks with one stage each, and 8 micro-batches of 2 on 3 replicas."""
     return SimpleNamespace(
         **{
-            **dict.fromkeys(upstream.REQUIRED["derived_flags"]),
+            **dict.fromkeys(UNSET),
             **vars(add_arguments(argparse.ArgumentParser()).parse_args([])),
             "padded_vocab_size": 1024,
             "seq_length": 64,
@@ -298,9 +307,8 @@ def test_an_output_layer_in_shards_is_run_by_our_own_loop() -> None:
 def test_an_embedding_in_shards_joins_the_output_layer() -> None:
     found = own_schedule(args(bpipe_vocabulary="2", bpipe_vocabulary_input=True))
     assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.TWO, input_shards=True, exchange=Exchange.POSTED)
-    for vocabulary in (None, "redistribute"):
-        with pytest.raises(ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2"):
-            own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary=vocabulary))
+    with pytest.raises(ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2"):
+        own_schedule(args(bpipe_vocabulary_input=True))
     chunks = own_schedule(
         args(bpipe_vocabulary_input=True, bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2)
     )
@@ -341,10 +349,8 @@ ALLOWED: list[dict[str, Any]] = [
 
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves."""
-    names = dict.fromkeys(upstream.REQUIRED["derived_flags"])
-    return SimpleNamespace(
-        **{**names, "pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False, **more}
-    )
+    sizes = {"pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False}
+    return SimpleNamespace(**{**dict.fromkeys(UNSET), **sizes, **more})
 
 
 def test_a_pattern_of_layers_says_the_stages_itself() -> None:
@@ -371,7 +377,7 @@ def of_two_pipes(**more: Any) -> SimpleNamespace:
         "micro_batch_size": 2,
         "global_batch_size": 16,
     }
-    return parsed(**{**dict.fromkeys(upstream.REQUIRED["pipes"]), **sizes, "pipeline_model_parallel_size": 4, **more})
+    return parsed(**{**sizes, "use_tp_pp_dp_mapping": False, **more})
 
 
 @pytest.mark.parametrize(
@@ -478,70 +484,6 @@ def test_shards_file_the_optimizers_state_by_layer() -> None:
     args = parsed(bpipe_vocabulary="1", bpipe_schedule=None, use_distributed_optimizer=True)
     complete(args)
     assert args.dist_ckpt_optim_fully_reshardable
-
-
-def layout_parsed(**more: Any) -> SimpleNamespace:
-    """What Megatron's parser leaves: the published model, on 8 stages."""
-    names = dict.fromkeys((*upstream.REQUIRED["redistribution"], *upstream.REQUIRED["derived_flags"]))
-    sizes = {
-        "num_layers": 32,
-        "hidden_size": 3072,
-        "seq_length": 2048,
-        "vocab_size": 255999,
-        "pipeline_model_parallel_size": 8,
-    }
-    ours = {
-        "bpipe_vocabulary": "redistribute",
-        "bpipe_schedule": None,
-        "tensor_model_parallel_size": 1,
-        "make_vocab_size_divisible_by": 128,
-    }
-    return SimpleNamespace(**{**names, **sizes, **ours, **more})
-
-
-def test_the_last_stage_has_fewer_layers_and_it_is_said_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    upstream.remark.cache_clear()
-    args, again = layout_parsed(), layout_parsed()
-    for one in (args, again):
-        complete(one)
-    assert args.pipeline_model_parallel_layout == "Et*4|t*4|t*4|(t*5|)*4L"
-    assert capsys.readouterr().out == (
-        "bpipe: --bpipe-vocabulary redistribute: the output layer takes as long as 6.2 layers, so stages have 4, 4, "
-        "4, 5, 5, 5, 5, 0: "
-        "--pipeline-model-parallel-layout Et*4|t*4|t*4|(t*5|)*4L\n"
-    )
-    complete(args)
-    assert args.pipeline_model_parallel_layout == "Et*4|t*4|t*4|(t*5|)*4L", "as a checkpoint of this run says"
-
-
-def test_a_small_vocabulary_moves_nothing() -> None:
-    args = layout_parsed(vocab_size=1000)
-    complete(args)
-    assert args.pipeline_model_parallel_layout is None
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"pipeline_model_parallel_size": 1}, "a pipeline of one rank has no other"),
-        ({"decoder_last_pipeline_num_layers": 2}, "--decoder-last-pipeline-num-layers also sets how many layers"),
-        ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split also sets"),
-        ({"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank: it does not work"),
-        ({"bpipe_schedule": "v-half"}, "--bpipe-schedule v-half has several stages per rank"),
-        ({"mtp_num_layers": 1}, "drop --mtp-num-layers, or give a layout"),
-        ({"hybrid_layer_pattern": "M*M-"}, r"--hybrid-layer-pattern itself says where stages begin: move its \|"),
-        ({"pipeline_model_parallel_layout": "Et*4|(t*4|)*6t*4L"}, "already places every layer: drop one of them"),
-        ({"vocab_size": None}, "depends on --vocab-size, which is not given"),
-        ({"num_layers": None}, "depends on --num-layers, which"),
-        ({"num_layers": 6}, "6 layers are fewer than the 7 stages that would share them"),
-    ],
-)
-def test_what_no_layout_can_say_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"--bpipe-vocabulary redistribute: .*{message}"):
-        complete(layout_parsed(**given))
 
 
 def test_lengths_that_are_not_the_sequences_are_refused_at_the_start() -> None:

@@ -26,7 +26,7 @@ from megatron.scheduling.loop.measurements import (
 )
 from megatron.scheduling.loop.watermark import Besides
 from megatron.scheduling.replanning import ProcessMemory, devices_of, measure_process
-from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, Reports
+from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, joined
 
 # Two slices; what the first micro-batch saves is taken to have 5 more of what all share.
 EACH = {(0, 0): 65, (0, 1): 45, (0, 2): 60, (0, 3): 40}
@@ -200,25 +200,20 @@ def test_the_end_of_the_data_and_what_an_iterator_has_besides_are_handed_on() ->
         next(again)
 
 
-def test_reports_of_slices_add_up_with_the_last() -> None:
-    reports = Reports()
-    first = {
-        "pair": torch.tensor([2.0, 10.0]),
-        "mean": torch.tensor(0.5),
-        "tuple": (torch.tensor(1.0), torch.tensor(10)),
-    }
-    second = {
-        "pair": torch.tensor([3.0, 10.0]),
-        "mean": torch.tensor(0.25),
-        "tuple": (torch.tensor(2.0), torch.tensor(10)),
-    }
-    assert reports.add(first, is_last=False) == []
-    (joined,) = reports.add(second, is_last=True)
-    assert joined["pair"].tolist() == [5.0, 10.0]
-    assert float(joined["mean"]) == 0.75
-    assert [float(one) for one in joined["tuple"]] == [3.0, 10.0]
+def test_reports_of_slices_add_up() -> None:
+    first, second = (
+        {
+            "pair": torch.tensor([total, 10.0]),
+            "mean": torch.tensor(mean),
+            "tuple": (torch.tensor(total), torch.tensor(10)),
+        }
+        for total, mean in ((2.0, 0.5), (3.0, 0.25))
+    )
+    report = joined([first, second])
+    assert report["pair"].tolist() == [5.0, 10.0]
+    assert float(report["mean"]) == 0.75
+    assert [float(part) for part in report["tuple"]] == [5.0, 10.0]
     assert first["pair"].tolist() == [2.0, 10.0], "a script's own report stays as it is"
-    assert reports.add(first, is_last=True)[0]["pair"].tolist() == [2.0, 10.0]
 
 
 def test_rows_are_cut_and_losses_padded_by_the_slice_that_is_computed() -> None:

@@ -140,21 +140,6 @@ def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "megatron.core.sound" not in said
 
 
-def test_without_repairs_none_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    startup.leave_unrepaired()
-    assert capsys.readouterr().out == (
-        "bpipe: --bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that what was broken works; "
-        "nothing was broken; "
-        "state is saved; the last works\n"
-    )
-
-
-def test_repairs_that_were_made_cannot_be_left_out_any_more() -> None:
-    startup.repair()
-    with pytest.raises(ValueError, match=r"^--bpipe-no-repairs: this process repaired Megatron before"):
-        startup.leave_unrepaired()
-
-
 def environment(local_rank: int = 0, local_world: int = 8, world: int = 8) -> dict[str, str]:
     return {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_world), "WORLD_SIZE": str(world)}
 

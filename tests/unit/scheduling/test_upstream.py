@@ -1,5 +1,6 @@
 """Names of Megatron's that are read, functions that are replaced, and their signatures."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron.scheduling import launch
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.arguments import config_from_args
 from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.placement import rank_order as placement
 
@@ -28,45 +29,23 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(set_version=lambda version: vars(core).update(__version__=version))
 
 
-def parsed(**more: Any) -> SimpleNamespace:
-    """What Megatron's parser returns, as far as it is read before a process group exists: rank 1 of 4 stages."""
-    needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["schedule_choice"], *upstream.REQUIRED["sizes"])
-    ours = (
-        f"bpipe_{name}"
-        for name in tuple(("schedule group bound memory cluster kept costs hop delay vocabulary executor").split())
+def parsed(**more: Any) -> argparse.Namespace:
+    """What is read of Megatron's arguments before a process group exists: rank 1 of 4 stages."""
+    ours = vars(add_arguments(argparse.ArgumentParser()).parse_args(["--bpipe"]))
+    unset = dict.fromkeys(
+        """global_batch_size micro_batch_size padded_vocab_size seq_length sequence_parallel step_batch_size_schedule
+        use_tp_pp_dp_mapping virtual_pipeline_model_parallel_size""".split()
     )
-    names = dict.fromkeys((*upstream.OPTIONAL, *needed, *ours))
-    for name in upstream._NOT_IN_ARGUMENTS:
-        del names[name]
-    return SimpleNamespace(
-        **{
-            **names,
-            "bpipe": True,
-            "bpipe_hosts": "pair",
-            "bpipe_slices": None,
-            "bpipe_slice_lengths": "even",
-            "bpipe_placement": "adjacent",
-            "bpipe_vocabulary_input": False,
-            "rank": 1,
-            "world_size": 4,
-            "use_tp_pp_dp_mapping": False,
-            "tensor_model_parallel_size": 1,
-            "context_parallel_size": 1,
-            "pipeline_model_parallel_size": 4,
-            "data_parallel_size": 1,
-            **more,
-        }
-    )
+    sizes = dict.fromkeys(("tensor_model_parallel_size", "context_parallel_size", "data_parallel_size"), 1)
+    place = {"rank": 1, "world_size": 4, "pipeline_model_parallel_size": 4}
+    return argparse.Namespace(**{**ours, **unset, **sizes, **place, **more})
 
 
-def test_the_development_branch_is_placed_without_its_shards(
-    megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_development_branch_is_placed_without_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lacks tensor_parallel_num_weight_shards, which was a bare AttributeError."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     args = parsed()
-    del args.tensor_parallel_num_weight_shards
     placement.apply(args)
     assert args.rank == 3, "the partner of stage 0 is its neighbour"
 
@@ -74,53 +53,38 @@ def test_the_development_branch_is_placed_without_its_shards(
 def test_absent_settings_of_an_untried_version_are_said_once(
     megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = parsed()
-    del args.tensor_parallel_num_weight_shards, args.yaml_cfg
+    """A feature whose setting was renamed would never be refused again, and nobody would know."""
+
+    class Renamed:
+        def __getattr__(self, name: str) -> None:
+            if name in ("fp8", "yaml_cfg", "bpipe_slices"):
+                raise AttributeError(name)
+
     for _ in range(2):
-        upstream.say_absent(args, configuration=False)
+        upstream.say_absent(Renamed(), configuration=False)
     assert capsys.readouterr().out == (
-        "bpipe: megatron-core 0.20.0rc0 lacks these settings in its arguments; bpipe assumes: "
-        "tensor_parallel_num_weight_shards (weights sharded by tensor parallelism alone); yaml_cfg (no YAML "
-        "configuration)\n"
+        "bpipe: megatron-core 0.20.0rc0 lacks these settings in its arguments; bpipe takes them for unset: fp8, yaml_cfg\n"
     )
     megatron.set_version("0.19.2+a1b2c3d")
     upstream.remark.cache_clear()
-    upstream.say_absent(args, configuration=False)
+    upstream.say_absent(Renamed(), configuration=False)
     assert capsys.readouterr().out == "", "0.19.2 was read: what it lacks is known"
 
 
-def test_a_model_is_not_asked_for_what_only_arguments_have(
-    megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["rank", "world_size", "pipeline_model_parallel_size", "data_parallel_size"])
+def test_an_argument_that_megatron_does_not_have_is_named(
+    megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    names = set(upstream.OPTIONAL) - upstream._NOT_IN_CONFIGURATION
-    upstream.say_absent(SimpleNamespace(**dict.fromkeys(names)), configuration=True)
-    assert capsys.readouterr().out == ""
-    upstream.say_absent(SimpleNamespace(**dict.fromkeys(names - {"fp8"})), configuration=True)
-    assert "lacks these settings in its model configuration; bpipe assumes: fp8 (no FP8)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", upstream.REQUIRED["rank_order"])
-def test_what_placement_needs_is_asked_for_by_name(megatron: SimpleNamespace, name: str) -> None:
     args = parsed()
     delattr(args, name)
-    with pytest.raises(upstream.Unfit) as refused:
-        placement.apply(args)
-    assert str(refused.value) == (
-        f"megatron-core 0.20.0rc0+1a2b3c4 at /checkout/megatron/core cannot be used by bpipe's rank_order: its "
-        f"arguments have no {name}. "
-        "Install megatron-core==0.19.2, or train without bpipe"
+    with pytest.raises(SystemExit, match="2"):
+        launch._validate(lambda args: None, args)
+    assert capsys.readouterr().err == (
+        f"bpipe: error: megatron-core 0.20.0rc0+1a2b3c4 at /checkout/megatron/core cannot be used by bpipe: its "
+        f"arguments have no {name}. Install megatron-core==0.19.2, or train without bpipe\n"
     )
-
-
-@pytest.mark.parametrize("name", upstream.REQUIRED["arguments"])
-def test_what_the_configuration_needs_is_asked_for_by_name(megatron: SimpleNamespace, name: str) -> None:
-    import argparse
-
-    ours = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
-    args = parsed(**ours)
-    delattr(args, name)
-    with pytest.raises(upstream.Unfit, match=f"its arguments have no {name}. Install"):
-        config_from_args(args)
+    with pytest.raises(AttributeError):
+        launch._validate(lambda args: args.rank.missing, parsed())
 
 
 def test_versions_are_compared_without_what_a_checkout_appends() -> None:

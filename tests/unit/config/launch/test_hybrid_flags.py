@@ -152,10 +152,6 @@ def test_what_megatron_takes_for_granted() -> None:
         ("--hybrid-layer-pattern M*M --pipeline-model-parallel-size 2", "cannot be divided evenly over"),
         ("--hybrid-layer-pattern M* --num-experts 8", r"no layer of --hybrid-layer-pattern has experts \(E\)"),
         ("--hybrid-layer-pattern M* --mamba-head-dim 48", "--mamba-head-dim 48 does not divide"),
-        (
-            "--hybrid-layer-pattern M*M* --pipeline-model-parallel-size 2 --bpipe-vocabulary redistribute",
-            "says where every layer is",
-        ),
         ("--hybrid-layer-pattern M* --disable-mamba-mem-eff-path", "kernels of Mamba layers that keep more"),
     ],
 )

@@ -164,11 +164,6 @@ def test_shards_of_the_output_layer_are_read() -> None:
     assert "input_shards" not in read("--bpipe-vocabulary", "1").options
     assert read("--bpipe-vocabulary", "1", "--bpipe-vocabulary-input").options["input_shards"] is True
     assert "vocabulary_parallel" not in read().options
-    moved = read(
-        "--bpipe-vocabulary", "redistribute", "--vocab-size", "3000", "--pipeline-model-parallel-size", "4"
-    ).options
-    assert "vocabulary_parallel" not in moved
-    assert moved["layers"] == (2, 3, 3, 0)
     with pytest.raises(ValueError, match="--bpipe-vocabulary"):
         read("--bpipe-vocabulary", "3")
 

@@ -111,11 +111,12 @@ ACCEPTED = (
 
 
 def _judged(launches: Sequence[str]) -> list[dict[str, Any]]:
-    """Return Megatron's judgement of all launches, by one process."""
-    asked = []
-    for launch in launches:
-        launcher, flags = split_command(launch.split())
-        asked.append([flags, devices_of(launcher)])
+    split = [split_command(launch.split()) for launch in launches]
+    return judgements_of([(flags, devices_of(launcher)) for launcher, flags in split])
+
+
+def judgements_of(asked: Sequence[tuple[Sequence[str], tuple[int, int] | None]]) -> list[dict[str, Any]]:
+    """Return what the installed Megatron says of launches, flags and devices each, by one process."""
     ended = subprocess.run(
         [sys.executable, "-m", validation.PROGRAM],
         input=json.dumps(asked),
