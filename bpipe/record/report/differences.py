@@ -135,7 +135,7 @@ def _transfers(comparison: Comparison) -> Iterator[Difference]:
                 for transfer in lane.transfers
                 if transfer.wait_s > 0
             ]
-            beside = ()
+            beside: tuple[str, ...] = ()
             if waits:
                 wait_s, action, number = max(waits, key=lambda wait: wait[0])
                 longest = (
@@ -150,13 +150,13 @@ def _transfers(comparison: Comparison) -> Iterator[Difference]:
             seconds = [row.seconds for row in ended_transfers(measured, measured.typical, place, stage)]
             if seconds:
                 measured_s, predicted_s = median(seconds), float(costs[stage].transfer_s or 0)
-                probed, beside = probed_speed(measured, place), ()
+                probed, facts = probed_speed(measured, place), list[str]()
                 if probed is not None:
                     reached = rate_text(costs[stage].moved_bytes / measured_s)
-                    beside = (f"transfers reached {reached}, the link's probe {rate_text(probed)}",)
+                    facts.append(f"transfers reached {reached}, the link's probe {rate_text(probed)}")
                 what = f"{_named(comparison, stage, place)}, one transfer (median)"
                 share = _share(comparison, measured_s - predicted_s)
-                yield Difference("transfer", stage, what, measured_s, predicted_s, "s", share, beside)
+                yield Difference("transfer", stage, what, measured_s, predicted_s, "s", share, tuple(facts))
 
 
 def _waiting(comparison: Comparison) -> Iterator[Difference]:

@@ -316,10 +316,10 @@ FOURTH = json.dumps({"iteration": 4, "lm loss": "0x0.0p+0", "grad_norm": None, "
 ROWS = "iterations.jsonl"
 DAMAGED: dict[str, Callable[[Path, Path], object]] = {
     "has reports of stages [0, 1, 2], not of 0 to 3": lambda plain, balanced: (balanced / "rank_00003.json").unlink(),
-    "rank_00001.json: not a complete report of a stage; was the run cut off? line 1": lambda plain, balanced: (
+    "rank_00001.json: not the measurements of a rank (line 1": lambda plain, balanced: (
         plain / "rank_00001.json"
     ).write_text('{"stage": 1, "pea'),
-    "rank_00001.json: not a complete report of a stage; was the run cut off? 'peak_microbatches' is missing": (
+    "rank_00001.json: 'balanced' is missing: was the run cut off?": (
         lambda plain, balanced: (plain / "rank_00001.json").write_text('{"rank": 1, "stage": 1, "peak_bytes": 7}')
     ),
     "rank_00003.json: this run was balanced; are the two folders swapped?": mix_runs,
@@ -329,13 +329,12 @@ DAMAGED: dict[str, Callable[[Path, Path], object]] = {
     "2 iterations instead of 3; iterations [3] are missing": lambda plain, balanced: (balanced / ROWS).write_text(
         "".join((balanced / ROWS).read_text().splitlines(keepends=True)[:2])
     ),
-    "line 3: not a complete iteration; was the run cut off? line 1": lambda plain, balanced: keep(balanced / ROWS, -9),
+    "iterations.jsonl: its last line is torn: was the run cut off?": lambda plain, balanced: keep(balanced / ROWS, -9),
     "4 iterations instead of 3; there are more": lambda plain, balanced: (plain / ROWS).write_text(
         (plain / ROWS).read_text() + FOURTH
     ),
     "lm loss is 5.5, not a number as float.hex writes it": loss(5.5),
     "lm loss is 0x1.0p+5000, which is too large": loss("0x1.0p+5000"),
-    "line 1: not a complete iteration; was the run cut off? lm loss or grad_norm is missing": loss(None),
     "are the two folders swapped?": swap,
 }
 

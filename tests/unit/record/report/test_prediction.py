@@ -18,7 +18,6 @@ from bpipe.record.report.replay import replay
 from bpipe.record.report.report import report_of
 from bpipe.record.report.selection import Measured, choose
 from bpipe.record.report.shortage import shortage_of, text
-from bpipe.schedule.action import Kind
 from bpipe.schedule.memory import StageMemory
 from tests.unit.record.report.recorded import edit_rows, write_run
 
