@@ -7,9 +7,9 @@
     DIR/rank_00003.json       RankSummary: peaks over all iterations, measured and predicted, of a rank that ended well
     DIR/failure.json          FirstFailure: the rank of a failed run that failed first, and why
 
-A field of type `Annotated[int, Rule(...)]`, or of such a type or None, is a key of the same name that `write` writes
-and `read` reads. A key without a default is required; of the others null and absence mean the default. A field without
-a rule is no key. A column of the rows is a field of `Row`. To add one, add it here and where it is filled. Keys are
+A field whose type has a rule, its own (`Annotated[int, Rule(...)]`) or one of `_RULES`, is a key of the same name that
+`write` writes and `read` reads. A key without a default is required; of the others null and absence mean the default. A
+field without a rule is no key. A column of the rows is a field of `Row`. To add one, add it here and where it is filled. Keys are
 added and never renamed; later ones have a default, so that older records can still be read. `run` is the same name in
 all files of a run.
 
@@ -25,7 +25,8 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import starmap
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig, name_of, named_balance
@@ -81,18 +82,22 @@ def _defaults(kind: type) -> dict[str, Any]:
 
 
 def _rule(hint: Any) -> Rule | None:
-    """Return the rule in a type, or in a part of it."""
-    own = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Rule)), None)
-    return own or next((rule for rule in map(_rule, get_args(hint)) if rule is not None), None)
+    """Return the rule of a type, or of the member of a union that has one."""
+    rule = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Rule)), _RULES.get(hint))
+    if rule is None and get_origin(hint) in (Union, UnionType):
+        return next(filter(None, map(_rule, get_args(hint))), None)
+    return rule
 
 
 def values_of(kind: type, value: object, name: str, prefix: str = "") -> dict[str, Any]:
-    """Return the arguments of a `kind` that an object of a file has. Unknown keys are ignored: later versions add some."""
+    """Return the arguments of a `kind` that an object of a file has.
+
+    Unknown keys are ignored: later versions add some. Those that are absent or null are left out.
+    """
     return read_keys(keys_of(kind), an_object(value, name), prefix)
 
 
-def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str) -> dict[str, Any]:
-    """Return the values of these keys by their names, without those that are absent or null."""
+def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     values = {}
     for key in keys:
         value = entries.get(key.name)
@@ -144,27 +149,19 @@ def by_name(rule: Rule, element: str) -> Rule:
     return Rule(read, dict)
 
 
-Text = Annotated[str, Rule(a_text)]
-Flag = Annotated[bool, Rule(a_flag)]
-
-
-_Sizes = Annotated[tuple[int, ...], each(whole())]
-_Seconds = Annotated[tuple[float, ...], each(number())]
-
-
 @dataclass(frozen=True, slots=True)
 class _BudgetKeys:
     """Keys of an `ActivationBudget`, in bytes of one micro-batch or, with `slices`, of one slice."""
 
-    room_bytes: _Sizes  # by rank
-    saved_bytes: _Sizes  # by stage, the slices of a stage next to each other; so are the next two
-    moved_bytes: _Sizes
-    after_input_bytes: _Sizes
-    shard_bytes: Annotated[int, whole()] = 0  # of a shard of the vocabulary
-    reserved: Flag = False  # whether host buffers have a reserve
-    slices: Annotated[int, whole(1)] = 1
-    keys_bytes: _Sizes = ()  # keys and values that are kept, by stage
-    gradients_bytes: _Sizes = ()  # their gradients
+    room_bytes: tuple[int, ...]  # by rank
+    saved_bytes: tuple[int, ...]  # by stage, the slices of a stage next to each other; so are the next two
+    moved_bytes: tuple[int, ...]
+    after_input_bytes: tuple[int, ...]
+    shard_bytes: int = 0  # of a shard of the vocabulary
+    reserved: bool = False  # whether host buffers have a reserve
+    slices: int = 1
+    keys_bytes: tuple[int, ...] = ()  # keys and values that are kept, by stage
+    gradients_bytes: tuple[int, ...] = ()  # their gradients
 
 
 def _read_budget(value: object, name: str) -> ActivationBudget:
@@ -198,12 +195,12 @@ class _WindowsKeys:
     lasts_s: Annotated[
         Mapping[str, tuple[float, ...]], by_name(each(number()), "{key} of what lasts")
     ]  # by kind, stage
-    hop_s: Annotated[float, number()]  # of a message
-    inside_s: _Seconds  # of a stage's transfer in a node, then between nodes
-    between_s: _Seconds
-    nodes: _Sizes = ()
-    own_s: _Seconds = ()  # of a stage's transfer to its node's memory
-    slices: Annotated[int, whole(1)] = 1
+    hop_s: float  # of a message
+    inside_s: tuple[float, ...]  # of a stage's transfer in a node, then between nodes
+    between_s: tuple[float, ...]
+    nodes: tuple[int, ...] = ()
+    own_s: tuple[float, ...] = ()  # of a stage's transfer to its node's memory
+    slices: int = 1
 
 
 def _read_windows(value: object, name: str) -> Windows:
@@ -241,12 +238,24 @@ def _write_costs(costs: UnitCosts) -> str:
     return ",".join(str(Fraction(getattr(costs, field.name))) for field in fields(UnitCosts))
 
 
-# The rule of a field, by its type.
+def _by_stage(value: Any, name: str) -> dict[int, int]:
+    sizes = an_object(value, name)
+    if not all(re.fullmatch("[0-9]{1,9}", stage) for stage in sizes):
+        raise ValueError(f"{name} has {next(iter(sizes))!r:.40}: its keys must be stages")
+    return {int(stage): a_whole(size, f"{name} of stage {stage}", 0, LARGEST_BYTES) for stage, size in sizes.items()}
+
+
+_read_action = lru_cache(maxsize=1 << 18)(read_action)
+
 _RULES: dict[Any, Rule] = {
     str: Rule(a_text),
     bool: Rule(a_flag),
-    int: whole(1, LARGEST),
-    tuple[int, ...]: each(whole(0, LARGEST)),
+    int: whole(),
+    float: number(),
+    tuple[int, ...]: each(whole()),
+    tuple[float, ...]: each(number()),
+    Mapping[int, int]: Rule(_by_stage),
+    Action: Rule(lambda value, _: _read_action(a_text(value, "an action")), str),
     Fraction: Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share))),
     UnitCosts: Rule(_read_costs, _write_costs),
     Exchange: _one_of(Exchange),
@@ -254,50 +263,39 @@ _RULES: dict[Any, Rule] = {
     ActivationBudget: Rule(_read_budget, _write_budget),
     Windows: Rule(_read_windows, _write_windows),
 }
-# Keys whose field has another name: in files the number of ranks was always called that of stages.
-_FIELDS = {"num_stages": "num_ranks"}
+# In files the number of ranks was always called that of stages.
+_RANKS, _STAGES = "num_ranks", "num_stages"
 # Written even if they are the default.
-_ALWAYS = ("schedule", "num_stages", "num_microbatches", "num_chunks")
+_ALWAYS = ("schedule", _STAGES, "num_microbatches", "num_chunks")
 _BALANCE = Key("balance", Rule(a_text), False, name_of(None))
-
-
-def _keys_of(kind: type) -> list[Key]:
-    """Return a key for each field that is no configuration itself."""
-    names, hints = {field: key for key, field in _FIELDS.items()}, get_type_hints(kind)
-    keys = []
-    for entry in fields(kind):
-        hint = hints[entry.name]
-        rule = next((_RULES[part] for part in (hint, *get_args(hint)) if part in _RULES), None)
-        if rule is not None:
-            keys.append(Key(names.get(entry.name, entry.name), rule, entry.default is MISSING, entry.default))
-    return keys
-
-
-_OF_SCHEDULE, _OF_BALANCE = _keys_of(ScheduleConfig), _keys_of(BalanceConfig)
+_OF_SCHEDULE = [replace(key, name=_STAGES) if key.name == _RANKS else key for key in keys_of(ScheduleConfig)]
 
 
 def read_program(value: object, name: str = "program") -> ScheduleConfig:
     """Read the configuration of a schedule."""
     entries, prefix = an_object(value, name), f"{name}."
-    schedule = {_FIELDS.get(key, key): field for key, field in read_keys(_OF_SCHEDULE, entries, prefix).items()}
-    balancing = read_keys(_OF_BALANCE, entries, prefix)
+    schedule = read_keys(_OF_SCHEDULE, entries, prefix)
+    balancing = read_keys(keys_of(BalanceConfig), entries, prefix)
     balance_name = read_keys([_BALANCE], entries, prefix).get(_BALANCE.name, _BALANCE.default)
     balance = named_balance(
         balance_name, balancing.get("bounds"), balancing.get("partners"), hosts=balancing.get("hosts")
     )
-    return ScheduleConfig(**schedule, balance=None if balance is None else BalanceConfig(**balancing))
+    num_ranks = schedule.pop(_STAGES)
+    return ScheduleConfig(
+        num_ranks=num_ranks, **schedule, balance=None if balance is None else BalanceConfig(**balancing)
+    )
 
 
 def write_program(config: ScheduleConfig) -> dict[str, Any]:
     """Return the keys of a configuration without defaults."""
-    schedule = _written(_OF_SCHEDULE, config)
+    schedule = _without_defaults(_OF_SCHEDULE, config)
     always = {name: schedule.pop(name) for name in _ALWAYS}
-    balancing = {} if config.balance is None else _written(_OF_BALANCE, config.balance)
+    balancing = {} if config.balance is None else _without_defaults(keys_of(BalanceConfig), config.balance)
     return {**always, _BALANCE.name: config.balance_name, **balancing, **schedule}
 
 
-def _written(keys: Iterable[Key], config: object) -> dict[str, Any]:
-    values = [(key, getattr(config, _FIELDS.get(key.name, key.name))) for key in keys]
+def _without_defaults(keys: Iterable[Key], config: object) -> dict[str, Any]:
+    values = [(key, getattr(config, _RANKS if key.name == _STAGES else key.name)) for key in keys]
     return {key.name: key.rule.write(value) for key, value in values if key.name in _ALWAYS or value != key.default}
 
 
@@ -344,13 +342,6 @@ RECORD, MEMORY, SUMMARY = PerRank("record", ".jsonl"), PerRank("memory", ".jsonl
 # What a value of a file may be.
 
 
-def _by_stage(value: Any, name: str) -> dict[int, int]:
-    sizes = an_object(value, name)
-    if not all(re.fullmatch("[0-9]{1,9}", stage) for stage in sizes):
-        raise ValueError(f"{name} has {next(iter(sizes))!r:.40}: its keys must be stages")
-    return {int(stage): a_whole(size, f"{name} of stage {stage}", 0, LARGEST_BYTES) for stage, size in sizes.items()}
-
-
 def _microbatch(value: Any, _: str) -> tuple[int, int, int]:
     if not isinstance(value, list) or len(value) != 3:
         raise ValueError(f"{str(value)[:40]} is not a stage, a micro-batch and bytes")
@@ -359,41 +350,30 @@ def _microbatch(value: Any, _: str) -> tuple[int, int, int]:
     return *place, a_whole(num_bytes, "its bytes", 0, LARGEST_BYTES)
 
 
-_read_action = lru_cache(maxsize=1 << 18)(read_action)
-
-Rank = Annotated[int, whole(0, MOST_RANKS)]
-Ranks = Annotated[int, whole(1, MOST_RANKS)]
-Whole = Annotated[int, whole(0, LARGEST)]
-Bytes = Annotated[int, whole()]
-BytesByStage = Annotated[Mapping[int, int], Rule(_by_stage)]
-Seconds = Annotated[float, number()]
-_link_ranks = each(whole(0, MOST_RANKS), "a rank of a link")
+_link_ranks = each(whole(), "a rank of a link")
 LinkRanks = Annotated[
     frozenset[int], Rule(lambda value, _: frozenset(_link_ranks.read(value, "ranks of a link")), sorted)
 ]
 SpeedByName = Annotated[Mapping[str, float], by_name(number(1, 1e18), "{key} of a link")]
 ReasonByName = Annotated[Mapping[str, str], by_name(Rule(a_text), "why {key} was refused")]
-# What a row's columns may be.
-Start = Annotated[float, number(-CLOCK_ERROR_S)]
-End = Annotated[float, number(-LARGEST)]
+# Times of a row.
+Time = Annotated[float, number(-CLOCK_ERROR_S)]
 Wait = Annotated[float, Rule(lambda value, name: max(0.0, a_number(value, name, -_TIMER_ERROR_S)))]
-HostTime = Annotated[float, Rule(lambda value, _: a_number(value, "host time", -CLOCK_ERROR_S))]
-ActionText = Annotated[Action, Rule(lambda value, _: _read_action(a_text(value, "an action")), str)]
 
 
 class Row(NamedTuple):
     """One action of one rank."""
 
-    action: ActionText
-    start_s: Start
-    end_s: End
+    action: Action
+    start_s: Time
+    end_s: Time
     wait_s: Wait = 0.0  # seconds for which computation waited for this transfer
-    host_start_s: HostTime | None = None
-    host_end_s: HostTime | None = None
-    bytes: Bytes | None = None
-    slot: Whole | None = None  # the number of the host buffer
-    live_bytes: Bytes | None = None  # the most held during the action
-    left_bytes: Bytes | None = None  # held at its end
+    host_start_s: Time | None = None
+    host_end_s: Time | None = None
+    bytes: int | None = None
+    slot: int | None = None  # the number of the host buffer
+    live_bytes: int | None = None  # the most held during the action
+    left_bytes: int | None = None  # held at its end
 
     @property
     def seconds(self) -> float:
@@ -408,7 +388,7 @@ class LinkSpeed:
     """Speed of a pair's link, by transport, when it was probed at the start, and why other transports were refused."""
 
     ranks: LinkRanks
-    transport: Text | None = None
+    transport: str | None = None
     bytes_per_s: SpeedByName
     refused: ReasonByName = field(default_factory=dict)
 
@@ -419,20 +399,20 @@ class RunInfo:
 
     FORMAT: ClassVar[str] = "bpipe-run"
 
-    run: Text | None = None
-    started: Text | None = None
-    world_size: Ranks | None = None
-    num_pipelines: Ranks | None = None
-    balanced: Flag = False
-    synchronous: Flag = False  # whether every transfer was waited for as soon as it was started
-    captured: Whole | None = None  # the first iteration that a CUDA graph replays
-    device: Text | None = None
-    torch: Text | None = None
-    megatron_core: Text | None = None
-    megatron_core_path: Text | None = None
+    run: str | None = None
+    started: str | None = None
+    world_size: Annotated[int, whole(1, MOST_RANKS)] | None = None
+    num_pipelines: int | None = None
+    balanced: bool = False
+    synchronous: bool = False  # whether every transfer was waited for as soon as it was started
+    captured: int | None = None  # the first iteration that a CUDA graph replays
+    device: str | None = None
+    torch: str | None = None
+    megatron_core: str | None = None
+    megatron_core_path: str | None = None
     flops_per_iteration: Annotated[float, number(0, 1e40)] | None = None  # of all ranks
     peak_flops: Annotated[float, number(1, 1e20)] | None = None  # of one device, per second
-    peak_source: Text | None = None
+    peak_source: str | None = None
     links: Annotated[tuple[LinkSpeed, ...], each(line(LinkSpeed, "a link"))] = ()
 
     @property
@@ -448,43 +428,43 @@ class RankHeader:
 
     FORMAT: ClassVar[str] = "bpipe-record"
 
-    run: Text | None = None
-    rank: Rank
-    pipeline: Rank
-    place: Rank
-    host: Text = ""
-    device: Text = ""
+    run: str | None = None
+    rank: int
+    pipeline: int
+    place: int
+    host: str = ""
+    device: str = ""
     # Cores that the rank may use. Ranks that share fewer cores than they are slow each other, which is not predicted.
-    cores: Ranks | None = None
-    transport: Text | None = None
-    partner: Rank | None = None  # in the world, like `rank`
-    weights_bytes: Bytes | None = None
-    limit_bytes: Bytes | None = None
+    cores: int | None = None
+    transport: str | None = None
+    partner: int | None = None  # in the world, like `rank`
+    weights_bytes: int | None = None
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
     """One rank's part of one iteration. Sizes by stage are of one micro-batch, of the largest if they differ."""
 
-    iteration: Whole
+    iteration: int
     program: Program
-    begin_s: Seconds
-    elapsed_s: Seconds
-    saved_bytes: BytesByStage
-    moved_bytes: BytesByStage = field(default_factory=dict)
-    after_input_bytes: BytesByStage = field(default_factory=dict)  # held between the halves of a split backward
+    begin_s: float
+    elapsed_s: float
+    saved_bytes: Mapping[int, int]
+    moved_bytes: Mapping[int, int] = field(default_factory=dict)
+    after_input_bytes: Mapping[int, int] = field(default_factory=dict)  # held between the halves of a split backward
     # All that a forward keeps for its backward, of stages that leave, as counted in the run's first iteration.
-    kept_bytes: BytesByStage = field(default_factory=dict)
-    kept_counted_by: Text | None = None
-    shard_bytes: Bytes = 0  # of one micro-batch, in a shard of the vocabulary between S and T
-    received_bytes: Bytes = 0
-    host_bytes: Bytes = 0  # of host buffers for others, on this device
-    own_bytes: Bytes = 0  # of host buffers for itself, in its node's memory
-    stayed_microbatches: Whole = 0  # that should have been evicted and were too large
-    stayed_bytes: Bytes = 0
-    passed_microbatches: Whole = 0  # by which the bound was exceeded at most
-    passed_bytes: Bytes = 0
-    device_peak_bytes: Bytes | None = None
+    kept_bytes: Mapping[int, int] = field(default_factory=dict)
+    kept_counted_by: str | None = None
+    shard_bytes: int = 0  # of one micro-batch, in a shard of the vocabulary between S and T
+    received_bytes: int = 0
+    host_bytes: int = 0  # of host buffers for others, on this device
+    own_bytes: int = 0  # of host buffers for itself, in its node's memory
+    stayed_microbatches: int = 0  # that should have been evicted and were too large
+    stayed_bytes: int = 0
+    passed_microbatches: int = 0  # by which the bound was exceeded at most
+    passed_bytes: int = 0
+    device_peak_bytes: int | None = None
     # In the file these are two keys: the columns' names, and the rows' values.
     rows: tuple[Row, ...]
 
@@ -511,43 +491,43 @@ class RankRecord(RankHeader):
 class TrainingStep:
     """One step of the training."""
 
-    iteration: Whole
+    iteration: int
     numbers: Mapping[str, float | None] = field(default_factory=dict)  # each loss and the gradient norm, exactly
-    skipped: Whole | None = None
-    elapsed_s: Seconds | None = None
+    skipped: int | None = None
+    elapsed_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
     """One rank over all of its iterations. Bytes are of activations and host buffers, transfers per iteration."""
 
-    run: Text | None = None
-    rank: Rank
-    stage: Rank | None = None
-    pipeline: Rank | None = None
-    balanced: Flag | None = None
-    num_microbatches: Whole | None = None
-    peak_microbatches: Whole | None = None
-    peak_bytes: Bytes
-    predicted_microbatches: Whole | None = None
-    predicted_bytes: Bytes | None = None
-    evictions: Whole | None = None
-    loads: Whole | None = None
-    own_buffers: Whole = 0  # in its node's memory, not on its device
-    own_bytes: Bytes = 0
+    run: str | None = None
+    rank: int
+    stage: int | None = None
+    pipeline: int | None = None
+    balanced: bool | None = None
+    num_microbatches: int | None = None
+    peak_microbatches: int | None = None
+    peak_bytes: int
+    predicted_microbatches: int | None = None
+    predicted_bytes: int | None = None
+    evictions: int | None = None
+    loads: int | None = None
+    own_buffers: int = 0  # in its node's memory, not on its device
+    own_bytes: int = 0
     moved_fraction: Annotated[float, number(0, 1)] | None = None  # of a forward's activations; the smallest stage's
-    stayed_microbatches: Whole = 0  # of all iterations, that were too large for the room there was
-    stayed_bytes: Bytes = 0
-    passed_microbatches: Whole = 0  # by which the bound was exceeded at most
-    passed_bytes: Bytes = 0
-    largest_bytes: BytesByStage = field(default_factory=dict)  # that were to leave, as a host buffer takes them
-    times_grown: Whole = 0  # how often host buffers grew
-    keys_bytes: Bytes = 0  # of slices: keys, values and gradients, in addition to all this
-    predicted_keys_bytes: Bytes = 0
-    verified_iterations: Whole = 0  # in which everything came back as it left, and how much that was
-    verified_microbatches: Whole = 0
-    verified_storages: Whole = 0
-    verified_bytes: Bytes = 0
+    stayed_microbatches: int = 0  # of all iterations, that were too large for the room there was
+    stayed_bytes: int = 0
+    passed_microbatches: int = 0  # by which the bound was exceeded at most
+    passed_bytes: int = 0
+    largest_bytes: Mapping[int, int] = field(default_factory=dict)  # that were to leave, as a host buffer takes them
+    times_grown: int = 0  # how often host buffers grew
+    keys_bytes: int = 0  # of slices: keys, values and gradients, in addition to all this
+    predicted_keys_bytes: int = 0
+    verified_iterations: int = 0  # in which everything came back as it left, and how much that was
+    verified_microbatches: int = 0
+    verified_storages: int = 0
+    verified_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -563,8 +543,8 @@ class Verified:
 class FirstFailure:
     """The rank that failed first, as the ranks recorded it."""
 
-    rank: Rank
-    cause: Text
+    rank: int
+    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -573,18 +553,18 @@ class MemoryHeader:
 
     FORMAT: ClassVar[str] = "bpipe-memory"
 
-    run: Text | None = None
-    rank: Rank
-    pipeline: Rank
-    place: Rank
-    host: Text = ""
-    device: Text = ""
-    limit_bytes: Bytes | None = None
-    micro_batch: Whole | None = None
-    weights_bytes: Bytes
-    gradients_bytes: Bytes
-    optimizer_bytes: Bytes
-    optimizer_to_come_bytes: Bytes | None = None  # which the optimizer allocates in its first step
+    run: str | None = None
+    rank: int
+    pipeline: int
+    place: int
+    host: str = ""
+    device: str = ""
+    limit_bytes: int | None = None
+    micro_batch: int | None = None
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    optimizer_to_come_bytes: int | None = None  # which the optimizer allocates in its first step
 
     @property
     def besides_bytes(self) -> int:
@@ -596,22 +576,22 @@ class MemoryHeader:
 class MemoryMark:
     """Memory of a rank after an action, or during it if there was an error."""
 
-    iteration: Whole
-    action: Text | None = None
-    error: Text | None = None
-    out_of_memory: Flag = False
+    iteration: int
+    action: str | None = None
+    error: str | None = None
+    out_of_memory: bool = False
     program: Program | None = None
     microbatches: Annotated[tuple[tuple[int, int, int], ...], each(Rule(_microbatch))]  # stage, number, bytes
-    saved_bytes: BytesByStage
-    moved_bytes: BytesByStage = field(default_factory=dict)
-    after_input_bytes: BytesByStage = field(default_factory=dict)
-    received_bytes: Bytes = 0
-    host_bytes: Bytes = 0
-    logits_bytes: Bytes = 0
-    shard_bytes: Bytes = 0  # of one micro-batch between S and T, 0 until one was seen
-    in_shards_bytes: Bytes = 0  # of all micro-batches between S and T
-    allocated_bytes: Bytes | None = None
-    reserved_bytes: Bytes | None = None
+    saved_bytes: Mapping[int, int]
+    moved_bytes: Mapping[int, int] = field(default_factory=dict)
+    after_input_bytes: Mapping[int, int] = field(default_factory=dict)
+    received_bytes: int = 0
+    host_bytes: int = 0
+    logits_bytes: int = 0
+    shard_bytes: int = 0  # of one micro-batch between S and T, 0 until one was seen
+    in_shards_bytes: int = 0  # of all micro-batches between S and T
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
 
     @property
     def activations_bytes(self) -> int:

@@ -153,7 +153,7 @@ def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
         (cell("start_s", None), "1B0 'start_s' is missing"),
         (cell("start_s", -60.0), "start_s is -60.0, but must be a number from -1"),
         (cell("end_s", 1e9), "ends at 1000000000.0 s, but its iteration took"),
-        (cell("host_start_s", "soon"), "host time is 'soon', but must be a number"),
+        (cell("host_start_s", "soon"), "host_start_s is 'soon', but must be a number"),
         (cell("live_bytes", 0.5), "live_bytes is 0.5, but must be a whole number"),
         (cell("action", 7), "an action is 7, but must be text"),
     ],
