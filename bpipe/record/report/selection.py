@@ -99,11 +99,15 @@ class Measured:
     schedule: Schedule
     pipeline: int  # the reported one, if the run has replicas or tensor-parallel ranks
     records: tuple[RankRecord | None, ...]  # by place of this pipeline, None without a record
-    ranks: tuple[int | None, ...]  # by place, None if not known
     timelines: tuple[Timeline, ...]  # all recorded iterations of this program
     shown: tuple[Timeline, ...]  # those that the report measures: all, or one
     warm_up: int | None  # the first iteration if it was slower; typical times leave it out if there are others
     notes: tuple[str, ...]
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """The rank of every place, None without a record."""
+        return tuple(None if record is None else record.rank for record in self.records)
 
     @property
     def steady(self) -> tuple[Timeline, ...]:
@@ -150,11 +154,8 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
         raise ValueError(
             f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}, only {', '.join(map(str, recorded)) or 'none'}"
         )
-    ranks = _ranks(run, schedule, records)
     notes += _higher_peaks(run, shown, records)
-    return Measured(
-        run, program, schedule, pipeline, records, ranks, timelines, shown, _warm_up(timelines), tuple(notes)
-    )
+    return Measured(run, program, schedule, pipeline, records, timelines, shown, _warm_up(timelines), tuple(notes))
 
 
 def lanes_of(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
@@ -205,22 +206,6 @@ def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[R
     if shown:
         notes.append(f"pipeline {shown} is shown: it has records of more ranks than the pipelines before it")
     return shown, tuple(by_pipeline[shown].get(place) for place in range(num_places))
-
-
-def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -> tuple[int | None, ...]:
-    """Return the rank of every place. Without a record it is its partner's partner, or the only rank that is left."""
-    ranks = [None if record is None else record.rank for record in records]
-    # Records of a pool name no partner.
-    for place, partner in enumerate(() if schedule.is_pooled else schedule.partners or ()):
-        other = records[partner]
-        if ranks[place] is None and other is not None:
-            ranks[place] = other.partner
-    world = run.info.world_size
-    if ranks.count(None) == 1 and world == len(ranks):
-        (left,) = set(range(world)) - set(ranks)
-        assert left is not None
-        ranks[ranks.index(None)] = left
-    return tuple(ranks)
 
 
 def _timeline(

@@ -67,12 +67,6 @@ def test_an_undisturbed_run_is_predicted_to_the_instant(tmp_path: Path, changes:
     same_times(measured_of(tmp_path, iterations=(5,), **changes))
 
 
-def test_the_only_rank_left_is_the_one_without_a_record(tmp_path: Path) -> None:
-    write_run(tmp_path, balance="none", num_stages=4)
-    (tmp_path / "record_00002.jsonl").unlink()
-    assert choose(read_run(tmp_path)).ranks == (0, 1, 2, 3)
-
-
 def test_the_pipeline_that_left_most_is_shown(tmp_path: Path) -> None:
     write_run(tmp_path, num_stages=4, num_pipelines=2)
     (tmp_path / "record_00001.jsonl").unlink()
