@@ -6,7 +6,7 @@ passes, and what else its device had allocated. Micro-batches on a stage that ra
 as the largest that was seen. Shards are equally large.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,20 +93,17 @@ def shortage_of(held: Held) -> Shortage:
     sizes, assumed = _sizes(ranks, schedule)
     stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()) if rank in begun)
     ways = _ways(program, ranks, sizes)
-    logits_known = program.vocabulary is Vocabulary.WHOLE or bool(sizes.shard_bytes)
-    return Shortage(
-        program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(_notes(assumed, logits_known))
-    )
-
-
-def _notes(assumed: Sequence[int], logits_known: bool) -> Iterator[str]:
+    notes = []
     if assumed:
-        yield (
-            f"no forward ran on stage {', '.join(map(str, assumed))}: micro-batches there are assumed to be as large "
-            f"as the largest seen"
+        notes.append(
+            f"no forward ran on stage {', '.join(map(str, assumed))}: micro-batches there are assumed to be as large as "
+            "the largest seen"
         )
-    if not logits_known:
-        yield "no rank had computed its shard of the output layer: the logits that each rank will hold are not counted"
+    if program.vocabulary is not Vocabulary.WHOLE and not sizes.shard_bytes:
+        notes.append(
+            "no rank had computed its shard of the output layer: the logits that each rank will hold are not counted"
+        )
+    return Shortage(program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(notes))
 
 
 def _failed(held: Held) -> RankHeld | None:
@@ -307,30 +304,27 @@ def text(held: Held) -> str:
 
 
 def _table(stages: tuple[StageNeed, ...]) -> list[str]:
+    def size(nbytes: int | None) -> str:
+        return "-" if nbytes is None else bytes_text(nbytes)
+
     # If the output layer is in shards no stage has logits.
     above, below = ("shard,", "S to T") if any(row.shard_bytes for row in stages) else ("of which", "logits")
-    titles = [
-        ["", "", "held", "activa-", "one micro-", above, "", "", "", "", "device's", ""],
-        [*"stage rank micro-b. tions batch".split(), below, *"weights gradients optimizer other limit needs".split()],
+    columns: list[tuple[str, str, Callable[[StageNeed], str]]] = [
+        ("", "stage", lambda row: str(row.stage)),
+        ("", "rank", lambda row: str(row.rank)),
+        ("held", "micro-b.", lambda row: f"{row.microbatches_held} of {row.peak_microbatches}"),
+        ("activa-", "tions", lambda row: size(row.held_bytes)),
+        ("one micro-", "batch", lambda row: size(row.microbatch_bytes)),
+        (above, below, lambda row: size(row.shard_bytes or row.logits_bytes or None)),
+        ("", "weights", lambda row: size(row.weights_bytes)),
+        ("", "gradients", lambda row: size(row.gradients_bytes)),
+        ("", "optimizer", lambda row: size(row.optimizer_bytes)),
+        ("", "other", lambda row: size(row.other_bytes)),
+        ("device's", "limit", lambda row: size(row.limit_bytes)),
+        ("", "needs", lambda row: size(row.need_bytes)),
     ]
-    rows = [
-        [
-            str(row.stage),
-            str(row.rank),
-            f"{row.microbatches_held} of {row.peak_microbatches}",
-            bytes_text(row.held_bytes),
-            bytes_text(row.microbatch_bytes),
-            bytes_text(row.shard_bytes or row.logits_bytes) if row.shard_bytes or row.logits_bytes else "-",
-            bytes_text(row.weights_bytes),
-            bytes_text(row.gradients_bytes),
-            bytes_text(row.optimizer_bytes),
-            "-" if row.other_bytes is None else bytes_text(row.other_bytes),
-            "-" if row.limit_bytes is None else bytes_text(row.limit_bytes),
-            bytes_text(row.need_bytes),
-        ]
-        for row in stages
-    ]
-    return aligned([*titles, *rows])
+    titles = [[top for top, _, _ in columns], [title for _, title, _ in columns]]
+    return aligned([*titles, *([cell(row) for _, _, cell in columns] for row in stages)])
 
 
 def document(held: Held) -> dict[str, Any]:

@@ -46,13 +46,15 @@ def figures(comparison: Comparison) -> list[Figure]:
 
 
 def _exposed(comparison: Comparison) -> Figure:
-    row, label = longest_wait(comparison), "exposed transfers"
-    if row is None or row.exposed_s is None:
+    longest, label = longest_wait(comparison), "exposed transfers"
+    if longest is None:
         return Figure(label, "not known", "no rank recorded them")
     if not any(stage.evictions for stage in comparison.stages):
         return Figure(label, "none", "nothing is evicted")
-    predicted = seconds_text(row.predicted_exposed_s)
-    return Figure(label, seconds_text(row.exposed_s), f"stage {row.stage}, {predicted} predicted")
+    exposed_s, row = longest
+    return Figure(
+        label, seconds_text(exposed_s), f"stage {row.stage}, {seconds_text(row.predicted_exposed_s)} predicted"
+    )
 
 
 def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]]:

@@ -33,12 +33,10 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
         "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of "
         "weights, gradients and optimizer state."
     )
-    first, second, *_, last = hosting[:-1].split(". ")
+    first, *_ = hosting[:-1].split(". ")
     assert re.fullmatch(
         r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all", first
     )
-    assert second == "Stage 0 may hold at most 5 micro-batches"
-    assert last == "Stage 2 may hold at most 5 micro-batches"
     bought, cost = balancing.split("; ")
     assert bought == "With balancing the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less"
     share = re.fullmatch(
