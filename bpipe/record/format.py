@@ -7,7 +7,7 @@
     DIR/rank_00003.json       RankSummary: peaks over all iterations, measured and predicted, of a rank that ended well
     DIR/failure.json          FirstFailure: the rank of a failed run that failed first, and why
 
-A field whose type has a rule, its own (`Annotated[int, Rule(...)]`) or one of `_RULES`, is a key of the same name that
+A field whose type has a rule, its own (`Annotated[int, Rule(...)]`) or that of `rule_of`, is a key of the same name that
 `write` writes and `read` reads. A key without a default is required; of the others null and absence mean the default. A
 field without a rule is no key. A column of the rows is a field of `Row`. To add one, add it here and where it is filled. Keys are
 added and never renamed; later ones have a default, so that older records can still be read. `run` is the same name in
@@ -18,26 +18,22 @@ Times of a row are seconds from its iteration's `begin_s`, which is unix time on
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import starmap
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig, name_of, named_balance
-from bpipe.balance.deadlines import Windows
+from bpipe.balance.deadlines import Seconds
 from bpipe.build import ScheduleConfig
-from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.action import Action
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.files.text import read_action, read_costs, read_share
-from bpipe.schedule.layout import Vocabulary
-from bpipe.schedule.memory import KeptMemory, memory_of, plain
-from bpipe.schedule.program import Exchange
+from bpipe.schedule.memory import plain
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_list, a_number, a_text, a_whole, an_object, printable
 
 
@@ -60,18 +56,18 @@ class Key:
 
 
 @cache
-def keys_of(kind: type) -> tuple[Key, ...]:
+def keys_of(kind: Any) -> tuple[Key, ...]:
     """Return the keys in the order of the class."""
-    rules = {name: _rule(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    rules = {name: rule_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
     defaults = _defaults(kind)
     return tuple(
         Key(name, rule, name not in defaults, defaults.get(name)) for name, rule in rules.items() if rule is not None
     )
 
 
-def _defaults(kind: type) -> dict[str, Any]:
+def _defaults(kind: Any) -> dict[str, Any]:
     if not is_dataclass(kind):
-        return dict(kind._field_defaults)  # type: ignore[attr-defined]
+        return dict(kind._field_defaults)
     defaults = {}
     for entry in fields(kind):
         if entry.default is not MISSING:
@@ -81,15 +77,28 @@ def _defaults(kind: type) -> dict[str, Any]:
     return defaults
 
 
-def _rule(hint: Any) -> Rule | None:
-    """Return the rule of a type, or of the member of a union that has one."""
-    rule = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Rule)), _RULES.get(hint))
-    if rule is None and get_origin(hint) in (Union, UnionType):
-        return next(filter(None, map(_rule, get_args(hint))), None)
-    return rule
+def rule_of(hint: Any) -> Rule | None:
+    """Return how values of a type are read and written, None for a type that no key has."""
+    if metadata := getattr(hint, "__metadata__", ()):
+        return next((extra for extra in metadata if isinstance(extra, Rule)), None)
+    if hint in _RULES:
+        return _RULES[hint]
+    origin, parts = get_origin(hint), [rule_of(part) for part in get_args(hint)]
+    if origin in (Union, UnionType):
+        return next(filter(None, parts), None)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _one_of(hint)
+    if is_dataclass(hint):
+        kind: Any = hint
+        return Rule(lambda value, name: kind(**values_of(kind, value, name, f"{name}.")), _without_defaults)
+    if origin is tuple and (rule := parts[0]) is not None:
+        return each(rule) if get_args(hint)[-1] is Ellipsis else together([part for part in parts if part is not None])
+    if origin is Mapping and get_args(hint)[0] is str and (rule := parts[1]) is not None:
+        return by_name(rule)
+    return None
 
 
-def values_of(kind: type, value: object, name: str, prefix: str = "") -> dict[str, Any]:
+def values_of(kind: Any, value: object, name: str, prefix: str = "") -> dict[str, Any]:
     """Return the arguments of a `kind` that an object of a file has.
 
     Unknown keys are ignored: later versions add some. Those that are absent or null are left out.
@@ -108,11 +117,22 @@ def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str = 
     return values
 
 
+def _entries(value: Any) -> list[tuple[Key, Any]]:
+    kind: Any = type(value)
+    return [(key, getattr(value, key.name)) for key in keys_of(kind)]
+
+
 def written(value: Any) -> dict[str, Any]:
-    """Return a line's keys and values as JSON has them."""
-    kind: type = type(value)
-    fields = ((key, getattr(value, key.name)) for key in keys_of(kind))
-    return {key.name: None if field is None else key.rule.write(field) for key, field in fields}
+    """Return a line's keys and values as JSON has them. Counts and sizes that are zero by default are left out."""
+    return {
+        key.name: None if entry is None else key.rule.write(entry)
+        for key, entry in _entries(value)
+        if entry != key.default or type(entry) not in (int, dict)
+    }
+
+
+def _without_defaults(value: Any) -> dict[str, Any]:
+    return {key.name: key.rule.write(entry) for key, entry in _entries(value) if key.needed or entry != key.default}
 
 
 # Rules for what files hold.
@@ -126,95 +146,33 @@ def number(least: float = 0, most: float = LARGEST) -> Rule:
     return Rule(lambda value, name: a_number(value, name, least, most))
 
 
-def each(rule: Rule, element: str | None = None) -> Rule:
-    """Read a list as a tuple. `element`: how an error calls an element, by default like the list."""
+def each(rule: Rule) -> Rule:
+    """Read a list as a tuple."""
     return Rule(
-        lambda values, name: tuple(rule.read(value, element or name) for value in a_list(values, name)),
+        lambda values, name: tuple(rule.read(value, name) for value in a_list(values, name)),
         lambda values: [rule.write(value) for value in values],
     )
 
 
-def line(kind: Callable[..., Any], name: str) -> Rule:
-    """Read an object with keys of its own as a `kind`."""
-    return Rule(lambda value, _: kind(**values_of(kind, value, name)), written)  # type: ignore[arg-type]
+def together(rules: Sequence[Rule]) -> Rule:
+    """Read a list of as many values as there are rules."""
+
+    def read(values: object, name: str) -> tuple[Any, ...]:
+        if len(a_list(values, name)) != len(rules):
+            raise ValueError(f"{name} has {str(values)[:40]}, but must have {len(rules)} values")
+        return tuple(rule.read(value, name) for rule, value in zip(rules, a_list(values, name), strict=True))
+
+    return Rule(read, lambda values: [rule.write(value) for rule, value in zip(rules, values, strict=True)])
 
 
-def by_name(rule: Rule, element: str) -> Rule:
-    """Read an object whose keys are names. `element`: how an error calls a value, with `{key}` for its key."""
+def by_name(rule: Rule) -> Rule:
+    """Read an object whose keys are names."""
 
     def read(values: object, name: str) -> dict[str, Any]:
         pairs = an_object(values, name).items()
-        return {printable(key): rule.read(value, element.format(key=key)) for key, value in pairs}
+        return {printable(key): rule.read(value, f"{printable(key)} of {name}") for key, value in pairs}
 
-    return Rule(read, dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _BudgetKeys:
-    """Keys of an `ActivationBudget`, in bytes of one micro-batch or, with `slices`, of one slice."""
-
-    room_bytes: tuple[int, ...]  # by rank
-    saved_bytes: tuple[int, ...]  # by stage, the slices of a stage next to each other; so are the next two
-    moved_bytes: tuple[int, ...]
-    after_input_bytes: tuple[int, ...]
-    shard_bytes: int = 0  # of a shard of the vocabulary
-    reserved: bool = False  # whether host buffers have a reserve
-    slices: int = 1
-    keys_bytes: tuple[int, ...] = ()  # keys and values that are kept, by stage
-    gradients_bytes: tuple[int, ...] = ()  # their gradients
-
-
-def _read_budget(value: object, name: str) -> ActivationBudget:
-    keys = _BudgetKeys(**values_of(_BudgetKeys, value, name, f"{name}."))
-    memory = memory_of(keys.saved_bytes, keys.moved_bytes, keys.after_input_bytes, keys.shard_bytes)
-    kept = tuple(starmap(KeptMemory, zip(keys.keys_bytes, keys.gradients_bytes, strict=True)))
-    return ActivationBudget(keys.room_bytes, replace(memory, reserved=keys.reserved, slices=keys.slices, kept=kept))
-
-
-def _write_budget(budget: ActivationBudget) -> dict[str, Any]:
-    memory = budget.memory
-    return written(
-        _BudgetKeys(
-            room_bytes=budget.room_bytes,
-            saved_bytes=tuple(size.saved_bytes for size in memory.stages),
-            moved_bytes=tuple(size.moved_bytes for size in memory.stages),
-            after_input_bytes=tuple(size.after_input_bytes for size in memory.stages),
-            shard_bytes=memory.shard_bytes,
-            reserved=memory.reserved,
-            slices=memory.slices,
-            keys_bytes=tuple(kept.keys_bytes for kept in memory.kept),
-            gradients_bytes=tuple(kept.gradients_bytes for kept in memory.kept),
-        )
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _WindowsKeys:
-    """Keys of `Windows`, in seconds."""
-
-    lasts_s: Annotated[
-        Mapping[str, tuple[float, ...]], by_name(each(number()), "{key} of what lasts")
-    ]  # by kind, stage
-    hop_s: float  # of a message
-    inside_s: tuple[float, ...]  # of a stage's transfer in a node, then between nodes
-    between_s: tuple[float, ...]
-    nodes: tuple[int, ...] = ()
-    own_s: tuple[float, ...] = ()  # of a stage's transfer to its node's memory
-    slices: int = 1
-
-
-def _read_windows(value: object, name: str) -> Windows:
-    keys = values_of(_WindowsKeys, value, name, f"{name}.")
-    lasts = tuple((Kind(kind), seconds) for kind, seconds in keys.pop("lasts_s").items())
-    return Windows(lasts, **keys)
-
-
-def _write_windows(windows: Windows) -> dict[str, Any]:
-    lasts = {kind.value: tuple(map(float, seconds)) for kind, seconds in windows.lasts_s}
-    inside, between, own = (
-        tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s, windows.own_s)
-    )
-    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own, windows.slices))
+    return Rule(read, lambda values: {key: rule.write(value) for key, value in values.items()})
 
 
 def _one_of(kind: type[Enum]) -> Rule:
@@ -252,23 +210,22 @@ _RULES: dict[Any, Rule] = {
     bool: Rule(a_flag),
     int: whole(),
     float: number(),
-    tuple[int, ...]: each(whole()),
-    tuple[float, ...]: each(number()),
+    # A duration may be exact.
+    Seconds: Rule(number().read, float),
+    frozenset[int]: Rule(lambda value, name: frozenset(each(whole()).read(value, name)), sorted),
     Mapping[int, int]: Rule(_by_stage),
     Action: Rule(lambda value, _: _read_action(a_text(value, "an action")), str),
     Fraction: Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share))),
     UnitCosts: Rule(_read_costs, _write_costs),
-    Exchange: _one_of(Exchange),
-    Vocabulary: _one_of(Vocabulary),
-    ActivationBudget: Rule(_read_budget, _write_budget),
-    Windows: Rule(_read_windows, _write_windows),
 }
 # In files the number of ranks was always called that of stages.
 _RANKS, _STAGES = "num_ranks", "num_stages"
-# Written even if they are the default.
-_ALWAYS = ("schedule", _STAGES, "num_microbatches", "num_chunks")
 _BALANCE = Key("balance", Rule(a_text), False, name_of(None))
-_OF_SCHEDULE = [replace(key, name=_STAGES) if key.name == _RANKS else key for key in keys_of(ScheduleConfig)]
+_OF_SCHEDULE = [
+    replace(key, name=_STAGES) if key.name == _RANKS else key
+    for key in keys_of(ScheduleConfig)
+    if key.name != _BALANCE.name
+]
 
 
 def read_program(value: object, name: str = "program") -> ScheduleConfig:
@@ -288,15 +245,11 @@ def read_program(value: object, name: str = "program") -> ScheduleConfig:
 
 def write_program(config: ScheduleConfig) -> dict[str, Any]:
     """Return the keys of a configuration without defaults."""
-    schedule = _without_defaults(_OF_SCHEDULE, config)
-    always = {name: schedule.pop(name) for name in _ALWAYS}
-    balancing = {} if config.balance is None else _without_defaults(keys_of(BalanceConfig), config.balance)
-    return {**always, _BALANCE.name: config.balance_name, **balancing, **schedule}
-
-
-def _without_defaults(keys: Iterable[Key], config: object) -> dict[str, Any]:
-    values = [(key, getattr(config, _RANKS if key.name == _STAGES else key.name)) for key in keys]
-    return {key.name: key.rule.write(value) for key, value in values if key.name in _ALWAYS or value != key.default}
+    schedule = {_STAGES if name == _RANKS else name: value for name, value in _without_defaults(config).items()}
+    always = {"schedule": config.schedule, _STAGES: config.num_ranks}
+    always |= {"num_microbatches": config.num_microbatches, "num_chunks": config.num_chunks}
+    balancing = {} if config.balance is None else schedule.pop(_BALANCE.name)
+    return {**always, _BALANCE.name: config.balance_name, **balancing, **schedule, **always}
 
 
 Program = Annotated[ScheduleConfig, Rule(read_program, write_program)]
@@ -342,20 +295,6 @@ RECORD, MEMORY, SUMMARY = PerRank("record", ".jsonl"), PerRank("memory", ".jsonl
 # What a value of a file may be.
 
 
-def _microbatch(value: Any, _: str) -> tuple[int, int, int]:
-    if not isinstance(value, list) or len(value) != 3:
-        raise ValueError(f"{str(value)[:40]} is not a stage, a micro-batch and bytes")
-    stage, microbatch, num_bytes = value
-    place = a_whole(stage, "a stage"), a_whole(microbatch, "a micro-batch")
-    return *place, a_whole(num_bytes, "its bytes", 0, LARGEST_BYTES)
-
-
-_link_ranks = each(whole(), "a rank of a link")
-LinkRanks = Annotated[
-    frozenset[int], Rule(lambda value, _: frozenset(_link_ranks.read(value, "ranks of a link")), sorted)
-]
-SpeedByName = Annotated[Mapping[str, float], by_name(number(1, 1e18), "{key} of a link")]
-ReasonByName = Annotated[Mapping[str, str], by_name(Rule(a_text), "why {key} was refused")]
 # Times of a row.
 Time = Annotated[float, number(-CLOCK_ERROR_S)]
 Wait = Annotated[float, Rule(lambda value, name: max(0.0, a_number(value, name, -_TIMER_ERROR_S)))]
@@ -387,10 +326,10 @@ COLUMNS = keys_of(Row)
 class LinkSpeed:
     """Speed of a pair's link, by transport, when it was probed at the start, and why other transports were refused."""
 
-    ranks: LinkRanks
+    ranks: frozenset[int]
     transport: str | None = None
-    bytes_per_s: SpeedByName
-    refused: ReasonByName = field(default_factory=dict)
+    bytes_per_s: Mapping[str, Annotated[float, number(1, 1e18)]]
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,7 +352,7 @@ class RunInfo:
     flops_per_iteration: Annotated[float, number(0, 1e40)] | None = None  # of all ranks
     peak_flops: Annotated[float, number(1, 1e20)] | None = None  # of one device, per second
     peak_source: str | None = None
-    links: Annotated[tuple[LinkSpeed, ...], each(line(LinkSpeed, "a link"))] = ()
+    links: tuple[LinkSpeed, ...] = ()
 
     @property
     def versions(self) -> tuple[tuple[str, str], ...]:
@@ -492,7 +431,8 @@ class TrainingStep:
     """One step of the training."""
 
     iteration: int
-    numbers: Mapping[str, float | None] = field(default_factory=dict)  # each loss and the gradient norm, exactly
+    # Each loss and the gradient norm, exactly: keys of their own.
+    numbers: Annotated[Mapping[str, float | None], "no key"] = field(default_factory=dict)
     skipped: int | None = None
     elapsed_s: float | None = None
 
@@ -581,7 +521,7 @@ class MemoryMark:
     error: str | None = None
     out_of_memory: bool = False
     program: Program | None = None
-    microbatches: Annotated[tuple[tuple[int, int, int], ...], each(Rule(_microbatch))]  # stage, number, bytes
+    microbatches: tuple[tuple[int, int, int], ...]  # stage, number, bytes
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int] = field(default_factory=dict)
     after_input_bytes: Mapping[int, int] = field(default_factory=dict)

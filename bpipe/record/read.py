@@ -206,7 +206,7 @@ def read_value[T](path: Path, kind: Callable[..., T], name: str, description: st
         value = load_json(path.read_bytes())
         if hasattr(kind, "FORMAT"):
             _check_format(value, kind.FORMAT)
-        return kind(**values_of(kind, value, name))  # type: ignore[arg-type]
+        return kind(**values_of(kind, value, name))
     except ValueError as error:
         raise ValueError(f"{path}: not {description} ({error})") from None
 

@@ -373,7 +373,7 @@ def held(folder: Path) -> Any:
     [
         ({"iteration": None}, "line 9: 'iteration' is missing"),
         ({"saved_bytes": [1]}, "line 9: saved_bytes is [1], but must be an object"),
-        ({"microbatches": [[0, 0]]}, "line 9: [0, 0] is not a stage, a micro-batch and bytes"),
+        ({"microbatches": [[0, 0]]}, "line 9: microbatches has [0, 0], but must have 3 values"),
         ({"microbatches": 7}, "line 9: microbatches is 7, but must be a list"),
         (
             {"program": {"schedule": "1f1b", "num_stages": 1e300, "num_microbatches": 8}},
