@@ -2,9 +2,7 @@
 the log-probabilities of the policy that wrote the answers, then one that trains on how these have changed.
 
 In: Megatron's loop, whichever runs, and a script's micro-batches, of differing lengths. Out: a loop that calls it twice
-with the same micro-batches. Logits are asked of the model; log-probabilities and entropies are those of
-`vocabulary_parallel_log_probs`, over the ranks of a tensor-parallel group. Knows nothing of the project under test
-besides.
+with the same micro-batches. Logits are asked of the model. Knows nothing of the project under test.
 """
 
 from __future__ import annotations
@@ -15,11 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import get_attr_wrapped_model
-
-from bpipe.runtime.vocabulary.log_probs import TokenLogProbs, vocabulary_parallel_log_probs
-from bpipe.transport.distributed import gather_into
 
 # A micro-batch's tokens, labels, loss mask, attention mask and positions, cut to its length.
 Cut = Callable[[Any, Any], tuple[torch.Tensor | None, ...]]
@@ -70,31 +65,25 @@ def _step(cut: Cut, written: Iterator[torch.Tensor] | None, data: Any, model: An
     return model(tokens, positions, None), loss
 
 
-def _found(labels: torch.Tensor, logits: torch.Tensor) -> TokenLogProbs:
-    group = parallel_state.get_tensor_model_parallel_group()
-
-    def gather(own: torch.Tensor) -> torch.Tensor:
-        every = torch.empty(group.size() * len(own), own.shape[1], dtype=own.dtype)
-        gather_into(every, own, group)
-        return every.view(group.size(), *own.shape)
-
-    first_row = group.rank() * logits.size(-1)
-    return vocabulary_parallel_log_probs(logits.flatten(0, 1).float(), labels.flatten(), first_row, gather)
+def _found(labels: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's log-probability and the entropy of all."""
+    whole = gather_from_tensor_model_parallel_region(logits).flatten(0, 1).float().log_softmax(-1)
+    return whole.gather(1, labels.flatten()[:, None]).squeeze(1), -(whole.exp() * whole).sum(-1)
 
 
 def _log_probs(labels: torch.Tensor, _: torch.Tensor, logits: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
     assert non_loss_data
-    return _found(labels, logits).log_probs.detach()
+    return _found(labels, logits)[0].detach()
 
 
 def _loss(written: Iterator[torch.Tensor], labels: torch.Tensor, mask: torch.Tensor, logits: torch.Tensor) -> Any:
     """The clipped objective of PPO, with a reward of a token for what it is."""
-    found, before = _found(labels, logits), next(written)
-    assert before.shape == found.log_probs.shape
-    ratio, advantage = (found.log_probs - before).exp(), (labels.flatten() % 3 - 1).float()
+    (log_probs, entropy), before = _found(labels, logits), next(written)
+    assert before.shape == log_probs.shape
+    ratio, advantage = (log_probs - before).exp(), (labels.flatten() % 3 - 1).float()
     clipped = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     counts = mask.flatten()
-    loss = -((clipped + ENTROPY * found.entropy) * counts).sum()
+    loss = -((clipped + ENTROPY * entropy) * counts).sum()
     num_tokens = counts.sum().clone().detach().to(torch.int)
     return loss, num_tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])}
 
