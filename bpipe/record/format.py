@@ -508,8 +508,12 @@ class MemoryHeader:
 
     @property
     def besides_bytes(self) -> int:
-        """All of these."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + (self.optimizer_to_come_bytes or 0)
+        return self.weights_bytes + self.gradients_bytes + self.whole_optimizer_bytes
+
+    @property
+    def whole_optimizer_bytes(self) -> int:
+        """What the optimizer holds from its first step on."""
+        return self.optimizer_bytes + (self.optimizer_to_come_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -327,7 +327,7 @@ def sharded(folder: Path, shard_gib: int = 3) -> Path:
 def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
     """28 GiB beside activations, 2 of others, 6 micro-batches of 6, and a shard's part of one."""
     found = shortage_of(held(sharded(tmp_path / "run")))
-    assert found.stages[0].held_bytes == (5 * 6 + 3) * GIB
+    assert found.stages[0].fullest.activations_bytes == (5 * 6 + 3) * GIB
     assert found.stages[0].other_bytes == 2 * GIB
     assert found.stages[0].need_bytes == (28 + 2 + 6 * 6 + 3) * GIB
     ways = {way.name: way.need_bytes for way in found.ways}
