@@ -311,7 +311,7 @@ def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path
     assert found.answers[0].startswith("Rank 1 ")
     assert "it does not answer, so it was killed" in found.answers[0]
     assert found.stages[1].rank.rank == 1
-    assert found["stages"][1]["held_bytes"] >= found["stages"][1]["microbatch_bytes"] > 0
+    assert found.stages[1].fullest.activations_bytes >= found.stages[1].microbatch_bytes > 0
     assert "after 1F0, iteration 1" in found["answers"][1]
 
 

@@ -270,14 +270,15 @@ def document(report: Report) -> dict[str, Any]:
         "iterations": len(trainings.common),
         "identical": trainings.equal,
     }
+    run, flops = (
+        {name: getattr(info, name) for name in names.split()}
+        for names in ("started world_size device synchronous", "flops_per_iteration peak_flops peak_source")
+    )
     return {
         "format": "bpipe-report",
         "version": VERSION,
         "run": {
-            "started": info.started,
-            "world_size": info.world_size,
-            "device": info.device,
-            "synchronous": info.synchronous,
+            **run,
             **dict(info.versions),
             "num_pipelines": report.num_pipelines if info.num_pipelines is None else info.num_pipelines,
             "pipeline": measured.pipeline,
@@ -291,13 +292,8 @@ def document(report: Report) -> dict[str, Any]:
         },
         "iterations": [timeline.iteration for timeline in measured.shown],
         "warm_up_iteration": measured.warm_up,
-        "totals": {
-            **asdict(comparison.totals),
-            "flops_per_iteration": info.flops_per_iteration,
-            "peak_flops": info.peak_flops,
-            "peak_source": info.peak_source,
-        },
-        "stages": [asdict(row) for row in comparison.stages],
+        "totals": asdict(comparison.totals) | flops,
+        "stages": list(map(asdict, comparison.stages)),
         "differences": [{**asdict(difference), "beside": list(difference.beside)} for difference in report.differences],
         "answers": list(report.answers),
         "basis": {
@@ -309,6 +305,6 @@ def document(report: Report) -> dict[str, Any]:
             "assumed_stages": list(basis.assumed),
         },
         "baseline": baseline,
-        "verified": None if measured.run.verified is None else asdict(measured.run.verified),
+        "verified": measured.run.verified and asdict(measured.run.verified),
         "notes": list(measured.notes),
     }
