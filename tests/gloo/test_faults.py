@@ -312,7 +312,7 @@ def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path
     assert "it does not answer, so it was killed" in found.answers[0]
     assert found.stages[1].rank.rank == 1
     assert found.stages[1].fullest.activations_bytes >= found.stages[1].microbatch_bytes > 0
-    assert "after 1F0, iteration 1" in found["answers"][1]
+    assert "after 1F0, iteration 1" in found.answers[1]
 
 
 # What all ranks see alike, before they meet: the flags, and what rank 0 says of them.
