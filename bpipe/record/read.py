@@ -274,7 +274,7 @@ def _read_record(path: Path, notes: list[str]) -> form.RankRecord | None:
     header, iterations = contents
     by_number = {iteration.iteration: iteration for iteration in iterations}
     if len(by_number) < len(iterations):
-        number = next(number for number, count in Counter(one.iteration for one in iterations).items() if count > 1)
+        number = next(number for number, count in Counter(line.iteration for line in iterations).items() if count > 1)
         raise ValueError(f"{path}: iteration {number} appears twice: two runs wrote into this file")
     return form.RankRecord(**header, iterations=by_number)
 

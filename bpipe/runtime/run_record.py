@@ -118,8 +118,8 @@ class RunRecord:
                 ),
             )
             write_whole(self._folder / RUN, info)
-        mine = [link for link in links if self.rank in link.ranks]
-        transports = {link.transport for link in mine}
+        own_links = [link for link in links if self.rank in link.ranks]
+        transports = {link.transport for link in own_links}
         return RankHeader(
             run=self.run,
             rank=self.rank,
@@ -129,7 +129,7 @@ class RunRecord:
             device=self._device,
             cores=len(os.sched_getaffinity(0)),
             transport=transports.pop() if len(transports) == 1 else None,
-            partner=sum(mine[0].ranks) - self.rank if len(mine) == 1 else None,
+            partner=sum(own_links[0].ranks) - self.rank if len(own_links) == 1 else None,
             weights_bytes=weights_bytes,
             limit_bytes=self._limit_bytes,
         )
