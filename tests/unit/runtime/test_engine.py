@@ -117,6 +117,12 @@ def test_an_engine_knows_whether_its_last_iteration_ended_well() -> None:
     assert not engine.ended_well
     engine.abandon()
     assert not engine.ended_well
+    assert engine.where() == "rank 0, stage 0, after the start, at 0F0"
+
+
+def test_a_schedule_with_transfers_needs_a_transport() -> None:
+    with pytest.raises(ValueError, match="there is no transport for them"):
+        Engine(schedule(), 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12), (8, 16)])

@@ -25,12 +25,18 @@ class Notes:
         return lambda *args: self.said.append(" ".join([name, *map(str, args[:1])]))
 
 
+class Stage(SimpleNamespace):
+    """A stage whose methods are, as torch's, its class's or its own."""
+
+    def backward_weight_one_chunk(self, microbatch: int) -> str:
+        return f"W{microbatch}"
+
+
 def stage(index: int) -> Any:
-    return SimpleNamespace(
+    return Stage(
         stage_index=index,
         forward_one_chunk=lambda mb: f"F{mb}",
         backward_one_chunk=lambda mb, full_backward=True: f"B{mb}",
-        backward_weight_one_chunk=lambda mb: f"W{mb}",
     )
 
 

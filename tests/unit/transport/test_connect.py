@@ -26,6 +26,7 @@ HERE = Location("boot-1", "pid:[1]", "node-a")
 @pytest.mark.parametrize(("device", "expected"), [("cpu", ("gloo", "peer")), ("cuda", ("nccl", "peer", "host"))])
 def test_auto_tries_what_reaches_the_devices_memory(device: str, expected: tuple[str, ...]) -> None:
     assert candidates(AUTO, device) == expected
+    assert candidates("peer", device) == ("peer",)
 
 
 def test_what_cannot_reach_the_memory_is_refused_with_the_way_out() -> None:

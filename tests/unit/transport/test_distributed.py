@@ -304,7 +304,9 @@ VALUES = [
 def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
     here, there = control_ends()
     here.send(Subject.SIZES, value)
-    assert there.receive(Subject.SIZES) == value
+    # An exchange tells before it listens: neither end may wait for the other to begin.
+    assert there.exchange(Subject.SIZES, "back") == value
+    assert here.receive(Subject.SIZES) == "back"
 
 
 class Gate:
