@@ -362,42 +362,52 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankHeader:
-    """Header of a rank's record."""
-
-    FORMAT: ClassVar[str] = "bpipe-record"
-
+class _Header:
     run: str | None = None
     rank: int
     pipeline: int
     place: int
     host: str = ""
     device: str = ""
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHeader(_Header):
+    """Header of a rank's record."""
+
+    FORMAT: ClassVar[str] = "bpipe-record"
+
     # Cores that the rank may use. Ranks that share fewer cores than they are slow each other, which is not predicted.
     cores: int | None = None
     transport: str | None = None
     partner: int | None = None  # in the world, like `rank`
     weights_bytes: int | None = None
-    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Iteration:
-    """One rank's part of one iteration. Sizes by stage are of one micro-batch, of the largest if they differ."""
+class _Sizes:
+    """Sizes by stage are of one micro-batch, of the largest if they differ."""
 
     iteration: int
-    program: Program
-    begin_s: float
-    elapsed_s: float
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int] = field(default_factory=dict)
     after_input_bytes: Mapping[int, int] = field(default_factory=dict)  # held between the halves of a split backward
+    received_bytes: int = 0
+    host_bytes: int = 0  # of host buffers for others, on this device
+    shard_bytes: int = 0  # of one micro-batch, in a shard of the vocabulary between S and T; 0 until one was seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration(_Sizes):
+    """One rank's part of one iteration."""
+
+    program: Program
+    begin_s: float
+    elapsed_s: float
     # All that a forward keeps for its backward, of stages that leave, as counted in the run's first iteration.
     kept_bytes: Mapping[int, int] = field(default_factory=dict)
     kept_counted_by: str | None = None
-    shard_bytes: int = 0  # of one micro-batch, in a shard of the vocabulary between S and T
-    received_bytes: int = 0
-    host_bytes: int = 0  # of host buffers for others, on this device
     own_bytes: int = 0  # of host buffers for itself, in its node's memory
     stayed_microbatches: int = 0  # that should have been evicted and were too large
     stayed_bytes: int = 0
@@ -488,18 +498,11 @@ class FirstFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryHeader:
+class MemoryHeader(_Header):
     """One rank's memory besides activations."""
 
     FORMAT: ClassVar[str] = "bpipe-memory"
 
-    run: str | None = None
-    rank: int
-    pipeline: int
-    place: int
-    host: str = ""
-    device: str = ""
-    limit_bytes: int | None = None
     micro_batch: int | None = None
     weights_bytes: int
     gradients_bytes: int
@@ -517,22 +520,15 @@ class MemoryHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryMark:
+class MemoryMark(_Sizes):
     """Memory of a rank after an action, or during it if there was an error."""
 
-    iteration: int
     action: str | None = None
     error: str | None = None
     out_of_memory: bool = False
     program: Program | None = None
     microbatches: tuple[tuple[int, int, int], ...]  # stage, number, bytes
-    saved_bytes: Mapping[int, int]
-    moved_bytes: Mapping[int, int] = field(default_factory=dict)
-    after_input_bytes: Mapping[int, int] = field(default_factory=dict)
-    received_bytes: int = 0
-    host_bytes: int = 0
     logits_bytes: int = 0
-    shard_bytes: int = 0  # of one micro-batch between S and T, 0 until one was seen
     in_shards_bytes: int = 0  # of all micro-batches between S and T
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None

@@ -37,63 +37,47 @@ def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> N
     refuse_two_runs(folder, [(f"the record of rank {record.rank}", record.run) for record in ranks])
     if info.run is not None:
         refuse_two_runs(folder, [("run.json", info.run), (f"the record of rank {ranks[0].rank}", ranks[0].run)])
-    _check_ranks(folder, info.world_size, ranks)
-    iterations = [iteration for record in ranks for iteration in record.iterations.values()]
-    widest = max((iteration.program.num_ranks for iteration in iterations), default=0)
-    if widest > (info.world_size or MOST_RANKS):
-        raise ValueError(
-            f"{folder}: {widest} stages ran, but run.json has {info.world_size or 'no number of'} ranks. {_EMPTY_IT}"
-        )
-    for number in sorted({number for record in ranks for number in record.iterations}):
-        _check_iteration(folder, [record for record in ranks if number in record.iterations], number)
+    fault = next(_faults(info.world_size, ranks), None)
+    if fault is not None:
+        raise ValueError(f"{folder}: {fault}. {_EMPTY_IT}")
 
 
-def _check_ranks(folder: Path, world_size: int | None, ranks: Sequence[RankRecord]) -> None:
+def _faults(world_size: int | None, ranks: Sequence[RankRecord]) -> Iterator[str]:
     taken: dict[tuple[int, int], int] = {}
     for record in ranks:
         if world_size is not None and record.rank >= world_size:
-            raise ValueError(
-                f"{folder}: there is a record of rank {record.rank}, but run.json has {world_size} ranks. {_EMPTY_IT}"
-            )
+            yield f"there is a record of rank {record.rank}, but run.json has {world_size} ranks"
         other = taken.setdefault((record.pipeline, record.place), record.rank)
         if other != record.rank:
-            raise ValueError(
-                f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline "
-                f"{record.pipeline}. {_EMPTY_IT}"
-            )
+            place = f"place {record.place} of pipeline {record.pipeline}"
+            yield f"ranks {other} and {record.rank} both say they are at {place}"
+    widest = max((part.program.num_ranks for record in ranks for part in record.iterations.values()), default=0)
+    if widest > (world_size or MOST_RANKS):
+        yield f"{widest} stages ran, but run.json has {world_size or 'no number of'} ranks"
+    for number in sorted({number for record in ranks for number in record.iterations}):
+        yield from _faults_of(number, [record for record in ranks if number in record.iterations])
 
 
-def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> None:
+def _faults_of(number: int, ranks: Sequence[RankRecord]) -> Iterator[str]:
     first = ranks[0]
     program = first.iterations[number].program
+    num_computations = 2 * program.num_microbatches * program.slices * program.num_chunks
     for record in ranks:
-        other = record.iterations[number].program
-        if other != program:
-            raise ValueError(
-                f"{folder}: in iteration {number} rank {first.rank} ran {_described(program)}, rank {record.rank} ran "
-                f"{_described(other)}. {_EMPTY_IT}"
-            )
-        num_computations = 2 * program.num_microbatches * program.slices * program.num_chunks
-        num_rows = len(record.iterations[number].rows)
+        part = record.iterations[number]
+        if part.program != program:
+            programs = f"{_described(program)}, rank {record.rank} ran {_described(part.program)}"
+            yield f"in iteration {number} rank {first.rank} ran {programs}"
         # The rows are compared one by one later; the program is not even built for that if its size is very different.
-        if num_computations > 2 * num_rows:
-            raise ValueError(
-                f"{folder}: iteration {number} of rank {record.rank} has {num_rows} actions, but its program has "
-                f"{num_computations} computations"
-            )
-        if not 0 <= record.place < program.num_ranks:
-            raise ValueError(
-                f"{folder}: rank {record.rank} is at place {record.place} of a pipeline of {program.num_ranks}. "
-                f"{_EMPTY_IT}"
-            )
+        if num_computations > 2 * len(part.rows):
+            actions = f"{len(part.rows)} actions, but its program has {num_computations} computations"
+            yield f"iteration {number} of rank {record.rank} has {actions}"
+        if record.place >= program.num_ranks:
+            yield f"rank {record.rank} is at place {record.place} of a pipeline of {program.num_ranks}"
     late = max(ranks, key=lambda record: record.iterations[number].begin_s)
     early = min(ranks, key=lambda record: record.iterations[number].end_s)
-    began, ended = late.iterations[number].begin_s, early.iterations[number].end_s
-    if began > ended + CLOCK_ERROR_S:
-        raise ValueError(
-            f"{folder}: rank {late.rank} began iteration {number} {began - ended:.0f} s after rank {early.rank} had "
-            f"ended it. {_EMPTY_IT}"
-        )
+    late_s = late.iterations[number].begin_s - early.iterations[number].end_s
+    if late_s > CLOCK_ERROR_S:
+        yield f"rank {late.rank} began iteration {number} {late_s:.0f} s after rank {early.rank} had ended it"
 
 
 def _described(program: ScheduleConfig) -> str:
@@ -101,15 +85,6 @@ def _described(program: ScheduleConfig) -> str:
         f"{program.schedule} of {program.num_ranks} stages, {program.num_microbatches} micro-batches, "
         f"{program.num_chunks} chunks, balance {program.balance_name}"
     )
-
-
-def _absent(world_size: int, ranks: Sequence[RankRecord]) -> str | None:
-    """Return a note of the ranks without a record."""
-    absent = sorted(set(range(world_size)) - {record.rank for record in ranks})
-    if not absent:
-        return None
-    listed = ", ".join(map(str, absent[:100])) + (f" and {len(absent) - 100} more" if len(absent) > 100 else "")
-    return f"no record of rank{'s' * (len(absent) > 1)} {listed} (of {world_size})"
 
 
 def read_run(folder: str | Path) -> Run:
@@ -134,8 +109,10 @@ def read_run(folder: str | Path) -> Run:
             f"{path}: no iteration is recorded in it: give --bpipe-report-iterations some that the run reaches"
         )
     check_one_run(path, info, ranks)
-    if info.world_size is not None and (note := _absent(info.world_size, ranks)):
-        notes.append(note)
+    absent = sorted(set(range(info.world_size or 0)) - {record.rank for record in ranks})
+    if absent:
+        listed = ", ".join(map(str, absent[:100])) + (f" and {len(absent) - 100} more" if len(absent) > 100 else "")
+        notes.append(f"no record of rank{'s' * (len(absent) > 1)} {listed} (of {info.world_size})")
     steps = read_steps(path / form.STEPS, notes) if (path / form.STEPS).exists() else ()
     step_s = {step.iteration: step.elapsed_s for step in steps if step.elapsed_s is not None}
     files = form.SUMMARY.files(path)
