@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 import statistics
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -257,33 +256,22 @@ def compare(first: Training, second: Training, tolerance: float = 0.0, only_comm
         raise ValueError(
             f"{first.path} and {second.path} have no iteration in common: A has {first.extent()}, B has {second.extent()}"
         )
-    mismatches = tuple(
-        Mismatch(iteration, name, values.get(name), others.get(name))
-        for iteration in common
-        for values, others in [(first.iterations[iteration], second.iterations[iteration])]
-        for name in sorted(values.keys() | others.keys())
-        if (name in values) != (name in others) or _differ(values.get(name), others.get(name), tolerance)
-    )
+    mismatches = []
+    for iteration in common:
+        values, others = first.iterations[iteration], second.iterations[iteration]
+        for name in sorted(values.keys() | others.keys()):
+            mismatch = Mismatch(iteration, name, values.get(name), others.get(name))
+            # Not `==`, which calls 0.0 and -0.0 equal, and a NaN unequal to itself.
+            differ = repr(mismatch.first) != repr(mismatch.second) and not 0 < tolerance >= mismatch.share
+            if differ or (name in values) != (name in others):
+                mismatches.append(mismatch)
     alone = len(first.iterations.keys() ^ second.iterations.keys())
     if alone and not mismatches and not only_common:
         raise ValueError(
             f"{alone} iteration{'s' * (alone != 1)} only in one run: A has {first.extent()}, B has {second.extent()}; "
             f"the {len(common)} that both have are equal: to compare only these, add --common"
         )
-    return SideBySide(first, second, tolerance, common, alone, mismatches)
-
-
-def _differ(first: float | None, second: float | None, tolerance: float) -> bool:
-    # Bits, because `==` calls 0.0 and -0.0 equal, and a NaN unequal to itself.
-    if _bits(first) == _bits(second):
-        return False
-    if tolerance == 0 or first is None or second is None or not (math.isfinite(first) and math.isfinite(second)):
-        return True
-    return abs(first - second) > tolerance * max(abs(first), abs(second))
-
-
-def _bits(value: float | None) -> bytes:
-    return b"" if value is None else struct.pack("<d", value)
+    return SideBySide(first, second, tolerance, common, alone, tuple(mismatches))
 
 
 def text(pair: SideBySide, num_rows: int) -> str:
