@@ -227,26 +227,6 @@ def test_the_keys_do_the_same(page: Page) -> None:
     assert page.range() == pytest.approx(whole)
 
 
-def test_buttons_do_the_same(page: Page) -> None:
-    whole = page.range()
-    for name in ("zoom-in", "pan-right", "pan-left", "zoom-out", "reset"):
-        before = page.range()
-        page.run("document.getElementById(arguments[0]).click()", name)
-        page.settle()
-        assert page.range() != pytest.approx(before) or name == "reset"
-    assert page.range() == pytest.approx(whole)
-
-
-def test_a_span_is_kept_within_the_iteration_and_never_empty(page: Page) -> None:
-    whole = page.range()
-    page.show(-5, 50)
-    assert page.range() == pytest.approx(whole)
-    page.show(0.1, 0.1)
-    start, end = page.range()
-    assert 0 < end - start < 1e-4
-    assert page.complaints() == []
-
-
 def opened(driver: Any, view: dict[str, Any], folder: Path, width: int | None = None) -> Page:
     """A page of its own, in a window of this width."""
     file = folder / "page.html"

@@ -281,46 +281,41 @@ def mix_runs(plain: Path, balanced: Path) -> None:
     (balanced / "rank_00003.json").rename(plain / "rank_00003.json")
 
 
-def swap(plain: Path, balanced: Path) -> None:
-    other = plain.with_name("other")
-    plain.rename(other)
-    balanced.rename(plain)
-    other.rename(balanced)
+ROWS = "iterations.jsonl"
 
 
-def keep(path: Path, end: int) -> None:
-    """Keep a file's characters up to this one."""
-    path.write_text(path.read_text()[:end])
+def rows(change: Callable[[str], str], of_balanced: bool = True) -> Callable[[Path, Path], object]:
+    """Change the text of a run's iterations."""
+
+    def damage(plain: Path, balanced: Path) -> None:
+        path = (balanced if of_balanced else plain) / ROWS
+        path.write_text(change(path.read_text()))
+
+    return damage
 
 
-def loss(text: object) -> Callable[[Path, Path], None]:
+def number(text: object) -> Callable[[Path, Path], object]:
     return lambda plain, balanced: edit_iteration(plain, 1, **{"lm loss": text})
 
 
 FOURTH = json.dumps({"iteration": 4, "lm loss": "0x0.0p+0", "grad_norm": None, "skipped": 0}) + "\n"
-ROWS = "iterations.jsonl"
 DAMAGED: dict[str, Callable[[Path, Path], object]] = {
     "has reports of stages [0, 1, 2], not of 0 to 3": lambda plain, balanced: (balanced / "rank_00003.json").unlink(),
     "rank_00001.json: not the measurements of a rank (line 1": lambda plain, balanced: (
         plain / "rank_00001.json"
     ).write_text('{"stage": 1, "pea'),
-    "rank_00001.json: 'balanced' is missing: was the run cut off?": (
-        lambda plain, balanced: (plain / "rank_00001.json").write_text('{"rank": 1, "stage": 1, "peak_bytes": 7}')
-    ),
+    "rank_00001.json: 'balanced' is missing: was the run cut off?": lambda plain, balanced: (
+        plain / "rank_00001.json"
+    ).write_text('{"rank": 1, "stage": 1, "peak_bytes": 7}'),
     "rank_00003.json: this run was balanced; are the two folders swapped?": mix_runs,
     "iterations.jsonl: No such file or directory; did the run finish?": lambda plain, balanced: (
         balanced / ROWS
     ).unlink(),
-    "2 iterations instead of 3; iterations [3] are missing": lambda plain, balanced: (balanced / ROWS).write_text(
-        "".join((balanced / ROWS).read_text().splitlines(keepends=True)[:2])
-    ),
-    "iterations.jsonl: its last line is torn: was the run cut off?": lambda plain, balanced: keep(balanced / ROWS, -9),
-    "4 iterations instead of 3; there are more": lambda plain, balanced: (plain / ROWS).write_text(
-        (plain / ROWS).read_text() + FOURTH
-    ),
-    "lm loss is 5.5, not a number as float.hex writes it": loss(5.5),
-    "lm loss is 0x1.0p+5000, which is too large": loss("0x1.0p+5000"),
-    "are the two folders swapped?": swap,
+    "2 iterations instead of 3; iterations [3] are missing": rows(lambda text: "\n".join(text.split("\n")[:2]) + "\n"),
+    "iterations.jsonl: its last line is torn: was the run cut off?": rows(lambda text: text[:-9]),
+    "4 iterations instead of 3; there are more": rows(lambda text: text + FOURTH, of_balanced=False),
+    "lm loss is 5.5, not a number as float.hex writes it": number(5.5),
+    "lm loss is 0x1.0p+5000, which is too large": number("0x1.0p+5000"),
 }
 
 
