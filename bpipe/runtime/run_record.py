@@ -5,7 +5,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -107,15 +107,7 @@ class RunRecord:
                 num_pipelines=self._num_pipelines,
                 device=self._device,
                 flops_per_iteration=flops,
-                links=tuple(
-                    LinkSpeed(
-                        ranks=frozenset(link.ranks),
-                        transport=link.transport,
-                        bytes_per_s=dict(link.bytes_per_s),
-                        refused=dict(link.refused),
-                    )
-                    for link in links
-                ),
+                links=tuple(LinkSpeed(**asdict(link) | {"ranks": frozenset(link.ranks)}) for link in links),
             )
             write_whole(self._folder / RUN, info)
         own_links = [link for link in links if self.rank in link.ranks]
