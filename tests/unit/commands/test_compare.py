@@ -155,6 +155,15 @@ def test_with_a_tolerance_numbers_may_be_apart(
     assert "identical" not in last
 
 
+def test_reports_of_torchs_pipelining_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They have one number, another one than Megatron's, and were refused."""
+    for name, loss in (("one", 0.5), ("other", 0.25)):
+        line = {"iteration": 1, "loss": loss.hex(), "elapsed_s": 1.0}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    assert compare(tmp_path / "one.jsonl", tmp_path / "other.jsonl") == 1
+    assert "NOT identical: loss of iteration 1: 0.5 " in capsys.readouterr().out
+
+
 def test_logs_are_compared_without_their_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = log(tmp_path / "one.log"), log(tmp_path / "other.log", milliseconds=99.0, prefix="31: ")
     assert compare(one, other) == 0
