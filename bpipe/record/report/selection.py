@@ -3,7 +3,7 @@
 The pipeline is number 0, or the first of those from which most ranks left a record. Of the others only maxima are used.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -259,24 +259,19 @@ def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[
         if lane is None:
             continue
         written = {row.action.stage for row in lane.transfers if row.action.kind not in OWN_TRANSFERS}
-        ends = [
-            Row(row.action.other_end, row.start_s, row.end_s, bytes=row.bytes, slot=row.slot)
-            for guest in guests_of(schedule, place)
-            for row in _sent_to(schedule, guest, place, lanes[guest])
-            if row.action.stage not in written
-        ]
+        ends = []
+        for guest in guests_of(schedule, place):
+            sender, residencies = lanes[guest], residencies_by_host(schedule, guest).get(Host(place), ())
+            hosted = {residency.key for residency in residencies}
+            ends += [
+                Row(row.action.other_end, row.start_s, row.end_s, bytes=row.bytes, slot=row.slot)
+                for row in (() if sender is None else sender.transfers)
+                if row.action.kind in OWN_TRANSFERS and row.action.key in hosted and row.action.stage not in written
+            ]
         if ends:
             transfers = sorted((*lane.transfers, *ends), key=lambda row: row.start_s)
             completed[place] = Lane(lane.source, lane.computations, tuple(transfers))
     return tuple(completed)
-
-
-def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> Iterator[Row]:
-    """Yield the rows of a rank's transfers to and from one host."""
-    of_host = {residency.key for residency in residencies_by_host(schedule, guest).get(Host(host), ())}
-    for row in lane.transfers if lane is not None else ():
-        if row.action.kind in OWN_TRANSFERS and row.action.key in of_host:
-            yield row
 
 
 def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
