@@ -65,14 +65,10 @@ def run(options: Options) -> None:
 
 def _shortage(options: Options, held: Held) -> None:
     """Print what a run held that ended before it recorded an iteration, and what would have fitted."""
-    from bpipe.record.report.shortage import document, text
+    from bpipe.record.report.shortage import text
 
-    for flag in ("baseline", "html", "trace", "iteration"):
-        if getattr(options, flag) is not None:
-            raise ValueError(
-                f"--{flag}: {options.folder} has no recorded iteration; the table and --format json show what was held"
-            )
-    if options.format == "json":
-        print_json(document(held))
-    else:
-        print(text(held), end="")
+    given = [f"--{flag}" for flag in ("baseline", "html", "trace", "iteration") if getattr(options, flag) is not None]
+    given += ["--format json"] * (options.format == "json")
+    if given:
+        raise ValueError(f"{given[0]}: {options.folder} has no recorded iteration; only a table shows what was held")
+    print(text(held), end="")

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 import re
 import statistics
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.record.format import STEPS, SUMMARY, RankSummary, values_of
-from bpipe.record.read import refuse_two_runs
-from bpipe.values import a_number, a_whole, an_object, load_json, printable
+from bpipe.record.format import STEPS, SUMMARY, RankSummary
+from bpipe.record.read import read_steps, read_value, refuse_two_runs
+from bpipe.values import a_number, printable
 
 LOSS = "lm loss"
 
@@ -27,34 +26,18 @@ _LOG_LINE = re.compile(r"\biteration\s+([0-9]+)/\s*[0-9]+ \|(.*)\|")
 _LOG_TIME = "elapsed time per iteration (ms)"
 # Fields about the machine's speed, not about what the run computed.
 _MACHINE = re.compile(r"time|throughput|energy|power")
-# As `float.hex` writes a number.
-_EXACT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan")
 
 # A shorter time is a clock's resolution: its ratio to another one means nothing.
 _NO_TIME_S = 1e-6
 # What is shown of each iteration. A report and a log spell the gradient norm differently.
 _SHOWN = (LOSS, "grad_norm", "grad norm")
 _WIDTH = 24
-# The number of differences that are listed.
-_MOST = 3
+MAX_DIFFERENCES = 3
 _MIB = 2**20
+# The numbers of a stage that are compared: its peak, measured and predicted, and its transfers in an iteration.
+_NUMBERS = "peak_microbatches peak_bytes predicted_microbatches predicted_bytes evictions loads".split()
 
 Values = dict[str, float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class StageNumbers:
-    """Peak memory of one stage, measured and predicted, and its transfers in an iteration."""
-
-    peak_microbatches: int
-    peak_bytes: int
-    predicted_microbatches: int
-    predicted_bytes: int
-    evictions: int
-    loads: int
-
-
-_NUMBERS = tuple(field.name for field in fields(StageNumbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +48,7 @@ class Training:
     exact: bool  # whether its numbers have every bit
     iterations: Mapping[int, Values]
     seconds: Mapping[int, float]
-    stages: Mapping[int, StageNumbers] = field(default_factory=dict)
+    stages: Mapping[int, RankSummary] = field(default_factory=dict)
     balanced: bool | None = None
 
     def extent(self) -> str:
@@ -90,39 +73,47 @@ def read_training(
         ValueError: the file cannot be read, or is not what the arguments say.
     """
     exact = path.is_dir() or path.suffix == ".jsonl"
-    iterations, seconds = _read_iterations(path / STEPS if path.is_dir() else path) if exact else _read_log(path)
+    try:
+        iterations, seconds = _read_iterations(path / STEPS if path.is_dir() else path) if exact else _read_log(path)
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}; did the run finish? See its log") from None
     if not iterations:
         raise ValueError(
             f"{path}: no iteration in it; is it {'a report' if exact else 'a log of Megatron with --log-interval'}?"
         )
-    if num_iterations is not None:
-        _check_iterations(path, iterations, num_iterations)
-    if not path.is_dir() and not num_ranks and balanced is None:
-        return Training(path, exact, iterations, seconds)
+    wanted = range(1, 1 + (num_iterations or 0))
+    if wanted and iterations.keys() != set(wanted):
+        missing = [iteration for iteration in wanted if iteration not in iterations]
+        more = " and more" if len(missing) > 5 else ""
+        detail = f"iterations {missing[:5]}{more} are missing" if missing else "there are more"
+        raise ValueError(f"{path}: {len(iterations)} iterations instead of {num_iterations}; {detail}")
     stages, is_balanced = read_stages(path, num_ranks, balanced)
     return Training(path, exact, iterations, seconds, stages, is_balanced)
 
 
 def read_stages(
     folder: Path, num_ranks: int | None = None, balanced: bool | None = None
-) -> tuple[dict[int, StageNumbers], bool | None]:
+) -> tuple[dict[int, RankSummary], bool | None]:
     """Return each stage's row, and whether the run was balanced. Of replicas of a stage, the largest numbers count."""
-    stages: dict[int, StageNumbers] = {}
+    stages: dict[int, RankSummary] = {}
     was_balanced = balanced
     runs: list[tuple[str, str | None]] = []
     for path in SUMMARY.files(folder):
-        stage, row, is_balanced, run = _read_rank(path)
-        runs.append((path.name, run))
-        if was_balanced is not None and is_balanced != was_balanced:
+        row = read_value(path, RankSummary, "the file", "the measurements of a rank")
+        missing = next((name for name in ("stage", "balanced", *_NUMBERS) if getattr(row, name) is None), None)
+        if row.stage is None or missing is not None:
+            raise ValueError(f"{path}: {missing!r} is missing: was the run cut off?")
+        runs.append((path.name, row.run))
+        if was_balanced is not None and row.balanced != was_balanced:
             swapped = "are the two folders swapped?"
             if balanced is None:
                 swapped = "other ranks say the opposite: are they of one run?"
-            raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
-        was_balanced = is_balanced
-        replica = stages.get(stage, row)
-        stages[stage] = StageNumbers(*(max(getattr(replica, name), getattr(row, name)) for name in _NUMBERS))
-    if runs:
-        refuse_two_runs(folder, runs)
+            raise ValueError(f"{path}: this run was {'' if row.balanced else 'not '}balanced; {swapped}")
+        was_balanced = row.balanced
+        replica = stages.get(row.stage, row)
+        largest = {name: max(getattr(replica, name), getattr(row, name)) for name in _NUMBERS}
+        stages[row.stage] = replace(row, **largest)
+    refuse_two_runs(folder, runs)
     if num_ranks is None and balanced is not None and not stages:
         raise ValueError(f"{folder}: no rank_*.json, so it is not known whether this run was balanced")
     if num_ranks is not None and sorted(stages) != list(range(num_ranks)):
@@ -132,66 +123,25 @@ def read_stages(
     return stages, was_balanced
 
 
-def _read_rank(path: Path) -> tuple[int, StageNumbers, bool, str | None]:
-    try:
-        values = values_of(RankSummary, load_json(_read_text(path)), "it")
-        absent = next((name for name in ("stage", *_NUMBERS, "balanced") if name not in values), None)
-        if absent is not None:
-            raise ValueError(f"{absent!r} is missing")
-        numbers = StageNumbers(*(values[name] for name in _NUMBERS))
-        return values["stage"], numbers, values["balanced"], values.get("run")
-    except ValueError as error:
-        raise ValueError(f"{path}: not a complete report of a stage; was the run cut off? {error}") from None
-
-
-def _check_iterations(path: Path, iterations: Mapping[int, Values], wanted: int) -> None:
-    missing = [iteration for iteration in range(1, wanted + 1) if iteration not in iterations]
-    if missing or len(iterations) != wanted:
-        more = " and more" if len(missing) > 5 else ""
-        detail = f"iterations {missing[:5]}{more} are missing" if missing else "there are more"
-        raise ValueError(f"{path}: {len(iterations)} iterations instead of {wanted}; {detail}")
-
-
 def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
     """Return every iteration of the file, which need not begin at 1. If one was run again, the last time counts."""
-    iterations: dict[int, Values] = {}
-    seconds: dict[int, float] = {}
-    for number, text in enumerate(_read_text(path).splitlines(), start=1):
-        try:
-            values = dict(an_object(load_json(text), "it"))
-            iteration = a_whole(values.pop("iteration", None), "iteration")
-            skipped = a_whole(values.pop("skipped", None), "skipped")
-            # Seconds differ in every run, and are no result.
-            elapsed_s = values.pop("elapsed_s", None)
-            if values.get(LOSS) is None or "grad_norm" not in values:
-                raise ValueError(f"{LOSS} or grad_norm is missing")
-            exact = {printable(name): _exact(name, value) for name, value in values.items()}
-            iterations[iteration] = {**exact, "skipped": float(skipped)}
-            seconds.pop(iteration, None)
-            if elapsed_s is not None:
-                seconds[iteration] = a_number(elapsed_s, "elapsed_s")
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not a complete iteration; was the run cut off? {error}") from None
-    return iterations, seconds
-
-
-def _exact(name: str, value: object) -> float | None:
-    """Return a number as `float.hex` wrote it, to the bit; None if the run had none."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not _EXACT.fullmatch(value):
-        raise ValueError(f"{name} is {value!r:.40}, not a number as float.hex writes it")
-    try:
-        return float.fromhex(value)
-    except OverflowError:
-        raise ValueError(f"{name} is {value}, which is too large") from None
+    notes: list[str] = []
+    steps = {step.iteration: step for step in read_steps(path, notes)}
+    if notes:
+        raise ValueError(f"{path}: its last line is torn: was the run cut off?")
+    skipped = {
+        number: {} if step.skipped is None else {"skipped": float(step.skipped)} for number, step in steps.items()
+    }
+    seconds = {number: step.elapsed_s for number, step in steps.items() if step.elapsed_s is not None}
+    return {number: {**step.numbers, **skipped[number]} for number, step in steps.items()}, seconds
 
 
 def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
     """Return Megatron's iteration lines. If an iteration was run again, the last time counts."""
     iterations: dict[int, Values] = {}
     seconds: dict[int, float] = {}
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    # A log may contain anything. A number in which something was replaced is no number any more.
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         match = _LOG_LINE.search(line)
         if match is None:
             continue
@@ -218,14 +168,6 @@ def _read_fields(text: str) -> dict[str, float]:
         if _LOG_TIME in name or not _MACHINE.search(name):
             values[printable(name.strip())] = float(value)
     return values
-
-
-def _read_text(path: Path) -> str:
-    try:
-        # A log may contain anything. A number in which something was replaced is no number any more.
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; did the run finish? See its log") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,33 +256,22 @@ def compare(first: Training, second: Training, tolerance: float = 0.0, only_comm
         raise ValueError(
             f"{first.path} and {second.path} have no iteration in common: A has {first.extent()}, B has {second.extent()}"
         )
-    mismatches = tuple(
-        Mismatch(iteration, name, values.get(name), others.get(name))
-        for iteration in common
-        for values, others in [(first.iterations[iteration], second.iterations[iteration])]
-        for name in sorted(values.keys() | others.keys())
-        if (name in values) != (name in others) or _differ(values.get(name), others.get(name), tolerance)
-    )
+    mismatches = []
+    for iteration in common:
+        values, others = first.iterations[iteration], second.iterations[iteration]
+        for name in sorted(values.keys() | others.keys()):
+            mismatch = Mismatch(iteration, name, values.get(name), others.get(name))
+            # Not `==`, which calls 0.0 and -0.0 equal, and a NaN unequal to itself.
+            differ = repr(mismatch.first) != repr(mismatch.second) and not 0 < tolerance >= mismatch.share
+            if differ or (name in values) != (name in others):
+                mismatches.append(mismatch)
     alone = len(first.iterations.keys() ^ second.iterations.keys())
     if alone and not mismatches and not only_common:
         raise ValueError(
             f"{alone} iteration{'s' * (alone != 1)} only in one run: A has {first.extent()}, B has {second.extent()}; "
             f"the {len(common)} that both have are equal: to compare only these, add --common"
         )
-    return SideBySide(first, second, tolerance, common, alone, mismatches)
-
-
-def _differ(first: float | None, second: float | None, tolerance: float) -> bool:
-    # Bits, because `==` calls 0.0 and -0.0 equal, and a NaN unequal to itself.
-    if _bits(first) == _bits(second):
-        return False
-    if tolerance == 0 or first is None or second is None or not (math.isfinite(first) and math.isfinite(second)):
-        return True
-    return abs(first - second) > tolerance * max(abs(first), abs(second))
-
-
-def _bits(value: float | None) -> bytes:
-    return b"" if value is None else struct.pack("<d", value)
+    return SideBySide(first, second, tolerance, common, alone, tuple(mismatches))
 
 
 def text(pair: SideBySide, num_rows: int) -> str:
@@ -378,11 +309,11 @@ def _peaks(first: Training, second: Training) -> list[str]:
     return [title, head, titles, *rows, *notes]
 
 
-def _cells(row: StageNumbers | None, balanced: bool) -> str:
+def _cells(row: RankSummary | None, balanced: bool) -> str:
     if row is None:
         return f"  {'-':>13} {'-':>13}" + f"  {'-':>9} {'-':>6}" * balanced
     counts = f"{row.peak_microbatches} ({row.predicted_microbatches})"
-    sizes = f"{row.peak_bytes / _MIB:.2f} ({row.predicted_bytes / _MIB:.2f})"
+    sizes = f"{row.peak_bytes / _MIB:.2f} ({(row.predicted_bytes or 0) / _MIB:.2f})"
     return f"  {counts:>13} {sizes:>13}" + f"  {row.evictions:>9} {row.loads:>6}" * balanced
 
 
@@ -445,7 +376,7 @@ def _largest(pair: SideBySide) -> list[str]:
     """Return the largest differences, if there are more than the one in the verdict."""
     if len(pair.mismatches) == 1:
         return []
-    largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:_MOST]
+    largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:MAX_DIFFERENCES]
     return [f"difference of {mismatch.share:.3g}, {difference(mismatch)}" for mismatch in largest]
 
 
@@ -508,7 +439,10 @@ def _run(pair: SideBySide, run: Training) -> dict[str, Any]:
         "first_loss": _plain(run.iterations[pair.common[0]].get(LOSS)),
         "last_loss": _plain(run.iterations[pair.common[-1]].get(LOSS)),
         "iteration_s": None if spread is None else asdict(spread),
-        "stages": [{"stage": stage, **asdict(row)} for stage, row in sorted(run.stages.items())],
+        "stages": [
+            {"stage": stage, **{name: getattr(row, name) for name in _NUMBERS}}
+            for stage, row in sorted(run.stages.items())
+        ],
     }
 
 

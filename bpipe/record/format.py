@@ -7,9 +7,9 @@
     DIR/rank_00003.json       RankSummary: peaks over all iterations, measured and predicted, of a rank that ended well
     DIR/failure.json          FirstFailure: the rank of a failed run that failed first, and why
 
-A field of type `Annotated[int, Rule(...)]`, or of such a type or None, is a key of the same name that `write` writes
-and `read` reads. A key without a default is required; of the others null and absence mean the default. A field without
-a rule is no key. A column of the rows is a field of `Row`. To add one, add it here and where it is filled. Keys are
+A field whose type has a rule, its own (`Annotated[int, Rule(...)]`) or that of `rule_of`, is a key of the same name that
+`write` writes and `read` reads. A key without a default is required; of the others null and absence mean the default. A
+field without a rule is no key. A column of the rows is a field of `Row`. To add one, add it here and where it is filled. Keys are
 added and never renamed; later ones have a default, so that older records can still be read. `run` is the same name in
 all files of a run.
 
@@ -18,25 +18,22 @@ Times of a row are seconds from its iteration's `begin_s`, which is unix time on
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import starmap
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig, name_of, named_balance
-from bpipe.balance.deadlines import Windows
+from bpipe.balance.deadlines import Seconds
 from bpipe.build import ScheduleConfig
-from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.action import Action
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.files.text import read_action, read_costs, read_share
-from bpipe.schedule.layout import Vocabulary
-from bpipe.schedule.memory import KeptMemory, memory_of, plain
-from bpipe.schedule.program import Exchange
+from bpipe.schedule.memory import plain
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_list, a_number, a_text, a_whole, an_object, printable
 
 
@@ -59,18 +56,18 @@ class Key:
 
 
 @cache
-def keys_of(kind: type) -> tuple[Key, ...]:
+def keys_of(kind: Any) -> tuple[Key, ...]:
     """Return the keys in the order of the class."""
-    rules = {name: _rule(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    rules = {name: rule_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
     defaults = _defaults(kind)
     return tuple(
         Key(name, rule, name not in defaults, defaults.get(name)) for name, rule in rules.items() if rule is not None
     )
 
 
-def _defaults(kind: type) -> dict[str, Any]:
+def _defaults(kind: Any) -> dict[str, Any]:
     if not is_dataclass(kind):
-        return dict(kind._field_defaults)  # type: ignore[attr-defined]
+        return dict(kind._field_defaults)
     defaults = {}
     for entry in fields(kind):
         if entry.default is not MISSING:
@@ -80,19 +77,36 @@ def _defaults(kind: type) -> dict[str, Any]:
     return defaults
 
 
-def _rule(hint: Any) -> Rule | None:
-    """Return the rule in a type, or in a part of it."""
-    own = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Rule)), None)
-    return own or next((rule for rule in map(_rule, get_args(hint)) if rule is not None), None)
+def rule_of(hint: Any) -> Rule | None:
+    """Return how values of a type are read and written, None for a type that no key has."""
+    if metadata := getattr(hint, "__metadata__", ()):
+        return next((extra for extra in metadata if isinstance(extra, Rule)), None)
+    if hint in _RULES:
+        return _RULES[hint]
+    origin, parts = get_origin(hint), [rule_of(part) for part in get_args(hint)]
+    if origin in (Union, UnionType):
+        return next(filter(None, parts), None)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _one_of(hint)
+    if is_dataclass(hint):
+        kind: Any = hint
+        return Rule(lambda value, name: kind(**values_of(kind, value, name, f"{name}.")), _without_defaults)
+    if origin is tuple and (rule := parts[0]) is not None:
+        return each(rule) if get_args(hint)[-1] is Ellipsis else together([part for part in parts if part is not None])
+    if origin is Mapping and get_args(hint)[0] is str and (rule := parts[1]) is not None:
+        return by_name(rule)
+    return None
 
 
-def values_of(kind: type, value: object, name: str, prefix: str = "") -> dict[str, Any]:
-    """Return the arguments of a `kind` that an object of a file has. Unknown keys are ignored: later versions add some."""
+def values_of(kind: Any, value: object, name: str, prefix: str = "") -> dict[str, Any]:
+    """Return the arguments of a `kind` that an object of a file has.
+
+    Unknown keys are ignored: later versions add some. Those that are absent or null are left out.
+    """
     return read_keys(keys_of(kind), an_object(value, name), prefix)
 
 
-def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str) -> dict[str, Any]:
-    """Return the values of these keys by their names, without those that are absent or null."""
+def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     values = {}
     for key in keys:
         value = entries.get(key.name)
@@ -103,11 +117,22 @@ def read_keys(keys: Iterable[Key], entries: Mapping[str, object], prefix: str) -
     return values
 
 
+def _entries(value: Any) -> list[tuple[Key, Any]]:
+    kind: Any = type(value)
+    return [(key, getattr(value, key.name)) for key in keys_of(kind)]
+
+
 def written(value: Any) -> dict[str, Any]:
-    """Return a line's keys and values as JSON has them."""
-    kind: type = type(value)
-    fields = ((key, getattr(value, key.name)) for key in keys_of(kind))
-    return {key.name: None if field is None else key.rule.write(field) for key, field in fields}
+    """Return a line's keys and values as JSON has them. Counts and sizes that are zero by default are left out."""
+    return {
+        key.name: None if entry is None else key.rule.write(entry)
+        for key, entry in _entries(value)
+        if entry != key.default or type(entry) not in (int, dict)
+    }
+
+
+def _without_defaults(value: Any) -> dict[str, Any]:
+    return {key.name: key.rule.write(entry) for key, entry in _entries(value) if key.needed or entry != key.default}
 
 
 # Rules for what files hold.
@@ -121,103 +146,33 @@ def number(least: float = 0, most: float = LARGEST) -> Rule:
     return Rule(lambda value, name: a_number(value, name, least, most))
 
 
-def each(rule: Rule, element: str | None = None) -> Rule:
-    """Read a list as a tuple. `element`: how an error calls an element, by default like the list."""
+def each(rule: Rule) -> Rule:
+    """Read a list as a tuple."""
     return Rule(
-        lambda values, name: tuple(rule.read(value, element or name) for value in a_list(values, name)),
+        lambda values, name: tuple(rule.read(value, name) for value in a_list(values, name)),
         lambda values: [rule.write(value) for value in values],
     )
 
 
-def line(kind: Callable[..., Any], name: str) -> Rule:
-    """Read an object with keys of its own as a `kind`."""
-    return Rule(lambda value, _: kind(**values_of(kind, value, name)), written)  # type: ignore[arg-type]
+def together(rules: Sequence[Rule]) -> Rule:
+    """Read a list of as many values as there are rules."""
+
+    def read(values: object, name: str) -> tuple[Any, ...]:
+        if len(a_list(values, name)) != len(rules):
+            raise ValueError(f"{name} has {str(values)[:40]}, but must have {len(rules)} values")
+        return tuple(rule.read(value, name) for rule, value in zip(rules, a_list(values, name), strict=True))
+
+    return Rule(read, lambda values: [rule.write(value) for rule, value in zip(rules, values, strict=True)])
 
 
-def by_name(rule: Rule, element: str) -> Rule:
-    """Read an object whose keys are names. `element`: how an error calls a value, with `{key}` for its key."""
+def by_name(rule: Rule) -> Rule:
+    """Read an object whose keys are names."""
 
     def read(values: object, name: str) -> dict[str, Any]:
         pairs = an_object(values, name).items()
-        return {printable(key): rule.read(value, element.format(key=key)) for key, value in pairs}
+        return {printable(key): rule.read(value, f"{printable(key)} of {name}") for key, value in pairs}
 
-    return Rule(read, dict)
-
-
-Text = Annotated[str, Rule(a_text)]
-Flag = Annotated[bool, Rule(a_flag)]
-
-
-_Sizes = Annotated[tuple[int, ...], each(whole())]
-_Seconds = Annotated[tuple[float, ...], each(number())]
-
-
-@dataclass(frozen=True, slots=True)
-class _BudgetKeys:
-    """Keys of an `ActivationBudget`, in bytes of one micro-batch or, with `slices`, of one slice."""
-
-    room_bytes: _Sizes  # by rank
-    saved_bytes: _Sizes  # by stage, the slices of a stage next to each other; so are the next two
-    moved_bytes: _Sizes
-    after_input_bytes: _Sizes
-    shard_bytes: Annotated[int, whole()] = 0  # of a shard of the vocabulary
-    reserved: Flag = False  # whether host buffers have a reserve
-    slices: Annotated[int, whole(1)] = 1
-    keys_bytes: _Sizes = ()  # keys and values that are kept, by stage
-    gradients_bytes: _Sizes = ()  # their gradients
-
-
-def _read_budget(value: object, name: str) -> ActivationBudget:
-    keys = _BudgetKeys(**values_of(_BudgetKeys, value, name, f"{name}."))
-    memory = memory_of(keys.saved_bytes, keys.moved_bytes, keys.after_input_bytes, keys.shard_bytes)
-    kept = tuple(starmap(KeptMemory, zip(keys.keys_bytes, keys.gradients_bytes, strict=True)))
-    return ActivationBudget(keys.room_bytes, replace(memory, reserved=keys.reserved, slices=keys.slices, kept=kept))
-
-
-def _write_budget(budget: ActivationBudget) -> dict[str, Any]:
-    memory = budget.memory
-    return written(
-        _BudgetKeys(
-            room_bytes=budget.room_bytes,
-            saved_bytes=tuple(size.saved_bytes for size in memory.stages),
-            moved_bytes=tuple(size.moved_bytes for size in memory.stages),
-            after_input_bytes=tuple(size.after_input_bytes for size in memory.stages),
-            shard_bytes=memory.shard_bytes,
-            reserved=memory.reserved,
-            slices=memory.slices,
-            keys_bytes=tuple(kept.keys_bytes for kept in memory.kept),
-            gradients_bytes=tuple(kept.gradients_bytes for kept in memory.kept),
-        )
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _WindowsKeys:
-    """Keys of `Windows`, in seconds."""
-
-    lasts_s: Annotated[
-        Mapping[str, tuple[float, ...]], by_name(each(number()), "{key} of what lasts")
-    ]  # by kind, stage
-    hop_s: Annotated[float, number()]  # of a message
-    inside_s: _Seconds  # of a stage's transfer in a node, then between nodes
-    between_s: _Seconds
-    nodes: _Sizes = ()
-    own_s: _Seconds = ()  # of a stage's transfer to its node's memory
-    slices: Annotated[int, whole(1)] = 1
-
-
-def _read_windows(value: object, name: str) -> Windows:
-    keys = values_of(_WindowsKeys, value, name, f"{name}.")
-    lasts = tuple((Kind(kind), seconds) for kind, seconds in keys.pop("lasts_s").items())
-    return Windows(lasts, **keys)
-
-
-def _write_windows(windows: Windows) -> dict[str, Any]:
-    lasts = {kind.value: tuple(map(float, seconds)) for kind, seconds in windows.lasts_s}
-    inside, between, own = (
-        tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s, windows.own_s)
-    )
-    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own, windows.slices))
+    return Rule(read, lambda values: {key: rule.write(value) for key, value in values.items()})
 
 
 def _one_of(kind: type[Enum]) -> Rule:
@@ -241,64 +196,60 @@ def _write_costs(costs: UnitCosts) -> str:
     return ",".join(str(Fraction(getattr(costs, field.name))) for field in fields(UnitCosts))
 
 
-# The rule of a field, by its type.
+def _by_stage(value: Any, name: str) -> dict[int, int]:
+    sizes = an_object(value, name)
+    if not all(re.fullmatch("[0-9]{1,9}", stage) for stage in sizes):
+        raise ValueError(f"{name} has {next(iter(sizes))!r:.40}: its keys must be stages")
+    return {int(stage): a_whole(size, f"{name} of stage {stage}", 0, LARGEST_BYTES) for stage, size in sizes.items()}
+
+
+_read_action = lru_cache(maxsize=1 << 18)(read_action)
+
 _RULES: dict[Any, Rule] = {
     str: Rule(a_text),
     bool: Rule(a_flag),
-    int: whole(1, LARGEST),
-    tuple[int, ...]: each(whole(0, LARGEST)),
+    int: whole(),
+    float: number(),
+    # A duration may be exact.
+    Seconds: Rule(number().read, float),
+    frozenset[int]: Rule(lambda value, name: frozenset(each(whole()).read(value, name)), sorted),
+    Mapping[int, int]: Rule(_by_stage),
+    Action: Rule(lambda value, _: _read_action(a_text(value, "an action")), str),
     Fraction: Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share))),
     UnitCosts: Rule(_read_costs, _write_costs),
-    Exchange: _one_of(Exchange),
-    Vocabulary: _one_of(Vocabulary),
-    ActivationBudget: Rule(_read_budget, _write_budget),
-    Windows: Rule(_read_windows, _write_windows),
 }
-# Keys whose field has another name: in files the number of ranks was always called that of stages.
-_FIELDS = {"num_stages": "num_ranks"}
-# Written even if they are the default.
-_ALWAYS = ("schedule", "num_stages", "num_microbatches", "num_chunks")
+# In files the number of ranks was always called that of stages.
+_RANKS, _STAGES = "num_ranks", "num_stages"
 _BALANCE = Key("balance", Rule(a_text), False, name_of(None))
-
-
-def _keys_of(kind: type) -> list[Key]:
-    """Return a key for each field that is no configuration itself."""
-    names, hints = {field: key for key, field in _FIELDS.items()}, get_type_hints(kind)
-    keys = []
-    for entry in fields(kind):
-        hint = hints[entry.name]
-        rule = next((_RULES[part] for part in (hint, *get_args(hint)) if part in _RULES), None)
-        if rule is not None:
-            keys.append(Key(names.get(entry.name, entry.name), rule, entry.default is MISSING, entry.default))
-    return keys
-
-
-_OF_SCHEDULE, _OF_BALANCE = _keys_of(ScheduleConfig), _keys_of(BalanceConfig)
+_OF_SCHEDULE = [
+    replace(key, name=_STAGES) if key.name == _RANKS else key
+    for key in keys_of(ScheduleConfig)
+    if key.name != _BALANCE.name
+]
 
 
 def read_program(value: object, name: str = "program") -> ScheduleConfig:
     """Read the configuration of a schedule."""
     entries, prefix = an_object(value, name), f"{name}."
-    schedule = {_FIELDS.get(key, key): field for key, field in read_keys(_OF_SCHEDULE, entries, prefix).items()}
-    balancing = read_keys(_OF_BALANCE, entries, prefix)
+    schedule = read_keys(_OF_SCHEDULE, entries, prefix)
+    balancing = read_keys(keys_of(BalanceConfig), entries, prefix)
     balance_name = read_keys([_BALANCE], entries, prefix).get(_BALANCE.name, _BALANCE.default)
     balance = named_balance(
         balance_name, balancing.get("bounds"), balancing.get("partners"), hosts=balancing.get("hosts")
     )
-    return ScheduleConfig(**schedule, balance=None if balance is None else BalanceConfig(**balancing))
+    num_ranks = schedule.pop(_STAGES)
+    return ScheduleConfig(
+        num_ranks=num_ranks, **schedule, balance=None if balance is None else BalanceConfig(**balancing)
+    )
 
 
 def write_program(config: ScheduleConfig) -> dict[str, Any]:
     """Return the keys of a configuration without defaults."""
-    schedule = _written(_OF_SCHEDULE, config)
-    always = {name: schedule.pop(name) for name in _ALWAYS}
-    balancing = {} if config.balance is None else _written(_OF_BALANCE, config.balance)
-    return {**always, _BALANCE.name: config.balance_name, **balancing, **schedule}
-
-
-def _written(keys: Iterable[Key], config: object) -> dict[str, Any]:
-    values = [(key, getattr(config, _FIELDS.get(key.name, key.name))) for key in keys]
-    return {key.name: key.rule.write(value) for key, value in values if key.name in _ALWAYS or value != key.default}
+    schedule = {_STAGES if name == _RANKS else name: value for name, value in _without_defaults(config).items()}
+    always = {"schedule": config.schedule, _STAGES: config.num_ranks}
+    always |= {"num_microbatches": config.num_microbatches, "num_chunks": config.num_chunks}
+    balancing = {} if config.balance is None else schedule.pop(_BALANCE.name)
+    return {**always, _BALANCE.name: config.balance_name, **balancing, **schedule, **always}
 
 
 Program = Annotated[ScheduleConfig, Rule(read_program, write_program)]
@@ -344,56 +295,24 @@ RECORD, MEMORY, SUMMARY = PerRank("record", ".jsonl"), PerRank("memory", ".jsonl
 # What a value of a file may be.
 
 
-def _by_stage(value: Any, name: str) -> dict[int, int]:
-    sizes = an_object(value, name)
-    if not all(re.fullmatch("[0-9]{1,9}", stage) for stage in sizes):
-        raise ValueError(f"{name} has {next(iter(sizes))!r:.40}: its keys must be stages")
-    return {int(stage): a_whole(size, f"{name} of stage {stage}", 0, LARGEST_BYTES) for stage, size in sizes.items()}
-
-
-def _microbatch(value: Any, _: str) -> tuple[int, int, int]:
-    if not isinstance(value, list) or len(value) != 3:
-        raise ValueError(f"{str(value)[:40]} is not a stage, a micro-batch and bytes")
-    stage, microbatch, num_bytes = value
-    place = a_whole(stage, "a stage"), a_whole(microbatch, "a micro-batch")
-    return *place, a_whole(num_bytes, "its bytes", 0, LARGEST_BYTES)
-
-
-_read_action = lru_cache(maxsize=1 << 18)(read_action)
-
-Rank = Annotated[int, whole(0, MOST_RANKS)]
-Ranks = Annotated[int, whole(1, MOST_RANKS)]
-Whole = Annotated[int, whole(0, LARGEST)]
-Bytes = Annotated[int, whole()]
-BytesByStage = Annotated[Mapping[int, int], Rule(_by_stage)]
-Seconds = Annotated[float, number()]
-_link_ranks = each(whole(0, MOST_RANKS), "a rank of a link")
-LinkRanks = Annotated[
-    frozenset[int], Rule(lambda value, _: frozenset(_link_ranks.read(value, "ranks of a link")), sorted)
-]
-SpeedByName = Annotated[Mapping[str, float], by_name(number(1, 1e18), "{key} of a link")]
-ReasonByName = Annotated[Mapping[str, str], by_name(Rule(a_text), "why {key} was refused")]
-# What a row's columns may be.
-Start = Annotated[float, number(-CLOCK_ERROR_S)]
-End = Annotated[float, number(-LARGEST)]
+# Times of a row.
+Time = Annotated[float, number(-CLOCK_ERROR_S)]
 Wait = Annotated[float, Rule(lambda value, name: max(0.0, a_number(value, name, -_TIMER_ERROR_S)))]
-HostTime = Annotated[float, Rule(lambda value, _: a_number(value, "host time", -CLOCK_ERROR_S))]
-ActionText = Annotated[Action, Rule(lambda value, _: _read_action(a_text(value, "an action")), str)]
 
 
 class Row(NamedTuple):
     """One action of one rank."""
 
-    action: ActionText
-    start_s: Start
-    end_s: End
+    action: Action
+    start_s: Time
+    end_s: Time
     wait_s: Wait = 0.0  # seconds for which computation waited for this transfer
-    host_start_s: HostTime | None = None
-    host_end_s: HostTime | None = None
-    bytes: Bytes | None = None
-    slot: Whole | None = None  # the number of the host buffer
-    live_bytes: Bytes | None = None  # the most held during the action
-    left_bytes: Bytes | None = None  # held at its end
+    host_start_s: Time | None = None
+    host_end_s: Time | None = None
+    bytes: int | None = None
+    slot: int | None = None  # the number of the host buffer
+    live_bytes: int | None = None  # the most held during the action
+    left_bytes: int | None = None  # held at its end
 
     @property
     def seconds(self) -> float:
@@ -407,10 +326,10 @@ COLUMNS = keys_of(Row)
 class LinkSpeed:
     """Speed of a pair's link, by transport, when it was probed at the start, and why other transports were refused."""
 
-    ranks: LinkRanks
-    transport: Text | None = None
-    bytes_per_s: SpeedByName
-    refused: ReasonByName = field(default_factory=dict)
+    ranks: frozenset[int]
+    transport: str | None = None
+    bytes_per_s: Mapping[str, Annotated[float, number(1, 1e18)]]
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,21 +338,21 @@ class RunInfo:
 
     FORMAT: ClassVar[str] = "bpipe-run"
 
-    run: Text | None = None
-    started: Text | None = None
-    world_size: Ranks | None = None
-    num_pipelines: Ranks | None = None
-    balanced: Flag = False
-    synchronous: Flag = False  # whether every transfer was waited for as soon as it was started
-    captured: Whole | None = None  # the first iteration that a CUDA graph replays
-    device: Text | None = None
-    torch: Text | None = None
-    megatron_core: Text | None = None
-    megatron_core_path: Text | None = None
+    run: str | None = None
+    started: str | None = None
+    world_size: Annotated[int, whole(1, MOST_RANKS)] | None = None
+    num_pipelines: int | None = None
+    balanced: bool = False
+    synchronous: bool = False  # whether every transfer was waited for as soon as it was started
+    captured: int | None = None  # the first iteration that a CUDA graph replays
+    device: str | None = None
+    torch: str | None = None
+    megatron_core: str | None = None
+    megatron_core_path: str | None = None
     flops_per_iteration: Annotated[float, number(0, 1e40)] | None = None  # of all ranks
     peak_flops: Annotated[float, number(1, 1e20)] | None = None  # of one device, per second
-    peak_source: Text | None = None
-    links: Annotated[tuple[LinkSpeed, ...], each(line(LinkSpeed, "a link"))] = ()
+    peak_source: str | None = None
+    links: tuple[LinkSpeed, ...] = ()
 
     @property
     def versions(self) -> tuple[tuple[str, str], ...]:
@@ -443,48 +362,58 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankHeader:
+class _Header:
+    run: str | None = None
+    rank: int
+    pipeline: int
+    place: int
+    host: str = ""
+    device: str = ""
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHeader(_Header):
     """Header of a rank's record."""
 
     FORMAT: ClassVar[str] = "bpipe-record"
 
-    run: Text | None = None
-    rank: Rank
-    pipeline: Rank
-    place: Rank
-    host: Text = ""
-    device: Text = ""
     # Cores that the rank may use. Ranks that share fewer cores than they are slow each other, which is not predicted.
-    cores: Ranks | None = None
-    transport: Text | None = None
-    partner: Rank | None = None  # in the world, like `rank`
-    weights_bytes: Bytes | None = None
-    limit_bytes: Bytes | None = None
+    cores: int | None = None
+    transport: str | None = None
+    partner: int | None = None  # in the world, like `rank`
+    weights_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Iteration:
-    """One rank's part of one iteration. Sizes by stage are of one micro-batch, of the largest if they differ."""
+class _Sizes:
+    """Sizes by stage are of one micro-batch, of the largest if they differ."""
 
-    iteration: Whole
+    iteration: int
+    saved_bytes: Mapping[int, int]
+    moved_bytes: Mapping[int, int] = field(default_factory=dict)
+    after_input_bytes: Mapping[int, int] = field(default_factory=dict)  # held between the halves of a split backward
+    received_bytes: int = 0
+    host_bytes: int = 0  # of host buffers for others, on this device
+    shard_bytes: int = 0  # of one micro-batch, in a shard of the vocabulary between S and T; 0 until one was seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration(_Sizes):
+    """One rank's part of one iteration."""
+
     program: Program
-    begin_s: Seconds
-    elapsed_s: Seconds
-    saved_bytes: BytesByStage
-    moved_bytes: BytesByStage = field(default_factory=dict)
-    after_input_bytes: BytesByStage = field(default_factory=dict)  # held between the halves of a split backward
+    begin_s: float
+    elapsed_s: float
     # All that a forward keeps for its backward, of stages that leave, as counted in the run's first iteration.
-    kept_bytes: BytesByStage = field(default_factory=dict)
-    kept_counted_by: Text | None = None
-    shard_bytes: Bytes = 0  # of one micro-batch, in a shard of the vocabulary between S and T
-    received_bytes: Bytes = 0
-    host_bytes: Bytes = 0  # of host buffers for others, on this device
-    own_bytes: Bytes = 0  # of host buffers for itself, in its node's memory
-    stayed_microbatches: Whole = 0  # that should have been evicted and were too large
-    stayed_bytes: Bytes = 0
-    passed_microbatches: Whole = 0  # by which the bound was exceeded at most
-    passed_bytes: Bytes = 0
-    device_peak_bytes: Bytes | None = None
+    kept_bytes: Mapping[int, int] = field(default_factory=dict)
+    kept_counted_by: str | None = None
+    own_bytes: int = 0  # of host buffers for itself, in its node's memory
+    stayed_microbatches: int = 0  # that should have been evicted and were too large
+    stayed_bytes: int = 0
+    passed_microbatches: int = 0  # by which the bound was exceeded at most
+    passed_bytes: int = 0
+    device_peak_bytes: int | None = None
     # In the file these are two keys: the columns' names, and the rows' values.
     rows: tuple[Row, ...]
 
@@ -511,44 +440,45 @@ class RankRecord(RankHeader):
 class TrainingStep:
     """One step of the training."""
 
-    iteration: Whole
-    numbers: Mapping[str, float | None] = field(default_factory=dict)  # each loss and the gradient norm, exactly
-    skipped: Whole | None = None
-    elapsed_s: Seconds | None = None
+    iteration: int
+    # Each loss and the gradient norm, exactly: keys of their own.
+    numbers: Annotated[Mapping[str, float | None], "no key"] = field(default_factory=dict)
+    skipped: int | None = None
+    elapsed_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
     """One rank over all of its iterations. Bytes are of activations and host buffers, transfers per iteration."""
 
-    run: Text | None = None
-    rank: Rank
-    stage: Rank | None = None
-    pipeline: Rank | None = None
-    balanced: Flag | None = None
-    num_microbatches: Whole | None = None
-    peak_microbatches: Whole | None = None
-    peak_bytes: Bytes
-    predicted_microbatches: Whole | None = None
-    predicted_bytes: Bytes | None = None
-    evictions: Whole | None = None
-    loads: Whole | None = None
-    own_buffers: Whole = 0  # in its node's memory, not on its device
-    own_bytes: Bytes = 0
+    run: str | None = None
+    rank: int
+    stage: int | None = None
+    pipeline: int | None = None
+    balanced: bool | None = None
+    num_microbatches: int | None = None
+    peak_microbatches: int | None = None
+    peak_bytes: int
+    predicted_microbatches: int | None = None
+    predicted_bytes: int | None = None
+    evictions: int | None = None
+    loads: int | None = None
+    own_buffers: int = 0  # in its node's memory, not on its device
+    own_bytes: int = 0
     moved_fraction: Annotated[float, number(0, 1)] | None = None  # of a forward's activations; the smallest stage's
-    stayed_microbatches: Whole = 0  # of all iterations, that were too large for the room there was
-    stayed_bytes: Bytes = 0
-    passed_microbatches: Whole = 0  # by which the bound was exceeded at most
-    passed_bytes: Bytes = 0
-    largest_bytes: BytesByStage = field(default_factory=dict)  # that were to leave, as a host buffer takes them
-    times_grown: Whole = 0  # how often host buffers grew
-    keys_bytes: Bytes = 0  # of slices: keys, values and gradients, in addition to all this
-    predicted_keys_bytes: Bytes = 0
-    graph_pool_bytes: Bytes | None = None  # of the CUDA graph of an iteration, if one was captured
-    verified_iterations: Whole = 0  # in which everything came back as it left, and how much that was
-    verified_microbatches: Whole = 0
-    verified_storages: Whole = 0
-    verified_bytes: Bytes = 0
+    stayed_microbatches: int = 0  # of all iterations, that were too large for the room there was
+    stayed_bytes: int = 0
+    passed_microbatches: int = 0  # by which the bound was exceeded at most
+    passed_bytes: int = 0
+    largest_bytes: Mapping[int, int] = field(default_factory=dict)  # that were to leave, as a host buffer takes them
+    times_grown: int = 0  # how often host buffers grew
+    keys_bytes: int = 0  # of slices: keys, values and gradients, in addition to all this
+    predicted_keys_bytes: int = 0
+    graph_pool_bytes: int | None = None  # of the CUDA graph of an iteration, if one was captured
+    verified_iterations: int = 0  # in which everything came back as it left, and how much that was
+    verified_microbatches: int = 0
+    verified_storages: int = 0
+    verified_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,55 +494,45 @@ class Verified:
 class FirstFailure:
     """The rank that failed first, as the ranks recorded it."""
 
-    rank: Rank
-    cause: Text
+    rank: int
+    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryHeader:
+class MemoryHeader(_Header):
     """One rank's memory besides activations."""
 
     FORMAT: ClassVar[str] = "bpipe-memory"
 
-    run: Text | None = None
-    rank: Rank
-    pipeline: Rank
-    place: Rank
-    host: Text = ""
-    device: Text = ""
-    limit_bytes: Bytes | None = None
-    micro_batch: Whole | None = None
-    weights_bytes: Bytes
-    gradients_bytes: Bytes
-    optimizer_bytes: Bytes
-    optimizer_to_come_bytes: Bytes | None = None  # which the optimizer allocates in its first step
+    micro_batch: int | None = None
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    optimizer_to_come_bytes: int | None = None  # which the optimizer allocates in its first step
 
     @property
     def besides_bytes(self) -> int:
-        """All of these."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + (self.optimizer_to_come_bytes or 0)
+        return self.weights_bytes + self.gradients_bytes + self.whole_optimizer_bytes
+
+    @property
+    def whole_optimizer_bytes(self) -> int:
+        """What the optimizer holds from its first step on."""
+        return self.optimizer_bytes + (self.optimizer_to_come_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryMark:
+class MemoryMark(_Sizes):
     """Memory of a rank after an action, or during it if there was an error."""
 
-    iteration: Whole
-    action: Text | None = None
-    error: Text | None = None
-    out_of_memory: Flag = False
+    action: str | None = None
+    error: str | None = None
+    out_of_memory: bool = False
     program: Program | None = None
-    microbatches: Annotated[tuple[tuple[int, int, int], ...], each(Rule(_microbatch))]  # stage, number, bytes
-    saved_bytes: BytesByStage
-    moved_bytes: BytesByStage = field(default_factory=dict)
-    after_input_bytes: BytesByStage = field(default_factory=dict)
-    received_bytes: Bytes = 0
-    host_bytes: Bytes = 0
-    logits_bytes: Bytes = 0
-    shard_bytes: Bytes = 0  # of one micro-batch between S and T, 0 until one was seen
-    in_shards_bytes: Bytes = 0  # of all micro-batches between S and T
-    allocated_bytes: Bytes | None = None
-    reserved_bytes: Bytes | None = None
+    microbatches: tuple[tuple[int, int, int], ...]  # stage, number, bytes
+    logits_bytes: int = 0
+    in_shards_bytes: int = 0  # of all micro-batches between S and T
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
 
     @property
     def activations_bytes(self) -> int:

@@ -35,19 +35,10 @@ def _line(value: Any) -> str:
     return json.dumps(_keys(value), separators=separators) + "\n"
 
 
-# Keys that are left out if there is nothing to say: of backwards with halves, of shards, of a node's own memory, of
-# micro-batches that differ in size, of slices, and of checks. Older records do not name their run either.
-_OPTIONAL = frozenset(
-    "run after_input_bytes shard_bytes in_shards_bytes own_buffers own_bytes stayed_microbatches stayed_bytes "
-    "passed_microbatches passed_bytes largest_bytes times_grown keys_bytes predicted_keys_bytes verified_iterations "
-    "verified_microbatches verified_storages verified_bytes".split()
-)
-
-
 def _keys(value: Any) -> dict[str, Any]:
     kind = type(value)
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
-    keys |= {name: entry for name, entry in written(value).items() if entry or name not in _OPTIONAL}
+    keys |= written(value)
     if isinstance(value, Iteration):
         keys["columns"] = [column.name for column in COLUMNS]
         keys["actions"] = [

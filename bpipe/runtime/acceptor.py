@@ -25,18 +25,12 @@ from bpipe.transport.one_sided import OneSidedCopies, Transport
 
 
 class HostBufferState(enum.Enum):
+    """States in their order; after the last one comes the first."""
+
     FREE = "free"
     FILLING = "filling"
     FULL = "full"
     EMPTYING = "emptying"
-
-
-_NEXT = {
-    HostBufferState.FREE: HostBufferState.FILLING,
-    HostBufferState.FILLING: HostBufferState.FULL,
-    HostBufferState.FULL: HostBufferState.EMPTYING,
-    HostBufferState.EMPTYING: HostBufferState.FREE,
-}
 
 
 class HostBuffer:
@@ -49,7 +43,7 @@ class HostBuffer:
 
     def move(self, state: HostBufferState, action: Action) -> None:
         """Go to `state` because of `action`. Raises RuntimeFault for any but the next state of the diagram."""
-        self.state = advance(self.state, state, _NEXT, f"host buffer {self.index}, holding {self.holds}", action)
+        self.state = advance(self.state, state, f"host buffer {self.index}, holding {self.holds}", action)
         self.holds = None if state is HostBufferState.FREE else action
 
 

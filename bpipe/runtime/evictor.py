@@ -44,18 +44,12 @@ POISON = 0xFF
 
 
 class ActivationsState(enum.Enum):
+    """States in their order; after the last one comes the first."""
+
     HERE = "here"
     LEAVING = "leaving"
     AWAY = "away"
     COMING = "coming"
-
-
-_NEXT = {
-    ActivationsState.HERE: ActivationsState.LEAVING,
-    ActivationsState.LEAVING: ActivationsState.AWAY,
-    ActivationsState.AWAY: ActivationsState.COMING,
-    ActivationsState.COMING: ActivationsState.HERE,
-}
 
 
 @dataclass
@@ -78,7 +72,7 @@ class Activations:
     action: Action | None = None
 
     def move(self, state: ActivationsState, action: Action) -> None:
-        self.state = advance(self.state, state, _NEXT, f"activations of {self.forward}", action)
+        self.state = advance(self.state, state, f"activations of {self.forward}", action)
         self.action = action
 
 

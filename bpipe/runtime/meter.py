@@ -109,15 +109,17 @@ class Meter:
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
         self._storages, self._held = {}, {}
 
-    def saved(self, forward: Action, found: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()) -> None:
+    def saved(
+        self, forward: Action, storages: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
         """Note the storages that a finished forward saved; `inputs` are what the stage received for it."""
         received = {tensor.untyped_storage()._cdata for tensor in plain_tensors(inputs) if self._keeps_inputs}
-        self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
+        self.received_bytes = sum(item.nbytes for item in storages if item.storage._cdata in received)
         owner = forward.key
         held = self._held[owner] = _Held()
         held.saved_bytes = sum(
             item.nbytes
-            for item in found
+            for item in storages
             if item.alone and self._belongs(item.storage, item.nbytes, owner, item.storage._cdata in received)
         )
         held.bytes_now = held.saved_bytes
@@ -141,14 +143,14 @@ class Meter:
     def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key, received: bool = False) -> bool:
         """Add a storage to the micro-batch's, and return whether it is new and no other micro-batch holds it too."""
         key = storage._cdata
-        known = self._storages.get(key)
-        if key in self._common or (known is not None and known.owner == owner):
+        known_storage = self._storages.get(key)
+        if key in self._common or (known_storage is not None and known_storage.owner == owner):
             return False
-        if known is not None:
+        if known_storage is not None:
             self._common[key] = self._storages.pop(key).reference
-            other = self._held[known.owner]
+            other = self._held[known_storage.owner]
             other.addresses.remove(key)
-            other.saved_bytes -= known.nbytes
+            other.saved_bytes -= known_storage.nbytes
             other.looks += 1
             return False
         self._storages[key] = _Storage(StorageWeakRef(storage), owner, nbytes, received)

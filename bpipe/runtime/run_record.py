@@ -5,7 +5,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -107,19 +107,11 @@ class RunRecord:
                 num_pipelines=self._num_pipelines,
                 device=self._device,
                 flops_per_iteration=flops,
-                links=tuple(
-                    LinkSpeed(
-                        ranks=frozenset(link.ranks),
-                        transport=link.transport,
-                        bytes_per_s=dict(link.bytes_per_s),
-                        refused=dict(link.refused),
-                    )
-                    for link in links
-                ),
+                links=tuple(LinkSpeed(**asdict(link) | {"ranks": frozenset(link.ranks)}) for link in links),
             )
             write_whole(self._folder / RUN, info)
-        mine = [link for link in links if self.rank in link.ranks]
-        transports = {link.transport for link in mine}
+        own_links = [link for link in links if self.rank in link.ranks]
+        transports = {link.transport for link in own_links}
         return RankHeader(
             run=self.run,
             rank=self.rank,
@@ -129,7 +121,7 @@ class RunRecord:
             device=self._device,
             cores=len(os.sched_getaffinity(0)),
             transport=transports.pop() if len(transports) == 1 else None,
-            partner=sum(mine[0].ranks) - self.rank if len(mine) == 1 else None,
+            partner=sum(own_links[0].ranks) - self.rank if len(own_links) == 1 else None,
             weights_bytes=weights_bytes,
             limit_bytes=self._limit_bytes,
         )

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -67,24 +68,17 @@ class Streams:
             self._outbound = torch.Stream(device, priority=-1)
             self._inbound = torch.Stream(device, priority=-1)
 
-    @contextlib.contextmanager
-    def outbound(self) -> Iterator[None]:
+    def outbound(self) -> AbstractContextManager[None]:
         """Start evictions and returns on the outbound stream. [1] They wait for compute, which writes what they read."""
-        with self._behind_compute(self._outbound if self._beside else None):
-            yield
+        return self._behind_compute(self._outbound) if self._beside else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def inbound(self) -> Iterator[None]:
+    def inbound(self) -> AbstractContextManager[None]:
         """Start loads and hostings on the inbound stream. [4][5] They wait for compute, which allocated, and last used,
         what they write."""
-        with self._behind_compute(self._inbound if self._beside else None):
-            yield
+        return self._behind_compute(self._inbound) if self._beside else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _behind_compute(self, stream: torch.Stream | None) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
+    def _behind_compute(self, stream: torch.Stream) -> Iterator[None]:
         stream.wait_event(_here().record_event())
         before = _timed.set(self.timed)
         try:

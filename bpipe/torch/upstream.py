@@ -33,38 +33,25 @@ class TorchName(NamedTuple):
     module: str
     name: str
 
-    parameters: str
+    parameters: str = ""
     """Its first parameters that are used here, separated by spaces."""
-
-    use: str
-    """What it is used for, in the error if the name is missing."""
 
 
 _RUNTIME, _BASE = "_PipelineScheduleRuntime", "_PipelineStageBase"
 NAMES = (
-    TorchName(_SCHEDULES, "get_schedule_class", "schedule_name", "torch's schedules by name"),
-    TorchName(_SCHEDULES, "PipelineScheduleSingle", "stage n_microbatches loss_fn", "torch's schedules of one stage"),
-    TorchName(_SCHEDULES, "PipelineScheduleMulti", "stages n_microbatches loss_fn", "torch's schedules of several"),
-    TorchName(_SCHEDULES, _RUNTIME, "", "the loop that runs a list of actions"),
-    TorchName(_SCHEDULES, f"{_RUNTIME}._prepare_schedule_with_comms", "self actions", "messages between computations"),
-    TorchName(_SCHEDULES, f"{_RUNTIME}._step_microbatches", "self arg_mbs kwarg_mbs target_mbs losses", "one step"),
-    TorchName(_SCHEDULES, f"{_RUNTIME}._initialize_stages", "self args kwargs", "the stages' handshake"),
-    TorchName(
-        _SCHEDULES, f"{_RUNTIME}._maybe_compute_loss", "self stage output target_mbs mb_index", "the end of a forward"
-    ),
-    TorchName(_SCHEDULES, "_Action", "stage_index computation_type microbatch_index sub_actions", "what a rank does"),
-    TorchName(_SCHEDULES, "_ComputationType", "", "kinds of actions"),
-    TorchName(
-        _SCHEDULES, "_check_torch_compile_compatibility", "stages schedule_name", "split backwards of compiled stages"
-    ),
-    TorchName(_STAGE, f"{_BASE}.forward_one_chunk", "self fwd_chunk_id", "the beginning of a forward"),
-    TorchName(
-        _STAGE,
-        f"{_BASE}.backward_one_chunk",
-        "self bwd_chunk_id loss full_backward",
-        "the beginning and end of a backward",
-    ),
-    TorchName(_STAGE, f"{_BASE}.backward_weight_one_chunk", "self bwd_chunk_id", "the beginning and end of a wgrad"),
+    TorchName(_SCHEDULES, "get_schedule_class", "schedule_name"),
+    TorchName(_SCHEDULES, "PipelineScheduleSingle", "stage n_microbatches loss_fn"),
+    TorchName(_SCHEDULES, "PipelineScheduleMulti", "stages n_microbatches loss_fn"),
+    TorchName(_SCHEDULES, f"{_RUNTIME}._prepare_schedule_with_comms", "self actions"),
+    TorchName(_SCHEDULES, f"{_RUNTIME}._step_microbatches", "self arg_mbs kwarg_mbs target_mbs losses"),
+    TorchName(_SCHEDULES, f"{_RUNTIME}._initialize_stages", "self args kwargs"),
+    TorchName(_SCHEDULES, f"{_RUNTIME}._maybe_compute_loss", "self stage output target_mbs mb_index"),
+    TorchName(_SCHEDULES, "_Action", "stage_index computation_type microbatch_index sub_actions"),
+    TorchName(_SCHEDULES, "_ComputationType"),
+    TorchName(_SCHEDULES, "_check_torch_compile_compatibility", "stages schedule_name"),
+    TorchName(_STAGE, f"{_BASE}.forward_one_chunk", "self fwd_chunk_id"),
+    TorchName(_STAGE, f"{_BASE}.backward_one_chunk", "self bwd_chunk_id loss full_backward"),
+    TorchName(_STAGE, f"{_BASE}.backward_weight_one_chunk", "self bwd_chunk_id"),
 )
 KINDS = (
     *("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"),
@@ -87,15 +74,15 @@ FORWARDS = ("_forward_chunk_states", "fwd_cache")
 def lacking() -> list[str]:
     """Return the names and parameters of the table that the installed torch lacks."""
     missing = []
-    for module, name, parameters, use in NAMES:
+    for module, name, parameters in NAMES:
         value: Any = import_module(module)
         for part in name.split("."):
             value = getattr(value, part, None)
         if value is None:
-            missing.append(f"{name} ({use})")
+            missing.append(name)
             continue
         signature = inspect.signature(value).parameters if parameters else {}
-        missing += [f"{name}({parameter}) ({use})" for parameter in parameters.split() if parameter not in signature]
+        missing += [f"{name}({parameter})" for parameter in parameters.split() if parameter not in signature]
     kinds = getattr(import_module(_SCHEDULES), "_ComputationType", None)
     return missing + [f"_ComputationType.{kind}" for kind in KINDS if kinds is not None and not hasattr(kinds, kind)]
 

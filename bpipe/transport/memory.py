@@ -55,6 +55,16 @@ class Device:
         """Whether copy engines reach memory by its address, told by a runtime such as CUDA's."""
         return self.device.type in LIBRARIES
 
+    @property
+    def runtime(self) -> CudaRuntime:
+        return runtime(self.device.type)
+
+    def make_current(self) -> CudaRuntime:
+        """Make this thread allocate and open on this rank's own device, whichever it used last; return the runtime."""
+        assert self.device.index is not None, "a rank's device has a number"
+        self.runtime.set_device(self.device.index)
+        return self.runtime
+
 
 class Region(Protocol):
     """A piece of memory to copy into and from.
@@ -168,7 +178,7 @@ class DeviceRegion:
     """Memory by address. Copies are issued to the current stream. `owner` keeps a host's memory alive."""
 
     def __init__(
-        self, address: int, nbytes: int, device: Device, close: Callable[[], None], owner: torch.Tensor | None = None
+        self, address: int, nbytes: int, device: Device, close: Callable[[int], None], owner: torch.Tensor | None = None
     ) -> None:
         self._address = address
         self._nbytes = nbytes
@@ -177,16 +187,12 @@ class DeviceRegion:
         self._owner = owner
 
     def write(self, pieces: Iterable[Piece]) -> None:
-        _runtime_of(self._device).copy(
-            [(piece.data_ptr(), self._at(offset, piece), piece.numel()) for offset, piece in pieces],
-            self._device.current_stream(),
-        )
+        copies = [(piece.data_ptr(), self._at(offset, piece), piece.numel()) for offset, piece in pieces]
+        self._device.runtime.copy(copies, self._device.current_stream())
 
     def read(self, pieces: Iterable[Piece]) -> None:
-        _runtime_of(self._device).copy(
-            [(self._at(offset, piece), piece.data_ptr(), piece.numel()) for offset, piece in pieces],
-            self._device.current_stream(),
-        )
+        copies = [(self._at(offset, piece), piece.data_ptr(), piece.numel()) for offset, piece in pieces]
+        self._device.runtime.copy(copies, self._device.current_stream())
 
     def _at(self, offset: int, piece: torch.Tensor) -> int:
         nbytes = piece.numel()
@@ -198,9 +204,8 @@ class DeviceRegion:
     def close(self) -> None:
         # A transfer's wait orders streams and does not stop the host: copies may be under way, and CUDA does not say
         # what unmapping does to them.
-        _make_current(self._device)
-        _runtime_of(self._device).synchronize()
-        self._close()
+        self._device.make_current().synchronize()
+        self._close(self._address)
 
     def abandon(self) -> None:
         # A kernel on the device may wait for a partner that is gone, and the partner may be copying. The end of the
@@ -215,40 +220,37 @@ class DeviceMemory:
         self._device = device
 
     def make(self, nbytes: int) -> tuple[Any, DeviceRegion]:
-        _make_current(self._device)
+        runtime = self._device.make_current()
         # A handle opens the whole block an allocation lies in. Whole blocks share theirs with nobody.
         address = self._allocate(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
         try:
-            handle = _runtime_of(self._device).handle_of(address)
+            handle = runtime.handle_of(address)
         except CudaError:
             # If IPC is not allowed, another transport takes over and needs the room.
-            _runtime_of(self._device).free(address)
+            runtime.free(address)
             raise
-        return {"handle": handle.hex(), "nbytes": nbytes}, DeviceRegion(
-            address, nbytes, self._device, lambda: _runtime_of(self._device).free(address)
-        )
+        return {"handle": handle.hex(), "nbytes": nbytes}, DeviceRegion(address, nbytes, self._device, runtime.free)
 
     def open(self, handle: Any) -> DeviceRegion:
-        _make_current(self._device)
-        address = _runtime_of(self._device).open_handle(bytes.fromhex(handle["handle"]))
-        return DeviceRegion(
-            address, handle["nbytes"], self._device, lambda: _runtime_of(self._device).close_handle(address)
-        )
+        runtime = self._device.make_current()
+        address = runtime.open_handle(bytes.fromhex(handle["handle"]))
+        return DeviceRegion(address, handle["nbytes"], self._device, runtime.close_handle)
 
     def _allocate(self, nbytes: int) -> int:
-        """Allocate from the driver, after torch's allocator has given back what it does not use if that is needed."""
+        """Allocate from the driver, if needed after torch's allocator has given back what it does not use."""
+        runtime = self._device.runtime
         try:
-            return _runtime_of(self._device).allocate(nbytes)
+            return runtime.allocate(nbytes)
         except CudaError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
         self._device.empty_cache()
         try:
-            return _runtime_of(self._device).allocate(nbytes)
+            return runtime.allocate(nbytes)
         except CudaError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
-            free, total = _runtime_of(self._device).memory()
+            free, total = runtime.memory()
             raise RuntimeError(
                 f"the partner's host buffers need {_gib(nbytes)} of {self._device.device}, which has {_gib(free)} of "
                 f"{_gib(total)} free after torch released unused memory ({error}). Make this stage hold less (a "
@@ -264,21 +266,9 @@ def pinned_memory(nbytes: int, device: Device) -> DeviceRegion:
     Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of host
     buffers would take 16.
     """
-    _make_current(device)
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    address = memory.data_ptr()
-    _runtime_of(device).lock(address, nbytes)
-    return DeviceRegion(address, nbytes, device, lambda: _runtime_of(device).unlock(address), memory)
-
-
-def _runtime_of(device: Device) -> CudaRuntime:
-    return runtime(device.device.type)
-
-
-def _make_current(device: Device) -> None:
-    """Whichever device this thread used last, or none yet: memory and mappings belong to this rank's own."""
-    assert device.device.index is not None, "a rank's device has a number"
-    _runtime_of(device).set_device(device.device.index)
+    runtime, memory = device.make_current(), torch.empty(nbytes, dtype=torch.uint8)
+    runtime.lock(memory.data_ptr(), nbytes)
+    return DeviceRegion(memory.data_ptr(), nbytes, device, runtime.unlock, memory)
 
 
 def _gib(nbytes: int) -> str:

@@ -2,30 +2,27 @@
 
 In: sizes and a seed. Out: the JSON value that `bpipe report` hands the page.
 
-"Measured" is a simulation of stages that are a little faster or slower, on a clock that does not run evenly; it is data
-to draw, not a claim. No torch.
+"Measured" is a simulation of stages that are a little faster or slower; it is data to draw, not a claim. No torch.
 """
 
 import random
-from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
+from bpipe.record.report.output.page import simulated_track
 from bpipe.schedule.action import COMPUTE, Action
 from bpipe.schedule.memory import num_transfers, peak_counts
 from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Simulation, Timed
+from bpipe.simulate.report import Simulation
 
 SAVED = 11_000_000
 COST = StageCost(0.010, 0.020, transfer_s=0.012, sent_bytes=131_072, moved_bytes=SAVED, saved_bytes=SAVED)
 LINKS = Links(inside=Link(2e9, 50e-6))
-Clock = Callable[[float], float]
 
 
 def make_view(
@@ -34,19 +31,17 @@ def make_view(
     """Balanced 1F1B. Ranks in `missing` have no record."""
     schedule = build(ScheduleConfig("1f1b", num_stages, num_microbatches, balance=BalanceConfig()))
     predicted = simulate(schedule, replace(uniform(num_stages, COST, LINKS), exchange=Exchange.MEGATRON_1F1B))
-    simulated = [track(predicted, rank, float) for rank in range(num_stages)]
+    simulated = [simulated_track(predicted, rank, predicted.levels(rank)) for rank in range(num_stages)]
     shown = []
     measured = predicted
     for number in range(iterations):
-        chance = random.Random(seed + number)
-        measured = simulate(schedule, _uneven(num_stages, chance))
-        clock = _clock(float(measured.makespan_s), chance)
+        measured = simulate(schedule, _uneven(num_stages, random.Random(seed + number)))
         ranks = [
             {
                 "rank": None if rank in missing else rank,
                 "label": f"stage {rank} ({'no record' if rank in missing else f'rank {rank}'})",
                 "bound_bytes": (schedule.bounds or (0,) * num_stages)[rank] * SAVED,
-                "measured": None if rank in missing else track(measured, rank, clock),
+                "measured": None if rank in missing else track(measured, rank),
                 "simulated": simulated[rank],
             }
             for rank in range(num_stages)
@@ -54,7 +49,7 @@ def make_view(
         shown.append(
             {
                 "iteration": 5 + number,
-                "end_s": max(clock(float(measured.makespan_s)), float(predicted.makespan_s)),
+                "end_s": float(max(measured.makespan_s, predicted.makespan_s)),
                 "ranks": ranks,
             }
         )
@@ -92,30 +87,20 @@ def make_view(
     }
 
 
-def track(report: Simulation, rank: int, clock: Clock) -> dict[str, Any]:
-    """One side of one rank, on its clock."""
+def track(report: Simulation, rank: int) -> dict[str, Any]:
+    """One rank as measured: a transfer was waited for if a computation starts the moment it ends."""
     computations = report.computations[rank]
-    starts = [timed.start_s for timed in computations]
-    rows = []
-    for timed in sorted((*computations, *report.transfers[rank]), key=lambda one: one.start_s):
-        moves = timed.action.kind not in COMPUTE
-        start, end = clock(float(timed.start_s)), clock(float(timed.end_s))
-        waited = end - clock(float(_stands_still_from(timed, computations, starts))) if moves else 0.0
-        saved = SAVED if moves or timed.action.kind.value == "F" else None
-        rows.append([str(timed.action), start, end, waited, saved, timed.action.microbatch % 3 if moves else None])
-    return {
-        "actions": rows,
-        "memory": [[clock(float(level.start_s)), level.held_bytes] for level in report.levels(rank)],
-    }
-
-
-def _stands_still_from(timed: Timed, computations: tuple[Timed, ...], starts: list[Any]) -> Any:
-    """From when the rank waits for this transfer, if a computation starts the moment it ends; else the transfer's
-    end."""
-    after = bisect_right(starts, timed.end_s) - 1
-    if after < 0 or starts[after] != timed.end_s:
-        return timed.end_s
-    return max(timed.start_s, computations[after - 1].end_s) if after else timed.start_s
+    ends = {later.start_s: before.end_s for before, later in pairwise(computations)}
+    found = simulated_track(report, rank, report.levels(rank))
+    for row, timed in zip(
+        found["actions"],
+        sorted((*computations, *report.transfers[rank]), key=lambda timed: (timed.start_s, timed.end_s)),
+        strict=True,
+    ):
+        assert row[0] == str(timed.action)
+        if timed.action.kind not in COMPUTE and timed.end_s in ends:
+            row[3] = float(timed.end_s - max(timed.start_s, ends[timed.end_s]))
+    return found
 
 
 def _uneven(num_stages: int, chance: random.Random) -> Costs:
@@ -126,22 +111,6 @@ def _uneven(num_stages: int, chance: random.Random) -> Costs:
             replace(COST, forward_s=COST.forward_s * slow, backward_s=COST.backward_s * slow, transfer_s=0.016)
         )
     return Costs(tuple(stages), LINKS, exchange=Exchange.MEGATRON_1F1B)
-
-
-def _clock(end: float, chance: random.Random) -> Clock:
-    """Time that runs up to a tenth faster or slower, and never backwards."""
-    num_pieces = 200
-    edges = [end * piece / num_pieces for piece in range(num_pieces + 1)]
-    shown = [0.0]
-    for before, after in pairwise(edges):
-        shown.append(shown[-1] + (after - before) * chance.uniform(0.93, 1.07))
-
-    def read(time: float) -> float:
-        piece = min(num_pieces - 1, bisect_right(edges, time) - 1)
-        share = (time - edges[piece]) / (edges[piece + 1] - edges[piece])
-        return shown[piece] + share * (shown[piece + 1] - shown[piece])
-
-    return read
 
 
 def _stage(report: Simulation, rank: int, missing: bool) -> dict[str, Any]:

@@ -113,23 +113,6 @@ def test_waits_are_seen(page: Page, view: dict[str, Any]) -> None:
     assert any(near(colour, page.shade("wait-line"), 40) for colour in colours), "stripes, so that it needs no colour"
 
 
-def test_a_transfer_far_shorter_than_a_pixel_is_seen(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
-    """A copy on a CPU takes a fiftieth of a computation: it is a stroke as high as its lane, not a speck."""
-    short = deepcopy(view)
-    for action in short["iterations"][-1]["ranks"][0]["measured"]["actions"]:
-        if "EVICT" in action[0]:
-            action[2] = action[1] + 5e-5
-    file = tmp_path / "report.html"
-    file.write_text(render(short), encoding="utf-8")
-    page = Page(driver, file)
-    _, start, end, *_ = action_row(short, 0, "measured", read_action("0EVICT4"))
-    x, y = page.place(0, "measured", "away", (start + end) / 2)
-    height = 7
-    seen = [near(colour, page.shade("away")) for colour in page.colours(x, y, 5, height)]
-    assert any(all(seen[column::5]) for column in range(5))
-    assert not all(seen)
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("sides", "measured"), ("sides", "simulated"), ("size", "small"), ("size", "medium")]
 )
@@ -229,17 +212,6 @@ def test_dragging_zooms_into_the_span(page: Page) -> None:
     assert page.range()[1] - page.range()[0] == pytest.approx(0.1, abs=0.002)
 
 
-def test_a_double_click_shows_the_whole_iteration(page: Page) -> None:
-    from selenium.webdriver import ActionChains
-
-    whole = page.range()
-    page.show(0.1, 0.2)
-    page.hover(*page.place(0, "measured", "compute", 0.15))
-    ActionChains(page.driver).double_click().perform()
-    page.settle()
-    assert page.range() == pytest.approx(whole)
-
-
 def test_the_keys_do_the_same(page: Page) -> None:
     from selenium.webdriver import Keys
 
@@ -253,26 +225,6 @@ def test_the_keys_do_the_same(page: Page) -> None:
     assert page.range()[1] - page.range()[0] == pytest.approx((end - start) / 0.6)
     page.press("0")
     assert page.range() == pytest.approx(whole)
-
-
-def test_buttons_do_the_same(page: Page) -> None:
-    whole = page.range()
-    for name in ("zoom-in", "pan-right", "pan-left", "zoom-out", "reset"):
-        before = page.range()
-        page.run("document.getElementById(arguments[0]).click()", name)
-        page.settle()
-        assert page.range() != pytest.approx(before) or name == "reset"
-    assert page.range() == pytest.approx(whole)
-
-
-def test_a_span_is_kept_within_the_iteration_and_never_empty(page: Page) -> None:
-    whole = page.range()
-    page.show(-5, 50)
-    assert page.range() == pytest.approx(whole)
-    page.show(0.1, 0.1)
-    start, end = page.range()
-    assert 0 < end - start < 1e-4
-    assert page.complaints() == []
 
 
 def opened(driver: Any, view: dict[str, Any], folder: Path, width: int | None = None) -> Page:
@@ -306,19 +258,6 @@ def test_the_bottleneck_is_in_sight(driver: Any, tmp_path: Path) -> None:
     )
     assert top > 0
     assert top + height > whole - 20, "the bottleneck is the last stage"
-
-
-def test_the_memory_has_an_axis(page: Page) -> None:
-    """What a curve's height means was told by pointing at it alone."""
-    x, y = page.place(0, "measured", "memory", 0.0)
-    beside = page.colours(x - 30, y, 40, 46)
-    card = page.shade("card")
-    assert sum(not near(colour, card) for colour in beside) > 30, "numbers stand beside the curve"
-    page.choose("size", "small")
-    x, y = page.place(0, "measured", "memory", 0.0)
-    assert all(near(colour, card) for colour in page.colours(x - 30, y, 40, 8)), (
-        "where there is no room for words there are none"
-    )
 
 
 def test_a_telephone_shows_all_of_it(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
@@ -414,12 +353,6 @@ def test_hovering_the_memory_tells_both_and_the_bound(page: Page, view: dict[str
     for side in ("measured", "simulated"):
         assert said[side] == f"{held(view, 2, side, time) / MIB:.2f} MiB"
     assert said["bound"] == f"{5 * SAVED / MIB:.2f} MiB"
-
-
-def test_hovering_what_is_narrower_than_a_pixel_still_answers_after_zooming(page: Page, view: dict[str, Any]) -> None:
-    _, start, end, *_ = action_row(view, 2, "measured", read_action("2F9"))
-    page.show((start + end) / 2 - 1e-5, (start + end) / 2 + 1e-5)
-    assert page.hover(*page.place(2, "measured", "compute", (start + end) / 2)).startswith("2F9: forward")
 
 
 def test_the_keys_step_through_actions_and_say_them(page: Page) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
+from bpipe.record.read import read_held
+from bpipe.record.report.shortage import Shortage, shortage_of
 from tests.gloo.conftest import ROOT, Outcome, finish, free_ports, start
 from tests.gloo.flags import BPIPE, ITERATIONS, TINY
 
@@ -266,25 +268,23 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     flags = f"{BPIPE if balance else ''} --bpipe-report {report}"
     outcome = run(tmp_path, flags, fault="0 0F2 MEMORY 1")
     assert outcome.codes == [1] * 4
-    assert main(["report", str(report), "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["failure"]["rank"] == 0
-    assert found["answers"][0].startswith("Rank 0 (stage 0 of pipeline 0, ")
+    found = shortage(report)
+    assert found.answers[0].startswith("Rank 0 (stage 0 of pipeline 0, ")
     assert (
         "failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (rank 0, stage 0, "
-        in found["answers"][0]
+        in found.answers[0]
     )
-    first = found["stages"][0]
+    first = found.stages[0]
     # Two micro-batches were there when the third was computed; balanced, three would have been the most, and else all
     # four stages' worth.
-    assert (first["microbatches_held"], first["peak_microbatches"]) == (2, 3 if balance else 4)
-    assert first["held_bytes"] == 2 * first["microbatch_bytes"] > 1_000_000
-    assert "during 0F2, iteration 1" in found["answers"][1]
-    assert [bool(stage["logits_bytes"]) for stage in found["stages"]] == [False, False, False, True]
+    assert (len(first.fullest.microbatches), first.peak_microbatches) == (2, 3 if balance else 4)
+    assert first.fullest.activations_bytes == 2 * first.microbatch_bytes > 1_000_000
+    assert "during 0F2, iteration 1" in found.answers[1]
+    assert [bool(stage.logits_bytes) for stage in found.stages] == [False, False, False, True]
     # Adam's two moments are not there yet; every parameter is 4 bytes here, and so are its gradient and each moment.
-    assert first["optimizer_bytes"] == pytest.approx(2 * first["weights_bytes"], rel=0.01)
-    assert first["gradients_bytes"] == pytest.approx(first["weights_bytes"], rel=0.01)
-    assert [way["name"] for way in found["ways"]] == (
+    assert first.rank.whole_optimizer_bytes == pytest.approx(2 * first.rank.weights_bytes, rel=0.01)
+    assert first.rank.gradients_bytes == pytest.approx(first.rank.weights_bytes, rel=0.01)
+    assert [way.name for way in found.ways] == (
         ["as it was run", "with --micro-batch-size 1"]
         if balance
         else ["as it was run", "with --bpipe", "with --micro-batch-size 1", "with --micro-batch-size 1 and --bpipe"]
@@ -296,20 +296,23 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     assert "has no recorded iteration" in capsys.readouterr().err
 
 
-def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def shortage(folder: Path) -> Shortage:
+    held = read_held(folder)
+    assert held is not None
+    return shortage_of(held)
+
+
+def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path) -> None:
     """As the kernel's killer ends a process: no exception, no last word. Its last line is that of its latest peak."""
     report = tmp_path / "report"
     outcome = run(tmp_path, f"{BPIPE} --bpipe-report {report}", fault="1 1F1 SIGKILL 1")
     assert outcome.codes[1] == -signal.SIGKILL
-    assert main(["report", str(report), "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["failure"]["rank"] == 1
-    assert "it does not answer, so it was killed" in found["answers"][0]
-    assert found["stages"][1]["rank"] == 1
-    assert found["stages"][1]["held_bytes"] >= found["stages"][1]["microbatch_bytes"] > 0
-    assert "after 1F0, iteration 1" in found["answers"][1]
+    found = shortage(report)
+    assert found.answers[0].startswith("Rank 1 ")
+    assert "it does not answer, so it was killed" in found.answers[0]
+    assert found.stages[1].rank.rank == 1
+    assert found.stages[1].fullest.activations_bytes >= found.stages[1].microbatch_bytes > 0
+    assert "after 1F0, iteration 1" in found.answers[1]
 
 
 # What all ranks see alike, before they meet: the flags, and what rank 0 says of them.

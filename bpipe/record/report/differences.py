@@ -5,205 +5,20 @@ neighbours, and a peak. The size of a difference in time is its share of the pre
 counts as often as it runs; that of a difference in bytes is its share of the predicted peak.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import mean, median, quantiles
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from statistics import mean, median
 
-from bpipe.record.format import Row
 from bpipe.record.report.compare import Comparison, shared_cores
 from bpipe.record.report.replay import probed_speed
-from bpipe.record.report.selection import Lane, Measured, Timeline, ended_transfers, lanes_of, warm_up_ratios
+from bpipe.record.report.selection import ended_transfers, lanes_of, warm_up_ratios
 from bpipe.record.report.units import bytes_text, counted, rate_text, seconds_text
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.dependencies import NOTHING, Dependencies
-from bpipe.simulate.report import Timed
 
+MAX_DIFFERENCES = 3
 # Smaller differences are not worth a reader's time.
 SMALLEST_SHARE = 0.005
-
-
-def transfer_seconds(measured: Measured, place: int, stage: int) -> list[float]:
-    """Return seconds of every transfer of the stage in the iterations shown whose end is known."""
-    return [row.seconds for row in ended_transfers(measured, measured.typical, place, stage)]
-
-
-def beside_iteration(comparison: Comparison, timeline: Timeline) -> Iterator[str]:
-    if timeline.iteration == comparison.measured.warm_up:
-        ratio = median(warm_up_ratios(comparison.measured.timelines))
-        yield f"the first recorded iteration, whose stages computed {ratio:.2f} times as long as later"
-    rows = [row for lane in timeline.present for row in lane.computations]
-    slowest = max(rows, key=lambda row: _excess(comparison, [row]))
-    excess_s = _excess(comparison, [slowest])
-    yield from _compared(comparison, f"{slowest.action} took", excess_s, "the median of its stage")
-    yield from _furthest(comparison, {place: [lane] for place, lane in enumerate(timeline.lanes) if lane is not None})
-    yield from filter(None, [shared_cores(comparison)])
-
-
-def beside_computation(comparison: Comparison, stage: int, kind: Kind, place: int) -> Iterator[str]:
-    samples = [
-        (timeline.iteration, row, lane)
-        for timeline, lane in lanes_of(comparison.measured.typical, place)
-        for row in lane.computations_of(stage, kind)
-    ]
-    number, slowest, _ = max(samples, key=lambda sample: sample[1].seconds)
-    yield f"the slowest of {len(samples)}, {slowest.action} in iteration {number}, took {seconds_text(slowest.seconds)}"
-    if len(samples) > 1:
-        low, _, high = quantiles([row.seconds for _, row, _ in samples], n=4)
-        yield f"a quarter took less than {seconds_text(low)}, a quarter more than {seconds_text(high)}"
-    during: list[float] = []
-    alone: list[float] = []
-    for _, row, lane in samples:
-        overlaps = (min(row.end_s, other.end_s) - max(row.start_s, other.start_s) for other in lane.transfers)
-        (during if max(overlaps, default=0.0) >= row.seconds / 2 else alone).append(row.seconds)
-    if during and alone:
-        yield f"those during a transfer took {seconds_text(mean(during))} on average, others {seconds_text(mean(alone))}"
-    yield from filter(None, [shared_cores(comparison)])
-
-
-def beside_exposed(comparison: Comparison, place: int) -> Iterator[str]:
-    for stage in comparison.measured.schedule.layout.stages_of(place):
-        yield from beside_transfer(comparison, stage, place)
-        seconds = transfer_seconds(comparison.measured, place, stage)
-        if seconds:
-            forward_s = comparison.prediction.basis.seconds[stage, Kind.FORWARD]
-            yield f"a transfer took {seconds_text(median(seconds))}, a forward {seconds_text(forward_s)}"
-    waits = [
-        (row.wait_s, row.action, timeline.iteration)
-        for timeline, lane in lanes_of(comparison.measured.typical, place)
-        for row in lane.transfers
-        if row.wait_s > 0
-    ]
-    if waits:
-        longest_s, action, number = max(waits, key=lambda wait: wait[0])
-        wait = f"{counted(len(waits), 'wait')}, {seconds_text(longest_s)}"
-        yield f"the longest of {wait}, was for {action} in iteration {number}"
-
-
-def beside_transfer(comparison: Comparison, stage: int, place: int) -> Iterator[str]:
-    measured = comparison.measured
-    probed = probed_speed(measured, place)
-    seconds = transfer_seconds(measured, place, stage)
-    if probed is not None and seconds and median(seconds) > 0:
-        reached = comparison.prediction.report.costs.stages[stage].moved_bytes / median(seconds)
-        yield f"transfers reached {rate_text(reached)}, the link's probe {rate_text(probed)}"
-
-
-def beside_waiting(comparison: Comparison, place: int) -> Iterator[str]:
-    typical = comparison.measured.typical
-    late = [(timeline.iteration, late_starts(comparison, timeline, place)) for timeline in typical]
-    lost_s = median(sum(starts.values()) for _, starts in late)
-    if _is_large(comparison, lost_s):
-        longest_s, action, number = max(
-            ((seconds, action, number) for number, starts in late for action, seconds in starts.items()),
-            key=lambda start: start[0],
-        )
-        yield (
-            f"messages from its neighbours took {seconds_text(lost_s)} longer than predicted in total, the longest "
-            f"delay, {seconds_text(longest_s)}, before {action} in iteration {number}"
-        )
-    others = {other: [lane for _, lane in lanes_of(typical, other)] for other in range(len(comparison.stages))}
-    yield from _furthest(comparison, {other: lanes for other, lanes in others.items() if lanes and other != place})
-    yield from filter(None, [shared_cores(comparison)])
-
-
-def late_starts(comparison: Comparison, timeline: Timeline, place: int) -> dict[Action, float]:
-    """Return how much longer than predicted the hand-overs before a place's computations took, for those that did.
-
-    A computation can start when the one before it is over, its neighbour has computed its input, and the transfers that
-    its rank waited for have ended. The time from then on is the hand-over: the message, and with blocking exchanges also
-    the wait for whoever it is exchanged with.
-    """
-    lane = timeline.lanes[place]
-    if lane is None:
-        return {}
-    schedule, report = comparison.measured.schedule, comparison.prediction.report
-    dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
-    inputs = {dependencies.operand_of(action) for cell in schedule.ranks[place] for action in cell.computations}
-    makers = sorted({rank for value in inputs - {NOTHING} for rank in dependencies.route(value).makers})
-    rows = [row for maker in makers if (other := timeline.lanes[maker]) is not None for row in other.computations]
-    waits = sorted(row.end_s for row in lane.transfers if row.wait_s > 0)
-    measured = _handovers(dependencies, lane.computations, rows, waits)
-    # The simulation does not say where a rank waits for transfers; there such a wait counts as a hand-over, and less is
-    # called late.
-    timed = [timed for maker in makers for timed in report.computations[maker]]
-    predicted = _handovers(dependencies, report.computations[place], timed, [])
-    late = {action: seconds - predicted.get(action, 0.0) for action, seconds in measured.items()}
-    return {action: seconds for action, seconds in late.items() if seconds > 0}
-
-
-def _handovers(
-    dependencies: Dependencies, rows: Sequence[Row | Timed], inputs: Iterable[Row | Timed], waits: Sequence[float]
-) -> dict[Action, float]:
-    """Return the seconds before every computation whose input is known.
-
-    `inputs` are the computations that may make one; `waits` are when waits for transfers were over, in order.
-    """
-    ends: dict[int, float] = {}
-    for row in inputs:
-        value = dependencies.value_of(row.action)
-        ends[value] = max(float(row.end_s), ends.get(value, float(row.end_s)))
-    ends.pop(NOTHING, None)
-    handovers = {}
-    for before, row in pairwise(rows):
-        input_s, start_s = ends.get(dependencies.operand_of(row.action)), float(row.start_s)
-        if input_s is not None:
-            waited = bisect_right(waits, start_s)
-            handovers[row.action] = start_s - max(float(before.end_s), input_s, *waits[:waited][-1:])
-    return handovers
-
-
-def beside_peak(comparison: Comparison, place: int) -> Iterator[str]:
-    row, size = comparison.stages[place], comparison.prediction.sizes[place]
-    if row.measured_microbatches is not None:
-        yield f"{row.measured_microbatches} micro-batches at once, {row.predicted_microbatches} in the schedule"
-    lanes = [lane for _, lane in lanes_of(comparison.measured.typical, place)]
-    sizes = [computation.bytes for lane in lanes for computation in lane.computations if computation.bytes]
-    if size is not None and len(size.saved_bytes) == 1 and len(set(sizes)) > 1:
-        yield f"micro-batches of {bytes_text(min(sizes))} to {bytes_text(max(sizes))}"
-    left = max(((lane.computations[-1].left_bytes or 0) - lane.source.host_bytes for lane in lanes), default=0)
-    if left > 0:
-        yield f"{bytes_text(left)} of saved activations still in memory after the last backward"
-    moved = {} if size is None else size.moved_bytes
-    stays = max((size.saved_bytes.get(stage, 0) - num_bytes for stage, num_bytes in moved.items() if size), default=0)
-    if stays > 0 and row.evictions:
-        yield f"{bytes_text(stays)} of each of {counted(row.evictions, 'evicted micro-batch', 'es')} stay"
-
-
-def _excess(comparison: Comparison, rows: Iterable[Row]) -> float:
-    """Return how much longer computations took than the medians of their stages."""
-    return sum(row.seconds - comparison.prediction.basis.seconds[row.action.stage, row.action.kind] for row in rows)
-
-
-def _furthest(comparison: Comparison, lanes: Mapping[int, Sequence[Lane]]) -> Iterator[str]:
-    """Yield, of these places, the computations and the exposed time that are furthest from the prediction."""
-    computed = {
-        place: median(_excess(comparison, lane.computations) for lane in of_place) for place, of_place in lanes.items()
-    }
-    exposed = {
-        place: median(lane.exposed_s for lane in of_place) - comparison.stages[place].predicted_exposed_s
-        for place, of_place in lanes.items()
-    }
-    for excess, verb, typical in (
-        (computed, "computed", "its medians"),
-        (exposed, "was exposed to transfers", "predicted"),
-    ):
-        if excess:
-            place, seconds = max(excess.items(), key=lambda pair: abs(pair[1]))
-            yield from _compared(comparison, f"stage {place} {verb}", seconds, typical)
-
-
-def _compared(comparison: Comparison, subject: str, excess_s: float, typical: str) -> Iterator[str]:
-    if _is_large(comparison, excess_s):
-        yield f"{subject} {seconds_text(abs(excess_s))} {'longer' if excess_s > 0 else 'less'} than {typical}"
-
-
-def _is_large(comparison: Comparison, seconds: float) -> bool:
-    return abs(seconds) > SMALLEST_SHARE * comparison.totals.predicted_pipeline_s
-
-
-MOST = 3
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -243,54 +58,65 @@ class Difference:
         return seconds_text(value) if self.unit == "s" else bytes_text(value)
 
 
-# A difference, and the facts beside it.
-_Candidate = tuple[Difference, Iterator[str]]
-
-
 def differences(comparison: Comparison) -> tuple[Difference, ...]:
-    """Return the largest differences, each with what was measured beside it."""
-    largest: dict[str, _Candidate] = {}
-    for candidates in (_iterations, _computations, _transfers, _waiting, _peaks):
-        for difference, facts in candidates(comparison):
-            other = largest.get(difference.kind)
-            if difference.share >= SMALLEST_SHARE and (other is None or difference.share > other[0].share):
-                largest[difference.kind] = difference, facts
-    chosen = sorted(largest.values(), key=lambda pair: -pair[0].share)[:MOST]
-    return tuple(replace(difference, beside=tuple(facts)) for difference, facts in chosen)
+    """Return the largest difference of each kind, the largest ones first."""
+    candidates = chain(
+        _iterations(comparison),
+        _computations(comparison),
+        _transfers(comparison),
+        _waiting(comparison),
+        _peaks(comparison),
+    )
+    largest: dict[str, Difference] = {}
+    for candidate in candidates:
+        other = largest.get(candidate.kind)
+        if candidate.share >= SMALLEST_SHARE and (other is None or candidate.share > other.share):
+            largest[candidate.kind] = candidate
+    return tuple(sorted(largest.values(), key=lambda difference: -difference.share)[:MAX_DIFFERENCES])
 
 
-def _seconds(
-    comparison: Comparison, kind: str, stage: int | None, what: str, measured: float, predicted: float, times: int = 1
-) -> Difference:
-    span = comparison.totals.predicted_pipeline_s
-    share = abs(measured - predicted) * times / span if span else 0.0
-    return Difference(kind, stage, what, measured, predicted, "s", share)
+def _share(comparison: Comparison, seconds: float) -> float:
+    span_s = comparison.totals.predicted_pipeline_s
+    return abs(seconds) / span_s if span_s else 0.0
 
 
-def _iterations(comparison: Comparison) -> Iterator[_Candidate]:
-    predicted = comparison.totals.predicted_pipeline_s
+def _cores(comparison: Comparison) -> tuple[str, ...]:
+    cores = shared_cores(comparison)
+    return () if cores is None else (cores,)
+
+
+def _iterations(comparison: Comparison) -> Iterator[Difference]:
+    predicted_s = comparison.totals.predicted_pipeline_s
     for timeline in comparison.measured.shown:
-        what = f"iteration {timeline.iteration}, pipeline time"
-        difference = _seconds(comparison, "iteration", None, what, timeline.span_s, predicted)
-        yield replace(difference, iteration=timeline.iteration), beside_iteration(comparison, timeline)
+        number, span_s, beside = timeline.iteration, timeline.span_s, _cores(comparison)
+        if number == comparison.measured.warm_up:
+            ratio = median(warm_up_ratios(comparison.measured.timelines))
+            warm_up = f"the first recorded iteration, whose stages computed {ratio:.2f} times as long as later"
+            beside = warm_up, *beside
+        what, share = f"iteration {number}, pipeline time", _share(comparison, span_s - predicted_s)
+        yield Difference("iteration", None, what, span_s, predicted_s, "s", share, beside, number)
 
 
-def _computations(comparison: Comparison) -> Iterator[_Candidate]:
+def _computations(comparison: Comparison) -> Iterator[Difference]:
     """Compare the mean of an iteration, of which the median, with the median of all: rare slow ones make a difference."""
     layout = comparison.measured.schedule.layout
-    for (stage, kind), predicted in comparison.prediction.basis.seconds.items():
+    for (stage, kind), predicted_s in comparison.prediction.basis.seconds.items():
         actions = (Action(stage, kind, pipe) for pipe in range(layout.num_pipes))
         for place in dict.fromkeys(map(layout.rank_of_action, actions)):
-            lanes = [lane for _, lane in lanes_of(comparison.measured.typical, place)]
-            samples = [[row.seconds for row in lane.computations_of(stage, kind)] for lane in lanes]
-            samples = [seconds for seconds in samples if seconds]
-            if samples:
-                what = f"{_named(comparison, stage, place)}, {NAMES[kind]} (mean)"
-                measured = median(map(mean, samples))
-                yield (
-                    _seconds(comparison, kind.name.lower(), stage, what, measured, predicted, len(samples[0])),
-                    beside_computation(comparison, stage, kind, place),
-                )
+            iterations = [
+                (timeline.iteration, rows)
+                for timeline, lane in lanes_of(comparison.measured.typical, place)
+                if (rows := lane.computations_of(stage, kind))
+            ]
+            if not iterations:
+                continue
+            samples = [(row.seconds, row.action, number) for number, rows in iterations for row in rows]
+            slowest_s, action, number = max(samples, key=lambda sample: sample[0])
+            slowest = f"the slowest of {len(samples)}, {action} in iteration {number}, took {seconds_text(slowest_s)}"
+            measured_s = median(mean(row.seconds for row in rows) for _, rows in iterations)
+            share = _share(comparison, (measured_s - predicted_s) * len(iterations[0][1]))
+            what, beside = f"{_named(comparison, stage, place)}, {NAMES[kind]} (mean)", (slowest, *_cores(comparison))
+            yield Difference(kind.name.lower(), stage, what, measured_s, predicted_s, "s", share, beside)
 
 
 def _named(comparison: Comparison, stage: int, place: int) -> str:
@@ -299,47 +125,63 @@ def _named(comparison: Comparison, stage: int, place: int) -> str:
     return f"stage {stage}" if len(replicas) == 1 else f"stage {stage} of pipe {replicas.index(place)}"
 
 
-def _transfers(comparison: Comparison) -> Iterator[_Candidate]:
-    measured = comparison.measured
-    costs = comparison.prediction.report.costs.stages
+def _transfers(comparison: Comparison) -> Iterator[Difference]:
+    measured, costs = comparison.measured, comparison.prediction.report.costs.stages
     for row in comparison.stages:
         if row.exposed_s is not None:
+            waits = [
+                (transfer.wait_s, transfer.action, timeline.iteration)
+                for timeline, lane in lanes_of(measured.typical, row.stage)
+                for transfer in lane.transfers
+                if transfer.wait_s > 0
+            ]
+            beside: tuple[str, ...] = ()
+            if waits:
+                wait_s, action, number = max(waits, key=lambda wait: wait[0])
+                longest = (
+                    f"{counted(len(waits), 'wait')}, {seconds_text(wait_s)}, was for {action} in iteration {number}"
+                )
+                beside = (f"the longest of {longest}",)
             what = f"stage {row.stage}, exposed transfer time"
-            yield (
-                _seconds(comparison, "exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s),
-                beside_exposed(comparison, row.stage),
-            )
+            share = _share(comparison, row.exposed_s - row.predicted_exposed_s)
+            yield Difference("exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s, "s", share, beside)
     for stage in comparison.prediction.basis.bytes_per_s:
         for place in dict.fromkeys(measured.schedule.layout.replicas(stage)):
-            seconds = transfer_seconds(measured, place, stage)
+            seconds = [row.seconds for row in ended_transfers(measured, measured.typical, place, stage)]
             if seconds:
+                measured_s, predicted_s = median(seconds), float(costs[stage].transfer_s or 0)
+                probed, facts = probed_speed(measured, place), list[str]()
+                if probed is not None:
+                    reached = rate_text(costs[stage].moved_bytes / measured_s)
+                    facts.append(f"transfers reached {reached}, the link's probe {rate_text(probed)}")
                 what = f"{_named(comparison, stage, place)}, one transfer (median)"
-                predicted = float(costs[stage].transfer_s or 0)
-                yield (
-                    _seconds(comparison, "transfer", stage, what, median(seconds), predicted),
-                    beside_transfer(comparison, stage, place),
-                )
+                share = _share(comparison, measured_s - predicted_s)
+                yield Difference("transfer", stage, what, measured_s, predicted_s, "s", share, tuple(facts))
 
 
-def _waiting(comparison: Comparison) -> Iterator[_Candidate]:
+def _waiting(comparison: Comparison) -> Iterator[Difference]:
     for row in comparison.stages:
         lanes = lanes_of(comparison.measured.typical, row.stage)
         if lanes:
-            what = f"stage {row.stage}, waiting for its neighbours"
             # Seconds in which the rank neither computes nor waits for a transfer.
             idle_s = median(timeline.span_s - lane.busy_s - lane.exposed_s for timeline, lane in lanes)
-            yield (
-                _seconds(comparison, "waiting", row.stage, what, idle_s, comparison.prediction.idle_s(row.stage)),
-                beside_waiting(comparison, row.stage),
-            )
+            predicted_s = comparison.prediction.idle_s(row.stage)
+            what, share = f"stage {row.stage}, waiting for its neighbours", _share(comparison, idle_s - predicted_s)
+            yield Difference("waiting", row.stage, what, idle_s, predicted_s, "s", share, _cores(comparison))
 
 
-def _peaks(comparison: Comparison) -> Iterator[_Candidate]:
+def _peaks(comparison: Comparison) -> Iterator[Difference]:
     for row in comparison.stages:
-        if row.measured_bytes is not None and row.predicted_bytes:
-            share = abs(row.measured_bytes - row.predicted_bytes) / row.predicted_bytes
-            what = f"stage {row.stage}, peak of activations"
-            yield (
-                Difference("peak", row.stage, what, row.measured_bytes, row.predicted_bytes, "bytes", share),
-                beside_peak(comparison, row.stage),
-            )
+        if row.measured_bytes is None or not row.predicted_bytes:
+            continue
+        share = abs(row.measured_bytes - row.predicted_bytes) / row.predicted_bytes
+        lanes = [lane for _, lane in lanes_of(comparison.measured.typical, row.stage)]
+        sizes = {computation.bytes for lane in lanes for computation in lane.computations if computation.bytes}
+        beside = [f"{row.measured_microbatches} micro-batches at once, {row.predicted_microbatches} in the schedule"]
+        if lanes and len(lanes[0].source.saved_bytes) == 1 and len(sizes) > 1:
+            beside.append(f"micro-batches of {bytes_text(min(sizes))} to {bytes_text(max(sizes))}")
+        left = max(((lane.computations[-1].left_bytes or 0) - lane.source.host_bytes for lane in lanes), default=0)
+        if left > 0:
+            beside.append(f"{bytes_text(left)} of saved activations still in memory after the last backward")
+        what, peaks = f"stage {row.stage}, peak of activations", (row.measured_bytes, row.predicted_bytes)
+        yield Difference("peak", row.stage, what, *peaks, "bytes", share, tuple(beside))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.record import compare as trainings_compare
-from bpipe.record.compare import SideBySide, difference, read_training
+from bpipe.record.compare import difference, read_training
 from bpipe.record.read import read_run
 from bpipe.record.report.compare import Comparison, StageRow, compare, max_known, shared_cores
 from bpipe.record.report.differences import Difference, differences
@@ -42,10 +42,10 @@ def bottleneck(comparison: Comparison) -> StageRow | None:
     return max(rows, key=lambda row: row.held_bytes or 0, default=None)
 
 
-def longest_wait(comparison: Comparison) -> StageRow | None:
-    """Return the stage with the longest exposed time, or None if no rank recorded it."""
-    rows = [row for row in comparison.stages if row.exposed_s is not None]
-    return max(rows, key=lambda row: row.exposed_s or 0.0, default=None)
+def longest_wait(comparison: Comparison) -> tuple[float, StageRow] | None:
+    """Return the longest exposed time and its stage, or None if no rank recorded one."""
+    waits = [(row.exposed_s, row) for row in comparison.stages if row.exposed_s is not None]
+    return max(waits, key=lambda wait: wait[0], default=None)
 
 
 def _results(comparison: Comparison) -> str:
@@ -113,7 +113,7 @@ def _moved_nothing(comparison: Comparison) -> bool:
 
 
 def _hosting(comparison: Comparison) -> str:
-    """Return who hosts for whom, how much, and why; empty if nobody does."""
+    """Return who hosts for whom, and how much; empty if nobody does."""
     schedule = comparison.measured.schedule
     if _moved_nothing(comparison):
         return ""
@@ -121,20 +121,9 @@ def _hosting(comparison: Comparison) -> str:
     sentences: list[str] = []
     for rank in senders[:MOST_DESCRIBED]:
         sentences += (_where(comparison, rank, host) for host in residencies_by_host(schedule, rank))
-        sentences += _limits(comparison, rank)
     if len(senders) > MOST_DESCRIBED:
-        sentences.append(f"The same holds for {counted(len(senders) - MOST_DESCRIBED, 'more stage')}")
+        sentences.append(f"{counted(len(senders) - MOST_DESCRIBED, 'more stage')} evict, too")
     return f"{'. '.join(sentences)}." if sentences else ""
-
-
-def _limits(comparison: Comparison, rank: int) -> list[str]:
-    """Return what one evicting stage may hold."""
-    bounds, balance = comparison.measured.schedule.bounds, comparison.measured.program.balance
-    if balance is not None and balance.activation_budget is not None:
-        return [f"Stage {rank} has room for {bytes_text(balance.activation_budget.room_bytes[rank])}"]
-    if bounds is not None:
-        return [f"Stage {rank} may hold at most {counted(bounds[rank], 'micro-batch', 'es')}"]
-    return []
 
 
 def _where(comparison: Comparison, rank: int, host: Host) -> str:
@@ -193,17 +182,19 @@ def _staying(comparison: Comparison) -> str:
 
 
 def _cost(comparison: Comparison) -> str:
-    worst = longest_wait(comparison)
-    if worst is None or worst.exposed_s is None:
+    longest = longest_wait(comparison)
+    if longest is None:
         return "what balancing cost was not recorded"
     shared = shared_cores(comparison)
     if shared is not None:
         return f"the time it cost cannot be measured here: {shared}, so transfers take time from computations"
-    pipeline_s = comparison.totals.pipeline_s
-    share = worst.exposed_s / pipeline_s if pipeline_s else 0.0
+    (exposed_s, row), pipeline_s = longest, comparison.totals.pipeline_s
+    share = exposed_s / pipeline_s if pipeline_s else 0.0
     if share < NOTHING:
         return f"balancing cost less than {percent_text(NOTHING)} of an iteration's pipeline time"
-    return f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst.stage} waited for transfers"
+    return (
+        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {row.stage} waited for transfers"
+    )
 
 
 def _bought(comparison: Comparison) -> str:
@@ -269,27 +260,25 @@ def report_of(folder: str | Path, iteration: int | None = None, baseline: str | 
     return Report(comparison, differences(comparison), answers(comparison))
 
 
-def _baseline(trainings: SideBySide) -> dict[str, Any]:
-    return {
-        "path": str(trainings.first.path),
-        "iterations": len(trainings.common),
-        "identical": trainings.equal,
-    }
-
-
 def document(report: Report) -> dict[str, Any]:
     """Return the report as plain values whose keys docs/report.md lists. Keys are added, never renamed."""
     comparison = report.comparison
     measured, basis = comparison.measured, comparison.prediction.basis
-    info, program = measured.run.info, measured.program
+    info, program, trainings = measured.run.info, measured.program, comparison.trainings
+    baseline = trainings and {
+        "path": str(trainings.first.path),
+        "iterations": len(trainings.common),
+        "identical": trainings.equal,
+    }
+    run, flops = (
+        {name: getattr(info, name) for name in names.split()}
+        for names in ("started world_size device synchronous", "flops_per_iteration peak_flops peak_source")
+    )
     return {
         "format": "bpipe-report",
         "version": VERSION,
         "run": {
-            "started": info.started,
-            "world_size": info.world_size,
-            "device": info.device,
-            "synchronous": info.synchronous,
+            **run,
             **dict(info.versions),
             "num_pipelines": report.num_pipelines if info.num_pipelines is None else info.num_pipelines,
             "pipeline": measured.pipeline,
@@ -303,13 +292,8 @@ def document(report: Report) -> dict[str, Any]:
         },
         "iterations": [timeline.iteration for timeline in measured.shown],
         "warm_up_iteration": measured.warm_up,
-        "totals": {
-            **asdict(comparison.totals),
-            "flops_per_iteration": info.flops_per_iteration,
-            "peak_flops": info.peak_flops,
-            "peak_source": info.peak_source,
-        },
-        "stages": [asdict(row) for row in comparison.stages],
+        "totals": asdict(comparison.totals) | flops,
+        "stages": list(map(asdict, comparison.stages)),
         "differences": [{**asdict(difference), "beside": list(difference.beside)} for difference in report.differences],
         "answers": list(report.answers),
         "basis": {
@@ -320,7 +304,7 @@ def document(report: Report) -> dict[str, Any]:
             "message_between_s": basis.message_between_s,
             "assumed_stages": list(basis.assumed),
         },
-        "baseline": None if comparison.trainings is None else _baseline(comparison.trainings),
-        "verified": None if measured.run.verified is None else asdict(measured.run.verified),
+        "baseline": baseline,
+        "verified": measured.run.verified and asdict(measured.run.verified),
         "notes": list(measured.notes),
     }

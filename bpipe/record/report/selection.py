@@ -3,7 +3,7 @@
 The pipeline is number 0, or the first of those from which most ranks left a record. Of the others only maxima are used.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -99,11 +99,15 @@ class Measured:
     schedule: Schedule
     pipeline: int  # the reported one, if the run has replicas or tensor-parallel ranks
     records: tuple[RankRecord | None, ...]  # by place of this pipeline, None without a record
-    ranks: tuple[int | None, ...]  # by place, None if not known
     timelines: tuple[Timeline, ...]  # all recorded iterations of this program
     shown: tuple[Timeline, ...]  # those that the report measures: all, or one
     warm_up: int | None  # the first iteration if it was slower; typical times leave it out if there are others
     notes: tuple[str, ...]
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """The rank of every place, None without a record."""
+        return tuple(None if record is None else record.rank for record in self.records)
 
     @property
     def steady(self) -> tuple[Timeline, ...]:
@@ -150,11 +154,8 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
         raise ValueError(
             f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}, only {', '.join(map(str, recorded)) or 'none'}"
         )
-    ranks = _ranks(run, schedule, records)
     notes += _higher_peaks(run, shown, records)
-    return Measured(
-        run, program, schedule, pipeline, records, ranks, timelines, shown, _warm_up(timelines), tuple(notes)
-    )
+    return Measured(run, program, schedule, pipeline, records, timelines, shown, _warm_up(timelines), tuple(notes))
 
 
 def lanes_of(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
@@ -205,22 +206,6 @@ def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[R
     if shown:
         notes.append(f"pipeline {shown} is shown: it has records of more ranks than the pipelines before it")
     return shown, tuple(by_pipeline[shown].get(place) for place in range(num_places))
-
-
-def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -> tuple[int | None, ...]:
-    """Return the rank of every place. Without a record it is its partner's partner, or the only rank that is left."""
-    ranks = [None if record is None else record.rank for record in records]
-    # Records of a pool name no partner.
-    for place, partner in enumerate(() if schedule.is_pooled else schedule.partners or ()):
-        other = records[partner]
-        if ranks[place] is None and other is not None:
-            ranks[place] = other.partner
-    world = run.info.world_size
-    if ranks.count(None) == 1 and world == len(ranks):
-        (left,) = set(range(world)) - set(ranks)
-        assert left is not None
-        ranks[ranks.index(None)] = left
-    return tuple(ranks)
 
 
 def _timeline(
@@ -274,24 +259,19 @@ def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[
         if lane is None:
             continue
         written = {row.action.stage for row in lane.transfers if row.action.kind not in OWN_TRANSFERS}
-        ends = [
-            Row(row.action.other_end, row.start_s, row.end_s, bytes=row.bytes, slot=row.slot)
-            for guest in guests_of(schedule, place)
-            for row in _sent_to(schedule, guest, place, lanes[guest])
-            if row.action.stage not in written
-        ]
+        ends = []
+        for guest in guests_of(schedule, place):
+            sender, residencies = lanes[guest], residencies_by_host(schedule, guest).get(Host(place), ())
+            hosted = {residency.key for residency in residencies}
+            ends += [
+                Row(row.action.other_end, row.start_s, row.end_s, bytes=row.bytes, slot=row.slot)
+                for row in (() if sender is None else sender.transfers)
+                if row.action.kind in OWN_TRANSFERS and row.action.key in hosted and row.action.stage not in written
+            ]
         if ends:
             transfers = sorted((*lane.transfers, *ends), key=lambda row: row.start_s)
             completed[place] = Lane(lane.source, lane.computations, tuple(transfers))
     return tuple(completed)
-
-
-def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> Iterator[Row]:
-    """Yield the rows of a rank's transfers to and from one host."""
-    of_host = {residency.key for residency in residencies_by_host(schedule, guest).get(Host(host), ())}
-    for row in lane.transfers if lane is not None else ():
-        if row.action.kind in OWN_TRANSFERS and row.action.key in of_host:
-            yield row
 
 
 def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:

@@ -6,9 +6,8 @@ passes, and what else its device had allocated. Micro-batches on a stage that ra
 as the largest that was seen. Shards are equally large.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
@@ -20,31 +19,19 @@ from bpipe.schedule.host_buffers import num_buffers_for
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.schedule import Schedule
 
-VERSION = 1
-
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
     """One stage at its fullest, in bytes; None if not known."""
 
-    stage: int
-    rank: int
+    rank: RankHeld
+    fullest: MemoryMark
     microbatch_bytes: int
-    microbatches_held: int
-    held_bytes: int
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
     logits_bytes: int
     shard_bytes: int  # of one micro-batch, in its shard of the vocabulary between its passes; not in `microbatch_bytes`
     other_bytes: int | None  # allocated besides all that is named here
     peak_microbatches: int
     need_bytes: int
-    limit_bytes: int | None
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.limit_bytes is None else self.need_bytes <= self.limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +80,17 @@ def shortage_of(held: Held) -> Shortage:
     sizes, assumed = _sizes(ranks, schedule)
     stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()) if rank in begun)
     ways = _ways(program, ranks, sizes)
-    logits_known = program.vocabulary is Vocabulary.WHOLE or bool(sizes.shard_bytes)
-    return Shortage(
-        program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(_notes(assumed, logits_known))
-    )
-
-
-def _notes(assumed: Sequence[int], logits_known: bool) -> Iterator[str]:
+    notes = []
     if assumed:
-        yield (
-            f"no forward ran on stage {', '.join(map(str, assumed))}: micro-batches there are assumed to be as large "
-            f"as the largest seen"
+        notes.append(
+            f"no forward ran on stage {', '.join(map(str, assumed))}: micro-batches there are assumed to be as large as "
+            "the largest seen"
         )
-    if not logits_known:
-        yield "no rank had computed its shard of the output layer: the logits that each rank will hold are not counted"
+    if program.vocabulary is not Vocabulary.WHOLE and not sizes.shard_bytes:
+        notes.append(
+            "no rank had computed its shard of the output layer: the logits that each rank will hold are not counted"
+        )
+    return Shortage(program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(notes))
 
 
 def _failed(held: Held) -> RankHeld | None:
@@ -159,24 +143,17 @@ def _activations(rank: RankHeld, schedule: Schedule, sizes: _Sizes, parts: int =
 
 
 def _need(rank: RankHeld, schedule: Schedule, sizes: _Sizes) -> StageNeed:
-    mark = _fullest(rank)
     count, activations = _activations(rank, schedule, sizes)
     other = _other_bytes(rank)
     return StageNeed(
-        stage=rank.place,
-        rank=rank.rank,
+        rank,
+        _fullest(rank),
         microbatch_bytes=max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(rank.place)),
-        microbatches_held=len(mark.microbatches),
-        held_bytes=mark.activations_bytes,
-        weights_bytes=rank.weights_bytes,
-        gradients_bytes=rank.gradients_bytes,
-        optimizer_bytes=rank.optimizer_bytes + (rank.optimizer_to_come_bytes or 0),
         logits_bytes=max(mark.logits_bytes for mark in rank.marks),
         shard_bytes=sizes.shard_bytes,
         other_bytes=other,
         peak_microbatches=count,
         need_bytes=rank.besides_bytes + activations + (other or 0),
-        limit_bytes=rank.limit_bytes,
     )
 
 
@@ -248,7 +225,7 @@ def _answers(
     end = _ending(held)
     answers = [f"{end[0].upper()}{end[1:]}".rstrip(".") + "."]
     if failed is not None:
-        answers += [_held_text(failed, stage) for stage in stages if stage.rank == failed.rank]
+        answers += [_held_text(stage) for stage in stages if stage.rank is failed]
     fitting = [way.name for way in ways if way.fits]
     if any(way.fits is None for way in ways):
         answers.append("Which of these fits is not known: no limit of the device was recorded.")
@@ -261,15 +238,15 @@ def _answers(
     return tuple(answers)
 
 
-def _held_text(rank: RankHeld, stage: StageNeed) -> str:
-    mark = _fullest(rank)
+def _held_text(stage: StageNeed) -> str:
+    rank, mark = stage.rank, stage.fullest
     when = "outside the loop" if mark.action is None else f"{'after' if mark.error is None else 'during'} {mark.action}"
-    microbatches = counted(stage.microbatches_held, "micro-batch", "es")
+    microbatches = counted(len(mark.microbatches), "micro-batch", "es")
     text = (
-        f"Stage {stage.stage} held {bytes_text(stage.held_bytes)} of activations ({microbatches} of "
+        f"Stage {rank.place} held {bytes_text(mark.activations_bytes)} of activations ({microbatches} of "
         f"{bytes_text(stage.microbatch_bytes)} each) {when}, iteration {mark.iteration}; by the schedule it "
-        f"has to hold up to {stage.peak_microbatches}. Its weights take {bytes_text(stage.weights_bytes)}, gradients "
-        f"{bytes_text(stage.gradients_bytes)} and optimizer state {bytes_text(stage.optimizer_bytes)}"
+        f"has to hold up to {stage.peak_microbatches}. Its weights take {bytes_text(rank.weights_bytes)}, gradients "
+        f"{bytes_text(rank.gradients_bytes)} and optimizer state {bytes_text(rank.whole_optimizer_bytes)}"
     )
     if stage.logits_bytes:
         text += f". {bytes_text(stage.logits_bytes)} of each micro-batch are logits, which balancing does not divide"
@@ -307,49 +284,24 @@ def text(held: Held) -> str:
 
 
 def _table(stages: tuple[StageNeed, ...]) -> list[str]:
+    def size(nbytes: int | None) -> str:
+        return "-" if nbytes is None else bytes_text(nbytes)
+
     # If the output layer is in shards no stage has logits.
     above, below = ("shard,", "S to T") if any(row.shard_bytes for row in stages) else ("of which", "logits")
-    titles = [
-        ["", "", "held", "activa-", "one micro-", above, "", "", "", "", "device's", ""],
-        [*"stage rank micro-b. tions batch".split(), below, *"weights gradients optimizer other limit needs".split()],
+    columns: list[tuple[str, str, Callable[[StageNeed], str]]] = [
+        ("", "stage", lambda row: str(row.rank.place)),
+        ("", "rank", lambda row: str(row.rank.rank)),
+        ("held", "micro-b.", lambda row: f"{len(row.fullest.microbatches)} of {row.peak_microbatches}"),
+        ("activa-", "tions", lambda row: size(row.fullest.activations_bytes)),
+        ("one micro-", "batch", lambda row: size(row.microbatch_bytes)),
+        (above, below, lambda row: size(row.shard_bytes or row.logits_bytes or None)),
+        ("", "weights", lambda row: size(row.rank.weights_bytes)),
+        ("", "gradients", lambda row: size(row.rank.gradients_bytes)),
+        ("", "optimizer", lambda row: size(row.rank.whole_optimizer_bytes)),
+        ("", "other", lambda row: size(row.other_bytes)),
+        ("device's", "limit", lambda row: size(row.rank.limit_bytes)),
+        ("", "needs", lambda row: size(row.need_bytes)),
     ]
-    rows = [
-        [
-            str(row.stage),
-            str(row.rank),
-            f"{row.microbatches_held} of {row.peak_microbatches}",
-            bytes_text(row.held_bytes),
-            bytes_text(row.microbatch_bytes),
-            bytes_text(row.shard_bytes or row.logits_bytes) if row.shard_bytes or row.logits_bytes else "-",
-            bytes_text(row.weights_bytes),
-            bytes_text(row.gradients_bytes),
-            bytes_text(row.optimizer_bytes),
-            "-" if row.other_bytes is None else bytes_text(row.other_bytes),
-            "-" if row.limit_bytes is None else bytes_text(row.limit_bytes),
-            bytes_text(row.need_bytes),
-        ]
-        for row in stages
-    ]
-    return aligned([*titles, *rows])
-
-
-def document(held: Held) -> dict[str, Any]:
-    shortage = shortage_of(held)
-    return {
-        "format": "bpipe-memory-report",
-        "version": VERSION,
-        "program": {
-            "schedule": shortage.program.schedule,
-            "num_stages": shortage.program.num_ranks,
-            "num_microbatches": shortage.program.num_microbatches,
-            "num_chunks": shortage.program.num_chunks,
-            "balance": shortage.program.balance_name,
-            "vocabulary": shortage.program.vocabulary.value,
-        },
-        "iteration": shortage.iteration,
-        "failure": None if held.failure is None else asdict(held.failure),
-        "stages": [{**asdict(row), "fits": row.fits} for row in shortage.stages],
-        "ways": [asdict(way) for way in shortage.ways],
-        "answers": list(shortage.answers),
-        "notes": list(shortage.notes),
-    }
+    titles = [[top for top, _, _ in columns], [title for _, title, _ in columns]]
+    return aligned([*titles, *([cell(row) for _, _, cell in columns] for row in stages)])

@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,8 +155,13 @@ def test_with_a_tolerance_numbers_may_be_apart(
     assert "identical" not in last
 
 
-def test_a_file_of_iterations_is_a_report(tmp_path: Path) -> None:
-    assert compare(iterations(tmp_path / "one") / "iterations.jsonl", iterations(tmp_path / "other")) == 0
+def test_reports_of_torchs_pipelining_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They have one number, another one than Megatron's, and were refused."""
+    for name, loss in (("one", 0.5), ("other", 0.25)):
+        line = {"iteration": 1, "loss": loss.hex(), "elapsed_s": 1.0}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    assert compare(tmp_path / "one.jsonl", tmp_path / "other.jsonl") == 1
+    assert "NOT identical: loss of iteration 1: 0.5 " in capsys.readouterr().out
 
 
 def test_logs_are_compared_without_their_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,11 +174,6 @@ def test_logs_are_compared_without_their_times(tmp_path: Path, capsys: pytest.Ca
     assert ratio.endswith(": 9.9 (9.9 to 9.9)")
 
 
-def test_logs_that_differ_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(log(tmp_path / "one.log"), log(tmp_path / "other.log", [5.5, 4.25, 0.1001])) == 1
-    assert "lm loss of iteration 3: 0.1 (" in capsys.readouterr().out
-
-
 def test_a_restarted_run_is_compared_where_both_have_iterations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,10 +184,6 @@ def test_a_restarted_run_is_compared_where_both_have_iterations(
     said = capsys.readouterr().out.splitlines()
     assert "note: 1 iteration only in one run, not compared" in said
     assert said[-1] == "identical: all numbers of 2 iterations agree to the last bit"
-
-
-def test_a_difference_counts_even_where_iterations_are_missing(tmp_path: Path) -> None:
-    assert compare(iterations(tmp_path / "one"), iterations(tmp_path / "other", [5.0])) == 1
 
 
 def test_an_iteration_that_was_run_again_counts_as_it_was_last(tmp_path: Path) -> None:
@@ -296,47 +290,41 @@ def mix_runs(plain: Path, balanced: Path) -> None:
     (balanced / "rank_00003.json").rename(plain / "rank_00003.json")
 
 
-def swap(plain: Path, balanced: Path) -> None:
-    other = plain.with_name("other")
-    plain.rename(other)
-    balanced.rename(plain)
-    other.rename(balanced)
+ROWS = "iterations.jsonl"
 
 
-def keep(path: Path, end: int) -> None:
-    """Keep a file's characters up to this one."""
-    path.write_text(path.read_text()[:end])
+def rows(change: Callable[[str], str], of_balanced: bool = True) -> Callable[[Path, Path], object]:
+    """Change the text of a run's iterations."""
+
+    def damage(plain: Path, balanced: Path) -> None:
+        path = (balanced if of_balanced else plain) / ROWS
+        path.write_text(change(path.read_text()))
+
+    return damage
 
 
-def loss(text: object) -> Callable[[Path, Path], None]:
+def number(text: object) -> Callable[[Path, Path], object]:
     return lambda plain, balanced: edit_iteration(plain, 1, **{"lm loss": text})
 
 
 FOURTH = json.dumps({"iteration": 4, "lm loss": "0x0.0p+0", "grad_norm": None, "skipped": 0}) + "\n"
-ROWS = "iterations.jsonl"
 DAMAGED: dict[str, Callable[[Path, Path], object]] = {
     "has reports of stages [0, 1, 2], not of 0 to 3": lambda plain, balanced: (balanced / "rank_00003.json").unlink(),
-    "rank_00001.json: not a complete report of a stage; was the run cut off? line 1": lambda plain, balanced: (
+    "rank_00001.json: not the measurements of a rank (line 1": lambda plain, balanced: (
         plain / "rank_00001.json"
     ).write_text('{"stage": 1, "pea'),
-    "rank_00001.json: not a complete report of a stage; was the run cut off? 'peak_microbatches' is missing": (
-        lambda plain, balanced: (plain / "rank_00001.json").write_text('{"rank": 1, "stage": 1, "peak_bytes": 7}')
-    ),
+    "rank_00001.json: 'balanced' is missing: was the run cut off?": lambda plain, balanced: (
+        plain / "rank_00001.json"
+    ).write_text('{"rank": 1, "stage": 1, "peak_bytes": 7}'),
     "rank_00003.json: this run was balanced; are the two folders swapped?": mix_runs,
     "iterations.jsonl: No such file or directory; did the run finish?": lambda plain, balanced: (
         balanced / ROWS
     ).unlink(),
-    "2 iterations instead of 3; iterations [3] are missing": lambda plain, balanced: (balanced / ROWS).write_text(
-        "".join((balanced / ROWS).read_text().splitlines(keepends=True)[:2])
-    ),
-    "line 3: not a complete iteration; was the run cut off? line 1": lambda plain, balanced: keep(balanced / ROWS, -9),
-    "4 iterations instead of 3; there are more": lambda plain, balanced: (plain / ROWS).write_text(
-        (plain / ROWS).read_text() + FOURTH
-    ),
-    "lm loss is 5.5, not a number as float.hex writes it": loss(5.5),
-    "lm loss is 0x1.0p+5000, which is too large": loss("0x1.0p+5000"),
-    "line 1: not a complete iteration; was the run cut off? lm loss or grad_norm is missing": loss(None),
-    "are the two folders swapped?": swap,
+    "2 iterations instead of 3; iterations [3] are missing": rows(lambda text: "\n".join(text.split("\n")[:2]) + "\n"),
+    "iterations.jsonl: its last line is torn: was the run cut off?": rows(lambda text: text[:-9]),
+    "4 iterations instead of 3; there are more": rows(lambda text: text + FOURTH, of_balanced=False),
+    "lm loss is 5.5, not a number as float.hex writes it": number(5.5),
+    "lm loss is 0x1.0p+5000, which is too large": number("0x1.0p+5000"),
 }
 
 
@@ -348,14 +336,6 @@ def test_an_unusable_report_says_why(
     assert compare(*pair, *WANTED, "--output", tmp_path / "summary.json") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "summary.json").exists()
-
-
-def test_without_being_asked_ranks_of_two_runs_are_refused_too(
-    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    mix_runs(*pair)
-    assert compare(*pair) == 2
-    assert "rank_00003.json: this run was balanced; other ranks say the opposite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--balancing", "--pp=4"])
@@ -397,17 +377,6 @@ def test_a_page_and_a_trace(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert "is the memory bottleneck" in page.read_text()
     assert "forward-compute" in trace.read_text()
     assert "is the memory bottleneck" in capsys.readouterr().out
-
-
-def test_it_loads_nothing_heavy(folder: Path) -> None:
-    program = (
-        "import sys; import bpipe.cli as cli; status = cli.main(['report', sys.argv[1]]); "
-        "sys.exit(' '.join({'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules)) or status)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=30, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
 
 
 def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,14 +65,6 @@ def test_a_killed_run(folder: Path) -> None:
     )
     (folder / "run.json").unlink()
     assert read_run(folder).notes[0].startswith("run.json is missing")
-    assert read_run(folder).notes[-1] == "no record of stage 2 of pipeline 0, 3 of pipeline 0"
-
-
-def test_a_torn_header_counts_as_no_record(folder: Path) -> None:
-    (folder / "record_00003.jsonl").write_text('{"format": "bpipe-rec')
-    run = read_run(folder)
-    assert len(run.ranks) == 3
-    assert "no record of rank 3 (of 4)" in run.notes
 
 
 def header(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
@@ -87,42 +79,6 @@ def ends_early(lines: list[dict[str, Any]]) -> None:
     lines[1]["actions"][0][2] = -1.0
 
 
-PROGRAM = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 1, "balance": "bpipe"}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (header(format="csv"), "record_00001.jsonl: its format is not bpipe-record"),
-        (header(version=2), "version 2, but this bpipe reads version 1"),
-        (header(rank=7), "the file says that it is of rank 7: was it renamed?"),
-        (header(place=0), "ranks 0 and 1 both say they are at place 0 of pipeline 0"),
-        (header(place=9), "rank 1 is at place 9 of a pipeline of 4"),
-        (line(iteration=6), "line 3: iteration 6 appears twice"),
-        (
-            line(program=PROGRAM),
-            "in iteration 5 rank 0 ran 1f1b of 4 stages, 4 micro-batches, 1 chunks, balance bpipe, rank 1 ran",
-        ),
-        (line(program=PROGRAM | {"schedule": "magic"}), "line 2: unknown schedule 'magic'"),
-        (line(begin_s=0.0), "began iteration 5 1763721600 s after rank 1 had ended it"),
-        (line(columns=["action"]), "line 2: columns start_s, end_s are missing"),
-        (line(actions=[["0F0", 1.0]]), "has 2 values for 11 columns"),
-        (line(actions=[["0X0", *[0.0] * 10]]), "'0X0' is not an action"),
-        (ends_early, "1F0 ends at -1.0 s, before it starts"),
-        (lambda lines: lines[1].pop("saved_bytes"), "line 2: 'saved_bytes' is missing"),
-        (lambda lines: lines.insert(2, lines[0]), "line 3: a second header: two runs wrote into this file"),
-    ],
-)
-def test_what_is_no_record_of_one_run_is_refused(
-    folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str
-) -> None:
-    path = folder / "record_00001.jsonl"
-    edit(path, change)
-    with pytest.raises(ValueError) as raised:
-        read_run(folder)
-    assert message in str(raised.value)
-
-
 def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
     def change(lines: list[dict[str, Any]]) -> None:
         lines[1]["actions"][3][lines[1]["columns"].index(column)] = value
@@ -130,9 +86,30 @@ def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
     return change
 
 
+PROGRAM = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 1, "balance": "bpipe"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (header(format="csv"), "record_00001.jsonl, line 1: its format is not bpipe-record"),
+        (header(version=2), "version 2, but this bpipe reads version 1"),
+        (header(rank=7), "the file says that it is of rank 7: was it renamed?"),
+        (header(place=0), "ranks 0 and 1 both say they are at place 0 of pipeline 0"),
+        (header(place=9), "rank 1 is at place 9 of a pipeline of 4"),
+        (line(iteration=6), "record_00001.jsonl: iteration 6 appears twice"),
+        (
+            line(program=PROGRAM),
+            "in iteration 5 rank 0 ran 1f1b of 4 stages, 4 micro-batches, 1 chunks, balance bpipe, rank 1 ran",
+        ),
+        (line(program=PROGRAM | {"schedule": "magic"}), "line 2: unknown schedule 'magic'"),
+        (line(begin_s=0.0), "began iteration 5 1763721600 s after rank 1 had ended it"),
+        (line(columns=["action"], actions=[["0F0"]]), "line 2: 0F0 'start_s' is missing"),
+        (line(actions=[["0F0", 1.0]]), "has 2 values for 11 columns"),
+        (line(actions=[["0X0", *[0.0] * 10]]), "'0X0' is not an action"),
+        (ends_early, "1F0 ends at -1.0 s, before it starts"),
+        (lambda lines: lines[1].pop("saved_bytes"), "line 2: 'saved_bytes' is missing"),
+        (lambda lines: lines.insert(2, lines[0]), "line 3: a second header: two runs wrote into this file"),
         (header(place="1"), "line 1: place is '1', but must be a whole number"),
         (header(pipeline=[0]), "line 1: pipeline is [0], but must be a whole number"),
         (header(rank=None), "line 1: 'rank' is missing"),
@@ -148,21 +125,21 @@ def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
         (line(program=PROGRAM | {"partners": 3}), "line 2: program.partners is 3, but must be a list"),
         (line(program=PROGRAM | {"num_microbatches": 400}), "in iteration 5 rank 0 ran"),
         (line(actions={}), "line 2: actions is {}, but must be a list"),
-        (line(columns=["action", "start_s", "end_s", "end_s"]), "line 2: column 'end_s' appears twice"),
+        (line(columns=["action", []]), "line 2: a column is [], but must be text"),
         (cell("wait_s", [0.0]), "wait_s is [0.0], but must be a number"),
         (cell("wait_s", -5.0), "wait_s is -5.0, but must be a number"),
-        (cell("start_s", None), "start_s is None, but must be a number"),
+        (cell("start_s", None), "1B0 'start_s' is missing"),
         (cell("start_s", -60.0), "start_s is -60.0, but must be a number from -1"),
         (cell("end_s", 1e9), "ends at 1000000000.0 s, but its iteration took"),
-        (cell("host_start_s", "soon"), "host time is 'soon', but must be a number"),
+        (cell("host_start_s", "soon"), "host_start_s is 'soon', but must be a number"),
         (cell("live_bytes", 0.5), "live_bytes is 0.5, but must be a whole number"),
         (cell("action", 7), "an action is 7, but must be text"),
     ],
 )
-def test_a_value_that_no_run_has_is_refused(
+def test_what_no_run_writes_is_refused(
     folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str
 ) -> None:
-    """Lists, null, infinity or text in place of a number gave a traceback or a senseless report."""
+    """Lists, null, infinity or text in place of a number, and what is not of one run."""
     path = folder / "record_00001.jsonl"
     edit(path, change)
     with pytest.raises(ValueError) as raised:
@@ -184,9 +161,9 @@ def test_a_value_that_no_run_has_is_refused(
             "run.json",
             "links",
             [{"ranks": [0, 3], "bytes_per_s": {"peer": 0}}],
-            "peer of a link is 0, but must be a number from 1",
+            "peer of links.bytes_per_s is 0, but must be a number from 1",
         ),
-        ("run.json", "links", [3], "a link is 3, but must be an object"),
+        ("run.json", "links", [3], "links is 3, but must be an object"),
         ("run.json", "torch", {}, "torch is {}, but must be text"),
         ("run.json", "peak_flops", 1e9, "an MFU of"),
         ("iterations.jsonl", "elapsed_s", -1, "line 1: elapsed_s is -1, but must be a number from 0"),
@@ -240,17 +217,6 @@ def test_run_json_of_something_else(folder: Path) -> None:
         read_run(folder)
     (folder / "run.json").write_text("{")
     with pytest.raises(ValueError, match="not the description of a run"):
-        read_run(folder)
-
-
-def test_a_record_of_thousands_of_columns_is_refused(folder: Path) -> None:
-    """Each name was counted among all others."""
-
-    def widen(lines: list[dict[str, Any]]) -> None:
-        lines[1]["columns"] += [f"column {number}" for number in range(20_000)]
-
-    edit(folder / "record_00001.jsonl", widen)
-    with pytest.raises(ValueError, match=r"record_00001.jsonl, line 2: it has 200[0-9]+ columns, more than 200"):
         read_run(folder)
 
 
@@ -366,12 +332,6 @@ def test_every_key_is_documented(heading: str, kinds: tuple[type, ...]) -> None:
     assert {name for name in named if "." not in name} - defined <= {"format", "version", "columns", "actions"}
 
 
-def test_a_column_without_a_value_is_read_as_its_default() -> None:
-    """What a later version adds has one, so that a record without the column is read."""
-    assert [column.name for column in form.COLUMNS] == list(form.Row._fields)
-    assert [column.name for column in form.COLUMNS if column.needed] == ["action", "start_s", "end_s"]
-
-
 def within(memory: Memory, *room_bytes: int, slices: int = 1, **more: Any) -> ScheduleConfig:
     """1F1B within these budgets."""
     budget = ActivationBudget(room_bytes, memory)
@@ -422,9 +382,3 @@ def test_an_exchange_that_there_is_not_is_refused() -> None:
     keys = write_program(PROGRAMS[0]) | {"exchange": "pigeon"}
     with pytest.raises(ValueError, match=r"exchange: 'pigeon' is none of megatron-1f1b, megatron-interleaved"):
         read_program(keys)
-
-
-def test_a_schedule_of_other_sizes_than_its_program_is_refused() -> None:
-    keys = write_program(PROGRAMS[3]) | {"num_microbatches": 9}
-    with pytest.raises(ValueError, match="schedule zb-h1 has num_microbatches 8, not 9"):
-        build(read_program(keys))

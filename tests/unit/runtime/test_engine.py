@@ -117,12 +117,12 @@ def test_an_engine_knows_whether_its_last_iteration_ended_well() -> None:
     assert not engine.ended_well
     engine.abandon()
     assert not engine.ended_well
+    assert engine.where() == "rank 0, stage 0, after the start, at 0F0"
 
 
-def test_an_engine_that_was_dropped_between_iterations_has_not_ended_well() -> None:
-    engine = engine_for(schedule())
-    engine.abandon()
-    assert not engine.ended_well
+def test_a_schedule_with_transfers_needs_a_transport() -> None:
+    with pytest.raises(ValueError, match="there is no transport for them"):
+        Engine(schedule(), 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12), (8, 16)])
@@ -150,33 +150,6 @@ def test_nothing_outlives_its_backward() -> None:
     gc.collect()
     assert len(references) == 8
     assert all(reference.expired() for reference in references)
-
-
-def test_an_evicted_micro_batch_has_no_bytes_here() -> None:
-    plan = schedule()
-    transport = LateTransport()
-    engine = engine_for(plan, transport)
-    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
-    seen: list[int] = []
-    put = transport.put
-
-    def watched(host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
-        references = [StorageWeakRef(buffer.untyped_storage()) for buffer in tensors]
-        late = put(host_buffer, tensors)
-        finish = engine._partners.finish_evictions
-
-        def finish_and_look() -> None:
-            finish()
-            storages = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in references]
-            seen.append(sum(storage.nbytes() for storage in storages if storage is not None))
-            engine._partners.finish_evictions = finish  # type: ignore[method-assign]
-
-        engine._partners.finish_evictions = finish_and_look  # type: ignore[method-assign]
-        return late
-
-    transport.put = watched  # type: ignore[method-assign]
-    run_iteration(engine, plan, weight)
-    assert seen == [0, 0, 0]
 
 
 def test_another_operation_than_the_programs_is_refused() -> None:
@@ -248,11 +221,6 @@ def test_a_function_that_hides_what_it_saved_is_named() -> None:
         run_iteration(engine_for(plan), plan, new_weight(), forward=lambda weight, x: scripted(x, weight).exp())
 
 
-def test_a_schedule_with_transfers_needs_a_transport() -> None:
-    with pytest.raises(ValueError, match="there is no transport for them"):
-        Engine(schedule(), 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
-
-
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
     """As many storages as hold it, and no more; every micro-batch's the same, and what is held falls by that much."""
@@ -310,23 +278,6 @@ def test_a_loop_that_does_not_say_what_was_sent_is_refused() -> None:
     engine.after(Action(0, Kind.FORWARD, 0))
     with pytest.raises(RuntimeFault, match=r"rank 0: 0F1 is about to run, but sent\(\) was not called for the .* 0F0"):
         engine.before(Action(0, Kind.FORWARD, 1))
-
-
-def test_where_it_stands_is_said_at_the_end_too() -> None:
-    """After its last transfers have started it has not gone back to the start."""
-    plan = schedule()
-    engine = engine_for(plan)
-    communicated, where = engine.communicated, []
-
-    def looked() -> None:
-        where.append(engine.where())
-        communicated()
-        where.append(engine.where())
-
-    engine.communicated = looked  # type: ignore[method-assign]
-    run_iteration(engine, plan, new_weight())
-    # Once from the loop, once from the engine's own end.
-    assert where == ["rank 0, stage 0, after 0B7"] * 4
 
 
 def test_a_range_ends_with_the_error_of_its_computation() -> None:

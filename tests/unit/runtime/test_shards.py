@@ -8,14 +8,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import InputShard, OutputShard
-from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.vocabulary.embedding import embedded, rows_gradient
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.forward_only import forwards_only
-from tests.support.alone import Alone
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 from tests.unit.runtime.sharded import VOCABULARY, ShardedModel, in_one_piece, in_shards
 
@@ -46,29 +43,6 @@ def test_balancing_changes_no_bit_and_no_order_of_collectives(vocabulary: Vocabu
     assert moved.hosts is not None
     pairs = zip(in_shards(plain).gradients(shards=True), in_shards(moved).gradients(shards=True), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-
-
-class _Nothing:
-    def forward(self, action: Action, received: object) -> tuple[torch.Tensor, ...]:
-        raise AssertionError
-
-    backward = forward
-
-
-def test_what_the_last_stage_makes_stays_until_its_own_shard_has_used_it() -> None:
-    program = Executor(build(schedule(3, 1, Vocabulary.ONE)), 2, TorchStages({}), Alone(), _Nothing()).program
-    assert list(map(str, program.instructions)) == [
-        *("post 1F0>2F0", "wait 1F0>2F0", "run 2F0", "send 2F0>0S0+1S0+2S0", "run 2S0"),
-        *(
-            "send 0S0+1S0+2S0>0T0+1T0+2T0",
-            "wait 0S0+1S0+2S0>0T0+1T0+2T0",
-            "wait 2F0>0S0+1S0+2S0",
-            "run 2T0",
-            "send 0T0+1T0+2T0>2B0",
-        ),
-        *("wait 0T0+1T0+2T0>2B0", "run 2B0", "send 2B0>1B0"),
-        *("wait 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0T0+1T0+2T0>2B0", "wait 2B0>1B0"),
-    ]
 
 
 def test_nothing_of_an_iteration_that_broke_off_is_left() -> None:

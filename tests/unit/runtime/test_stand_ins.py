@@ -334,14 +334,3 @@ def test_memory_of_two_micro_batches_is_nobodys_alone() -> None:
         return layer
 
     moves_right(layer_of)
-
-
-def test_memory_that_is_saved_through_a_hook_is_refused() -> None:
-    """As offloading does: to look at it is to fetch it."""
-
-    def layer(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return stage(weight, x)
-
-    with pytest.raises(ValueError, match="saved a tensor through a hook"):
-        trained(layer, Verifier("rank 0", CPU, 1))

@@ -25,12 +25,18 @@ class Notes:
         return lambda *args: self.said.append(" ".join([name, *map(str, args[:1])]))
 
 
+class Stage(SimpleNamespace):
+    """A stage whose methods are, as torch's, its class's or its own."""
+
+    def backward_weight_one_chunk(self, microbatch: int) -> str:
+        return f"W{microbatch}"
+
+
 def stage(index: int) -> Any:
-    return SimpleNamespace(
+    return Stage(
         stage_index=index,
         forward_one_chunk=lambda mb: f"F{mb}",
         backward_one_chunk=lambda mb, full_backward=True: f"B{mb}",
-        backward_weight_one_chunk=lambda mb: f"W{mb}",
     )
 
 
@@ -103,31 +109,6 @@ def test_a_list_that_is_watched_is_copied_as_a_list() -> None:
     assert seen == []
     assert list(watched) == ["a", "b"]
     assert seen == [0, 1]
-
-
-def test_methods_of_a_class_are_its_again_after_a_step() -> None:
-    """As torch's stages have them."""
-
-    class Stage:
-        stage_index = 0
-
-        def forward_one_chunk(self) -> None: ...
-        def backward_one_chunk(self) -> None: ...
-        def backward_weight_one_chunk(self) -> None: ...
-
-    here = Stage()
-    with StepCalls(Notes(), parsed("0F0")).around([here]):
-        assert len(vars(here)) == 3
-    assert vars(here) == {}
-
-
-def test_a_forward_without_its_begin_is_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="no forward is running"):
-        StepCalls(Notes(), parsed("0F0")).forward_ran((), ())
-    calls = StepCalls(Notes(), parsed("0F0"))
-    calls.computes(Action(0, Kind.BACKWARD, 0))
-    with pytest.raises(AssertionError, match="0B0 is no forward"):
-        calls.forward_ran((), ())
 
 
 MICROBATCHES, BYTES = 3, 4 * 8

@@ -225,19 +225,6 @@ def test_another_shape_than_the_first_is_refused(ranks: list[Collectives]) -> No
         ranks[0].send(statistics(1), (torch.zeros(3),))
 
 
-def test_a_failure_says_how_long_it_would_have_waited(
-    ranks: list[Collectives], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks[0].send(statistics(0), (torch.zeros(2),))
-
-    def broken(self: object) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(collectives.Works, "wait", broken)
-    with pytest.raises(ConnectionError, match="the time-out is 7 s, --bpipe-timeout: Connection closed by peer"):
-        ranks[0].wait(statistics(0))
-
-
 def test_each_message_goes_its_way(ranks: list[Collectives]) -> None:
     """Those with two ends over edges."""
     log: list[str] = []

@@ -2,15 +2,15 @@
 
 A simulation (`is_run` false) has no measured side: ranks have names for what is `under` their activations, and stages
 say what they hold in `parts`. The page loads nothing from the network: it has its styles, scripts and data. Actions
-are columns of whole numbers (ticks of 0.1 microseconds, each column in the shortest of four forms), because the timeline
-of a large pipeline has a hundred thousand of them.
+are columns of whole numbers (ticks of 0.1 microseconds), each as its differences, because the timeline of a large
+pipeline has a hundred thousand of them.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from bpipe.record.report.compare import StageRow
 from bpipe.record.report.output.table import facts, figures, hosts, run_name
@@ -26,10 +26,6 @@ NOTHING = -1
 
 SCRIPTS = "data.js format.js tables.js bars.js paint.js lanes.js layout.js timeline.js input.js main.js".split()
 _KINDS = tuple(kind.value for kind in Kind)
-# A table of distinct values pays only while its indices are shorter than the values.
-_MOST_DISTINCT = 1000
-
-
 _KEYS = (
     "stage rank measured_bytes predicted_bytes bound_bytes unbalanced_bytes baseline_bytes weights_bytes measured_microbatches "
     "predicted_microbatches evictions loads bubble exposed_s bytes_per_s"
@@ -38,23 +34,35 @@ _KEYS = (
 
 def render(view: Mapping[str, Any]) -> str:
     """Return the page. Raises ValueError for a number that is not finite."""
-    tracks = _Tracks()
-    iterations = [
-        {**iteration, "ranks": [_rank(rank, tracks) for rank in iteration["ranks"]]} for iteration in view["iterations"]
-    ]
+    # Every track once: all iterations have the same simulation, which is half of the data.
+    ranks = (rank for iteration in view["iterations"] for rank in iteration["ranks"])
+    tracks = {id(rank[side]): rank[side] for rank in ranks for side in ("measured", "simulated") if rank[side]}
+    places = {track: place for place, track in enumerate(tracks)}
+
+    def packed(rank: Mapping[str, Any]) -> dict[str, Any]:
+        sides = {side: places.get(id(rank[side])) for side in ("measured", "simulated")}
+        return {name: rank[name] for name in ("rank", "label", "bound_bytes")} | {
+            "under": rank.get("under", []),
+            **sides,
+        }
+
     data = {
         "title": view["title"],
         "is_run": view.get("is_run", True),
         **{name: view[name] for name in ("figures", "facts", "answers", "bottleneck", "stages", "differences")},
         "tick_s": TICK_S,
         "kinds": _KINDS,
-        "tracks": tracks.packed,
-        "iterations": iterations,
+        "tracks": list(map(_track, tracks.values())),
+        "iterations": [
+            {**iteration, "ranks": list(map(packed, iteration["ranks"]))} for iteration in view["iterations"]
+        ],
     }
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     parts = {
         "TITLE": escape(data["title"]),
         "STYLE": _asset("page.css"),
-        "DATA": embed(data),
+        # A script element would end at a `<`, and a line of JavaScript at these two.
+        "DATA": text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
     }
     # One pass, so that a title cannot insert another part.
@@ -62,88 +70,27 @@ def render(view: Mapping[str, Any]) -> str:
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
-def embed(value: object) -> str:
-    """Write JSON for a script element: without `<`, which could end it, and without numbers that JSON lacks."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def column(values: Sequence[int]) -> dict[str, Any]:
-    """Write whole numbers in the shortest form: themselves, differences, or indices into either's distinct values."""
-    differences = [value - before for before, value in zip([0, *values], values, strict=False)]
-    candidates: list[dict[str, Any]] = []
-    for name, numbers in (("values", list(values)), ("differences", differences)):
-        candidates.append({name: numbers})
-        distinct = sorted(set(numbers))
-        if len(distinct) == 1:
-            candidates.append({name: distinct, "times": len(numbers)})
-        elif len(distinct) <= _MOST_DISTINCT:
-            places = {value: place for place, value in enumerate(distinct)}
-            candidates.append({name: distinct, "of": [places[number] for number in numbers]})
-    return min(candidates, key=lambda candidate: len(json.dumps(candidate, separators=(",", ":"))))
-
-
-class _Tracks:
-    """Every track once: all iterations have the same simulation, which is half of the data."""
-
-    def __init__(self) -> None:
-        self.packed: list[dict[str, Any]] = []
-        self._places: dict[int, int] = {}
-
-    def place(self, track: Mapping[str, Any] | None) -> int | None:
-        """Return the track's index in `packed`."""
-        if track is None:
-            return None
-        if id(track) not in self._places:
-            self._places[id(track)] = len(self.packed)
-            self.packed.append(_track(track))
-        return self._places[id(track)]
-
-
-def _rank(rank: Mapping[str, Any], tracks: _Tracks) -> dict[str, Any]:
-    packed = {name: rank[name] for name in ("rank", "label", "bound_bytes")}
-    return (
-        packed
-        | {"under": rank.get("under", [])}
-        | {side: tracks.place(rank[side]) for side in ("measured", "simulated")}
-    )
-
-
-def _track(track: Mapping[str, Any]) -> dict[str, Any]:
+def _track(track: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return one side of one rank as columns."""
-    rows = [_packed(*row) for row in track["actions"]]
-    return {
-        **{name: column([getattr(row, name) for row in rows]) for name in _Packed._fields},
-        "memory_time": column([_ticks(time) for time, _ in track["memory"]]),
-        "memory_held": column([int(held) for _, held in track["memory"]]),
+    actions = [(read_action(text), *cells) for text, *cells in track["actions"]]
+    columns = {
+        "kind": [_KINDS.index(action.kind.value) for action, *_ in actions],
+        "stage": [action.stage for action, *_ in actions],
+        "microbatch": [action.microbatch for action, *_ in actions],
+        "start": [_ticks(start_s) for _, start_s, *_ in actions],
+        "length": [_ticks(end_s) - _ticks(start_s) for _, start_s, end_s, *_ in actions],
+        "wait": [_ticks(wait_s) for _, _, _, wait_s, *_ in actions],
+        "bytes": [NOTHING if num_bytes is None else int(num_bytes) for *_, num_bytes, _ in actions],
+        "slot": [NOTHING if slot is None else int(slot) for *_, slot in actions],
+        "memory_time": [_ticks(time) for time, _ in track["memory"]],
+        "memory_held": [int(held) for _, held in track["memory"]],
     }
+    return {name: _differences(values) for name, values in columns.items()}
 
 
-class _Packed(NamedTuple):
-    """An action as whole numbers, each in its column of the track: the kind's index in `_KINDS`, times in ticks."""
-
-    kind: int
-    stage: int
-    microbatch: int
-    start: int
-    length: int
-    wait: int
-    bytes: int
-    slot: int
-
-
-def _packed(text: str, start_s: float, end_s: float, wait_s: float, num_bytes: int | None, slot: int | None) -> _Packed:
-    action, start = read_action(text), _ticks(start_s)
-    return _Packed(
-        kind=_KINDS.index(action.kind.value),
-        stage=action.stage,
-        microbatch=action.microbatch,
-        start=start,
-        length=_ticks(end_s) - start,
-        wait=_ticks(wait_s),
-        bytes=NOTHING if num_bytes is None else int(num_bytes),
-        slot=NOTHING if slot is None else int(slot),
-    )
+def _differences(values: Sequence[int]) -> list[int]:
+    """Return the differences of each value to the one before."""
+    return [value - before for before, value in zip([0, *values], values, strict=False)]
 
 
 def _ticks(seconds: float) -> int:

@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bpipe.record.report.compare import Comparison, StageRow, Totals
-from bpipe.record.report.replay import Basis
+from bpipe.record.report.compare import Comparison, StageRow
 from bpipe.record.report.report import Report, longest_wait
 from bpipe.record.report.selection import Measured
 from bpipe.record.report.units import bytes_text, counted, percent_text, rate_text, seconds_text, size_unit
@@ -46,78 +45,71 @@ def figures(comparison: Comparison) -> list[Figure]:
 
 
 def _exposed(comparison: Comparison) -> Figure:
-    row, label = longest_wait(comparison), "exposed transfers"
-    if row is None or row.exposed_s is None:
+    longest, label = longest_wait(comparison), "exposed transfers"
+    if longest is None:
         return Figure(label, "not known", "no rank recorded them")
     if not any(stage.evictions for stage in comparison.stages):
         return Figure(label, "none", "nothing is evicted")
-    predicted = seconds_text(row.predicted_exposed_s)
-    return Figure(label, seconds_text(row.exposed_s), f"stage {row.stage}, {predicted} predicted")
+    exposed_s, row = longest
+    return Figure(
+        label, seconds_text(exposed_s), f"stage {row.stage}, {seconds_text(row.predicted_exposed_s)} predicted"
+    )
 
 
 def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]]:
     """Return label and value of each fact; `on_page` without those in the page's title and figures."""
-    measured, basis = comparison.measured, comparison.prediction.basis
-    program, info = measured.program, measured.run.info
+    measured, basis, totals = comparison.measured, comparison.prediction.basis, comparison.totals
+    program, info, verified = measured.program, measured.run.info, measured.run.verified
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
     parts = f" in {program.slices} slices each" if program.slices > 1 else ""
-    stages = f"{counted(program.num_ranks, 'stage')}{chunks}"
-    device = info.device or next((record.device for record in measured.records if record is not None), "not known")
+    pipes, shown = measured.schedule.layout.num_pipes, [timeline.iteration for timeline in measured.shown]
+    warm_up = f" ({measured.warm_up} is a warm-up)" if measured.warm_up in shown and len(shown) > 1 else ""
+    pool_bytes = measured.run.graph_pool_bytes
+    pool = "" if pool_bytes is None else f"; its own memory is {bytes_text(pool_bytes)} on the rank with most"
+    # Empty values are left out below.
     pairs = [
-        ("run", run_name(measured)),
+        ("run", not on_page and run_name(measured)),
         ("started", info.started or "not known"),
-        ("host", hosts(measured)),
-        ("schedule", f"{program.schedule}, {stages}, {program.num_microbatches} micro-batches{parts}"),
-    ]
-    pipes = measured.schedule.layout.num_pipes
-    if pipes > 1:
+        ("host", not on_page and hosts(measured)),
+        (
+            "schedule",
+            f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} "
+            f"micro-batches{parts}",
+        ),
         # A place in the pipeline has then two stages of a chunk.
-        pairs.append(("pipes", f"{pipes}, rows in the order of the first pipe's stages"))
-    pairs.append(("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")))
-    if program.vocabulary is not Vocabulary.WHOLE:
-        pairs.append(("vocabulary", program.vocabulary.value + ", and the embedding" * program.input_shards))
-    pairs += [("device", device), *((name.replace("_", "-"), version) for name, version in info.versions)]
-    if info.num_pipelines is not None and info.num_pipelines > 1:
-        pairs.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
-    pairs.append(_iterations(measured))
-    if info.captured is not None:
-        what = f"replays iterations from {info.captured} on, of which losses and seconds are recorded"
-        pool_bytes = measured.run.graph_pool_bytes
-        if pool_bytes is not None:
-            what += f"; its own memory is {bytes_text(pool_bytes)} on the rank with most"
-        pairs.append(("CUDA graph", what))
-    if on_page:
-        pairs = [pair for pair in pairs if pair[0] not in ("run", "host")]
-    else:
-        pairs += _times(comparison.totals)
-    message = "not measurable, so the prediction has none"
-    if basis.message_s is not None:
-        message = seconds_text(basis.message_s)
-    return [*pairs, ("MFU", _mfu(comparison)), ("message between stages", message), *_link(basis), *_verified(measured)]
-
-
-def _times(totals: Totals) -> list[tuple[str, str]]:
-    pairs = [
-        ("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"),
-        ("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"),
+        ("pipes", pipes > 1 and f"{pipes}, rows in the order of the first pipe's stages"),
+        ("balance", program.balance_name + ", synchronous transfers" * info.synchronous),
+        (
+            "vocabulary",
+            program.vocabulary is not Vocabulary.WHOLE
+            and program.vocabulary.value + ", and the embedding" * program.input_shards,
+        ),
+        ("device", info.device or next((record.device for record in measured.records if record), "not known")),
+        *((name.replace("_", "-"), version) for name, version in info.versions),
+        ("pipelines", (info.num_pipelines or 1) > 1 and f"{info.num_pipelines}, number {measured.pipeline} is shown"),
+        ("iterations" if len(shown) > 1 else "iteration", ", ".join(map(str, shown)) + warm_up),
+        (
+            "CUDA graph",
+            info.captured is not None
+            and f"replays iterations from {info.captured} on, of which losses and seconds are recorded" + pool,
+        ),
     ]
-    return pairs if totals.step_s is None else [*pairs, ("training step", seconds_text(totals.step_s))]
-
-
-def _link(basis: Basis) -> list[tuple[str, str]]:
-    if not basis.bytes_per_s:
-        return []
-    sources = {basis.bytes_source[stage] for stage in basis.bytes_per_s}
-    return [("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({', '.join(sorted(sources))})")]
-
-
-def _verified(measured: Measured) -> list[tuple[str, str]]:
-    verified = measured.run.verified
-    if verified is None:
-        return []
-    iterations = counted(verified.iterations, "iteration")
-    moved = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
-    return [("verified", f"{iterations}: everything evicted came back unchanged ({moved})")]
+    if not on_page:
+        pairs += [
+            ("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"),
+            ("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"),
+            ("training step", totals.step_s is not None and seconds_text(totals.step_s)),
+        ]
+    message = "not measurable, so the prediction has none" if basis.message_s is None else seconds_text(basis.message_s)
+    pairs += [("MFU", _mfu(comparison)), ("message between stages", message)]
+    if basis.bytes_per_s:
+        sources = ", ".join(sorted({basis.bytes_source[stage] for stage in basis.bytes_per_s}))
+        pairs.append(("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({sources})"))
+    if verified is not None:
+        iterations = counted(verified.iterations, "iteration")
+        moved = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
+        pairs.append(("verified", f"{iterations}: everything evicted came back unchanged ({moved})"))
+    return [(label, value) for label, value in pairs if value]
 
 
 def run_name(measured: Measured) -> str:
@@ -132,14 +124,6 @@ def hosts(measured: Measured) -> str:
         return next(iter(ranks))
     named = [f"{host} ({number} ranks)" for host, number in sorted(ranks.items())]
     return ", ".join(named[:MOST_HOSTS]) + (f" and {len(named) - MOST_HOSTS} more" if len(named) > MOST_HOSTS else "")
-
-
-def _iterations(measured: Measured) -> tuple[str, str]:
-    shown = [timeline.iteration for timeline in measured.shown]
-    if len(shown) == 1:
-        return "iteration", str(shown[0])
-    warm_up = f" ({measured.warm_up} is a warm-up)" if measured.warm_up in shown else ""
-    return "iterations", ", ".join(map(str, shown)) + warm_up
 
 
 def _mfu(comparison: Comparison) -> str:

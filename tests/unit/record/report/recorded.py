@@ -168,18 +168,10 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
 
     def durations(costs: Costs, num_ranks: int) -> dict[Kind, Any]:
         return {
-            kind: {
-                stage: _Times(truth, number, Action(stage, kind, 0), seconds, source)
-                for stage, seconds in enumerate(values)
-            }
-            for kind, values in plain(costs, num_ranks).items()
+            kind: _Durations(truth, number, kind, values, source) for kind, values in plain(costs, num_ranks).items()
         }
 
-    class Looked(dict[Kind, Any]):
-        def __getitem__(self, kind: Kind) -> Any:
-            return _Lookup(dict.__getitem__(self, kind))
-
-    with mock.patch.object(engine, "durations", lambda costs, num_ranks: Looked(durations(costs, num_ranks))):
+    with mock.patch.object(engine, "durations", durations):
         return engine.simulate(schedule, costs)
 
 
@@ -187,26 +179,18 @@ def _saved(stage: int) -> int:
     return SAVED + 1000 * stage
 
 
-class _Lookup:
-    def __init__(self, times: dict[int, _Times]) -> None:
-        self._times = times
+class _Durations:
+    """The seconds of one kind of computation: the engine asks once per stage and micro-batch, in order."""
+
+    def __init__(self, truth: Truth, number: int, kind: Kind, seconds: Any, source: random.Random) -> None:
+        self._truth, self._number, self._kind, self._seconds, self._source = truth, number, kind, seconds, source
+        self._asked: Counter[int] = Counter()
 
     def __getitem__(self, stage: int) -> float:
-        return next(self._times[stage])
-
-
-class _Times:
-    """The seconds of a stage's forwards or backwards: the engine asks once per micro-batch, in order."""
-
-    def __init__(self, truth: Truth, number: int, first: Action, seconds: float, source: random.Random) -> None:
-        self._truth, self._number, self._action, self._seconds, self._source = truth, number, first, seconds, source
-
-    def __next__(self) -> float:
-        action, truth = self._action, self._truth
-        self._action = replace(action, microbatch=action.microbatch + 1)
-        return self._seconds * (1 + truth.noise * self._source.uniform(-1, 1)) + truth.slow.get(
-            (self._number, str(action)), 0.0
-        )
+        action, truth = Action(stage, self._kind, self._asked[stage]), self._truth
+        self._asked[stage] += 1
+        seconds = self._seconds[stage] * (1 + truth.noise * self._source.uniform(-1, 1))
+        return float(seconds + truth.slow.get((self._number, str(action)), 0.0))
 
 
 def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int, report: Simulation) -> dict[str, Any]:

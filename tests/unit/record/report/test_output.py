@@ -1,18 +1,17 @@
 """What a report is written as: text, JSON, the page and the trace."""
 
 import json
-import random
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
-from html.parser import HTMLParser
+from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bpipe.record.report.output.page import NOTHING, TICK_S, column, render, view
+from bpipe.record.report.output.page import NOTHING, TICK_S, render, view
 from bpipe.record.report.output.table import facts, table
 from bpipe.record.report.output.trace import write_trace
 from bpipe.record.report.report import Report, document, report_of
@@ -33,12 +32,10 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
         "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of "
         "weights, gradients and optimizer state."
     )
-    first, second, *_, last = hosting[:-1].split(". ")
+    first, *_ = hosting[:-1].split(". ")
     assert re.fullmatch(
         r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all", first
     )
-    assert second == "Stage 0 may hold at most 5 micro-batches"
-    assert last == "Stage 2 may hold at most 5 micro-batches"
     bought, cost = balancing.split("; ")
     assert bought == "With balancing the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less"
     share = re.fullmatch(
@@ -280,98 +277,45 @@ def test_the_view_is_what_the_page_takes(tmp_path: Path) -> None:
         assert side["memory"][-1][1] == 4 * 10_500_000
 
 
-class Outline(HTMLParser):
-    """Elements, their attributes, and the text of scripts."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.texts: dict[str, str] = {}
-        self._open = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._open = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._open == "script":
-            self.scripts[-1] += data
-        elif self._open:
-            self.texts[self._open] = self.texts.get(self._open, "") + data
-
-
-def numbers(packed: dict[str, Any]) -> list[int]:
-    """What a column says, read as the page's own script reads it."""
-    table: list[int] = packed.get("differences", packed.get("values"))
-    entries = (
-        table * packed["times"]
-        if "times" in packed
-        else [table[place] for place in packed["of"]]
-        if "of" in packed
-        else table
-    )
-    if "differences" not in packed:
-        return entries
-    total, sums = 0, []
-    for entry in entries:
-        total += entry
-        sums.append(total)
-    return sums
-
-
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, Any]:
     return make_view(4, 6, missing=(2,))
 
 
-@pytest.fixture(scope="module")
-def outline(drawn: dict[str, Any]) -> Outline:
-    return Outline(render(drawn))
-
-
-def test_a_title_cannot_end_the_script_or_become_an_element(drawn: dict[str, Any], outline: Outline) -> None:
+def test_a_title_cannot_end_the_script_or_become_an_element(drawn: dict[str, Any]) -> None:
+    page = render(drawn)
     assert "</script>" in drawn["title"]
-    assert outline.texts["title"] == outline.texts["h1"] == drawn["title"]
-    assert json.loads(outline.scripts[1])["title"] == drawn["title"]
-    assert "b" not in {tag for tag, _ in outline.elements}
+    assert data_of(page)["title"] == drawn["title"]
+    assert page.count(escape(drawn["title"])) == 2
+    assert drawn["title"] not in page
 
 
-def test_actions_and_memory_come_back_as_they_were(drawn: dict[str, Any], outline: Outline) -> None:
-    data = json.loads(outline.scripts[1])
+def data_of(page: str) -> Any:
+    return json.loads(page.split('<script type="application/json" id="data">')[1].split("</script>")[0])
+
+
+def test_actions_and_memory_come_back_as_they_were(drawn: dict[str, Any]) -> None:
+    data = data_of(render(drawn))
     for given, packed in zip(drawn["iterations"][0]["ranks"], data["iterations"][0]["ranks"], strict=True):
         for side in ("measured", "simulated"):
             if given[side] is None:
                 assert packed[side] is None
                 continue
-            columns = {name: numbers(values) for name, values in data["tracks"][packed[side]].items()}
+            columns = {name: list(accumulate(values)) for name, values in data["tracks"][packed[side]].items()}
             names = ("stage", "kind", "microbatch", "start", "length", "wait", "bytes", "slot")
-            rows = zip(*(columns[name] for name in names), strict=True)
-            for row, (stage, kind, microbatch, start, length, wait, num_bytes, slot) in zip(
-                given[side]["actions"], rows, strict=True
-            ):
-                assert row[0] == f"{stage}{data['kinds'][kind]}{microbatch}"
-                assert start * TICK_S == pytest.approx(row[1], abs=TICK_S)
-                assert (start + length) * TICK_S == pytest.approx(row[2], abs=TICK_S)
-                assert wait * TICK_S == pytest.approx(row[3], abs=TICK_S)
-                assert (num_bytes, slot) == tuple(NOTHING if value is None else value for value in row[4:])
-            steps = zip(columns["memory_time"], columns["memory_held"], strict=True)
-            for (time, held), (given_time, given_held) in zip(steps, given[side]["memory"], strict=True):
-                assert time * TICK_S == pytest.approx(given_time, abs=TICK_S)
-                assert held == given_held
-
-
-def test_random_columns_come_back() -> None:
-    chance = random.Random(3)
-    for _ in range(200):
-        values = [chance.randrange(-(10 ** chance.randrange(1, 12)), 10**6) for _ in range(chance.randrange(40))]
-        assert numbers(column(values)) == values
+            found = [
+                [
+                    f"{stage}{data['kinds'][kind]}{microbatch}",
+                    *(pytest.approx(ticks * TICK_S, abs=TICK_S) for ticks in (start, start + length, wait)),
+                    *(None if value == NOTHING else value for value in more),
+                ]
+                for stage, kind, microbatch, start, length, wait, *more in zip(
+                    *(columns[name] for name in names), strict=True
+                )
+            ]
+            assert given[side]["actions"] == found
+            times = (pytest.approx(ticks * TICK_S, abs=TICK_S) for ticks in columns["memory_time"])
+            assert given[side]["memory"] == list(map(list, zip(times, columns["memory_held"], strict=True)))
 
 
 def test_a_number_that_is_not_finite_is_refused(drawn: dict[str, Any]) -> None:
@@ -381,78 +325,17 @@ def test_a_number_that_is_not_finite_is_refused(drawn: dict[str, Any]) -> None:
 
 Event = dict[str, Any]
 
-# By phase: the keys every such event has, with their types.
-SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "M": {"pid": int, "name": str, "args": dict},
-    "X": {"pid": int, "tid": int, "name": str, "cat": str, "ts": float, "dur": float, "args": dict},
-    "C": {"pid": int, "name": str, "ts": float, "args": dict},
-    "s": {"pid": int, "tid": int, "name": str, "cat": str, "ts": float, "id": int},
-    "t": {"pid": int, "tid": int, "name": str, "cat": str, "ts": float, "id": int},
-    "f": {"pid": int, "tid": int, "name": str, "cat": str, "ts": float, "id": int, "bp": str},
-}
 
-
-def check_format(text: str) -> list[Event]:
+def check(text: str) -> list[Event]:
+    """What Perfetto itself (tests/browser) does not complain of: whole nanoseconds in order, threads with names."""
     document = json.loads(text)
     assert set(document) == {"traceEvents", "displayTimeUnit"}
     events: list[Event] = document["traceEvents"]
-    for event in events:
-        for key, kind in SCHEMA[event["ph"]].items():
-            assert isinstance(event[key], kind), (key, event)
-        assert event.get("dur", 0) >= 0
-        # Whole nanoseconds, to the last bit: a reader that cuts off the rest finds no overlap where there is none.
-        assert all((event.get(key, 0) * 1000).is_integer() for key in ("ts", "dur"))
+    # A reader that cuts off the rest of a time finds no overlap where there is none.
+    assert all((event.get(key, 0) * 1000).is_integer() for event in events for key in ("ts", "dur"))
     times = [event["ts"] for event in events if event["ph"] != "M"]
     assert times == sorted(times)
-    return events
-
-
-def slices(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
-    found = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            found[event["pid"], event["tid"]].append(event)
-    return found
-
-
-def check_nesting(events: list[Event]) -> None:
-    """Of two slices on a thread one ends before the other starts, or lies inside it."""
-    for row in slices(events).values():
-        open_ends: list[float] = []
-        for event in row:
-            end = event["ts"] + event["dur"]
-            while open_ends and open_ends[-1] <= event["ts"]:
-                open_ends.pop()
-            assert not open_ends or end <= open_ends[-1], event
-            open_ends.append(end)
-
-
-def arrows(events: list[Event]) -> Iterator[list[Event]]:
-    """The slices that each arrow touches, in order. The innermost slice around its end is the one."""
-    rows = slices(events)
-    ends = defaultdict(list)
-    for event in events:
-        if event["ph"] in ("s", "t", "f"):
-            ends[event["id"]].append(event)
-    for arrow in ends.values():
-        assert [event["ph"] for event in arrow] in (["s", "t", "f"], ["s", "f"])
-        touched = []
-        for event in arrow:
-            around = [
-                one for one in rows[event["pid"], event["tid"]] if one["ts"] <= event["ts"] < one["ts"] + one["dur"]
-            ]
-            touched.append(min(around, key=lambda one: one["dur"]))
-        yield touched
-
-
-def threads(events: list[Event]) -> dict[tuple[int, int], str]:
-    return {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-
-
-def check(text: str) -> list[Event]:
-    events = check_format(text)
-    check_nesting(events)
-    assert set(slices(events)) <= set(threads(events))
+    assert {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"} <= set(threads(events))
     # Perfetto takes thread 0 and the one numbered as its process for one.
     numbers = [tid for _, tid in threads(events)]
     assert len(set(numbers)) == len(numbers)
@@ -460,11 +343,27 @@ def check(text: str) -> list[Event]:
     return events
 
 
+def threads(events: list[Event]) -> dict[tuple[int, int], str]:
+    return {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+
+
+def arrows(events: list[Event]) -> list[list[Event]]:
+    """The slices that each arrow touches, in order. The innermost slice around its end is the one."""
+    ends = defaultdict(list)
+    for event in events:
+        if event["ph"] in ("s", "t", "f"):
+            slices = (
+                one for one in events if one["ph"] == "X" and (one["pid"], one["tid"]) == (event["pid"], event["tid"])
+            )
+            around = [one for one in slices if one["ts"] <= event["ts"] < one["ts"] + one["dur"]]
+            ends[event["id"]].append(min(around, key=lambda one: one["dur"]))
+    return list(ends.values())
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"transport": "gloo"},
         {"noise": 0.4, "speed": 0.4e9, "transport": "gloo"},
         {"schedule": "interleaved-1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2},
         {"clock_error_s": {0: 0.002, 7: -0.003}},
@@ -475,7 +374,7 @@ def test_a_measured_trace(tmp_path: Path, changes: dict[str, Any]) -> None:
     events = check(write_trace(measured))
     names = threads(events)
     evictions = [event for event in events if event.get("cat") == "evict"]
-    followed = list(arrows(events))
+    followed = arrows(events)
     assert len(followed) == len(evictions) > 0
     for touched in followed:
         kinds = [read_action(event["args"]["action"]).kind for event in touched]
@@ -506,7 +405,7 @@ def test_a_rank_without_a_record_leaves_out_its_end_of_the_arrow(tmp_path: Path)
     write_run(tmp_path, transport="gloo", iterations=(5,))
     (tmp_path / "record_00007.jsonl").unlink()
     (tmp_path / "record_00001.jsonl").unlink()
-    followed = list(arrows(check(write_trace(report_of(tmp_path).comparison.measured))))
+    followed = arrows(check(write_trace(report_of(tmp_path).comparison.measured)))
     assert {len(touched) for touched in followed if touched[0]["pid"] == 0} == {2}
     assert {len(touched) for touched in followed if touched[0]["pid"] == 2} == {3}
     assert not any(touched[0]["pid"] == 1 for touched in followed)

@@ -9,7 +9,6 @@ import torch
 
 from bpipe.runtime.vocabulary import output
 from bpipe.runtime.vocabulary.output import (
-    SoftmaxTotals,
     early_part,
     late_part,
     logits_gradient,
@@ -187,11 +186,3 @@ def test_rows_that_pad_the_vocabulary_take_part_as_in_one_layer() -> None:
     given.weight[1000:] = 0
     for mine, right in zip(in_shards(given, 64, 2), whole(given), strict=True):
         assert distance(mine, right) < 2e-15
-
-
-def test_totals_are_of_the_shards_together() -> None:
-    own = torch.tensor([[[1.0], [2.0], [0.5]], [[3.0], [4.0], [0.0]]])
-    found = totals(own)
-    assert found == SoftmaxTotals(
-        torch.tensor([3.0]), torch.tensor([2.0]) * torch.tensor([-2.0]).exp() + 4, torch.tensor([0.5])
-    )

@@ -4,18 +4,9 @@ const NOTHING = -1;
 const AWAY = new Set(["EVICT", "RETURN"]);
 const TOWARDS = new Set(["LOAD", "HOST"]);
 
-function unpackColumn(column) {
-  const differences = "differences" in column;
-  const table = differences ? column.differences : column.values;
-  const count = column.times ?? (column.of ? column.of.length : table.length);
-  const numbers = new Float64Array(count);
+function unpackColumn(differences) {
   let sum = 0;
-  for (let index = 0; index < count; index++) {
-    const entry = column.times !== undefined ? table[0] : column.of ? table[column.of[index]] : table[index];
-    sum = differences ? sum + entry : entry;
-    numbers[index] = sum;
-  }
-  return numbers;
+  return Float64Array.from(differences, (difference) => (sum += difference));
 }
 
 // A lane: actions in order of start. `reach[i]` is the latest end of the actions up to i, which lets a search begin where it may.
