@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from fractions import Fraction
 from functools import lru_cache
 
 from bpipe.balance.config import BalanceConfig, balanced, name_of
@@ -19,13 +18,12 @@ from bpipe.schedule.families.families import (
     families_with_interlacing,
     families_with_shards,
 )
-from bpipe.schedule.families.family import TAKEN, Family, FamilyOptions, OrderChoice, RankLimit
+from bpipe.schedule.families.family import TAKEN, Family, FamilyOptions, OrderChoice
 from bpipe.schedule.families.turns import groups_of
 from bpipe.schedule.families.unit_grid import Order, place
 from bpipe.schedule.files.text import header, read_csv, write_rows
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Layout, Vocabulary
-from bpipe.schedule.memory import with_after_input
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 
@@ -64,9 +62,6 @@ class ScheduleConfig(ScheduleSpec):
 
     num_microbatches: int
     """Micro-batches of an iteration."""
-
-    after_input: Fraction = field(default=Fraction(1), kw_only=True)
-    """Share of a micro-batch that counts as held between I and W."""
 
     exchange: Exchange | None = field(default=None, kw_only=True)
     """Exchange order of whoever runs it; by default the family's."""
@@ -146,15 +141,15 @@ class ScheduleConfig(ScheduleSpec):
             raise ValueError("1 rank cannot share the vocabulary: leave it whole, or use more ranks")
 
     @property
-    def limit(self) -> RankLimit | None:
-        """Limits for which an order is made: one bound for all ranks, without given groups, pairs or slices."""
+    def limit(self) -> int | None:
+        """Bound for which an order is made: the same for all ranks, without given groups, pairs or slices."""
         if self.slices > 1:
             return None
         how = self.balance
         bounds = None if how is None or how.partners is not None or how.hosts != PAIR else how.bounds
         if bounds is None or len(set(bounds)) != 1 or self.written is not None or self.group_size is not None:
             return None
-        return None if FAMILIES[self.schedule].within is None else RankLimit(bounds[0], self.after_input)
+        return None if FAMILIES[self.schedule].within is None else bounds[0]
 
     @property
     def passing(self) -> Exchange:
@@ -248,10 +243,7 @@ def _recipe(config: ScheduleConfig) -> tuple[Schedule, BalanceConfig | None]:
         return schedule, config.balance if schedule.hosts is None else None
     if config.limit is not None:
         return _made_for(config, config.limit)[1], config.balance
-    schedule = _usual(config)
-    if config.after_input != 1:
-        schedule = with_after_input(schedule, config.after_input)
-    return schedule, config.balance
+    return _usual(config), config.balance
 
 
 def _usual(config: ScheduleConfig) -> Schedule:
@@ -307,29 +299,28 @@ def choice_for_bound(config: ScheduleConfig) -> OrderChoice | None:
 
 
 @lru_cache(maxsize=16)
-def _made_for(config: ScheduleConfig, limit: RankLimit) -> tuple[OrderChoice, Schedule]:
+def _made_for(config: ScheduleConfig, bound: int) -> tuple[OrderChoice, Schedule]:
     """Return the fastest of the family's orders for a bound that pairs can keep; ValueError if there is none."""
     family = FAMILIES[config.schedule]
     staying = config.balance is not None and config.balance.buffers_stay
     if config.vocabulary is Vocabulary.WHOLE:
         assert family.within is not None, f"{family.name} has no orders for a bound"
-        candidates = family.within(*config._sizes, limit, config)
+        candidates = family.within(*config._sizes, bound, config)
     else:
         assert family.sharded_within is not None, f"{family.name} has no orders with shards for a bound"
-        candidates = family.sharded_within(*config._sizes, limit, config, config.layout)
+        candidates = family.sharded_within(*config._sizes, bound, config, config.layout)
     for choice, orders in candidates:
-        placed = place(_name(config), config.num_microbatches, config.layout, orders)
-        schedule = replace(placed, after_input=limit.after_input)
-        if keeps_bound(schedule, limit.bound, staying):
+        schedule = place(_name(config), config.num_microbatches, config.layout, orders)
+        if keeps_bound(schedule, bound, staying):
             return choice, schedule
-    usual, group = replace(_usual(config), after_input=limit.after_input), family.usual_group(config.num_ranks)
-    if keeps_bound(usual, limit.bound, staying):
+    usual, group = _usual(config), family.usual_group(config.num_ranks)
+    if keeps_bound(usual, bound, staying):
         groups = groups_of(config.num_microbatches, min(group, config.num_microbatches))
         return OrderChoice(groups, "the usual order"), usual
     evened = balance(usual)
     (kept,) = {max(allocated_counts(evened))} if staying else set(evened.bounds or ())
     raise ValueError(
-        f"no order of {config.schedule} was found that keeps every rank within {limit.bound} micro-batches of a chunk"
+        f"no order of {config.schedule} was found that keeps every rank within {bound} micro-batches of a chunk"
         f"{', host buffers included' if staying else ''}: "
         f"its groups of {group} keep {kept}; raise the bound, or use more chunks"
     )

@@ -8,7 +8,6 @@ parts of a micro-batch may leave (`fewest_moved`), the part of each is chosen th
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 
 from bpipe.balance.pairs import allocated_bytes, check_input, own_bytes, pairs_of, plan_rank, with_transfers
 from bpipe.schedule.action import Kind
@@ -64,7 +63,7 @@ def balance_within(
     fitted = replace(schedule, hosts=in_pairs(chosen))
     for pair in pairs_of(chosen):
         fitted = _pair_fitted(fitted, pair, activation_budget)
-    return replace(fitted, bounds=tuple(map(ceil, peak_counts(fitted))))
+    return replace(fitted, bounds=peak_counts(fitted))
 
 
 def check_rooms(schedule: Schedule, budget: ActivationBudget) -> None:
@@ -216,6 +215,6 @@ def _pair_fitted(schedule: Schedule, pair: Pair, budget: ActivationBudget) -> Sc
     schedule = replace(schedule, ranks=tuple(rows))
     needed = sum(allocated_bytes(schedule, host, memory))
     if needed > rooms[host]:
-        sizes = f"needs {memory.with_unit(needed)} but has room for {memory.with_unit(rooms[host])}"
+        sizes = f"needs {needed} {memory.unit} but has room for {rooms[host]} {memory.unit}"
         raise BudgetTooSmall(pair, f"rank {host}, which hosts for rank {sender}, {sizes}")
     return schedule

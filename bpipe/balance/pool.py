@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import ceil
 from typing import NamedTuple
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved
@@ -33,7 +32,7 @@ from bpipe.balance.pairs import (
 from bpipe.schedule.action import Kind
 from bpipe.schedule.host_buffers import Residencies, Residency, host_buffers, slots_away
 from bpipe.schedule.hosts import ALL, HOST, POOL, Host, Hosts, Pair, host_memory_of, in_pairs
-from bpipe.schedule.memory import Memory, counts_of, live_bytes, peak_counts
+from bpipe.schedule.memory import Memory, counting, live_bytes, peak_counts
 from bpipe.schedule.schedule import Schedule
 
 # Most steps to find a packing, and to find a cheaper one.
@@ -172,8 +171,8 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> Bud
     ranks = sorted({item.owner for item in items})
     needs = {rank: sum(item.num_bytes for item in items if item.owner == rank) for rank in ranks}
     worst = max(needs, key=lambda rank: needs[rank])
-    needed = ", ".join(f"rank {rank} {memory.text(size)}" for rank, size in needs.items())
-    rooms = ", ".join(f"rank {rank} {memory.text(left)}" for rank, left in enumerate(spare) if left > 0)
+    needed = ", ".join(f"rank {rank} {size}" for rank, size in needs.items())
+    rooms = ", ".join(f"rank {rank} {left}" for rank, left in enumerate(spare) if left > 0)
     host_buffers = f"evicted memory needs host buffers ({needed} {memory.unit})"
     reason = f"{host_buffers}, more than the other ranks have room for ({rooms or 'no rank has any'})"
     return BudgetTooSmall((worst, worst), reason)
@@ -212,9 +211,9 @@ def with_hosts(
     for rank, room in enumerate(budget.room_bytes):
         needed = sum(allocated_bytes(hosted, rank, memory))
         if needed > room:
-            sizes = f"needs {memory.with_unit(needed)} but has room for {memory.with_unit(room)}"
+            sizes = f"needs {needed} {memory.unit} but has room for {room} {memory.unit}"
             raise BudgetTooSmall((rank, rank), f"rank {rank}, which hosts for others, {sizes}")
-    return replace(hosted, bounds=tuple(map(ceil, peak_counts(hosted))))
+    return replace(hosted, bounds=peak_counts(hosted))
 
 
 def _hosts(used: Sequence[set[Host]]) -> Hosts:
@@ -264,14 +263,14 @@ def balance_over_hosts_within(
     Raises:
         ValueError: Bounds cannot be kept; names the smallest that can.
     """
-    memory = counts_of(schedule)
+    memory = counting(schedule.num_stages)
 
     def within(limits: Sequence[int]) -> Schedule:
-        budget = ActivationBudget(tuple(limit * memory.parts for limit in limits), memory)
+        budget = ActivationBudget(tuple(limits), memory)
         return replace(balance_over_hosts(schedule, hosts, budget, nodes), bounds=tuple(limits))
 
     def smallest() -> int:
-        most = ceil(max(peak_counts(schedule))) - 1
+        most = max(peak_counts(schedule)) - 1
         return smallest_level(lambda bound: within((bound,) * schedule.num_ranks), most)[0]
 
     if bounds is None:

@@ -31,7 +31,7 @@ from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.host_buffers import num_host_memory_buffers
 from bpipe.schedule.hosts import uses_host_memory
 from bpipe.schedule.lowering.lower import lower_as_run
-from bpipe.schedule.memory import num_transfers, peak_counts, plain, with_after_input
+from bpipe.schedule.memory import num_transfers, peak_counts, plain
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 
@@ -55,7 +55,7 @@ _NEEDED = _MADE[:3]
 _BALANCED = (schedules.BOUND, schedules.PARTNERS, schedules.HOSTS)
 COMMAND = Command(
     (
-        Group("generated schedule", (*_MADE, schedules.COSTS, schedules.KEPT)),
+        Group("generated schedule", (*_MADE, schedules.COSTS)),
         Group("schedule from a file", (schedules.INPUT, schedules.ALIGN)),
         Group("balancing", (schedules.BALANCE, *_BALANCED)),
         Group("output", (schedules.SCHEDULE_FORMAT, schedules.MESSAGES, schedules.EXCHANGE, outputs.OUTPUT)),
@@ -186,8 +186,6 @@ def _imported(options: Options) -> Schedule:
             raise ValueError(f"{flag.name} is for generating, --input reads a schedule: give one of them")
     schedule = read_file(options.input)
     try:
-        if options.kept is not None:
-            schedule = with_after_input(schedule, options.kept)
         how = named_balance(options.balance, options.bound, options.partners, hosts=options.hosts)
         return adopt(align(schedule) if options.align else schedule, how)
     except ValueError as error:
@@ -233,7 +231,7 @@ def _remarks(schedule: Schedule, given: Times) -> str:
     """Write the numbers of the grid, with times if its slots do not show them."""
     ranks = range(schedule.num_ranks)
     numbers = {
-        "peak": ",".join(str(plain(peak)) for peak in peak_counts(schedule)),
+        "peak": ",".join(map(str, peak_counts(schedule))),
         "evictions": ",".join(str(num_transfers(schedule, rank).evictions) for rank in ranks),
     }
     if uses_host_memory(schedule.hosts):

@@ -14,7 +14,7 @@ from html import escape
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.host_buffers import guests_of
 from bpipe.schedule.hosts import write_host
-from bpipe.schedule.memory import Count, live_counts, plain
+from bpipe.schedule.memory import live_counts
 from bpipe.schedule.schedule import Schedule, Slot
 
 SLOT_WIDTH = 30
@@ -190,8 +190,8 @@ def _transfer(picture: Picture, x: float, y: float, index: int, count: int, acti
     picture.words.append(Word(left + width / 2, y + MOVE_HEIGHT / 2 - 2, text, 9 if count == 1 else 6))
 
 
-def _curve(picture: Picture, y: float, counts: Sequence[Count], top: Count, bound: int | None) -> None:
-    bottom, scale = y + CURVE_HEIGHT, CURVE_HEIGHT / float(top)
+def _curve(picture: Picture, y: float, counts: Sequence[int], top: int, bound: int | None) -> None:
+    bottom, scale = y + CURVE_HEIGHT, CURVE_HEIGHT / top
     right = MARGIN_LEFT + len(counts) * SLOT_WIDTH
     picture.shapes.append(Shape("axis", ((MARGIN_LEFT, bottom), (right, bottom)), closed=False))
     points: list[tuple[float, float]] = [(MARGIN_LEFT, bottom)]
@@ -200,7 +200,7 @@ def _curve(picture: Picture, y: float, counts: Sequence[Count], top: Count, boun
         points += [(MARGIN_LEFT + slot * SLOT_WIDTH, height), (MARGIN_LEFT + (slot + 1) * SLOT_WIDTH, height)]
     points.append((right, bottom))
     picture.shapes.append(Shape("curve", tuple(points), closed=False))
-    label = f"peak {plain(max(counts))}"
+    label = f"peak {max(counts)}"
     if bound is not None:
         height = bottom - bound * scale
         picture.shapes.append(Shape("bound", ((MARGIN_LEFT, height), (right, height)), closed=False))

@@ -33,9 +33,9 @@ from bpipe.balance.deadlines import Windows
 from bpipe.build import ScheduleConfig
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import UnitCosts
-from bpipe.schedule.files.text import read_action, read_costs, read_share
+from bpipe.schedule.files.text import read_action, read_costs
 from bpipe.schedule.layout import Vocabulary
-from bpipe.schedule.memory import KeptMemory, memory_of, plain
+from bpipe.schedule.memory import KeptMemory, memory_of
 from bpipe.schedule.program import Exchange
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_list, a_number, a_text, a_whole, an_object, printable
 
@@ -247,7 +247,6 @@ _RULES: dict[Any, Rule] = {
     bool: Rule(a_flag),
     int: whole(1, LARGEST),
     tuple[int, ...]: each(whole(0, LARGEST)),
-    Fraction: Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share))),
     UnitCosts: Rule(_read_costs, _write_costs),
     Exchange: _one_of(Exchange),
     Vocabulary: _one_of(Vocabulary),

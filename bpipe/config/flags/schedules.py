@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 from bpipe.balance.config import BALANCES
@@ -15,7 +14,6 @@ from bpipe.config.flags.values import (
     group_size,
     hop,
     numbers,
-    share,
     unit_costs,
 )
 from bpipe.schedule.families.families import (
@@ -131,15 +129,6 @@ HOP = Flag(
     hop,
     launch=InLaunch("--bpipe-hop"),
 )
-KEPT = Flag(
-    "kept",
-    "--kept",
-    "with split backwards: share of a micro-batch's activations held between input gradient (I) and weight "
-    "gradients (W), such as 0.5 (default: the file's, or 1)",
-    "SHARE",
-    share,
-    launch=InLaunch("--bpipe-kept"),
-)
 VOCABULARY = Flag(
     "vocabulary_parallel",
     "--vocabulary",
@@ -164,7 +153,7 @@ VOCABULARY_INPUT = Flag(
     launch=InLaunch("--bpipe-vocabulary-input"),
 )
 # What only a generated schedule is asked.
-GENERATED = (*ORDER, KEPT, COSTS, HOP)
+GENERATED = (*ORDER, COSTS, HOP)
 
 
 def schedule_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +167,6 @@ def schedule_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: TAKEN[name].default if value in (None, AUTO) else value for name, value in order.items()},
         "costs": replace(unit_costs(values.get("costs")), hop=values.get("hop") or 0),
-        "after_input": Fraction(1) if values.get("kept") is None else values["kept"],
         "vocabulary": Vocabulary.WHOLE if vocabulary in (None, REDISTRIBUTE) else Vocabulary(vocabulary),
         "input_shards": bool(values.get("input_shards")),
     }

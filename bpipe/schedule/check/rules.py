@@ -18,7 +18,7 @@ from bpipe.schedule.dependencies import NOTHING, Dependencies
 from bpipe.schedule.files.grid import window
 from bpipe.schedule.hosts import Host, Hosts, device_ranks, write_host
 from bpipe.schedule.layout import MOST_PIPES, TWO_PIPES, reversed_slice
-from bpipe.schedule.memory import SHARE_DECIMALS, live_counts, plain
+from bpipe.schedule.memory import live_counts
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule, Slot
 
@@ -113,7 +113,7 @@ def check_shape(case: Case) -> None:
 
 
 def check_head(case: Case) -> None:
-    """Check that stages are evenly distributed, each rank has one bound, and `after_input` can be written."""
+    """Check that stages are evenly distributed and each rank has one bound."""
     schedule, ranks = case.schedule, case.schedule.num_ranks
     for placement in schedule.layout.placements:
         counts = [placement.count(rank) for rank in range(ranks)]
@@ -122,10 +122,6 @@ def check_head(case: Case) -> None:
             raise ScheduleError(_SHAPE, reason)
     if schedule.bounds is not None and len(schedule.bounds) != ranks:
         raise ScheduleError(_SHAPE, f"{len(schedule.bounds)} bounds for {ranks} ranks: give one for each")
-    share = schedule.after_input
-    if share < 0 or (share * 10**SHARE_DECIMALS).denominator != 1:
-        limits = f"a share of at least 0 with at most {SHARE_DECIMALS} decimals"
-        raise ScheduleError(_SHAPE, f"after_input {share} must be {limits}")
 
 
 def check_once(case: Case) -> None:
@@ -544,7 +540,7 @@ def check_bounds(case: Case) -> None:
         counts = live_counts(schedule, rank)
         if max(counts) > bound:
             slot = next(slot for slot, count in enumerate(counts) if count > bound)
-            reason = f"holds {plain(counts[slot])} micro-batches, but its bound is {bound}"
+            reason = f"holds {counts[slot]} micro-batches, but its bound is {bound}"
             raise case.error("bound", rank, slot, schedule.ranks[rank][slot].compute, reason)
 
 

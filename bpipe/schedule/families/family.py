@@ -52,14 +52,6 @@ class UnitCosts:
 ALIKE = UnitCosts()
 
 
-@dataclass(frozen=True, slots=True)
-class RankLimit:
-    """Limits of a rank once pairs share memory: `bound` micro-batches of a chunk; the share held between I and W."""
-
-    bound: int
-    after_input: Fraction = Fraction(1)
-
-
 def _taken_by(family_field: str, lack: str, default: object) -> Any:
     """Declare an option for families whose `family_field` is true; `lack` is said of the others."""
     return field(default=default, metadata={"taken_by": family_field, "lack": lack})
@@ -99,13 +91,14 @@ class OrderChoice:
 LayoutOf = Callable[[int, int], Layout]
 # (num_ranks, num_microbatches, num_chunks, options) -> one order per rank.
 Orders = Callable[[int, int, int, FamilyOptions], Sequence[Order]]
-# The same with a limit -> orders made for it, each with its description, fastest first.
-OrdersWithin = Callable[[int, int, int, RankLimit, FamilyOptions], Iterable[tuple[OrderChoice, Sequence[Order]]]]
+# The same with a bound for all ranks, once pairs share memory -> orders made for it, each with its description,
+# fastest first.
+OrdersWithin = Callable[[int, int, int, int, FamilyOptions], Iterable[tuple[OrderChoice, Sequence[Order]]]]
 # The same with a layout -> orders with the layout's shards of the vocabulary.
 ShardedOrders = Callable[[int, int, int, FamilyOptions, Layout], Sequence[Order]]
-# Both: orders with shards, made for a limit.
+# Both: orders with shards, made for a bound.
 ShardedOrdersWithin = Callable[
-    [int, int, int, RankLimit, FamilyOptions, Layout], Iterable[tuple[OrderChoice, Sequence[Order]]]
+    [int, int, int, int, FamilyOptions, Layout], Iterable[tuple[OrderChoice, Sequence[Order]]]
 ]
 
 

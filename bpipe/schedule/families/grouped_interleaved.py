@@ -21,7 +21,7 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind, by_microbatch
-from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
+from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, OrderChoice, UnitCosts
 from bpipe.schedule.families.interleaved import layout
 from bpipe.schedule.families.shards import BESIDE_HALVES, further_forwards, further_within
 from bpipe.schedule.families.timing import NEVER, StageTicks, length, stage_ticks, work_of
@@ -80,12 +80,7 @@ class ListSchedule:
 
 
 def schedule_list(
-    turns: Turns,
-    num_ranks: int,
-    ticks: StageTicks,
-    rule: ChoiceRule,
-    after_input: Fraction = Fraction(1),
-    shorter_than: Fraction | None = None,
+    turns: Turns, num_ranks: int, ticks: StageTicks, rule: ChoiceRule, shorter_than: Fraction | None = None
 ) -> ListSchedule | None:
     """Return what the ranks choose; None if the rule makes them wait for each other, or it is not `shorter_than` a
     makespan.
@@ -95,10 +90,9 @@ def schedule_list(
         num_ranks: Ranks of the pipeline.
         ticks: Durations, by stage and kind.
         rule: Which computation a rank takes of those that are ready.
-        after_input: Share of a micro-batch that is held between I and W.
         shorter_than: A makespan; None accepts any.
     """
-    run = _Ranks(turns, num_ranks, ticks, rule, after_input)
+    run = _Ranks(turns, num_ranks, ticks, rule)
     if shorter_than is not None:
         # A rank ends when all its computations and all its waits are over.
         run.most_idle = int(shorter_than * ticks.per_unit) - run.total * sum(run.durations.values())
@@ -132,19 +126,12 @@ class _Ranks:
     `forwards[r]` and `inputs[r]` are the ends of the F and I that rank r has started.
     """
 
-    def __init__(
-        self, turns: Turns, num_ranks: int, ticks: StageTicks, rule: ChoiceRule, after_input: Fraction
-    ) -> None:
+    def __init__(self, turns: Turns, num_ranks: int, ticks: StageTicks, rule: ChoiceRule) -> None:
         self.last = num_ranks - 1
         self.total, self.before, self.own = len(turns.forwards), turns.before, turns.own
         self.hop = ticks.hop if num_ranks > 1 else 0
         self.durations = {kind: ticks.lasts[kind] for kind in (_F, _I, _W)}
-        whole, after = after_input.denominator, after_input.numerator
-        self.whole = whole
-        self.takes = {_F: whole, _I: max(0, after - whole), _W: 0}
-        self.gives = {_F: 0, _I: max(0, whole - after), _W: after}
-        self.caps = [cap * whole for cap in rule.caps]
-        self.together = NEVER if rule.together is None else rule.together * whole
+        self.caps, self.together = rule.caps, NEVER if rule.together is None else rule.together
         self.tails, self.discipline = rule.tails, rule.discipline
         self.patience = {kind: duration // 2 * rule.patient for kind, duration in self.durations.items()}
         self.forwards: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -236,7 +223,7 @@ class _Ranks:
         return ends[number] + self.hop if number < len(ends) else NEVER
 
     def _has_room(self, rank: int) -> bool:
-        held = self.held[rank] + self.whole
+        held = self.held[rank] + 1
         if held > self.caps[rank] and self.total - len(self.forwards[rank]) > self.tails[rank]:
             return False
         mirror = self.last - rank
@@ -246,8 +233,8 @@ class _Ranks:
         end = now + self.durations[kind]
         self.kinds[rank].append(kind)
         self.free[rank] = end
-        self.held[rank] += self.takes[kind]
-        self._wake(end, rank, self.gives[kind])
+        self.held[rank] += kind is _F
+        self._wake(end, rank, int(kind is _W))
         if kind is _W:
             self.done_weights[rank] += 1
             self.turn[rank] = _F
@@ -417,7 +404,7 @@ _BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2,
 
 
 def orders_within(
-    num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions
+    num_ranks: int, num_microbatches: int, num_chunks: int, bound: int, options: FamilyOptions
 ) -> Iterator[tuple[OrderChoice, list[list[Action]]]]:
     """Yield orders for a bound, fastest first, each with its description.
 
@@ -427,7 +414,7 @@ def orders_within(
     also tries orders in beats. Nothing is random, and the number of orders tried depends on sizes alone.
     `balance.pairs` decides whether pairs keep the bound, transfers included.
     """
-    search = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options.costs, limit)
+    search = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options.costs, bound)
     for sizes, rule, listed in search.search():
         yield OrderChoice(sizes, rule), actions_of(listed, turns(sizes, num_chunks))
 
@@ -435,13 +422,11 @@ def orders_within(
 class _HeuristicSearch:
     """The orders tried so far by split and manner, and those in beats."""
 
-    def __init__(
-        self, num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, limit: RankLimit
-    ) -> None:
-        self.p, self.m, self.v, self.limit = num_ranks, num_microbatches, num_chunks, limit
+    def __init__(self, num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, bound: int) -> None:
+        self.p, self.m, self.v, self.bound = num_ranks, num_microbatches, num_chunks, bound
         self.ticks = stage_ticks(costs, num_chunks)
-        # What is left for whole groups besides the pair's slope and what W needs beyond what its F saved.
-        above = limit.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), limit.after_input - 1)
+        # What is left for whole groups besides the pair's slope.
+        above = bound - Fraction(num_ranks + 1, 2)
         self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)
         most = min(_MOST_COMPUTATIONS, _BY_RANKS * num_ranks**2) // (3 * num_ranks * num_microbatches * num_chunks)
         self.left = min(_MOST_ORDERS, max(_FEWEST_ORDERS, most))
@@ -474,7 +459,7 @@ class _HeuristicSearch:
             if self.left and (sizes, manner) not in self.tried:
                 self.left -= 1
                 taken, rule = turns(sizes, self.v), self._rule(manner, max(sizes))
-                listed = schedule_list(taken, self.p, self.ticks, rule, self.limit.after_input)
+                listed = schedule_list(taken, self.p, self.ticks, rule)
                 if listed is not None:
                     self.tried[sizes, manner] = listed
 
@@ -482,7 +467,7 @@ class _HeuristicSearch:
         caps = [self._cap(manner, group, rank) + (manner.extra or 0) for rank in range(self.p)]
         uncapped = 0 if manner.extra is None else self.p // 2 if manner.early else self.p
         caps[uncapped:] = [self.m * self.v] * (self.p - uncapped)
-        together = None if manner.spare is None else 2 * self.limit.bound - manner.spare
+        together = None if manner.spare is None else 2 * self.bound - manner.spare
         tails = {
             "none": [0] * self.p,
             "slanted": [2 * rank // 3 for rank in range(self.p)],
@@ -494,7 +479,7 @@ class _HeuristicSearch:
     def _cap(self, manner: OrderHeuristic, group: int, rank: int) -> int:
         if manner.slope is None:
             return (self.v - 1) * group + self.p - rank
-        return floor(self.limit.bound + manner.slope * (Fraction(self.p - 1, 2) - rank))
+        return floor(self.bound + manner.slope * (Fraction(self.p - 1, 2) - rank))
 
     def _splits(self) -> list[tuple[int, ...]]:
         """Return ways to split the micro-batches into groups, the most promising first, each once."""

@@ -29,7 +29,6 @@ al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024.
 import contextlib
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from math import lcm
 
@@ -40,7 +39,6 @@ from bpipe.schedule.families.family import (
     OrderChoice,
     Orders,
     OrdersWithin,
-    RankLimit,
     ShardedOrders,
     ShardedOrdersWithin,
     UnitCosts,
@@ -207,12 +205,11 @@ def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int])
     """Return orders for a bound that run further ahead, fastest first, without those that would block."""
 
     def sharded(
-        num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions, layout: Layout
+        num_ranks: int, num_microbatches: int, num_chunks: int, bound: int, options: FamilyOptions, layout: Layout
     ) -> Iterator[tuple[OrderChoice, Sequence[Order]]]:
         candidates: list[tuple[int, OrderChoice, list[list[Action]]]] = []
         for ahead in (num_forwards[layout.vocabulary], 0):
-            left = replace(limit, bound=max(1, limit.bound - ahead))
-            for choice, own in orders(num_ranks, num_microbatches, num_chunks, left, options):
+            for choice, own in orders(num_ranks, num_microbatches, num_chunks, max(1, bound - ahead), options):
                 further = [_further(order, ahead) for order in own]
                 with contextlib.suppress(ValueError):
                     ticks, fit = fit_with_ticks(layout, num_microbatches, further, options.costs)

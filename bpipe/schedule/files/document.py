@@ -7,8 +7,7 @@
 `stages` is the number of ranks p; with chunks the stage of a cell is below p*v, and `stage_to_rank` places it. `peak`
 and `evictions` follow from the slots and must agree with them. `costs`, `hop`, `makespan` and `bubble_percent` may
 follow: the durations that the writer assumed, for readers of the data. `partners` and `stage_to_rank` may be omitted if
-they are the usual ones; `after_input` is the share of a micro-batch that counts between the halves of its backward, if
-not 1. If micro-batches are cut, `slices` is the number of slices; numbers in slots are then of slices, and `peak` and
+they are the usual ones. If micro-batches are cut, `slices` is the number of slices; numbers in slots are then of slices, and `peak` and
 `bounds` count slices of a chunk.
 """
 
@@ -24,20 +23,19 @@ from bpipe.schedule.files.text import (
     read_computation,
     read_csv,
     read_partners,
-    read_share,
     read_vocabulary,
     slot_of,
     write_computation,
 )
 from bpipe.schedule.hosts import Hosts, mirrored_pairs, read_hosts, write_hosts
 from bpipe.schedule.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary
-from bpipe.schedule.memory import Count, num_transfers, peak_counts, plain
+from bpipe.schedule.memory import num_transfers, peak_counts
 from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
 _RANK_KEYS = ("rank", "peak", "evictions", "slots")
-_OPTIONAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input", "slices")
+_OPTIONAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "slices")
 # Keys about durations, which slots do not imply.
 _TIMES = ("costs", "hop", "makespan", "bubble_percent")
 
@@ -81,15 +79,13 @@ def _special_head(schedule: Schedule) -> dict[str, object]:
         special["input"] = "shards"
     if schedule.hosts is not None and schedule.is_pooled:
         special["hosts"] = write_hosts(schedule.hosts)
-    if schedule.after_input != 1:
-        special["after_input"] = plain(schedule.after_input)
     return special
 
 
-def _rank(schedule: Schedule, rank: int, peak: Count) -> dict[str, object]:
+def _rank(schedule: Schedule, rank: int, peak: int) -> dict[str, object]:
     return {
         "rank": rank,
-        "peak": plain(peak),
+        "peak": peak,
         "evictions": num_transfers(schedule, rank).evictions,
         "slots": [
             {"compute": write_computation(slot) or None, "transfers": [str(action) for action in slot.transfers]}
@@ -131,9 +127,7 @@ def read_json(text: str) -> Schedule:
             raise TextError(f"there are {len(placement)} stages, but stages times chunks is {num_ranks * num_chunks}")
     bounds = None if fields["bounds"] is None else _numbers(fields["bounds"], "bounds")
     hosts = _hosts(fields, num_ranks)
-    share = fields.get("after_input", 1)
-    after_input = read_share(str(share) if type(share) in (int, float) else repr(share), "after_input")
-    schedule = Schedule(name, num_microbatches * layout.slices, layout, ranks, hosts, bounds, after_input)
+    schedule = Schedule(name, num_microbatches * layout.slices, layout, ranks, hosts, bounds)
     _compare(schedule, entries)
     return schedule
 
@@ -203,11 +197,9 @@ def _compare(schedule: Schedule, entries: Sequence[object]) -> None:
         raise TextError(f"an action names stage {widest}, but there are {schedule.num_stages} stages")
     for rank, (entry, peak) in enumerate(zip(entries, peak_counts(schedule), strict=True)):
         fields = _object(entry, f"ranks[{rank}]", _RANK_KEYS)
-        for key, actual in (("peak", plain(peak)), ("evictions", num_transfers(schedule, rank).evictions)):
-            value = fields[key]
-            has_shares = isinstance(value, float) and schedule.after_input != 1
-            if (value if has_shares else _number(value, f"ranks[{rank}].{key}", 0)) != actual:
-                raise TextError(f"ranks[{rank}].{key} is {value!r}, but its slots give {actual}")
+        for key, actual in (("peak", peak), ("evictions", num_transfers(schedule, rank).evictions)):
+            if _number(fields[key], f"ranks[{rank}].{key}", 0) != actual:
+                raise TextError(f"ranks[{rank}].{key} is {fields[key]!r}, but its slots give {actual}")
 
 
 def _object(value: object, place: str, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, object]:

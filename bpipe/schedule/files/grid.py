@@ -9,7 +9,6 @@ A lane is a rank: line C has what it computes (`.` is a bubble) and line T, if i
 meanwhile. A cell is the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H host,
 R return, L load. The stage's number comes first if a rank has several stages, or if the lane implies another one.
 `0F5&7B2` are a forward and a backward that run together. A grid wider than the page continues in blocks.
-`after_input=0.5` in the header: half of a micro-batch counts between the halves of a split backward.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -15,7 +15,6 @@ from fractions import Fraction
 from bpipe.schedule.action import COMPUTE, Action, Kind
 from bpipe.schedule.hosts import Hosts, in_pairs, pairing, partners_of, read_hosts, write_hosts
 from bpipe.schedule.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary, one_pipe
-from bpipe.schedule.memory import SHARE_DECIMALS, plain
 from bpipe.schedule.schedule import Schedule, Slot
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -27,10 +26,9 @@ _KINDS = {kind.value: kind for kind in Kind}
 _EMPTY = Slot()
 _HEADER = "# bpipe"
 _REQUIRED = ("schedule", "microbatches", "stage_to_rank")
-_FIELDS = (*_REQUIRED, "vocabulary", "input", "partners", "hosts", "bounds", "after_input", "slices")
+_FIELDS = (*_REQUIRED, "vocabulary", "input", "partners", "hosts", "bounds", "slices")
 # Separates the placements of several pipes.
 PIPES = "/"
-_SHARE = re.compile(rf"(0|[1-9][0-9]{{0,3}})(\.[0-9]{{1,{SHARE_DECIMALS}}})?")
 
 # A file may not make us allocate what it does not contain.
 MAX_SLOTS = 10_000_000
@@ -80,7 +78,7 @@ def write_csv(schedule: Schedule) -> str:
 
     Compute-only schedules are written as torch.distributed.pipelining writes its own.
     """
-    in_rows = schedule.layout == one_pipe(schedule.layout.placements[0]) and schedule.after_input == 1
+    in_rows = schedule.layout == one_pipe(schedule.layout.placements[0])
     needs_header = schedule.hosts is not None or schedule.bounds is not None or not in_rows
     return f"{header(schedule)}\n{write_rows(schedule)}" if needs_header else write_rows(schedule)
 
@@ -159,8 +157,6 @@ def header(schedule: Schedule) -> str:
         fields.append(f"hosts={write_hosts(schedule.hosts)}" if partners is None else f"partners={_join(partners)}")
     if schedule.bounds is not None:
         fields.append(f"bounds={_join(schedule.bounds)}")
-    if schedule.after_input != 1:
-        fields.append(f"after_input={plain(schedule.after_input)}")
     return " ".join([_HEADER, *fields])
 
 
@@ -192,10 +188,7 @@ def _assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str)
         layout = _read_layout(fields)
         bounds = _numbers(fields["bounds"], "bounds") if "bounds" in fields else None
         num_microbatches = _number(fields, "microbatches") * layout.slices
-        share = read_share(fields.get("after_input", "1"), "line 1: after_input")
-        return Schedule(
-            fields["schedule"], num_microbatches, layout, ranks, _read_hosts(fields, len(ranks)), bounds, share
-        )
+        return Schedule(fields["schedule"], num_microbatches, layout, ranks, _read_hosts(fields, len(ranks)), bounds)
     num_microbatches, stage_to_rank = describe(ranks)
     return Schedule(name, num_microbatches, one_pipe(stage_to_rank), ranks)
 
@@ -256,16 +249,6 @@ def read_numbers(text: str) -> tuple[int, ...]:
     if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
         raise TextError(f"{text[:40]!r} is neither a number nor a list of numbers such as 3,3,2,1")
     return tuple(map(int, text.split(",")))
-
-
-def read_share(text: str, place: str) -> Fraction:
-    """Read a share of a micro-batch, such as `0.5`, exactly."""
-    if not _SHARE.fullmatch(text):
-        raise TextError(
-            f"{place}: {text[:40]!r} is not a share such as 0.5: "
-            f"give at least 0, with at most {SHARE_DECIMALS} decimals"
-        )
-    return Fraction(text)
 
 
 def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:

@@ -24,7 +24,7 @@ from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
 from bpipe.schedule.hosts import Host
-from bpipe.schedule.memory import moves_anything, peak_counts, plain
+from bpipe.schedule.memory import moves_anything, peak_counts
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import MeasuredLink
 from bpipe.transport.table import sufficiency
@@ -155,7 +155,7 @@ def why_nothing_moves(schedule: Schedule) -> str:
     if schedule.num_ranks == 1:
         return "a single stage has no other to share with"
     peaks = peak_counts(schedule)
-    fullest = f"{plain(max(peaks))} micro-batches{' of a chunk' * (schedule.num_chunks > 1)}"
+    fullest = f"{max(peaks)} micro-batches{' of a chunk' * (schedule.num_chunks > 1)}"
     if min(peaks) == max(peaks):
         return f"every stage holds {fullest}, so there is nothing to share"
     # A bound may have been given that is higher than what pairs can keep.
@@ -186,7 +186,7 @@ def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
     if not schedule.layout.shard_kinds:
         bubble = f", bubble {float(iteration_time(schedule, program.costs).bubble_percent):.1f} %"
     return [
-        f"{schedule.name}, chosen for a bound of {program.limit.bound} micro-batches of a chunk{_at(program.costs)}: "
+        f"{schedule.name}, chosen for a bound of {program.limit} micro-batches of a chunk{_at(program.costs)}: "
         f"groups: {groups}; {choice.rule}; {_held(schedule)}{bubble}"
     ]
 
@@ -205,5 +205,5 @@ def _number(cost: int | Fraction) -> str:
 def _held(schedule: Schedule) -> str:
     """Return the most that any rank holds. Host buffers stay, even if the rank is full at another time."""
     peak, occupied = max(peak_counts(schedule)), max(allocated_counts(schedule))
-    buffers = f" ({plain(occupied)} with host buffers, which stay)" if occupied > peak else ""
-    return f"at most {plain(peak)} held{buffers}"
+    buffers = f" ({occupied} with host buffers, which stay)" if occupied > peak else ""
+    return f"at most {peak} held{buffers}"
