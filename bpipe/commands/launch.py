@@ -166,9 +166,8 @@ def with_trace(setup: Setup, traced: Traced | None, file: str | None) -> Setup:
     return replace(setup, traced=traced)
 
 
-def picture_file(name: str | None, suffixes: Sequence[str]) -> Path | None:
-    """Return the file that --plot draws. Raises ValueError for a suffix that cannot be drawn."""
-    if name is None or Path(name).suffix in suffixes:
+def picture_file(name: str | None) -> Path | None:
+    """Return the file that --plot draws. Raises ValueError for a suffix other than that of SVG."""
+    if name is None or Path(name).suffix == ".svg":
         return None if name is None else Path(name)
-    *others, last = suffixes
-    raise ValueError(f"--plot {name}: the name must end in {', '.join(others)} or {last}")
+    raise ValueError(f"--plot {name}: the name must end in .svg")

@@ -23,7 +23,7 @@ from bpipe.commands.launch import (
     picture_file,
     reading_of,
 )
-from bpipe.commands.simulate import SUFFIXES, budgeted
+from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.budgets import MemoryBudget
@@ -118,7 +118,7 @@ def run(asked: Options) -> int:
     # A search makes millions of small values, hardly any in a cycle: collecting cycles took a fifth of its time.
     gc.set_threshold(200_000, 20, 100)
     if options.front:
-        plot = picture_file(options.plot, SUFFIXES)
+        plot = picture_file(options.plot)
         with progress_of("front") as progress:
             front = find_front(space, progress)
         print_front(front, space, options, plot)
@@ -414,11 +414,10 @@ def print_front(front: Front, space: Space, options: Options, plot: Path | None)
     """Draw and print. Raises ValueError for a row that does not exist, or without matplotlib."""
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
     if plot is not None:
-        plot.write_bytes(_drawn(front, title, plot.suffix))
+        plot.write_text(_drawn(front, title), encoding="utf-8")
     if options.html is not None:
         # A page has the title as its head.
-        svg = _drawn(front, "", ".svg").decode()
-        Path(options.html).write_text(_page(front, title, svg), encoding="utf-8")
+        Path(options.html).write_text(_page(front, title, _drawn(front, "")), encoding="utf-8")
     if options.emit_args is not None:
         if options.emit_args > len(front.points):
             raise ValueError(f"--emit-args {options.emit_args}: there are {len(front.points)} rows")
@@ -468,16 +467,16 @@ def _front_remarks(front: Front) -> list[str]:
     return [letters, *needs, standing(front), *([searched] if front.not_searched else [])]
 
 
-def _drawn(front: Front, title: str, suffix: str) -> bytes:
+def _drawn(front: Front, title: str) -> str:
     try:
-        from bpipe.draw.plots import FrontPoint, front_chart, to_png, to_svg
+        from bpipe.draw.plots import FrontPoint, front_chart, to_svg
     except ImportError:
         raise ValueError(
             "--plot and --html need matplotlib, which is not installed: pip install matplotlib, or leave them out"
         ) from None
     points = [FrontPoint(row.peak_bytes, row.iteration_s, _label(row.setup)) for row in front.points]
     figure = front_chart(points, front.limit_bytes, front.winner, title)
-    return to_png(figure) if suffix == ".png" else to_svg(figure).encode()
+    return to_svg(figure)
 
 
 def _label(setup: Setup) -> str:

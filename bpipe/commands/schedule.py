@@ -15,24 +15,20 @@ from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import FORMATS
 from bpipe.config.flags.values import AUTO, unit_costs
 from bpipe.schedule.action import SHARDS, TRANSFER, Action, Kind
-from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.families.families import (
     FAMILIES,
     SUMMARIES,
-    exchange_of,
     families_for_bounds,
     families_with_early_forwarding,
 )
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.families.unit_grid import align
 from bpipe.schedule.files.document import read_file, source_of, write_json
-from bpipe.schedule.files.grid import write_grid, write_listing
+from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.host_buffers import num_host_memory_buffers
 from bpipe.schedule.hosts import uses_host_memory
-from bpipe.schedule.lowering.lower import lower_as_run
 from bpipe.schedule.memory import num_transfers, peak_counts, plain
-from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 
 # Values of `--costs` and `--hop`.
@@ -58,7 +54,7 @@ COMMAND = Command(
         Group("generated schedule", (*_MADE, schedules.COSTS)),
         Group("schedule from a file", (schedules.INPUT, schedules.ALIGN)),
         Group("balancing", (schedules.BALANCE, *_BALANCED)),
-        Group("output", (schedules.SCHEDULE_FORMAT, schedules.MESSAGES, schedules.EXCHANGE, outputs.OUTPUT)),
+        Group("output", (schedules.SCHEDULE_FORMAT, outputs.OUTPUT)),
     ),
     (
         Task(
@@ -77,11 +73,6 @@ COMMAND = Command(
             ("output", "format"),
         ),
         Task("check a schedule of your own", "bpipe schedule --input mine.csv --align", ("input", "align")),
-        Task(
-            "list every message",
-            "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --messages",
-            ("messages", "exchange"),
-        ),
     ),
 )
 
@@ -107,18 +98,11 @@ def run(options: Options) -> None:
         return
     output = None if options.output is None else Path(options.output)
     form = options.format or _format_of(output)
-    if options.exchange is not None and not options.messages:
-        raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
-    if options.messages and (form != "grid" or options.format is not None):
-        raise ValueError(f"--messages is written as text: a {form} has no room for messages, leave one of them out")
     unused = next((flag.name for flag in _BALANCED if getattr(options, flag.field)), None)
     if options.balance == BALANCES[0] and unused:
         raise ValueError(f"{unused} says how to balance: give --balance bpipe, too, or leave it out")
     schedule = _generated(options) if options.input is None else _imported(options)
-    if options.messages:
-        content = _listed(schedule, options.exchange).encode()
-    else:
-        content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
+    content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
     if output is not None:
         output.write_bytes(content)
         return
@@ -201,26 +185,9 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
         from bpipe.draw.picture import write_svg
 
         return write_svg(schedule).encode()
-    if form == "png":
-        if to_terminal:
-            raise ValueError("a png cannot be printed on a terminal: name a file with --output")
-        from bpipe.draw.picture import write_png
-
-        return write_png(schedule)
     width = shutil.get_terminal_size().columns if to_terminal else None
     grid = write_grid(schedule, width, _paint if to_terminal and has_colours() else None)
     return (grid + _remarks(schedule, given) + (_legend(schedule) if to_terminal else "")).encode()
-
-
-def _listed(schedule: Schedule, exchange_name: str | None) -> str:
-    """Write what every rank does. An exchange that blocks, because no loop runs the schedule with it, is named."""
-    exchange = Exchange(exchange_name) if exchange_name else exchange_of(schedule.name)
-    programs = lower_as_run(schedule, exchange)
-    for blocked in blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS, exchange):
-        waits = f"waits for ever for {blocked.message}, the other end is on rank {blocked.peer}"
-        place = f"rank {blocked.rank}, slot {blocked.slot}"
-        print(f"bpipe: with --exchange {exchange.value} {place}: {waits}", file=sys.stderr)
-    return write_listing(programs, exchange)
 
 
 def _paint(text: str, action: Action | None) -> str:

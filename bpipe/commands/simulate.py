@@ -48,7 +48,6 @@ from bpipe.simulate.report import Simulation
 if TYPE_CHECKING:
     from rich.table import Table
 
-SUFFIXES = (".svg", ".png")
 # With more ranks, the totals are printed above them, too.
 _MANY_RANKS = 16
 _SIDES = ("A", "B")
@@ -195,7 +194,7 @@ def _answer(options: Options) -> _Answer:
     profile, traced = measured_of(options)
     setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     setup, plan = budgeted(options, setup, profile)
-    plot = picture_file(options.plot, SUFFIXES)
+    plot = picture_file(options.plot)
     is_drawn = any(file is not None for file in (options.trace, options.plot, options.html))
     # Timed as in plan, so that a configuration has one time; a picture needs the simulation of every action.
     simulation = simulation_of(setup, profile) if is_drawn else None
@@ -223,18 +222,12 @@ def _draw(simulation: Simulation, prediction: SetupPrediction, options: Options,
 
         Path(options.trace).write_text(write_trace(simulation))
     if plot is not None:
+        from bpipe.draw.picture import render_svg
         from bpipe.draw.timeline import lay_out_simulation
 
         setup = prediction.setup
         picture = lay_out_simulation(simulation, f"{setup.model.name}: {describe(setup)}")
-        if plot.suffix == ".svg":
-            from bpipe.draw.picture import render_svg
-
-            plot.write_bytes(render_svg(picture).encode())
-        else:
-            from bpipe.draw.picture import render_png
-
-            plot.write_bytes(render_png(picture))
+        plot.write_text(render_svg(picture), encoding="utf-8")
     if options.html is not None:
         from bpipe.record.report.output.page import render
 

@@ -15,8 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 BLUE, SKY, VERMILION, GREEN, BLACK = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#000000"
-MIB, GIB = 2**20, 2**30
-_PNG_DOTS_PER_INCH = 160
+GIB = 2**30
 # Text stays text, and ids are the same in each drawing.
 _STYLE = {
     "svg.fonttype": "none",
@@ -29,52 +28,6 @@ _STYLE = {
     "axes.axisbelow": True,
     "figure.constrained_layout.use": True,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StagePeaks:
-    """Peaks of one stage's saved activations in two runs, measured and predicted, and the micro-batches held."""
-
-    stage: int
-    plain_bytes: int
-    plain_predicted_bytes: int
-    plain_microbatches: int
-    balanced_bytes: int
-    balanced_predicted_bytes: int
-    balanced_microbatches: int
-
-
-def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
-    """Return two bars per stage, without and with balancing, and a dash at what the schedule predicted."""
-    figure, axes = _figure(8, 3.9, title)
-    highest = max(max(stage.plain_bytes, stage.balanced_bytes) for stage in stages)
-    unit, unit_name = (GIB, "GiB") if highest > GIB else (MIB, "MiB")
-    width = 0.4
-    look = {"edgecolor": BLACK, "linewidth": 0.7}
-    sides = (
-        ("plain", "without balancing, measured", -width / 2, {"color": SKY, "hatch": "///", **look}),
-        ("balanced", "with balancing, measured", width / 2, {"color": BLUE, **look}),
-    )
-    predicted = None
-    for name, label, shift, settings in sides:
-        places = [stage.stage + shift for stage in stages]
-        heights = [getattr(stage, f"{name}_bytes") / unit for stage in stages]
-        bars = axes.bar(places, heights, width, label=label, **settings)
-        for stage, bar in zip(stages, bars, strict=True):
-            bar.set_gid(f"{name}-{stage.stage}")
-            count, point = str(getattr(stage, f"{name}_microbatches")), (bar.get_x() + width / 2, bar.get_height())
-            axes.annotate(count, point, (0, 3), textcoords="offset points", ha="center", fontsize=8.5)
-        ends = [getattr(stage, f"{name}_predicted_bytes") / unit for stage in stages]
-        predicted = axes.hlines(ends, [place - width / 2 for place in places], [place + width / 2 for place in places])
-        predicted.set(color=VERMILION, linewidth=2.2, gid=f"{name}-predicted")
-    if predicted is not None:
-        predicted.set_label("predicted from the schedule")
-    axes.set(xlabel="stage (above each bar: micro-batches held)", ylabel=f"peak of saved activations, {unit_name}")
-    axes.set_xticks([stage.stage for stage in stages])
-    axes.set_ylim(0, 1.1 * highest / unit)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
-    return figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +91,6 @@ def to_svg(figure: Figure) -> str:
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure.savefig(image, format="svg", metadata={"Date": None, "Creator": None})
     return "".join(line.rstrip() + "\n" for line in image.getvalue().splitlines())
-
-
-def to_png(figure: Figure) -> bytes:
-    image = io.BytesIO()
-    with rc_context(_STYLE):  # type: ignore[arg-type]
-        figure.savefig(image, format="png", dpi=_PNG_DOTS_PER_INCH, metadata={"Software": None})
-    return image.getvalue()
 
 
 def _figure(width: float, height: float, title: str) -> tuple[Figure, Any]:

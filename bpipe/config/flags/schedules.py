@@ -31,7 +31,7 @@ from bpipe.schedule.layout import REDISTRIBUTE, TRAINED_SHARDS, Vocabulary
 from bpipe.schedule.program import Exchange
 
 # A file's suffix says its format.
-FORMATS = ("grid", "csv", "json", "svg", "png")
+FORMATS = ("grid", "csv", "json", "svg")
 
 HOSTS_SAID = (
     "pair: the other rank of its pair; pool: any rank with memory to spare; host: the CPU memory of its own node; "
@@ -216,11 +216,4 @@ SCHEDULE_FORMAT = Flag(
     "--format",
     "output format (default: by the output file's ending, else grid)",
     choices=FORMATS,
-)
-MESSAGES = Flag("messages", "--messages", "print what every rank does, with its messages")
-EXCHANGE = Flag(
-    "exchange",
-    "--exchange",
-    "with --messages: rule by which ranks send and receive (default: that of the loop which runs the schedule)",
-    choices=tuple(rule.value for rule in Exchange),
 )
