@@ -1,11 +1,6 @@
 """The rules that a schedule must keep, one function each; a broken rule raises a `ScheduleError` that shows the place.
 
 `RULES` lists them in the order in which they run; a rule may rely on those before it.
-
-With two pipes, both ranks of a pair have replicas of the same stages, whose gradients are summed between them bucket by
-bucket. Floating point sums depend on their order, and the reductions of a pair meet only if both ranks reach them in
-one order. Two pipes cannot be mirror images if the first has one micro-batch more: such a schedule can be shown and
-simulated, but no training has it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -288,53 +283,12 @@ def _check_by_microbatch(case: Case, rank: int, of_kind: Sequence[tuple[int, Act
             raise case.error(_SHARDS, rank, slot, after, reason)
 
 
-def check_sum_order(case: Case) -> None:
-    """Check that both replicas of a stage add up gradients in the same order, on which their last bits depend."""
-    schedule, release, width = case.schedule, case.spots.release, case.schedule.num_microbatches
-    for stage in range(schedule.num_stages) if schedule.layout.num_pipes == 2 else ():
-        of_stage = release[stage * width : (stage + 1) * width]
-        first, second = (sorted(range(pipe, width, 2), key=of_stage.__getitem__) for pipe in (0, 1))
-        for microbatch, twin in zip(first, second, strict=False):
-            if microbatch // 2 != twin // 2:
-                (rank, other), slot = schedule.layout.replicas(stage), of_stage[twin]
-                reason = (
-                    f"adds to the gradients of stage {stage} where its other replica, on rank {rank}, adds those of "
-                    f"micro-batch {microbatch}: here it must be {microbatch + 1}, because both replicas must add in "
-                    "the same order"
-                )
-                action = case.at(other, slot, stage * width + twin)
-                raise case.error("order of gradient sums", other, slot, action, reason, (rank,))
-
-
-def check_reduction_order(case: Case) -> None:
-    """Check that two ranks with replicas of the same stages complete gradients in one order: reductions must meet."""
-    if not _has_equal_pipes(case.schedule):
-        return
-    layout, width = case.schedule.layout, case.schedule.num_microbatches
-    # By rank and that of the other replicas: slot, stage and micro-batch in which gradients are complete, in order.
-    completed: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for stage in range(layout.num_stages):
-        of_stage = case.spots.release[stage * width : (stage + 1) * width]
-        for pipe, rank in enumerate(layout.replicas(stage)):
-            last = max(range(pipe, width, 2), key=of_stage.__getitem__)
-            completed.setdefault((rank, layout.replicas(stage)[1 - pipe]), []).append((of_stage[last], stage, last))
-    for (rank, other), own in completed.items():
-        theirs = completed[other, rank] if other < rank else own
-        for (slot, stage, microbatch), (_, expected, _) in zip(sorted(own), sorted(theirs), strict=True):
-            if stage != expected:
-                reason = (
-                    f"completes the gradients of stage {stage} at the point where rank {other}, which has the other "
-                    f"replica, completes those of stage {expected}: reductions between the two would not meet"
-                )
-                action = case.at(rank, slot, stage * width + microbatch)
-                raise case.error("order of reductions", rank, slot, action, reason, (other,))
-
-
 def check_mirror_images(case: Case) -> None:
     """Check that with two pipes ranks r and p - 1 - r are mirror images: same stages, same order, each with the other
     pipe's micro-batches.
 
-    Then everything that replicas of a stage do together meets, expert parallelism included.
+    Then both replicas of a stage add up their gradients in the same order, on which the last bits depend, and
+    everything that they do together meets: reductions of gradients, and expert parallelism.
     """
     schedule, rule, last = case.schedule, "mirror images", case.schedule.num_ranks - 1
     if schedule.layout.num_pipes != 2:
@@ -344,7 +298,8 @@ def check_mirror_images(case: Case) -> None:
             mirrored = "the second pipe must be the first one's mirror image"
             reason = f"stage {stage} is on ranks {rank} and {other}, but {mirrored}"
             raise ScheduleError(rule, f"{reason}: put it on ranks {rank} and {last - rank}", rank)
-    for rank in range(schedule.num_ranks // 2) if _has_equal_pipes(schedule) else ():
+    # With an odd number the first pipe has one more, and orders differ. No training has that.
+    for rank in range(schedule.num_ranks // 2) if schedule.num_microbatches % 2 == 0 else ():
         other = last - rank
         both = zip(schedule.computations(rank), schedule.computations(other), strict=True)
         for (_, expected), (slot, action) in both:
@@ -353,11 +308,6 @@ def check_mirror_images(case: Case) -> None:
                 where = f"is where rank {rank} has {expected}"
                 reason = f"{where}: here it must be {image}, because the two ranks are mirror images"
                 raise case.error(rule, other, slot, action, reason, (rank,))
-
-
-def _has_equal_pipes(schedule: Schedule) -> bool:
-    """Whether there are two pipes with equally many micro-batches."""
-    return schedule.layout.num_pipes == 2 and schedule.num_microbatches % 2 == 0
 
 
 def check_no_deadlock(case: Case) -> None:
@@ -579,8 +529,6 @@ RULES: tuple[Rule, ...] = (
     check_needs,
     check_slices,
     check_shard_order,
-    check_sum_order,
-    check_reduction_order,
     check_mirror_images,
     check_other_ends,
     check_residency,
