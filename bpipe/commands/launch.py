@@ -164,10 +164,3 @@ def with_trace(setup: Setup, traced: Traced | None, file: str | None) -> Setup:
     if conflict is not None:
         raise ValueError(f"--profile {file}: {conflict}")
     return replace(setup, traced=traced)
-
-
-def picture_file(name: str | None) -> Path | None:
-    """Return the file that --plot draws. Raises ValueError for a suffix other than that of SVG."""
-    if name is None or Path(name).suffix == ".svg":
-        return None if name is None else Path(name)
-    raise ValueError(f"--plot {name}: the name must end in .svg")

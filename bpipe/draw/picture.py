@@ -48,8 +48,14 @@ STYLES = {
     "bound": Style("none", "#c00000", dash=True),
     "axis": Style("none", "#909090"),
     "grid": Style("none", "#e4e4e4"),
+    # The colours of Okabe and Ito.
+    "group-0": Style("#0072B2", "#000000"),
+    "group-1": Style("#D55E00", "#000000"),
+    "group-2": Style("#009E73", "#000000"),
+    "group-3": Style("#56B4E9", "#000000"),
+    "winner": Style("none", "#000000"),
 }
-RARE = frozenset({"shard"})
+RARE = frozenset({"shard", "group-0", "group-1", "group-2", "group-3", "winner"})
 
 STYLE_OF = {
     Kind.FORWARD: "forward",
@@ -60,10 +66,12 @@ STYLE_OF = {
     **dict.fromkeys((Kind.EVICT, Kind.RETURN), "away"),
     **dict.fromkeys((Kind.HOST, Kind.LOAD), "towards"),
 }
-_LINES = ("curve", "bound")
-FORWARD, BACKWARD, BUBBLE = (("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"))
-LEGEND_OF_TRANSFERS = (("away", "evict, return"), ("towards", "load, host"))
-LEGEND_OF_SHARDS = (("shard", "shard of the vocabulary"),)
+# Styles and what they mean.
+_LEGEND = (
+    *(("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"), ("away", "evict, return")),
+    *(("towards", "load, host"), ("curve", "held"), ("bound", "bound")),
+)
+_LEGEND_OF_SHARDS = (("shard", "shard of the vocabulary"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +116,7 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
     if subtitle:
         title += f", {subtitle}"
     picture.words.append(Word(MARGIN_LEFT, 16, title, 14, "start"))
-    legend = (FORWARD, BACKWARD, BUBBLE, *LEGEND_OF_TRANSFERS, ("curve", "held"), ("bound", "bound"))
-    draw_legend(picture, legend + (LEGEND_OF_SHARDS if schedule.layout.shard_kinds else ()), MARGIN_LEFT, 36)
+    _draw_legend(picture, _LEGEND + (_LEGEND_OF_SHARDS if schedule.layout.shard_kinds else ()), MARGIN_LEFT, 36)
     curves = [live_counts(schedule, rank) for rank in range(schedule.num_ranks)]
     top = max(max(max(curve) for curve in curves), *(schedule.bounds or (1,)))
     for rank in range(schedule.num_ranks):
@@ -203,10 +210,10 @@ def _curve(picture: Picture, y: float, counts: Sequence[int], top: int, bound: i
     picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2, label, 11, "start"))
 
 
-def draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
+def _draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
     """Draw a legend that starts at `x` with its middle at `y`: lines for open styles, boxes for the others."""
     for style, text in entries:
-        if style in _LINES:
+        if style in ("curve", "bound"):
             picture.shapes.append(Shape(style, ((x, y), (x + 16, y)), closed=False))
         elif style in ("away", "towards"):
             picture.shapes.append(Shape(style, pointed(x, y - 6, 16, 12, style == "away")))
@@ -222,7 +229,7 @@ def write_svg(schedule: Schedule) -> str:
 
 
 def render_svg(picture: Picture) -> str:
-    """Return any picture, such as a simulation's, as SVG."""
+    """Return any picture as SVG."""
     # Styles that few schedules have are left out of the others.
     drawn = {shape.style for shape in picture.shapes}
     styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}
