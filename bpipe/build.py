@@ -18,7 +18,7 @@ from bpipe.schedule.families.families import (
     families_with_interlacing,
     families_with_shards,
 )
-from bpipe.schedule.families.family import TAKEN, Family, FamilyOptions, OrderChoice
+from bpipe.schedule.families.family import TAKEN, Family, FamilyOptions
 from bpipe.schedule.families.turns import groups_of
 from bpipe.schedule.families.unit_grid import Order, place
 from bpipe.schedule.files.text import header, read_csv, write_rows
@@ -293,13 +293,13 @@ def _usual_orders(config: ScheduleConfig) -> Sequence[Order]:
     return sharded(*config._sizes, config, config.layout)
 
 
-def choice_for_bound(config: ScheduleConfig) -> OrderChoice | None:
-    """Return the order chosen for the bound, None if there was nothing to choose; ValueError if no order keeps it."""
+def groups_for_bound(config: ScheduleConfig) -> tuple[int, ...] | None:
+    """Return the groups chosen for the bound, None if there was nothing to choose; ValueError if no order keeps it."""
     return None if config.limit is None else _made_for(config, config.limit)[0]
 
 
 @lru_cache(maxsize=16)
-def _made_for(config: ScheduleConfig, bound: int) -> tuple[OrderChoice, Schedule]:
+def _made_for(config: ScheduleConfig, bound: int) -> tuple[tuple[int, ...], Schedule]:
     """Return the fastest of the family's orders for a bound that pairs can keep; ValueError if there is none."""
     family = FAMILIES[config.schedule]
     staying = config.balance is not None and config.balance.buffers_stay
@@ -309,14 +309,13 @@ def _made_for(config: ScheduleConfig, bound: int) -> tuple[OrderChoice, Schedule
     else:
         assert family.sharded_within is not None, f"{family.name} has no orders with shards for a bound"
         candidates = family.sharded_within(*config._sizes, bound, config, config.layout)
-    for choice, orders in candidates:
+    for groups, orders in candidates:
         schedule = place(_name(config), config.num_microbatches, config.layout, orders)
         if keeps_bound(schedule, bound, staying):
-            return choice, schedule
+            return groups, schedule
     usual, group = _usual(config), family.usual_group(config.num_ranks)
     if keeps_bound(usual, bound, staying):
-        groups = groups_of(config.num_microbatches, min(group, config.num_microbatches))
-        return OrderChoice(groups, "the usual order"), usual
+        return groups_of(config.num_microbatches, min(group, config.num_microbatches)), usual
     evened = balance(usual)
     (kept,) = {max(allocated_counts(evened))} if staying else set(evened.bounds or ())
     raise ValueError(

@@ -19,7 +19,6 @@ from bpipe.schedule.families.families import (
     FAMILIES,
     SUMMARIES,
     families_for_bounds,
-    families_with_early_forwarding,
 )
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.families.unit_grid import align
@@ -45,7 +44,6 @@ _MADE = (
     schedules.VOCABULARY_INPUT,
     schedules.HOP,
     schedules.BUFFERS_STAY,
-    schedules.EARLY,
 )
 _NEEDED = _MADE[:3]
 _BALANCED = (schedules.BOUND, schedules.PARTNERS, schedules.HOSTS)
@@ -128,12 +126,6 @@ def _generated(options: Options) -> Schedule:
         raise ValueError(f"{', '.join(missing)} missing: say what to generate, or read a schedule with --input")
     if options.align:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
-    if options.early:
-        early = FAMILIES[options.schedule].early
-        if early is None:
-            others = f"leave it out, or choose from {families_with_early_forwarding()}"
-            raise ValueError(f"--early: {options.schedule} has no early forwarding: {others}")
-        options.schedule = early
     if options.group_size == AUTO:
         _check_chosen_group(options)
     config = ScheduleConfig(

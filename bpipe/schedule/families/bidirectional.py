@@ -284,9 +284,7 @@ class _Choosing:
 _Choice = Callable[[int, int], tuple[Sequence[int], Sequence[PipesRule], Fraction]]
 
 
-def _family(
-    name: str, summary: str, choice: _Choice, fill: int, early: str | None = None, chunks: bool = False
-) -> Family:
+def _family(name: str, summary: str, choice: _Choice, fill: int, chunks: bool = False) -> Family:
     """Return a family of two pipes with whole backwards; `chunks` tells whether a rank has several in each."""
 
     def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> Sequence[Order]:
@@ -302,7 +300,6 @@ def _family(
         fill=fill,
         ahead=first_of_two,
         num_pipes=2,
-        early=early,
         summary=summary,
     )
 
@@ -367,7 +364,6 @@ TWO_PIPES = (
         "Chimera: two pipes in opposite directions, with one stage of each per rank",
         _chimera,
         fill=2,
-        early="mixpipe",
     ),
     _family("mixpipe", "MixPipe: Chimera's two pipes with more micro-batches admitted", _mixpipe, fill=3),
     _family(
@@ -375,7 +371,6 @@ TWO_PIPES = (
         "BitPipe: two pipes in opposite directions, each with several chunks per rank that go up and down the ranks in turn",
         _bitpipe,
         fill=2,
-        early="bitpipe-early",
         chunks=True,
     ),
     _family(

@@ -21,7 +21,7 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind, by_microbatch
-from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, OrderChoice, UnitCosts
+from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, UnitCosts
 from bpipe.schedule.families.interleaved import layout
 from bpipe.schedule.families.shards import BESIDE_HALVES, further_forwards, further_within
 from bpipe.schedule.families.timing import NEVER, StageTicks, length, stage_ticks, work_of
@@ -365,13 +365,6 @@ class OrderHeuristic:
     early: bool = False
     slope: Fraction | None = None
 
-    @property
-    def description(self) -> str:
-        """The heuristic in words, for logs."""
-        turns = {_TURN: "I, W and F in turn", _SOFT: "in turn where that can start", _GREEDY: "I, else F, else W"}
-        limits = "ranks keep the published limits" if self.spare is None else "pairs share one limit"
-        return f"{limits}, {turns[self.discipline]}"
-
 
 _PUBLISHED = tuple(OrderHeuristic(0, discipline, "none", None) for discipline in Discipline)
 _MANNERS = (
@@ -405,8 +398,8 @@ _BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2,
 
 def orders_within(
     num_ranks: int, num_microbatches: int, num_chunks: int, bound: int, options: FamilyOptions
-) -> Iterator[tuple[OrderChoice, list[list[Action]]]]:
-    """Yield orders for a bound, fastest first, each with its description.
+) -> Iterator[tuple[tuple[int, ...], list[list[Action]]]]:
+    """Yield orders for a bound, fastest first, each with the sizes of its groups.
 
     A pair that shares its memory is limited by what its ranks hold together, so the search limits that instead of each
     rank. It searches how micro-batches are split into groups and how ranks choose: a few splits with two manners of
@@ -415,8 +408,8 @@ def orders_within(
     `balance.pairs` decides whether pairs keep the bound, transfers included.
     """
     search = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options.costs, bound)
-    for sizes, rule, listed in search.search():
-        yield OrderChoice(sizes, rule), actions_of(listed, turns(sizes, num_chunks))
+    for sizes, listed in search.search():
+        yield sizes, actions_of(listed, turns(sizes, num_chunks))
 
 
 class _HeuristicSearch:
@@ -433,7 +426,7 @@ class _HeuristicSearch:
         self.tried: dict[tuple[tuple[int, ...], OrderHeuristic], ListSchedule] = {}
         self.beaten: list[tuple[tuple[int, ...], ListSchedule]] = []
 
-    def search(self) -> Iterator[tuple[tuple[int, ...], str, ListSchedule]]:
+    def search(self) -> Iterable[tuple[tuple[int, ...], ListSchedule]]:
         splits = self._splits()
         for size in {min(self.m, max(1, floor(self.group) - less)) for less in (0, 1)}:
             self._try(product([groups_of(self.m, size)], _PUBLISHED))
@@ -445,11 +438,9 @@ class _HeuristicSearch:
                 self._try(product([sizes], _MANNERS))
             for _, manner in self._best():
                 self._try(product(splits, [manner]))
-        orders = [(sizes, "in beats", listed) for sizes, listed in self.beaten]
-        orders += [(sizes, manner.description, listed) for (sizes, manner), listed in self.tried.items()]
-        orders.sort(key=lambda order: order[2].makespan)
-        # Equal orders are yielded once.
-        return iter({(sizes, listed.kinds): (sizes, rule, listed) for sizes, rule, listed in orders}.values())
+        orders = [*self.beaten, *((sizes, listed) for (sizes, _), listed in self.tried.items())]
+        # Equal orders are returned once.
+        return dict.fromkeys(sorted(orders, key=lambda order: order[1].makespan))
 
     def _best(self) -> list[tuple[tuple[int, ...], OrderHeuristic]]:
         return sorted(self.tried, key=lambda key: self.tried[key].makespan)[:_VARIED]

@@ -36,7 +36,6 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.dependencies import NOTHING, Dependencies
 from bpipe.schedule.families.family import (
     FamilyOptions,
-    OrderChoice,
     Orders,
     OrdersWithin,
     ShardedOrders,
@@ -206,16 +205,16 @@ def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int])
 
     def sharded(
         num_ranks: int, num_microbatches: int, num_chunks: int, bound: int, options: FamilyOptions, layout: Layout
-    ) -> Iterator[tuple[OrderChoice, Sequence[Order]]]:
-        candidates: list[tuple[int, OrderChoice, list[list[Action]]]] = []
+    ) -> Iterator[tuple[tuple[int, ...], Sequence[Order]]]:
+        candidates: list[tuple[int, tuple[int, ...], list[list[Action]]]] = []
         for ahead in (num_forwards[layout.vocabulary], 0):
-            for choice, own in orders(num_ranks, num_microbatches, num_chunks, max(1, bound - ahead), options):
+            for groups, own in orders(num_ranks, num_microbatches, num_chunks, max(1, bound - ahead), options):
                 further = [_further(order, ahead) for order in own]
                 with contextlib.suppress(ValueError):
                     ticks, fit = fit_with_ticks(layout, num_microbatches, further, options.costs)
-                    candidates.append((ticks, choice, fit))
-        for _, choice, fit in sorted(candidates, key=lambda candidate: candidate[0]):
-            yield choice, fit
+                    candidates.append((ticks, groups, fit))
+        for _, groups, fit in sorted(candidates, key=lambda candidate: candidate[0]):
+            yield groups, fit
 
     return sharded
 

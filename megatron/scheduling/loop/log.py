@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.balance.pairs import allocated_counts, balance
-from bpipe.build import ScheduleConfig, choice_for_bound
+from bpipe.build import ScheduleConfig, groups_for_bound
 from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
@@ -173,21 +173,21 @@ def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
     family = None if program.written is not None else FAMILIES[program.schedule]
     if family is None or family.within is None or program.group_size is not None:
         return []
-    choice = choice_for_bound(program)
-    if choice is None:
+    chosen = groups_for_bound(program)
+    if chosen is None:
         usual = min(family.usual_group(program.num_ranks), program.num_microbatches)
         return [
             f"{schedule.name}: groups of {usual} micro-batches (the default); --bpipe with --bpipe-bound N chooses "
             "them for the bound"
         ]
     assert program.limit is not None
-    groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(choice.groups))
+    groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(chosen))
     bubble = ""
     if not schedule.layout.shard_kinds:
         bubble = f", bubble {float(iteration_time(schedule, program.costs).bubble_percent):.1f} %"
     return [
         f"{schedule.name}, chosen for a bound of {program.limit} micro-batches of a chunk{_at(program.costs)}: "
-        f"groups: {groups}; {choice.rule}; {_held(schedule)}{bubble}"
+        f"groups: {groups}; {_held(schedule)}{bubble}"
     ]
 
 
