@@ -7,6 +7,7 @@ parts of a micro-batch may leave (`fewest_moved`), the part of each is chosen th
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from bpipe.balance.pairs import allocated_bytes, check_input, own_bytes, pairs_of, plan_rank, with_transfers
@@ -175,24 +176,36 @@ def smallest_level_of_pair(
     ranks = tuple(sorted(set(pair)))
     together = max(map(sum, zip(*(own_bytes(schedule, rank, memory) for rank in ranks), strict=True)), default=0)
 
-    def suffices(level: int) -> bool:
+    def attempt(level: int) -> None:
         budget = rooms_at(level)
-        if sum(budget.room_bytes[rank] for rank in ranks) < together:
-            return False
-        # Evicting micro-batches whole frees most; a part lets rooms be shared more evenly.
-        for moved in (budget.memory, *less_moved(plain, pair, budget.memory, parts)):
-            try:
-                _pair_fitted(plain, pair, replace(budget, memory=moved))
-            except BudgetTooSmall:
-                continue
-            return True
-        return False
+        if sum(budget.room_bytes[rank] for rank in ranks) >= together:
+            # Evicting micro-batches whole frees most; a part lets rooms be shared more evenly.
+            for moved in (budget.memory, *less_moved(plain, pair, budget.memory, parts)):
+                with suppress(BudgetTooSmall):
+                    _pair_fitted(plain, pair, replace(budget, memory=moved))
+                    return
+        raise BudgetTooSmall(pair, "the pair has too little room")
 
-    low, high = 0, most + 1
+    return smallest_level(attempt, most)[0]
+
+
+def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pair]:
+    """Return the smallest level in 1 to `most` at which an attempt does not raise BudgetTooSmall, more than `most` if
+    none, and the ranks that lacked room just below it.
+
+    Args:
+        attempt: No rank's room is smaller at a higher level.
+        most: The highest level to try.
+    """
+    low, high, worst = 0, most + 1, (0, 0)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+        try:
+            attempt(middle)
+            high = middle
+        except BudgetTooSmall as error:
+            low, worst = middle, error.pair
+    return high, worst
 
 
 def _pair_fitted(schedule: Schedule, pair: Pair, budget: ActivationBudget) -> Schedule:

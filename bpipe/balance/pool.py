@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved, smallest_level
 from bpipe.balance.pairs import (
     Plan,
     allocated_bytes,
@@ -31,7 +31,7 @@ from bpipe.balance.pairs import (
 )
 from bpipe.schedule.action import Kind
 from bpipe.schedule.host_buffers import Residencies, Residency, host_buffers, slots_away
-from bpipe.schedule.hosts import ALL, HOST, POOL, Host, Hosts, Pair, host_memory_of, in_pairs
+from bpipe.schedule.hosts import ALL, HOST, POOL, Host, Hosts, host_memory_of, in_pairs
 from bpipe.schedule.memory import Memory, counting, live_bytes, peak_counts
 from bpipe.schedule.schedule import Schedule
 
@@ -39,8 +39,8 @@ from bpipe.schedule.schedule import Schedule
 _MOST_STEPS = 50_000
 _STEPS_TO_IMPROVE = 5_000
 
-# In order of comparison: bytes between nodes, then bytes times distance.
-Cost = tuple[int, int]
+# Cost of a byte between nodes. Less than it: the sum of bytes times distances.
+APART = 1 << 96
 
 
 def balance_over_pool(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
@@ -109,25 +109,6 @@ def _fewest_of(schedule: Schedule, rank: int, room: int, memory: Memory, parts: 
     return memory if best is None else best[1]
 
 
-def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pair]:
-    """Return the smallest level in 1 to `most` at which an attempt does not raise BudgetTooSmall, more than `most` if
-    none, and the ranks that lacked room just below it.
-
-    Args:
-        attempt: No rank's room is smaller at a higher level.
-        most: The highest level to try.
-    """
-    low, high, worst = 0, most + 1, (0, 0)
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            attempt(middle)
-            high = middle
-        except BudgetTooSmall as error:
-            low, worst = middle, error.pair
-    return high, worst
-
-
 def _hosted(
     schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory
 ) -> dict[Residency, Host]:
@@ -155,13 +136,13 @@ def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Residency
     return host_buffers(replace(schedule, ranks=tuple(rows)), other)
 
 
-def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], Cost]:
-    """Return the cost of a byte between ranks: whether it crosses nodes, then the distance, 0 for a usual partner."""
+def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], int]:
+    """Return the cost of a byte between ranks: `APART` between nodes, and the distance, 0 for a usual partner."""
     usual = choose_partners(schedule, None)
 
-    def cost(rank: int, host: int) -> Cost:
+    def cost(rank: int, host: int) -> int:
         apart = bool(nodes) and nodes[rank] != nodes[host]
-        return int(apart), 0 if usual[rank] == host else abs(rank - host)
+        return APART * apart + (0 if usual[rank] == host else abs(rank - host))
 
     return cost
 
@@ -370,7 +351,7 @@ class Item(NamedTuple):
 
 
 def pack(
-    items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], Cost], own_memory: bool = False
+    items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], int], own_memory: bool = False
 ) -> list[int | None] | None:
     """Return the rank with room that takes each item, or None if no packing was found.
 
@@ -393,15 +374,13 @@ def pack(
         # The item through which most passes is placed first, and the host after all ranks has room for all.
         order.sort(key=lambda index: -items[index].moved_bytes)
         spare.append(sum(item.num_bytes for item in items))
-    far = max((cost(item.owner, host)[0] for item in items for host in range(num_ranks)), default=0)
-    above_all = 1 + far * sum(item.moved_bytes for item in items)
-
+    above_all = APART * (1 + sum(item.moved_bytes for item in items))
     search = _Search(
         [items[index] for index in order],
         spare,
-        lambda owner, host: (above_all, 0) if host == num_ranks else cost(owner, host),
+        lambda owner, host: above_all if host == num_ranks else cost(owner, host),
     )
-    search.place(0, (0, 0), 0)
+    search.place(0, 0, 0)
     if search.best is None:
         return None
     hosts: list[int | None] = [None] * len(items)
@@ -410,41 +389,35 @@ def pack(
     return hosts
 
 
-class _Option(NamedTuple):
-    cost: Cost
-    host: int
-
-
 class _Search:
     """Depth-first search, largest items and nearest hosts first, without branches that cannot become cheaper."""
 
-    def __init__(self, items: Sequence[Item], free: list[int], cost: Callable[[int, int], Cost]) -> None:
+    def __init__(self, items: Sequence[Item], free: list[int], cost: Callable[[int, int], int]) -> None:
         self.items, self.free = items, free
         self.chosen: list[int] = []
         self.best: list[int] | None = None
-        self.best_cost: Cost | None = None
+        self.best_cost: int | None = None
         self.steps = 0
-        self.seen: dict[tuple[int, int, tuple[int, ...]], Cost] = {}
+        self.seen: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        # By item: (cost of a byte, host), cheapest first.
         self.options = [
-            sorted(_Option(cost(item.owner, host), host) for host in range(len(free)) if host != item.owner)
-            for item in items
+            sorted((cost(item.owner, host), host) for host in range(len(free)) if host != item.owner) for item in items
         ]
         # Least cost of all items from each on.
-        nearest = [
-            next((option.cost for option in options if free[option.host] >= item.num_bytes), (0, 0))
+        least = [
+            item.moved_bytes * next((price for price, host in options if free[host] >= item.num_bytes), 0)
             for item, options in zip(items, self.options, strict=True)
         ]
-        least = [_times(price, item.moved_bytes) for price, item in zip(nearest, items, strict=True)]
-        self.least = list(accumulate(reversed(least), _plus, initial=(0, 0)))[::-1]
+        self.least = list(accumulate(reversed(least), initial=0))[::-1]
         # Number of items from each on that have its size.
         self.alike = [
             sum(other.num_bytes == item.num_bytes for other in items[place:]) for place, item in enumerate(items)
         ]
 
-    def place(self, index: int, spent: Cost, first: int) -> None:
+    def place(self, index: int, spent: int, first: int) -> None:
         """Place the items from `index` on, the first no nearer than its owner's option `first`."""
         if self.best_cost is not None and (
-            self.steps > _STEPS_TO_IMPROVE or _plus(spent, self.least[index]) >= self.best_cost
+            self.steps > _STEPS_TO_IMPROVE or spent + self.least[index] >= self.best_cost
         ):
             return
         if index == len(self.items):
@@ -457,17 +430,17 @@ class _Search:
         following = self.items[index + 1] if index + 1 < len(self.items) else None
         again = following is not None and following[:2] == item[:2]
         for number in range(first, len(options)):
-            option = options[number]
-            if self.free[option.host] < item.num_bytes:
+            price, host = options[number]
+            if self.free[host] < item.num_bytes:
                 continue
-            self.free[option.host] -= item.num_bytes
-            self.chosen.append(option.host)
+            self.free[host] -= item.num_bytes
+            self.chosen.append(host)
             # Of equal items, the one through which more passes comes first, and is nearer.
-            self.place(index + 1, _plus(spent, _times(option.cost, item.moved_bytes)), number if again else 0)
+            self.place(index + 1, spent + price * item.moved_bytes, number if again else 0)
             self.chosen.pop()
-            self.free[option.host] += item.num_bytes
+            self.free[host] += item.num_bytes
 
-    def _leads_nowhere(self, index: int, spent: Cost, first: int) -> bool:
+    def _leads_nowhere(self, index: int, spent: int, first: int) -> bool:
         """Note the cost, and tell whether the search is over, was here at no higher cost, or has no room for all of
         this size."""
         state = (index, first, tuple(self.free))
@@ -477,11 +450,3 @@ class _Search:
         self.seen[state] = spent
         size = self.items[index].num_bytes
         return bool(size) and sum(room // size for room in self.free if room > 0) < self.alike[index]
-
-
-def _plus(one: Cost, other: Cost) -> Cost:
-    return one[0] + other[0], one[1] + other[1]
-
-
-def _times(cost: Cost, num_bytes: int) -> Cost:
-    return cost[0] * num_bytes, cost[1] * num_bytes

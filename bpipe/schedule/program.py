@@ -225,8 +225,8 @@ def one_by_one(program: Iterable[Step]) -> tuple[Step, ...]:
     return tuple(single)
 
 
-def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """Return the rank's slots as steps of an engine. The first is the start of the loop and the last its end.
+def steps(schedule: Schedule, rank: int) -> Iterator[Step]:
+    """Yield the rank's slots as steps of an engine. The first is the start of the loop and the last its end.
 
     A transfer next to a computation starts just before it. A transfer in a bubble slot goes to the *latest hook that is
     not later* than its slot: after the computation before it, or the start of the loop. Starting a half of a transfer
@@ -236,11 +236,6 @@ def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     partner reaches its end of these transfers only because of that message. If anything waited for a transfer before
     the message is sent (a queue that all streams share, a synchronising timer), both would wait for ever.
     """
-    return tuple(each_step(schedule, rank))
-
-
-def each_step(schedule: Schedule, rank: int) -> Iterator[Step]:
-    """Yield the steps of a rank one by one, for readers that need each only once."""
     current = Slot()
     after: tuple[Action, ...] = ()
     for slot in schedule.ranks[rank]:

@@ -1,6 +1,6 @@
 """Lowering: what each rank does, messages included, as one `Program` per rank.
 
-Computations and transfers are in the order of `program.each_step`; what passes between ranks follows from
+Computations and transfers are in the order of `program.steps`; what passes between ranks follows from
 `schedule.dependencies`; the exchange order decides when it is sent, received and waited for. What data needs is always
 waited for:
 
@@ -18,7 +18,7 @@ from itertools import accumulate, chain, pairwise, repeat
 from bpipe.schedule.action import COMPUTE, READING, SHARDS, Action, Key, Kind
 from bpipe.schedule.dependencies import NOTHING, Dependencies, Route
 from bpipe.schedule.host_buffers import Residencies, Residency, evicted_to, host_buffers
-from bpipe.schedule.program import Exchange, MessageTable, Op, Program, Step, Transfer, each_step
+from bpipe.schedule.program import Exchange, MessageTable, Op, Program, Step, Transfer, steps
 from bpipe.schedule.schedule import Schedule, Slot
 
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -309,7 +309,7 @@ class _Lowering:
         self.evicted_to = evicted_to(schedule, rank)
         self.away: dict[Key, int] = {}
         row = schedule.ranks[rank]
-        self.steps = each_step(schedule, rank)
+        self.steps = steps(schedule, rank)
         self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
         # By residency, made when the first is hosted here: half of the ranks host nothing.
         self.buffers: dict[Residency, int] = {}

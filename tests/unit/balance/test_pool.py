@@ -7,17 +7,16 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, balance_within
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, balance_within, smallest_level
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import (
-    Cost,
+    APART,
     Item,
     balance_over_hosts,
     balance_over_hosts_within,
     balance_over_pool,
     pack,
-    smallest_level,
 )
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Kind
@@ -176,8 +175,8 @@ def test_no_packing_of_all_is_nearer(seed: int) -> None:
         spare = [0 if rank in senders else rng.randint(4, 16) for rank in range(num_ranks)]
         nodes = [rng.randint(0, 1) for _ in range(num_ranks)]
 
-        def cost(owner: int, host: int, nodes: Sequence[int] = nodes) -> Cost:
-            return int(nodes[owner] != nodes[host]), abs(owner - host)
+        def cost(owner: int, host: int, nodes: Sequence[int] = nodes) -> int:
+            return APART * (nodes[owner] != nodes[host]) + abs(owner - host)
 
         found = pack(items, spare, cost)
         best = min((_total(items, hosts, cost) for hosts in _packings(items, spare)), default=None)
@@ -186,9 +185,8 @@ def test_no_packing_of_all_is_nearer(seed: int) -> None:
     assert 0 < none < 40
 
 
-def _total(items: Sequence[Item], hosts: Sequence[int], cost: Callable[[int, int], Cost]) -> Cost:
-    each = [(item.moved_bytes, cost(item.owner, host)) for item, host in zip(items, hosts, strict=True)]
-    return sum(size * one[0] for size, one in each), sum(size * one[1] for size, one in each)
+def _total(items: Sequence[Item], hosts: Sequence[int], cost: Callable[[int, int], int]) -> int:
+    return sum(item.moved_bytes * cost(item.owner, host) for item, host in zip(items, hosts, strict=True))
 
 
 def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int, ...]]:

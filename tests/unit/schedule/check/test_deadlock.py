@@ -88,7 +88,7 @@ def test_last_transfers_before_the_last_message_are_noticed(
 
     The second waits for the first, which rank 0 takes with the gradients yet to be sent.
     """
-    monkeypatch.setattr(lower, "each_step", steps_without_end)
+    monkeypatch.setattr(lower, "steps", steps_without_end)
     (schedule,) = map(with_late_loads, default_plans((p,), chunks, (m // p,)))
     assert [bool(blocked_ranks(schedule, level)) for level in WaitLevel] == [
         level >= WaitLevel.AT_ISSUE for level in WaitLevel
@@ -235,7 +235,7 @@ def test_no_family_deadlocks_in_our_own_loop_however_strictly_it_waits(name: str
 
 def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """An acceptor that starts its half only at its first computation waits there for what waits for it."""
-    monkeypatch.setattr(lower, "each_step", steps_without_start)
+    monkeypatch.setattr(lower, "steps", steps_without_start)
     schedules = plans("1f1b", 1, (4, 6, 8))
     stuck = [schedule for schedule in schedules if blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION)]
     assert stuck

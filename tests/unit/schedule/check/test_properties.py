@@ -64,7 +64,7 @@ def holds_what_must(config: ScheduleConfig) -> Schedule:
         moved = num_transfers(schedule, rank)
         assert moved.evictions == moved.loads
         assert moved.hosts == moved.returns == len(host_buffers(schedule, rank))
-        folded = steps(schedule, rank)
+        folded = tuple(steps(schedule, rank))
         assert [step.compute for step in folded[1:-1]] == [
             slot.compute for slot in schedule.ranks[rank] if slot.compute is not None
         ]
