@@ -57,29 +57,6 @@ def test_interleaved_evicts_the_furthest_needed() -> None:
     assert peak_counts(balanced) == (9, 9, 7, 7)
 
 
-@pytest.mark.parametrize(("p", "v", "ahead"), [(4, 2, [2, 0]), (8, 2, [6, 4, 2, 0]), (4, 3, [2, 0])])
-def test_interleaved_sends_ahead_what_the_paper_says(p: int, v: int, ahead: list[int]) -> None:
-    balanced = build(ScheduleConfig("interleaved-1f1b", p, 4 * p, num_chunks=v, balance=BalanceConfig()))
-    for rank, expected in enumerate(ahead):
-        first_load = next(
-            (
-                slot
-                for slot, cell in enumerate(balanced.ranks[rank])
-                if any(a.kind is Kind.LOAD for a in cell.transfers)
-            ),
-            None,
-        )
-        first_backward = next(
-            slot
-            for slot, cell in enumerate(balanced.ranks[rank])
-            if cell.compute is not None and cell.compute.kind is Kind.BACKWARD
-        )
-        end = first_backward if first_load is None else min(first_load, first_backward)
-        sent = sum(a.kind is Kind.EVICT for cell in balanced.ranks[rank][:end] for a in cell.transfers)
-        # The last of them may leave beside the first backward already.
-        assert expected - 1 <= sent <= expected
-
-
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (3, 3), (4, 2), (5, 2), (6, 3), (8, 2)])
 def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_full(p: int, v: int) -> None:
     """A pair saves 2 ((v - 1) g + p) together; one more place serves an eviction and a load."""
@@ -179,18 +156,6 @@ def test_host_buffers_are_reused_only_in_the_next_slot() -> None:
     assert (num_host_buffers(balanced, 3), num_host_buffers(balanced, 0)) == (2, 0)
 
 
-@pytest.mark.parametrize(("p", "v"), [(8, 1), (16, 1), (8, 2), (6, 3)])
-def test_host_buffers_are_as_few_as_are_hosted_at_once(p: int, v: int) -> None:
-    balanced = build(
-        ScheduleConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, num_chunks=v, balance=BalanceConfig())
-    )
-    for rank in range(p):
-        own = live_counts(FAMILIES[balanced.name].generate(p, 4 * p, v), rank)
-        hosted = [all_held - one for all_held, one in zip(live_counts(balanced, rank), own, strict=True)]
-        if num_transfers(balanced, rank).hosts:
-            assert num_host_buffers(balanced, rank) == max(hosted)
-
-
 SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
 LARGE = [pytest.param(p, m, marks=pytest.mark.slow) for p in range(17, 33) for m in (p - 1, p, p + 1, 3 * p, 6 * p)]
 
@@ -288,34 +253,6 @@ def test_the_smallest_bound_is_the_papers_once_the_pipeline_is_full(p: int) -> N
     for m in (*range(1, p + 3), 3 * p + 1):
         (bound,) = set(build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig())).bounds or ())
         assert bound == mu_opt(p) == (p + 3) // 2 if m >= p > 1 else bound <= mu_opt(p)
-
-
-def test_a_short_iteration_keeps_less() -> None:
-    """Four micro-batches never fill five ranks: the formula says 4, which is what they hold as they are."""
-    schedule = build(ScheduleConfig("1f1b", 5, 4, balance=BalanceConfig()))
-    assert schedule.bounds == (3,) * 5
-    assert peak_counts(schedule) == (3, 3, 3, 3, 2)
-
-
-# Exhaustive search under the same bound finds no fewer evictions: (p, m) -> one number an evictor.
-FEWEST = {
-    (4, 4): [1],
-    (4, 5): [2],
-    (4, 8): [3],
-    (4, 12): [5],
-    (5, 8): [2],
-    (6, 6): [2, 1],
-    (6, 10): [4, 3],
-    (6, 12): [5, 3],
-    (8, 8): [3, 2, 1],
-    (8, 10): [3, 3, 2],
-}
-
-
-@pytest.mark.parametrize(("p", "m"), FEWEST)
-def test_evictions_are_as_few_as_exhaustive_search_finds(p: int, m: int) -> None:
-    balanced = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
-    assert [num_transfers(balanced, stage).evictions for stage in range((p - 4) // 2 + 1)] == FEWEST[p, m]
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD

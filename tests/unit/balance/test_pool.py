@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
 import pytest
 
@@ -495,20 +495,6 @@ def test_it_takes_the_link_to_the_nodes_memory_and_no_other() -> None:
         found = times(schedule, Links(inside=inside, host=Link(2)))
         assert {one.end_s - one.start_s for row in found.transfers for one in row} == {4}
     assert times(schedule, Links(host=Link(2))).makespan_s < times(schedule, Links(host=Link(1))).makespan_s
-
-
-def test_there_and_back_are_two_directions_each_one_after_the_other() -> None:
-    found = times(balanced("1f1b", 4, 12), Links(host=Link(1)))
-    rows = found.transfers
-    both = 0
-    for row in rows:
-        out, back = (
-            [(one.start_s, one.end_s) for one in row if one.action.kind is kind] for kind in (Kind.EVICT, Kind.LOAD)
-        )
-        for lane in (out, back):
-            assert all(before[1] <= after[0] for before, after in pairwise(sorted(lane)))
-        both += sum(a < d and c < b for a, b in out for c, d in back)
-    assert both
 
 
 def test_what_goes_to_a_device_does_not_wait_for_what_goes_to_memory() -> None:

@@ -15,7 +15,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.layout import one_pipe
-from bpipe.schedule.memory import Memory, StageMemory, live_bytes, memory_of, peak_counts
+from bpipe.schedule.memory import Memory, StageMemory, live_bytes, memory_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
@@ -225,33 +225,3 @@ def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int, halves: float, a
 def test_sizes_that_cannot_be(memory: Memory, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         balance_within(random_schedule(0), ActivationBudget((99, 99), memory))
-
-
-def v_half(num_microbatches: int = 8) -> Schedule:
-    """Rank i has stages i and 7-i; F, f, B, b start in slots 2i, 10-i, 14+2i, 25-i, every 6; W fill the rest."""
-    orders = []
-    for rank in range(4):
-        row: dict[int, Action] = {}
-        for m in range(num_microbatches):
-            starts = {
-                (rank, FORWARD): 2 * rank,
-                (7 - rank, FORWARD): 10 - rank,
-                (7 - rank, INPUT): 14 + 2 * rank,
-                (rank, INPUT): 25 - rank,
-            }
-            row |= {start + 6 * m: Action(stage, kind, m) for (stage, kind), start in starts.items()}
-        halves = sorted((slot, action) for slot, action in row.items() if action.kind is INPUT)
-        for behind, action in halves:
-            slot = next(slot for slot in range(behind + 1, 10**4) if slot not in row)
-            row[slot] = Action(action.stage, WEIGHT, action.microbatch)
-        orders.append([row[slot] for slot in sorted(row)])
-    return place("v-half", num_microbatches, one_pipe((0, 1, 2, 3, 3, 2, 1, 0)), orders)
-
-
-V_HALF = v_half()
-
-
-def test_v_half_holds_what_is_published() -> None:
-    """p/2 + 1 micro-batches of a rank's share, two chunks each, on every rank."""
-    check(V_HALF)
-    assert peak_counts(V_HALF) == (6, 6, 6, 6)

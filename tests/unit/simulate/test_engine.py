@@ -197,14 +197,6 @@ def test_messages_and_transfers_share_a_port() -> None:
     assert (when(apart, 0, "0EVICT1").start_s, when(apart, 0, "0EVICT1").end_s) == (12, 18)
 
 
-def test_a_slow_partner_is_waited_for() -> None:
-    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
-    costs = Costs((StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),))
-    report = simulate(schedule, costs)
-    evict, host = when(report, 0, "0EVICT1"), when(report, 3, "0HOST1")
-    assert (evict.start_s, evict.end_s) == (host.start_s, host.end_s)
-
-
 def test_a_one_sided_transfer_waits_for_no_partner() -> None:
     """The last stage computes long when the first one evicts."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
