@@ -166,7 +166,14 @@ def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: S
     """
     if bounds is None:
         return _balance_evenly(schedule, partners)
-    return replace(_balance(schedule, bounds, partners), bounds=tuple(bounds))
+    memory, chosen = counting(schedule.num_stages), choose_partners(schedule, partners)
+    check_input(schedule, bounds, memory)
+    outcomes: dict[Pair, Shared] = {}
+    for pair in pairs_of(chosen):
+        outcomes[pair] = outcome = share(schedule, pair, [bounds[rank] for rank in pair], memory)
+        if outcome.refusal is not None:
+            raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
+    return replace(_joined(schedule, chosen, outcomes), bounds=tuple(bounds))
 
 
 def keeps_bound(schedule: Schedule, bound: int, buffers_stay: bool = False) -> bool:
@@ -225,18 +232,6 @@ def buffer_bytes(schedule: Schedule, hosted: Mapping[Residency, int], memory: Me
     rank_of = schedule.layout.rank_of
     of_guest = {stay: buffer for stay, buffer in hosted.items() if guest in (None, rank_of(*stay.key))}
     return sum(map(memory.buffer_bytes, stages_in_buffers(of_guest)))
-
-
-def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:
-    memory, chosen = counting(schedule.num_stages), choose_partners(schedule, partners)
-    check_input(schedule, bounds, memory)
-    outcomes: dict[Pair, Shared] = {}
-    for pair in pairs_of(chosen):
-        outcome = share(schedule, pair, [bounds[rank] for rank in pair], memory)
-        if outcome.refusal is not None:
-            raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
-        outcomes[pair] = outcome
-    return _joined(schedule, chosen, outcomes)
 
 
 def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:

@@ -174,9 +174,9 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
     if form == "json":
         return write_json(schedule, _times_of(schedule, *given)).encode()
     if form == "svg":
-        from bpipe.draw.picture import write_svg
+        from bpipe.draw.picture import lay_out, render_svg
 
-        return write_svg(schedule).encode()
+        return render_svg(lay_out(schedule)).encode()
     width = shutil.get_terminal_size().columns if to_terminal else None
     grid = write_grid(schedule, width, _paint if to_terminal and has_colours() else None)
     return (grid + _remarks(schedule, given) + (_legend(schedule) if to_terminal else "")).encode()

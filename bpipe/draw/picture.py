@@ -223,13 +223,8 @@ def _draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float,
         x += 34 + 6 * len(text)
 
 
-def write_svg(schedule: Schedule) -> str:
-    """Draw a schedule as one self-contained SVG document."""
-    return render_svg(lay_out(schedule))
-
-
 def render_svg(picture: Picture) -> str:
-    """Return any picture as SVG."""
+    """Return a picture as one self-contained SVG document."""
     # Styles that few schedules have are left out of the others.
     drawn = {shape.style for shape in picture.shapes}
     styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}

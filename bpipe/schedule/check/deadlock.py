@@ -30,9 +30,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.action import Kind
 from bpipe.schedule.dependencies import Dependencies
 from bpipe.schedule.host_buffers import Residency, host_buffers, hosts_of, links_of, num_measured
 from bpipe.schedule.hosts import Host, Pair
@@ -118,12 +118,6 @@ def size_messages(links: Iterable[Pair], rank: int) -> list[tuple[bool, Pair]]:
     return sorted(((link[0] == rank, link) for link in own), key=lambda word: (sum(word[1]) - rank, not word[0]))
 
 
-class Walk(Protocol):
-    """A rank or a stream that may wait: `run` yields what it waits for."""
-
-    run: Iterator[int]
-
-
 class Board:
     """What has passed: messages by their value, then transfers, sizes that ranks have told, and communicators.
 
@@ -154,8 +148,9 @@ class Board:
         self.hosted: dict[int, dict[Residency, bool]] = {}
         # By evictor and host: the message with which an iteration begins.
         self.words: dict[Pair, int] = {link: self._expect(1) for link in sorted(links_of(schedule))}
-        self.waiting: dict[int, list[Walk]] = {}
-        self.runnable: list[Walk] = []
+        # Ranks and streams, whose `run` yields what they wait for.
+        self.waiting: dict[int, list[_RankWalk | _PairStream]] = {}
+        self.runnable: list[_RankWalk | _PairStream] = []
 
     def arrive(self, number: int) -> None:
         self.missing[number] -= 1
@@ -193,18 +188,15 @@ class Board:
         by_stage: dict[int, int] = {}
         # Our own loop and torch's send first (`Engine.sent`).
         sends_first = self.exchange in (Exchange.POSTED, Exchange.TORCH)
+        operand: Any
         for index, operand in enumerate(program.operands) if left else ():
-            if (
-                ops[index] == _RUN
-                and isinstance(operand, Action)
-                and operand.kind is Kind.FORWARD
-                and operand.stage in left
-            ):
-                left.remove(operand.stage)
-                after = index + 1
-                while sends_first and ops[after : after + 1] == _SENDING:
-                    after += 1
-                places[after] = by_stage[operand.stage] = self._expect(1)
+            if ops[index] != _RUN or operand.kind is not Kind.FORWARD or operand.stage not in left:
+                continue
+            left.remove(operand.stage)
+            after = index + 1
+            while sends_first and ops[after : after + 1] == _SENDING:
+                after += 1
+            places[after] = by_stage[operand.stage] = self._expect(1)
             if not left:
                 break
         for host, stages in stages_to.items():

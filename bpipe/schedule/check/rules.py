@@ -250,14 +250,14 @@ def check_slices(case: Case) -> None:
         raise ScheduleError(_SLICES, f"{pipes}: slices are supported on one pipe only, use slices=1")
     for key in (key for key in range(schedule.num_stages * width) if key % slices):
         rank = schedule.layout.rank_of(*divmod(key, width))
-        forward, before = spots.forward[key], spots.forward[key - 1]
-        if forward <= before:
-            reason = f"attends to the previous slice, whose forward comes only in slot {before}"
-            raise case.error(_SLICES, rank, forward, case.at(rank, forward, key), reason)
-        need, need_before = spots.need[key], spots.need[key - 1]
-        if need_before <= need:
-            reason = f"needs gradients of its keys from the next slice, whose backward comes only in slot {need}"
-            raise case.error(_SLICES, rank, need_before, case.at(rank, need_before, key - 1), reason)
+        for early, slots, before, reason in (
+            (key, spots.forward, key - 1, "attends to the previous slice, whose forward"),
+            (key - 1, spots.need, key, "needs gradients of its keys from the next slice, whose backward"),
+        ):
+            slot, limit = slots[early], slots[before]
+            if slot <= limit:
+                action = case.at(rank, slot, early)
+                raise case.error(_SLICES, rank, slot, action, f"{reason} comes only in slot {limit}")
 
 
 def check_shard_order(case: Case) -> None:
@@ -500,19 +500,13 @@ def check_pair_order(case: Case) -> None:
     for rank, of_rank in enumerate(hosts):
         others = sorted({*device_ranks(of_rank), *_guests(hosts, rank)})
         for slot, cell in enumerate(case.schedule.ranks[rank]):
-            sent = [transfer for transfer in cell.transfers if transfer.kind is _EVICT or transfer.kind is _RETURN]
+            sent = {action.other_end: action for action in cell.transfers if action.kind in (_EVICT, _RETURN)}
             for other in others if len(sent) > 1 else ():
-                _check_received(case, rank, slot, sent, other)
-
-
-def _check_received(case: Case, rank: int, slot: int, sent: Sequence[Action], other: int) -> None:
-    """Check that `other` receives its part of what is sent in the same order."""
-    ends = {action.other_end: action for action in sent}
-    received = [ends[end] for end in case.schedule.ranks[other][slot].transfers if end in ends]
-    for action, expected in zip([action for action in sent if action in received], received, strict=True):
-        if expected != action:
-            reason = f"here rank {other} expects the other end of {expected.other_end}, not of this"
-            raise case.error("order on a pair", rank, slot, action, reason)
+                received = [sent[end] for end in case.schedule.ranks[other][slot].transfers if end in sent]
+                for action, expected in zip([own for own in sent.values() if own in received], received, strict=True):
+                    if expected != action:
+                        reason = f"here rank {other} expects the other end of {expected.other_end}, not of this"
+                        raise case.error("order on a pair", rank, slot, action, reason)
 
 
 def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:

@@ -37,7 +37,7 @@ from bpipe.schedule.families.turns import (
     turns,
     warm_up,
 )
-from bpipe.schedule.layout import Layout, microbatches_of
+from bpipe.schedule.layout import microbatches_of
 from bpipe.schedule.program import Exchange
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -285,9 +285,10 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
     # sizes that it tries.
     strict = costs == ALIKE and whole and 2 * group * slices >= num_ranks
     shortest = _shortest(taken, num_ranks, ticks, caps, (Discipline.TURN,) if strict else tuple(Discipline))
-    most = shortest.makespan * ticks.per_unit
-    if in_step is not None and _ticks(in_step, layout(num_ranks, num_chunks), taken, ticks) <= most:
-        return in_step
+    if in_step is not None:
+        work = work_of(layout(num_ranks, num_chunks), num_microbatches * slices, in_step, ticks)
+        if length(work) <= shortest.makespan * ticks.per_unit:
+            return in_step
     return actions_of(shortest, taken)
 
 
@@ -301,10 +302,6 @@ def _shortest(
         shortest = schedule_list(taken, num_ranks, ticks, rule, shorter_than=least) or shortest
     assert shortest is not None, "who takes what can start never waits for ever"
     return shortest
-
-
-def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, ticks: StageTicks) -> int:
-    return length(work_of(placed, len(taken.forwards) // taken.num_chunks, in_step, ticks))
 
 
 def _in_turn(rank: int, num_ranks: int, taken: Turns, warm_up_forwards: int) -> list[Action]:
@@ -499,8 +496,9 @@ class _HeuristicSearch:
                     return
                 self.left -= 1
                 period = _Period(forwards, backwards, later, (self.v - 1) * size + self.p + 1)
-                kinds = _periodic_orders(taken, self.p, period)
-                if kinds is not None:
+                entries = _entries(taken, self.p, period)
+                if entries is not None:
+                    kinds = tuple(_row(rank, self.p, *entries) for rank in range(self.p))
                     orders = actions_of(ListSchedule(kinds, Fraction()), taken)
                     length_ticks = length(work_of(layout(self.p, self.v), self.m, orders, self.ticks))
                     self.beaten.append((sizes, ListSchedule(kinds, Fraction(length_ticks, self.ticks.per_unit))))
@@ -527,14 +525,9 @@ class _Period(NamedTuple):
     ahead: int
 
 
-def _periodic_orders(taken: Turns, num_ranks: int, period: _Period) -> tuple[tuple[Kind, ...], ...] | None:
-    """Return what every rank computes, in order, or None if the first rank may hold too little to go on."""
-    entries = _entries(taken, num_ranks, period)
-    return None if entries is None else tuple(_row(rank, num_ranks, *entries) for rank in range(num_ranks))
-
-
 def _entries(taken: Turns, num_ranks: int, period: _Period) -> tuple[list[int], list[int]] | None:
-    """Return the slots in which forwards start on the first rank, and first halves on the last."""
+    """Return the slots in which forwards start on the first rank, and first halves on the last; None if the first rank
+    may hold too little to go on."""
     total, before, own = len(taken.forwards), taken.before, taken.own
     forwards: list[int] = []
     inputs: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import adopt
 from bpipe.cli import main
-from bpipe.draw.picture import write_svg
+from bpipe.draw.picture import lay_out, render_svg
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import blocked_ranks
 from bpipe.schedule.check.rules import ScheduleError, check
@@ -125,7 +125,8 @@ def test_it_cannot_deadlock() -> None:
 
 
 def test_the_drawing_has_both() -> None:
-    plain, overlapped = write_svg(read_csv("0F0,0F1,0B0,0B1\n")), write_svg(read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"))
+    texts = "0F0,0F1,0B0,0B1\n", "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
+    plain, overlapped = (render_svg(lay_out(read_csv(text))) for text in texts)
     for word in ("F1", "B0"):
         assert f">{word}<" in overlapped
     assert overlapped.count("<polygon") == plain.count("<polygon")
