@@ -43,24 +43,6 @@ _STEPS_TO_IMPROVE = 5_000
 APART = 1 << 96
 
 
-def balance_over_pool(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
-    """Return the schedule with the transfers without which some rank lacks room. Bounds are the counts that result.
-
-    Args:
-        schedule: The schedule without transfers.
-        budget: The bytes that every rank has room for.
-        nodes: By rank, its node; empty if all are on one.
-
-    Raises:
-        BudgetTooSmall: The ranks have too little room.
-    """
-    memory = budget.memory
-    plans, spare = plan_overfull_ranks(schedule, budget)
-    if plans and schedule.num_ranks == 1:
-        raise BudgetTooSmall((0, 0), "rank 0 has no room for its own micro-batches, and no other rank to host them")
-    return with_hosts(schedule, plans, _hosted(schedule, plans, spare, nodes, memory), budget)
-
-
 def plan_overfull_ranks(schedule: Schedule, budget: ActivationBudget) -> tuple[dict[int, Plan], list[int]]:
     """Return the plan of each rank that lacks room, and what every rank has to spare, below 0 if it lacks room.
 
@@ -214,17 +196,27 @@ def balance_over_hosts(schedule: Schedule, hosts: str, budget: ActivationBudget,
 
     Args:
         schedule: The schedule without transfers.
-        hosts: `pool`, `host` or `all`, as of `--hosts`.
+        hosts: `pool`, any rank with room; `host`, the rank's own node's memory, which is taken to have room; `all`,
+            ranks with room, as in a pool, and the rest to that memory.
         budget: The bytes that every rank has room for.
         nodes: By rank, its node; empty if all are on one.
 
     Returns:
-        The schedule with its transfers.
+        The schedule with its transfers. Bounds are the counts that result.
 
     Raises:
         BudgetTooSmall: The ranks have too little room.
     """
-    return _ARRANGED[hosts](schedule, budget, nodes)
+    plans, spare = plan_overfull_ranks(schedule, budget)
+    if hosts == HOST:
+        host_of = {residency: host_memory_of(rank) for rank, plan in plans.items() for residency in _away(plan)}
+    elif hosts == ALL:
+        host_of = _in_tiers(schedule, plans, spare, nodes, budget.memory)
+    elif plans and schedule.num_ranks == 1:
+        raise BudgetTooSmall((0, 0), "rank 0 has no room for its own micro-batches, and no other rank to host them")
+    else:
+        host_of = _hosted(schedule, plans, spare, nodes, budget.memory)
+    return with_hosts(schedule, plans, host_of, budget)
 
 
 def balance_over_hosts_within(
@@ -264,18 +256,12 @@ def balance_over_hosts_within(
         raise ValueError(f"{error}. {least}") from None
 
 
-def balance_over_host_memory(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
-    """Send everything that leaves a rank to its own node's memory, which is taken to have room."""
-    plans, _ = plan_overfull_ranks(schedule, budget)
-    host_of = {residency: host_memory_of(rank) for rank, plan in plans.items() for residency in _away(plan)}
-    return with_hosts(schedule, plans, host_of, budget)
-
-
-def balance_over_tiers(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
-    """Send what leaves to any rank with room, as in a pool, and the rest to its own node's memory."""
-    plans, spare = plan_overfull_ranks(schedule, budget)
+def _in_tiers(
+    schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory
+) -> dict[Residency, Host]:
+    """Return the host of each micro-batch that leaves: any rank with room, else its own node's memory."""
     room = [0 if rank in plans else left for rank, left in enumerate(spare)]
-    buffers = [item for rank, plan in plans.items() for item in _buffers(rank, plan, room, budget.memory)]
+    buffers = [item for rank, plan in plans.items() for item in _buffers(rank, plan, room, memory)]
     cost = distances(schedule, nodes)
     hosts = pack(buffers, room, cost, own_memory=True)
     assert hosts is not None, "own memory has room for all"
@@ -285,18 +271,13 @@ def balance_over_tiers(schedule: Schedule, budget: ActivationBudget, nodes: Sequ
         # The buffer through which most passes is the nearest.
         nearest = sorted(own, key=lambda host: (cost(rank, host), host))
         away = _away(plan)
-        through = sorted(_through(away, len(nearest)), key=lambda stays: -moved_bytes(stays, budget.memory))
+        through = sorted(_through(away, len(nearest)), key=lambda stays: -moved_bytes(stays, memory))
         host_of |= dict.fromkeys(away, host_memory_of(rank))
         for host, stays in zip(nearest, through, strict=True):
             host_of |= dict.fromkeys(stays, Host(host))
-    return with_hosts(schedule, plans, host_of, budget)
+    return host_of
 
 
-_ARRANGED: Mapping[str, Callable[[Schedule, ActivationBudget, Sequence[int]], Schedule]] = {
-    POOL: balance_over_pool,
-    HOST: balance_over_host_memory,
-    ALL: balance_over_tiers,
-}
 _NAMES = {POOL: "a pool", HOST: "CPU memory", ALL: "a pool backed by CPU memory"}
 
 

@@ -17,7 +17,7 @@ from bpipe.balance.budget import (
     smallest_level_of_pair,
 )
 from bpipe.balance.pairs import allocated_bytes, balance
-from bpipe.balance.pool import balance_over_pool
+from bpipe.balance.pool import balance_over_hosts
 from bpipe.plan.budget import predicted_devices, smallest_bytes, within
 from bpipe.plan.fit import plan_lines
 from bpipe.predict.cluster import parse_cluster
@@ -26,7 +26,7 @@ from bpipe.predict.model import PRESETS
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.hosts import in_pairs
+from bpipe.schedule.hosts import POOL, in_pairs
 from bpipe.schedule.memory import live_bytes, memory_of, num_transfers, peak_bytes
 from bpipe.schedule.schedule import Schedule, Slot
 
@@ -262,5 +262,5 @@ def test_host_buffers_with_a_reserve_take_room() -> None:
         balance_within(plain, ActivationBudget(activation_budget.room_bytes, reserved), (3, 2, 1, 0))
     enough = ActivationBudget((*activation_budget.room_bytes[:3], 800 + 2 * 900), reserved)
     assert held(balance_within(plain, enough, (3, 2, 1, 0)), enough) == (2400, 2400, 1600, 2600)
-    pooled = balance_over_pool(plain, enough)
+    pooled = balance_over_hosts(plain, POOL, enough)
     assert all(need <= room for need, room in zip(held(pooled, enough), enough.room_bytes, strict=True))

@@ -15,7 +15,6 @@ from bpipe.balance.pool import (
     Item,
     balance_over_hosts,
     balance_over_hosts_within,
-    balance_over_pool,
     pack,
 )
 from bpipe.build import ScheduleConfig, build
@@ -144,7 +143,7 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
             activation_budget = [rng.randint(largest // 2, largest)] * p
         fewest = fewest_bytes(ways, sizes, activation_budget, in_turn=True)
         try:
-            pooled = balance_over_pool(plain, ActivationBudget(tuple(activation_budget), memory_of(sizes)))
+            pooled = balance_over_hosts(plain, POOL, ActivationBudget(tuple(activation_budget), memory_of(sizes)))
         except BudgetTooSmall:
             refused += 1
             assert fewest_bytes(ways, sizes, activation_budget, in_turn=False) is None, (
@@ -210,10 +209,10 @@ def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None
 
 def test_one_sends_to_several_and_several_to_one() -> None:
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
-    spread = balance_over_pool(plain, ActivationBudget((200, 300, 300, 300), memory))
+    spread = balance_over_hosts(plain, POOL, ActivationBudget((200, 300, 300, 300), memory))
     check(spread)
     assert write_hosts(spread.hosts or ()) == "2+3,none,none,none"
-    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
+    gathered = balance_over_hosts(plain, POOL, ActivationBudget((300, 200, 200, 600), memory))
     check(gathered)
     assert write_hosts(gathered.hosts or ()) == "3,3,none,none"
     assert allocated_bytes(gathered, 3, memory) == (100, 400)
@@ -224,7 +223,7 @@ def test_one_sends_to_several_and_several_to_one() -> None:
 def test_no_host_buffer_serves_two_ranks() -> None:
     """The rank that fills it would have to wait for the one that empties it, and neither knows the other."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
-    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
+    gathered = balance_over_hosts(plain, POOL, ActivationBudget((300, 200, 200, 600), memory))
     of = {rank: {buffer for stay, buffer in host_buffers(gathered, 3).items() if stay.stage == rank} for rank in (0, 1)}
     assert not of[0] & of[1]
     assert num_buffers_for(gathered, 3) == {0: 2, 1: 2}
@@ -244,9 +243,9 @@ def test_whom_it_refuses() -> None:
     }
     for activation_budget, reason in cases.items():
         with pytest.raises(BudgetTooSmall, match=reason):
-            balance_over_pool(plain, ActivationBudget(activation_budget, memory))
+            balance_over_hosts(plain, POOL, ActivationBudget(activation_budget, memory))
     with pytest.raises(BudgetTooSmall, match=r"rank 0 has no room for its own micro-batches, and no other rank"):
-        balance_over_pool(generate("gpipe", 1, 4), ActivationBudget((399,), memory_of([100])))
+        balance_over_hosts(generate("gpipe", 1, 4), POOL, ActivationBudget((399,), memory_of([100])))
     with pytest.raises(ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3"):
         balance_over_hosts_within(plain, POOL, [2] * 4)
 
@@ -255,7 +254,7 @@ def test_the_smallest_level_is_kept_and_one_below_is_not() -> None:
     plain, memory = generate("1f1b", 6, 12), memory_of([100, 90, 80, 70, 60, 250])
 
     def at(level: int) -> Schedule:
-        return balance_over_pool(plain, ActivationBudget((level,) * 6, memory))
+        return balance_over_hosts(plain, POOL, ActivationBudget((level,) * 6, memory))
 
     level, worst = smallest_level(at, 600)
     at(level)
@@ -268,8 +267,8 @@ def test_same_node_first() -> None:
     """Rank 0's usual partner is on the other node: what has room on its own node comes first."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     activation_budget = ActivationBudget((300, 300, 400, 300), memory)
-    assert write_hosts(balance_over_pool(plain, activation_budget).hosts or ()) == "3,none,none,0"
-    apart = balance_over_pool(plain, activation_budget, (0, 1, 0, 1))
+    assert write_hosts(balance_over_hosts(plain, POOL, activation_budget).hosts or ()) == "3,none,none,0"
+    apart = balance_over_hosts(plain, POOL, activation_budget, (0, 1, 0, 1))
     assert write_hosts(apart.hosts or ()) == "2,none,0,none"
 
 
@@ -277,8 +276,10 @@ def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:
     """Else a ring of ranks may wait for each other, each for its first."""
     memory = memory_of([100 + 30 * (stage % 3) for stage in range(8)])
     plain = generate("1f1b", 8, 24)
-    level, _ = smallest_level(lambda level: balance_over_pool(plain, ActivationBudget((level,) * 8, memory)), 1200)
-    pooled = balance_over_pool(plain, ActivationBudget((level,) * 8, memory))
+    level, _ = smallest_level(
+        lambda level: balance_over_hosts(plain, POOL, ActivationBudget((level,) * 8, memory)), 1200
+    )
+    pooled = balance_over_hosts(plain, POOL, ActivationBudget((level,) * 8, memory))
     assert any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
     for slot in range(len(pooled.ranks[0])):
         orders = [[(one.stage, one.microbatch) for one in row[slot].transfers] for row in pooled.ranks]
