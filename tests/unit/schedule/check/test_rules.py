@@ -266,21 +266,6 @@ def test_pipes_in_one_direction_are_no_mirror_images() -> None:
     )
 
 
-def test_one_pipe_is_asked_nothing() -> None:
-    """Megatron's own V takes stage 0's last backward last, and an order of our own may take any."""
-    check(
-        place(
-            "one",
-            2,
-            Layout(((0, 1),)),
-            [
-                [read_action(one) for one in ["0F0", "0F1", "0B1", "0B0"]],
-                [*map(read_action, ["1F0", "1F1", "1B1", "1B0"])],
-            ],
-        )
-    )
-
-
 def test_three_pipes_are_refused() -> None:
     """No rule looked at more than two, so replicas of any order were taken."""
     three = Layout(((0, 1), (1, 0), (0, 1)))

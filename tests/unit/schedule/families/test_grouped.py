@@ -1,6 +1,5 @@
 """Grouped interleaving: what it holds, how long it takes, and that any sizes will do."""
 
-import json
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe import cli
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_counts
 from bpipe.build import ScheduleConfig, build
@@ -270,16 +268,3 @@ def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(si
         <= iteration_time(there, UnitCosts()).makespan
         < 1.03 * iteration_time(gone, UnitCosts()).makespan
     )
-
-
-def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["schedule", "--schedule", NAME, "--pp", "4", "--microbatches", "12", "--vp", "3", "--format", "json"]
-    bound = ["--balance", "bpipe", "--bound", "9", "--costs", "1,1.2,0.8", "--hop", "1/20"]
-    assert cli.main([*sizes, *bound]) == 0
-    alone = json.loads(capsys.readouterr().out)
-    assert cli.main([*sizes, *bound, "--group", "auto"]) == 0
-    assert json.loads(capsys.readouterr().out) == alone
-    assert alone["hop"] == 0.05
-    assert max(rank["peak"] for rank in alone["ranks"]) <= 9
-    assert cli.main([*sizes, *bound, "--group", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["makespan"] >= alone["makespan"]

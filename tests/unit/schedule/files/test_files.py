@@ -1,13 +1,11 @@
 """CSV and JSON are exact both ways, and nothing that is no schedule is taken for one."""
 
 import contextlib
-import csv
 import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,28 +214,6 @@ def test_any_value_anywhere_in_a_document_is_read_or_refused(value: object, numb
     holder, key = places[number % len(places)]
     holder[key] = value  # type: ignore[index]
     survives(read_json, write_json, json.dumps(document))
-
-
-@pytest.mark.slow
-def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
-    """Compute-only files go through torch.distributed.pipelining's parser, and come out as what we wrote."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for config in (
-        ScheduleConfig("1f1b", 4, 8),
-        ScheduleConfig("gpipe", 3, 4),
-        ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2),
-    ):
-        schedule = build(config)
-        path = tmp_path / "schedule.csv"
-        path.write_text(write_csv(schedule))
-        with path.open(newline="") as file:
-            rows = [[schedules._Action.from_str(cell) for cell in row] for row in csv.reader(file)]
-        ours = [["" if slot.compute is None else str(slot.compute) for slot in row] for row in schedule.ranks]
-        assert [["" if action is None else repr(action) for action in row] for row in rows] == ours
-        owners = schedules._validate_schedule(
-            dict(enumerate(rows)), schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
-        )
-        assert tuple(owners[stage] for stage in range(schedule.num_stages)) == schedule.layout.placements[0]
 
 
 counts = pytest.mark.skipif(not COUNTS, reason="torch before 2.15 does not count what a schedule holds")
