@@ -1,6 +1,5 @@
 """Builds the schedule of a `ScheduleConfig`, for the command, the planner and the trainer's hooks alike."""
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -257,37 +256,31 @@ def _name(config: ScheduleConfig) -> str:
     return f"{config.schedule}{shards}"
 
 
-class _OrderCache:
-    """The latest orders, at most `_MAX_CACHED_ACTIONS` actions in all but at least two orders.
+# The latest orders of families with the number of their actions, by schedule, sizes and options.
+_ORDERS: dict[Hashable, tuple[int, Sequence[Order]]] = {}
 
-    A limit by number alone would fill a machine's memory with orders of hundreds of ranks, or forget those of few.
+
+def _family_orders(config: ScheduleConfig) -> Sequence[Order]:
+    """Return the family's own orders, cached: they do not depend on how they are balanced, and some take long.
+
+    At least two are cached, others while all have at most `_MAX_CACHED_ACTIONS` actions. A limit by number alone would
+    fill a machine's memory with orders of hundreds of ranks, or forget those of few.
     """
-
-    def __init__(self) -> None:
-        self._num_actions = 0
-        self._orders: OrderedDict[Hashable, tuple[int, Sequence[Order]]] = OrderedDict()
-
-    def of(self, config: ScheduleConfig) -> Sequence[Order]:
-        """Return the family's own orders: they do not depend on how they are balanced, and some take long."""
-        options = tuple(getattr(config, field.name) for field in fields(FamilyOptions))
-        key = config.schedule, config._sizes, options
-        if key not in self._orders:
-            orders = FAMILIES[config.schedule].orders(*config._sizes, config)
-            self._orders[key] = sum(map(len, orders)), orders
-            self._num_actions += self._orders[key][0]
-        self._orders.move_to_end(key)
-        while self._num_actions > _MAX_CACHED_ACTIONS and len(self._orders) > 2:
-            self._num_actions -= self._orders.popitem(last=False)[1][0]
-        return self._orders[key][1]
-
-
-_CACHE = _OrderCache()
+    key = config.schedule, config._sizes, tuple(getattr(config, field.name) for field in fields(FamilyOptions))
+    entry = _ORDERS.pop(key, None)
+    if entry is None:
+        orders = FAMILIES[config.schedule].orders(*config._sizes, config)
+        entry = sum(map(len, orders)), orders
+    _ORDERS[key] = entry
+    while len(_ORDERS) > 2 and sum(size for size, _ in _ORDERS.values()) > _MAX_CACHED_ACTIONS:
+        del _ORDERS[next(iter(_ORDERS))]
+    return entry[1]
 
 
 def _usual_orders(config: ScheduleConfig) -> Sequence[Order]:
     """Return the family's usual orders, with shards if the vocabulary is split."""
     if config.vocabulary is Vocabulary.WHOLE:
-        return _CACHE.of(config)
+        return _family_orders(config)
     sharded = FAMILIES[config.schedule].sharded
     assert sharded is not None, f"{config.schedule} has no order with shards"
     return sharded(*config._sizes, config, config.layout)
