@@ -26,7 +26,7 @@ must participate".
 """
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -37,7 +37,7 @@ from bpipe.schedule.dependencies import Dependencies
 from bpipe.schedule.host_buffers import Residency, host_buffers, hosts_of, links_of, num_measured
 from bpipe.schedule.hosts import Host, Pair
 from bpipe.schedule.lowering.lower import lower
-from bpipe.schedule.program import Exchange, Numbering, Op, Program, Transfer
+from bpipe.schedule.program import Exchange, Op, Program, Transfer
 from bpipe.schedule.schedule import Schedule
 
 _RUN, _SEND, _WAIT, _START = int(Op.RUN), int(Op.SEND), int(Op.WAIT), int(Op.START)
@@ -157,9 +157,8 @@ class Board:
         if not self.missing[number] and number in self.waiting:
             self.runnable += self.waiting.pop(number)
 
-    def transfer(self, key: tuple[int, int, int]) -> int:
-        """Return the number of a transfer, given its sender, its receiver and how many passed between them before."""
-        sender, receiver, nth = key
+    def transfer(self, sender: int, receiver: int, nth: int) -> int:
+        """Return the number of a transfer, given how many passed from its sender to its receiver before."""
         if sender == receiver:
             # A transfer to the rank's own host memory has no other end.
             return self._expect(1)
@@ -266,7 +265,8 @@ class _RankWalk:
         self.program, self.board, self.waits = program, board, waits
         # Transfers that the rank has not waited for yet, and the number of each by the identity of its half.
         self.outstanding: list[int] = []
-        self.halves = Numbering()
+        # By sender and receiver, how many transfers have started here: both ends start them in the same order.
+        self.num_started: Counter[Pair] = Counter()
         self.started: dict[int, int] = {}
         self.last_issued: dict[tuple[int, ...], int] = {}
         # Messages that share one call to the communication library with the next one.
@@ -395,7 +395,9 @@ class _RankWalk:
             residency = next(self.leaving)
             lends = self.board.lends and transfer.receiver != self.program.rank
             grows = lends and self.board.growing(transfer.receiver).get(residency, False)
-        number = self.started[id(transfer)] = self.board.transfer(self.halves.start(transfer))
+        link = transfer.sender, transfer.receiver
+        number = self.started[id(transfer)] = self.board.transfer(*link, self.num_started[link])
+        self.num_started[link] += 1
         self.board.arrive(number)
         if grows or hears or self.waits >= WaitLevel.AT_ISSUE:
             yield from self._until(number)
