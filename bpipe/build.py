@@ -1,9 +1,7 @@
 """Builds the schedule of a `ScheduleConfig`, for the command, the planner and the trainer's hooks alike."""
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from fractions import Fraction
 from functools import lru_cache
 
 from bpipe.balance.config import BalanceConfig, balanced, name_of
@@ -19,13 +17,12 @@ from bpipe.schedule.families.families import (
     families_with_interlacing,
     families_with_shards,
 )
-from bpipe.schedule.families.family import TAKEN, Family, FamilyOptions, OrderChoice, RankLimit
+from bpipe.schedule.families.family import TAKEN, Family, FamilyOptions
 from bpipe.schedule.families.turns import groups_of
 from bpipe.schedule.families.unit_grid import Order, place
 from bpipe.schedule.files.text import header, read_csv, write_rows
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import Layout, Vocabulary
-from bpipe.schedule.memory import with_after_input
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 
@@ -64,9 +61,6 @@ class ScheduleConfig(ScheduleSpec):
 
     num_microbatches: int
     """Micro-batches of an iteration."""
-
-    after_input: Fraction = field(default=Fraction(1), kw_only=True)
-    """Share of a micro-batch that counts as held between I and W."""
 
     exchange: Exchange | None = field(default=None, kw_only=True)
     """Exchange order of whoever runs it; by default the family's."""
@@ -146,15 +140,15 @@ class ScheduleConfig(ScheduleSpec):
             raise ValueError("1 rank cannot share the vocabulary: leave it whole, or use more ranks")
 
     @property
-    def limit(self) -> RankLimit | None:
-        """Limits for which an order is made: one bound for all ranks, without given groups, pairs or slices."""
+    def limit(self) -> int | None:
+        """Bound for which an order is made: the same for all ranks, without given groups, pairs or slices."""
         if self.slices > 1:
             return None
         how = self.balance
         bounds = None if how is None or how.partners is not None or how.hosts != PAIR else how.bounds
         if bounds is None or len(set(bounds)) != 1 or self.written is not None or self.group_size is not None:
             return None
-        return None if FAMILIES[self.schedule].within is None else RankLimit(bounds[0], self.after_input)
+        return None if FAMILIES[self.schedule].within is None else bounds[0]
 
     @property
     def passing(self) -> Exchange:
@@ -248,10 +242,7 @@ def _recipe(config: ScheduleConfig) -> tuple[Schedule, BalanceConfig | None]:
         return schedule, config.balance if schedule.hosts is None else None
     if config.limit is not None:
         return _made_for(config, config.limit)[1], config.balance
-    schedule = _usual(config)
-    if config.after_input != 1:
-        schedule = with_after_input(schedule, config.after_input)
-    return schedule, config.balance
+    return _usual(config), config.balance
 
 
 def _usual(config: ScheduleConfig) -> Schedule:
@@ -265,71 +256,63 @@ def _name(config: ScheduleConfig) -> str:
     return f"{config.schedule}{shards}"
 
 
-class _OrderCache:
-    """The latest orders, at most `_MAX_CACHED_ACTIONS` actions in all but at least two orders.
+# The latest orders of families with the number of their actions, by schedule, sizes and options.
+_ORDERS: dict[Hashable, tuple[int, Sequence[Order]]] = {}
 
-    A limit by number alone would fill a machine's memory with orders of hundreds of ranks, or forget those of few.
+
+def _family_orders(config: ScheduleConfig) -> Sequence[Order]:
+    """Return the family's own orders, cached: they do not depend on how they are balanced, and some take long.
+
+    At least two are cached, others while all have at most `_MAX_CACHED_ACTIONS` actions. A limit by number alone would
+    fill a machine's memory with orders of hundreds of ranks, or forget those of few.
     """
-
-    def __init__(self) -> None:
-        self._num_actions = 0
-        self._orders: OrderedDict[Hashable, tuple[int, Sequence[Order]]] = OrderedDict()
-
-    def of(self, config: ScheduleConfig) -> Sequence[Order]:
-        """Return the family's own orders: they do not depend on how they are balanced, and some take long."""
-        options = tuple(getattr(config, field.name) for field in fields(FamilyOptions))
-        key = config.schedule, config._sizes, options
-        if key not in self._orders:
-            orders = FAMILIES[config.schedule].orders(*config._sizes, config)
-            self._orders[key] = sum(map(len, orders)), orders
-            self._num_actions += self._orders[key][0]
-        self._orders.move_to_end(key)
-        while self._num_actions > _MAX_CACHED_ACTIONS and len(self._orders) > 2:
-            self._num_actions -= self._orders.popitem(last=False)[1][0]
-        return self._orders[key][1]
-
-
-_CACHE = _OrderCache()
+    key = config.schedule, config._sizes, tuple(getattr(config, field.name) for field in fields(FamilyOptions))
+    entry = _ORDERS.pop(key, None)
+    if entry is None:
+        orders = FAMILIES[config.schedule].orders(*config._sizes, config)
+        entry = sum(map(len, orders)), orders
+    _ORDERS[key] = entry
+    while len(_ORDERS) > 2 and sum(size for size, _ in _ORDERS.values()) > _MAX_CACHED_ACTIONS:
+        del _ORDERS[next(iter(_ORDERS))]
+    return entry[1]
 
 
 def _usual_orders(config: ScheduleConfig) -> Sequence[Order]:
     """Return the family's usual orders, with shards if the vocabulary is split."""
     if config.vocabulary is Vocabulary.WHOLE:
-        return _CACHE.of(config)
+        return _family_orders(config)
     sharded = FAMILIES[config.schedule].sharded
     assert sharded is not None, f"{config.schedule} has no order with shards"
     return sharded(*config._sizes, config, config.layout)
 
 
-def choice_for_bound(config: ScheduleConfig) -> OrderChoice | None:
-    """Return the order chosen for the bound, None if there was nothing to choose; ValueError if no order keeps it."""
+def groups_for_bound(config: ScheduleConfig) -> tuple[int, ...] | None:
+    """Return the groups chosen for the bound, None if there was nothing to choose; ValueError if no order keeps it."""
     return None if config.limit is None else _made_for(config, config.limit)[0]
 
 
 @lru_cache(maxsize=16)
-def _made_for(config: ScheduleConfig, limit: RankLimit) -> tuple[OrderChoice, Schedule]:
+def _made_for(config: ScheduleConfig, bound: int) -> tuple[tuple[int, ...], Schedule]:
     """Return the fastest of the family's orders for a bound that pairs can keep; ValueError if there is none."""
     family = FAMILIES[config.schedule]
     staying = config.balance is not None and config.balance.buffers_stay
     if config.vocabulary is Vocabulary.WHOLE:
         assert family.within is not None, f"{family.name} has no orders for a bound"
-        candidates = family.within(*config._sizes, limit, config)
+        candidates = family.within(*config._sizes, bound, config)
     else:
         assert family.sharded_within is not None, f"{family.name} has no orders with shards for a bound"
-        candidates = family.sharded_within(*config._sizes, limit, config, config.layout)
-    for choice, orders in candidates:
-        placed = place(_name(config), config.num_microbatches, config.layout, orders)
-        schedule = replace(placed, after_input=limit.after_input)
-        if keeps_bound(schedule, limit.bound, staying):
-            return choice, schedule
-    usual, group = replace(_usual(config), after_input=limit.after_input), family.usual_group(config.num_ranks)
-    if keeps_bound(usual, limit.bound, staying):
-        groups = groups_of(config.num_microbatches, min(group, config.num_microbatches))
-        return OrderChoice(groups, "the usual order"), usual
+        candidates = family.sharded_within(*config._sizes, bound, config, config.layout)
+    for groups, orders in candidates:
+        schedule = place(_name(config), config.num_microbatches, config.layout, orders)
+        if keeps_bound(schedule, bound, staying):
+            return groups, schedule
+    usual, group = _usual(config), family.usual_group(config.num_ranks)
+    if keeps_bound(usual, bound, staying):
+        return groups_of(config.num_microbatches, min(group, config.num_microbatches)), usual
     evened = balance(usual)
     (kept,) = {max(allocated_counts(evened))} if staying else set(evened.bounds or ())
     raise ValueError(
-        f"no order of {config.schedule} was found that keeps every rank within {limit.bound} micro-batches of a chunk"
+        f"no order of {config.schedule} was found that keeps every rank within {bound} micro-batches of a chunk"
         f"{', host buffers included' if staying else ''}: "
         f"its groups of {group} keep {kept}; raise the bound, or use more chunks"
     )

@@ -87,29 +87,20 @@ def _order(topology: Topology, partners: Sequence[int]) -> list[tuple[int, int]]
     return order
 
 
-class Pair(NamedTuple):
-    """Stages of a pair, with their places and nodes, for one replica and one position within the block."""
-
-    stages: tuple[int, int]
-    places: tuple[int, int]
-    nodes: tuple[int, int]
-
-
-def pairs(topology: Topology, parts: tuple[Part, ...], partners: Sequence[int] | None = None) -> tuple[Pair, ...]:
-    """Return every pair of GPUs that would transfer to each other, by place of the earlier stage.
+def pairs_apart(
+    topology: Topology, parts: tuple[Part, ...], partners: Sequence[int] | None = None
+) -> set[tuple[int, int]]:
+    """Return the stages of pairs of which some GPUs would transfer between two nodes.
 
     Args:
         topology: As in `pair_adjacent`.
         parts: What each GPU computes, by place.
         partners: As in `pair_adjacent`.
     """
-    other_stage = partners or _opposite(topology)
-    place_of = {part: place for place, part in enumerate(parts)}
-    pairs = []
-    for place, part in enumerate(parts):
-        partner = other_stage[part.stage]
-        if part.stage < partner:
-            other = place_of[part._replace(stage=partner)]
-            nodes = (place // topology.gpus_per_node, other // topology.gpus_per_node)
-            pairs.append(Pair((part.stage, partner), (place, other), nodes))
-    return tuple(pairs)
+    others = partners or _opposite(topology)
+    node_of = {part: place // topology.gpus_per_node for place, part in enumerate(parts)}
+    return {
+        (part.stage, other)
+        for part, node in node_of.items()
+        if part.stage < (other := others[part.stage]) and node != node_of[part._replace(stage=other)]
+    }

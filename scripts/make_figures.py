@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Draw the figures of the documentation as svg files.
 
-Usage: scripts/make_figures.py [--runs runs/quickstart] [--output docs/figures]
+Usage: scripts/make_figures.py [--output docs/figures]
 
     schedule   1F1B of 4 stages and 8 micro-batches, without balancing and with it (Kim et al. 2023, figure 4)
     every      every family of schedules at 4 ranks and 8 micro-batches, on the unit grid
-    memory     peaks of both runs' stages, measured and predicted; needs --runs, with plain/ and balanced/ in it
 
 Needs no torch.
 """
@@ -20,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.draw.picture import lay_out, render_svg, stack
-from bpipe.draw.plots import StagePeaks, memory_chart, to_svg
-from bpipe.record.compare import read_stages
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE
 from bpipe.schedule.families.timing import iteration_time
@@ -52,39 +49,12 @@ def every_svg() -> str:
     return render_svg(stack(pictures))
 
 
-def read_memory(runs: Path) -> list[StagePeaks]:
-    """Read both runs of a quickstart.
-
-    Raises:
-        ValueError: a rank's file is missing, or the folders are swapped.
-    """
-    ranks, _ = read_stages(runs / "plain")
-    if not ranks:
-        raise ValueError(
-            f"{runs / 'plain'}: no rank_*.json there; --runs takes the folder that scripts/quickstart.sh fills"
-        )
-    pair = [read_stages(runs / name, 1 + max(ranks), name == "balanced")[0] for name in ("plain", "balanced")]
-    names = ("peak_bytes", "predicted_bytes", "peak_microbatches")
-    return [
-        StagePeaks(stage, *(getattr(run[stage], name) for run in pair for name in names)) for stage in sorted(ranks)
-    ]
-
-
-def memory_svg(runs: Path) -> str:
-    return to_svg(memory_chart(read_memory(runs), "The quickstart: most memory of saved activations on each stage"))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=Path, help="folder of a quickstart's two runs, such as runs/quickstart")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures", help="default docs/figures")
     options = parser.parse_args()
     try:
         figures = {"schedule": schedule_svg(), "every": every_svg()}
-        if options.runs is None:
-            print("memory: not made, it needs the runs of scripts/quickstart.sh: give --runs runs/quickstart")
-        else:
-            figures["memory"] = memory_svg(options.runs)
         options.output.mkdir(parents=True, exist_ok=True)
         for name, svg in figures.items():
             file = options.output / f"{name}.svg"

@@ -7,8 +7,8 @@ parts of a micro-batch may leave (`fewest_moved`), the part of each is chosen th
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
 
 from bpipe.balance.pairs import allocated_bytes, check_input, own_bytes, pairs_of, plan_rank, with_transfers
 from bpipe.schedule.action import Kind
@@ -64,7 +64,7 @@ def balance_within(
     fitted = replace(schedule, hosts=in_pairs(chosen))
     for pair in pairs_of(chosen):
         fitted = _pair_fitted(fitted, pair, activation_budget)
-    return replace(fitted, bounds=tuple(map(ceil, peak_counts(fitted))))
+    return replace(fitted, bounds=peak_counts(fitted))
 
 
 def check_rooms(schedule: Schedule, budget: ActivationBudget) -> None:
@@ -176,24 +176,36 @@ def smallest_level_of_pair(
     ranks = tuple(sorted(set(pair)))
     together = max(map(sum, zip(*(own_bytes(schedule, rank, memory) for rank in ranks), strict=True)), default=0)
 
-    def suffices(level: int) -> bool:
+    def attempt(level: int) -> None:
         budget = rooms_at(level)
-        if sum(budget.room_bytes[rank] for rank in ranks) < together:
-            return False
-        # Evicting micro-batches whole frees most; a part lets rooms be shared more evenly.
-        for moved in (budget.memory, *less_moved(plain, pair, budget.memory, parts)):
-            try:
-                _pair_fitted(plain, pair, replace(budget, memory=moved))
-            except BudgetTooSmall:
-                continue
-            return True
-        return False
+        if sum(budget.room_bytes[rank] for rank in ranks) >= together:
+            # Evicting micro-batches whole frees most; a part lets rooms be shared more evenly.
+            for moved in (budget.memory, *less_moved(plain, pair, budget.memory, parts)):
+                with suppress(BudgetTooSmall):
+                    _pair_fitted(plain, pair, replace(budget, memory=moved))
+                    return
+        raise BudgetTooSmall(pair, "the pair has too little room")
 
-    low, high = 0, most + 1
+    return smallest_level(attempt, most)[0]
+
+
+def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pair]:
+    """Return the smallest level in 1 to `most` at which an attempt does not raise BudgetTooSmall, more than `most` if
+    none, and the ranks that lacked room just below it.
+
+    Args:
+        attempt: No rank's room is smaller at a higher level.
+        most: The highest level to try.
+    """
+    low, high, worst = 0, most + 1, (0, 0)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+        try:
+            attempt(middle)
+            high = middle
+        except BudgetTooSmall as error:
+            low, worst = middle, error.pair
+    return high, worst
 
 
 def _pair_fitted(schedule: Schedule, pair: Pair, budget: ActivationBudget) -> Schedule:
@@ -216,6 +228,6 @@ def _pair_fitted(schedule: Schedule, pair: Pair, budget: ActivationBudget) -> Sc
     schedule = replace(schedule, ranks=tuple(rows))
     needed = sum(allocated_bytes(schedule, host, memory))
     if needed > rooms[host]:
-        sizes = f"needs {memory.with_unit(needed)} but has room for {memory.with_unit(rooms[host])}"
+        sizes = f"needs {needed} {memory.unit} but has room for {rooms[host]} {memory.unit}"
         raise BudgetTooSmall(pair, f"rank {host}, which hosts for rank {sender}, {sizes}")
     return schedule

@@ -15,7 +15,6 @@ who shares a port, whether the result helps.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.pairs import allocated_bytes, earliest_load, own_bytes
@@ -80,7 +79,7 @@ def balance_in_time(schedule: Schedule, budget: ActivationBudget, windows: Windo
         ranks = (rank, *device_ranks(sender.present))
         if all(sum(allocated_bytes(tried, other, budget.memory)) <= budget.room_bytes[other] for other in ranks):
             changed = tried
-    return schedule if changed is schedule else replace(changed, bounds=tuple(map(ceil, peak_counts(changed))))
+    return schedule if changed is schedule else replace(changed, bounds=peak_counts(changed))
 
 
 def _clocks(schedule: Schedule, windows: Windows) -> list[_Clock]:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from operator import add
 
 from bpipe.schedule.action import Action, Key, Kind
 from bpipe.schedule.host_buffers import Residency, host_buffers, stages_in_buffers
 from bpipe.schedule.hosts import Pair, default_partners, halved_pairs, in_pairs, pairing
-from bpipe.schedule.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
+from bpipe.schedule.memory import Memory, StageMemory, counting, live_bytes, peak_counts
 from bpipe.schedule.schedule import Schedule, Slot
 
 _FORWARD, _BACKWARD, _INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
@@ -48,7 +47,7 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
     Args:
         schedule: The schedule without transfers.
         rank: The evicting rank.
-        bound: In the same parts of a unit as `memory`.
+        bound: In the unit of `memory`.
         memory: The sizes that count.
 
     Raises:
@@ -167,7 +166,14 @@ def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: S
     """
     if bounds is None:
         return _balance_evenly(schedule, partners)
-    return replace(_balance(schedule, bounds, partners), bounds=tuple(bounds))
+    memory, chosen = counting(schedule.num_stages), choose_partners(schedule, partners)
+    check_input(schedule, bounds, memory)
+    outcomes: dict[Pair, Shared] = {}
+    for pair in pairs_of(chosen):
+        outcomes[pair] = outcome = share(schedule, pair, [bounds[rank] for rank in pair], memory)
+        if outcome.refusal is not None:
+            raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
+    return replace(_joined(schedule, chosen, outcomes), bounds=tuple(bounds))
 
 
 def keeps_bound(schedule: Schedule, bound: int, buffers_stay: bool = False) -> bool:
@@ -178,20 +184,20 @@ def keeps_bound(schedule: Schedule, bound: int, buffers_stay: bool = False) -> b
         bound: Micro-batches of a chunk, on every rank.
         buffers_stay: Whether host buffers count all the time, and not only while a micro-batch is in them.
     """
-    memory = counts_of(schedule)
+    memory = counting(schedule.num_stages)
     partners = choose_partners(schedule, None)
     outcomes = {}
     for pair in pairs_of(partners):
-        outcomes[pair] = share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        outcomes[pair] = share(schedule, pair, (bound,) * 2, memory)
         if outcomes[pair].refusal is not None:
             return False
     return not buffers_stay or max(allocated_counts(_joined(schedule, partners, outcomes))) <= bound
 
 
-def allocated_counts(schedule: Schedule) -> tuple[Count, ...]:
+def allocated_counts(schedule: Schedule) -> tuple[int, ...]:
     """Return the most chunk micro-batches for which each rank has room: its own, and its host buffers, which stay."""
-    memory = counts_of(schedule)
-    return tuple(memory.amount(sum(allocated_bytes(schedule, rank, memory))) for rank in range(schedule.num_ranks))
+    memory = counting(schedule.num_stages)
+    return tuple(sum(allocated_bytes(schedule, rank, memory)) for rank in range(schedule.num_ranks))
 
 
 def allocated_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, int]:
@@ -228,40 +234,28 @@ def buffer_bytes(schedule: Schedule, hosted: Mapping[Residency, int], memory: Me
     return sum(map(memory.buffer_bytes, stages_in_buffers(of_guest)))
 
 
-def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:
-    memory, chosen = counts_of(schedule), choose_partners(schedule, partners)
-    check_input(schedule, bounds, memory)
-    outcomes: dict[Pair, Shared] = {}
-    for pair in pairs_of(chosen):
-        outcome = share(schedule, pair, [bounds[rank] * memory.parts for rank in pair], memory)
-        if outcome.refusal is not None:
-            raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
-        outcomes[pair] = outcome
-    return _joined(schedule, chosen, outcomes)
-
-
 def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:
     """Balance to the smallest bound found that every pair keeps.
 
     The search starts at what no pair can go below, and rises for pairs that need more.
     """
-    memory = counts_of(schedule)
+    memory = counting(schedule.num_stages)
     if partners is not None:
         partners = pairing(schedule.num_ranks, partners)
     check_input(schedule, (1,) * schedule.num_ranks, memory)
     curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
     peaks = [max(curve) for curve in curves]
     chosen = _usual(schedule, peaks) if partners is None else tuple(partners)
-    bound = max(_together([curves[rank] for rank in pair], memory) for pair in pairs_of(chosen))
+    bound = max(_together([curves[rank] for rank in pair]) for pair in pairs_of(chosen))
     tried: dict[Pair, tuple[int, Shared]] = {}
     for pair in pairs_of(chosen):
-        outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory, [peaks[rank] for rank in pair])
+        outcome = share(schedule, pair, (bound,) * 2, memory, [peaks[rank] for rank in pair])
         if outcome.refusal is not None:
             bound, outcome = _smallest(schedule, pair, memory, bound + 1)
         tried[pair] = (bound, outcome)
     # A pair that kept a lower bound needs fewer evictions within that of the others.
     outcomes = {
-        pair: outcome if kept == bound else share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        pair: outcome if kept == bound else share(schedule, pair, (bound,) * 2, memory)
         for pair, (kept, outcome) in tried.items()
     }
     return replace(_joined(schedule, chosen, outcomes), bounds=(bound,) * schedule.num_ranks)
@@ -272,7 +266,7 @@ def choose_partners(schedule: Schedule, partners: Sequence[int] | None) -> tuple
     return _usual(schedule, peak_counts(schedule)) if partners is None else pairing(schedule.num_ranks, partners)
 
 
-def _usual(schedule: Schedule, peaks: Sequence[Count]) -> tuple[int, ...]:
+def _usual(schedule: Schedule, peaks: Sequence[int]) -> tuple[int, ...]:
     """Return the partners that the ranks' peaks suggest.
 
     Of two pipes mirror images hold about alike, and hosts are in the same half: partners by peaks alone level no lower.
@@ -310,7 +304,7 @@ def share(
     Args:
         schedule: The schedule without transfers.
         pair: The two ranks, or one rank twice.
-        bounds: In parts of a unit, like peaks.
+        bounds: Of the two ranks, in the unit of `memory`.
         memory: The sizes that count.
         own: The pair's peaks before, if known.
 
@@ -323,8 +317,8 @@ def share(
     if not over:
         return Shared(tuple(rows), peaks)
     if pair[0] == pair[1]:
-        holds = f"rank {pair[0]} has no partner and holds up to {memory.with_unit(peaks[0])}"
-        return Shared(refusal=f"{holds}, but its bound is {memory.text(bounds[0])}")
+        holds = f"rank {pair[0]} has no partner and holds up to {peaks[0]} {memory.unit}"
+        return Shared(refusal=f"{holds}, but its bound is {bounds[0]}")
     for index in over:
         plan = plan_rank(schedule, pair[index], bounds[index], memory)
         if isinstance(plan, str):
@@ -333,8 +327,8 @@ def share(
     peaks = tuple(_peak(schedule, rank, row, memory) for rank, row in zip(pair, rows, strict=True))
     for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
-            holds = f"rank {rank}, which hosts for rank {other}, holds up to {memory.with_unit(peak)}"
-            return Shared(refusal=f"{holds}, but its bound is {memory.text(bound)}")
+            holds = f"rank {rank}, which hosts for rank {other}, holds up to {peak} {memory.unit}"
+            return Shared(refusal=f"{holds}, but its bound is {bound}")
     return Shared(tuple(rows), peaks)
 
 
@@ -343,13 +337,13 @@ def plan_rank(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan
     try:
         return plan_evictions(schedule, rank, bound, memory)
     except OverBound as over:
-        place = f"it needs {memory.text(over.needed)} at once in slot {over.slot}"
-        least = memory.text(_least(schedule, rank, over.needed, memory))
-        return f"rank {rank} cannot keep to {memory.with_unit(bound)}: {place}, and at least {least} over all slots"
+        place = f"it needs {over.needed} at once in slot {over.slot}"
+        least = _least(schedule, rank, over.needed, memory)
+        return f"rank {rank} cannot keep to {bound} {memory.unit}: {place}, and at least {least} over all slots"
 
 
 def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory) -> int:
-    """Return the smallest bound found, in whole units, that both ranks of a pair can keep."""
+    """Return the smallest bound found that both ranks of a pair can keep."""
     return _smallest(schedule, pair, memory, 1)[0]
 
 
@@ -360,23 +354,23 @@ def _smallest(schedule: Schedule, pair: Pair, memory: Memory, least: int) -> tup
     a higher bound takes no more evictions, and requires no more of the partner.
     """
     curves = [live_bytes(schedule, rank, memory) for rank in pair]
-    low, high = max(least, _together(curves, memory)) - 1, ceil(memory.amount(max(map(max, curves))))
+    low, high = max(least, _together(curves)) - 1, max(map(max, curves))
     step, kept = 1, None
     while high - low > 1:
         probe = min(low + step, (low + high) // 2)
-        outcome = share(schedule, pair, (probe * memory.parts,) * 2, memory)
+        outcome = share(schedule, pair, (probe,) * 2, memory)
         if outcome.refusal is None:
-            step, high = high, ceil(memory.amount(max(outcome.peaks)))
+            step, high = high, max(outcome.peaks)
             kept = outcome if high == probe else None
         else:
             low, step = probe, 2 * step
-    return high, kept or share(schedule, pair, (high * memory.parts,) * 2, memory)
+    return high, kept or share(schedule, pair, (high,) * 2, memory)
 
 
-def _together(curves: Sequence[Sequence[int]], memory: Memory) -> int:
+def _together(curves: Sequence[Sequence[int]]) -> int:
     """Return the least bound by what a pair holds together, which no transfer lowers."""
     together: int = max(map(add, *curves))
-    return -(-together // (2 * memory.parts))
+    return -(-together // 2)
 
 
 def _least(schedule: Schedule, rank: int, needed: int, memory: Memory) -> int:

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import ceil
 from typing import NamedTuple
 
-from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved, smallest_level
 from bpipe.balance.pairs import (
     Plan,
     allocated_bytes,
@@ -32,34 +31,16 @@ from bpipe.balance.pairs import (
 )
 from bpipe.schedule.action import Kind
 from bpipe.schedule.host_buffers import Residencies, Residency, host_buffers, slots_away
-from bpipe.schedule.hosts import ALL, HOST, POOL, Host, Hosts, Pair, host_memory_of, in_pairs
-from bpipe.schedule.memory import Memory, counts_of, live_bytes, peak_counts
+from bpipe.schedule.hosts import ALL, HOST, POOL, Host, Hosts, host_memory_of, in_pairs
+from bpipe.schedule.memory import Memory, counting, live_bytes, peak_counts
 from bpipe.schedule.schedule import Schedule
 
 # Most steps to find a packing, and to find a cheaper one.
 _MOST_STEPS = 50_000
 _STEPS_TO_IMPROVE = 5_000
 
-# In order of comparison: bytes between nodes, then bytes times distance.
-Cost = tuple[int, int]
-
-
-def balance_over_pool(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
-    """Return the schedule with the transfers without which some rank lacks room. Bounds are the counts that result.
-
-    Args:
-        schedule: The schedule without transfers.
-        budget: The bytes that every rank has room for.
-        nodes: By rank, its node; empty if all are on one.
-
-    Raises:
-        BudgetTooSmall: The ranks have too little room.
-    """
-    memory = budget.memory
-    plans, spare = plan_overfull_ranks(schedule, budget)
-    if plans and schedule.num_ranks == 1:
-        raise BudgetTooSmall((0, 0), "rank 0 has no room for its own micro-batches, and no other rank to host them")
-    return with_hosts(schedule, plans, _hosted(schedule, plans, spare, nodes, memory), budget)
+# Cost of a byte between nodes. Less than it: the sum of bytes times distances.
+APART = 1 << 96
 
 
 def plan_overfull_ranks(schedule: Schedule, budget: ActivationBudget) -> tuple[dict[int, Plan], list[int]]:
@@ -110,25 +91,6 @@ def _fewest_of(schedule: Schedule, rank: int, room: int, memory: Memory, parts: 
     return memory if best is None else best[1]
 
 
-def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pair]:
-    """Return the smallest level in 1 to `most` at which an attempt does not raise BudgetTooSmall, more than `most` if
-    none, and the ranks that lacked room just below it.
-
-    Args:
-        attempt: No rank's room is smaller at a higher level.
-        most: The highest level to try.
-    """
-    low, high, worst = 0, most + 1, (0, 0)
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            attempt(middle)
-            high = middle
-        except BudgetTooSmall as error:
-            low, worst = middle, error.pair
-    return high, worst
-
-
 def _hosted(
     schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory
 ) -> dict[Residency, Host]:
@@ -156,13 +118,13 @@ def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Residency
     return host_buffers(replace(schedule, ranks=tuple(rows)), other)
 
 
-def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], Cost]:
-    """Return the cost of a byte between ranks: whether it crosses nodes, then the distance, 0 for a usual partner."""
+def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], int]:
+    """Return the cost of a byte between ranks: `APART` between nodes, and the distance, 0 for a usual partner."""
     usual = choose_partners(schedule, None)
 
-    def cost(rank: int, host: int) -> Cost:
+    def cost(rank: int, host: int) -> int:
         apart = bool(nodes) and nodes[rank] != nodes[host]
-        return int(apart), 0 if usual[rank] == host else abs(rank - host)
+        return APART * apart + (0 if usual[rank] == host else abs(rank - host))
 
     return cost
 
@@ -172,8 +134,8 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> Bud
     ranks = sorted({item.owner for item in items})
     needs = {rank: sum(item.num_bytes for item in items if item.owner == rank) for rank in ranks}
     worst = max(needs, key=lambda rank: needs[rank])
-    needed = ", ".join(f"rank {rank} {memory.text(size)}" for rank, size in needs.items())
-    rooms = ", ".join(f"rank {rank} {memory.text(left)}" for rank, left in enumerate(spare) if left > 0)
+    needed = ", ".join(f"rank {rank} {size}" for rank, size in needs.items())
+    rooms = ", ".join(f"rank {rank} {left}" for rank, left in enumerate(spare) if left > 0)
     host_buffers = f"evicted memory needs host buffers ({needed} {memory.unit})"
     reason = f"{host_buffers}, more than the other ranks have room for ({rooms or 'no rank has any'})"
     return BudgetTooSmall((worst, worst), reason)
@@ -212,9 +174,9 @@ def with_hosts(
     for rank, room in enumerate(budget.room_bytes):
         needed = sum(allocated_bytes(hosted, rank, memory))
         if needed > room:
-            sizes = f"needs {memory.with_unit(needed)} but has room for {memory.with_unit(room)}"
+            sizes = f"needs {needed} {memory.unit} but has room for {room} {memory.unit}"
             raise BudgetTooSmall((rank, rank), f"rank {rank}, which hosts for others, {sizes}")
-    return replace(hosted, bounds=tuple(map(ceil, peak_counts(hosted))))
+    return replace(hosted, bounds=peak_counts(hosted))
 
 
 def _hosts(used: Sequence[set[Host]]) -> Hosts:
@@ -234,17 +196,27 @@ def balance_over_hosts(schedule: Schedule, hosts: str, budget: ActivationBudget,
 
     Args:
         schedule: The schedule without transfers.
-        hosts: `pool`, `host` or `all`, as of `--hosts`.
+        hosts: `pool`, any rank with room; `host`, the rank's own node's memory, which is taken to have room; `all`,
+            ranks with room, as in a pool, and the rest to that memory.
         budget: The bytes that every rank has room for.
         nodes: By rank, its node; empty if all are on one.
 
     Returns:
-        The schedule with its transfers.
+        The schedule with its transfers. Bounds are the counts that result.
 
     Raises:
         BudgetTooSmall: The ranks have too little room.
     """
-    return _ARRANGED[hosts](schedule, budget, nodes)
+    plans, spare = plan_overfull_ranks(schedule, budget)
+    if hosts == HOST:
+        host_of = {residency: host_memory_of(rank) for rank, plan in plans.items() for residency in _away(plan)}
+    elif hosts == ALL:
+        host_of = _in_tiers(schedule, plans, spare, nodes, budget.memory)
+    elif plans and schedule.num_ranks == 1:
+        raise BudgetTooSmall((0, 0), "rank 0 has no room for its own micro-batches, and no other rank to host them")
+    else:
+        host_of = _hosted(schedule, plans, spare, nodes, budget.memory)
+    return with_hosts(schedule, plans, host_of, budget)
 
 
 def balance_over_hosts_within(
@@ -264,14 +236,14 @@ def balance_over_hosts_within(
     Raises:
         ValueError: Bounds cannot be kept; names the smallest that can.
     """
-    memory = counts_of(schedule)
+    memory = counting(schedule.num_stages)
 
     def within(limits: Sequence[int]) -> Schedule:
-        budget = ActivationBudget(tuple(limit * memory.parts for limit in limits), memory)
+        budget = ActivationBudget(tuple(limits), memory)
         return replace(balance_over_hosts(schedule, hosts, budget, nodes), bounds=tuple(limits))
 
     def smallest() -> int:
-        most = ceil(max(peak_counts(schedule))) - 1
+        most = max(peak_counts(schedule)) - 1
         return smallest_level(lambda bound: within((bound,) * schedule.num_ranks), most)[0]
 
     if bounds is None:
@@ -284,18 +256,12 @@ def balance_over_hosts_within(
         raise ValueError(f"{error}. {least}") from None
 
 
-def balance_over_host_memory(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
-    """Send everything that leaves a rank to its own node's memory, which is taken to have room."""
-    plans, _ = plan_overfull_ranks(schedule, budget)
-    host_of = {residency: host_memory_of(rank) for rank, plan in plans.items() for residency in _away(plan)}
-    return with_hosts(schedule, plans, host_of, budget)
-
-
-def balance_over_tiers(schedule: Schedule, budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
-    """Send what leaves to any rank with room, as in a pool, and the rest to its own node's memory."""
-    plans, spare = plan_overfull_ranks(schedule, budget)
+def _in_tiers(
+    schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory
+) -> dict[Residency, Host]:
+    """Return the host of each micro-batch that leaves: any rank with room, else its own node's memory."""
     room = [0 if rank in plans else left for rank, left in enumerate(spare)]
-    buffers = [item for rank, plan in plans.items() for item in _buffers(rank, plan, room, budget.memory)]
+    buffers = [item for rank, plan in plans.items() for item in _buffers(rank, plan, room, memory)]
     cost = distances(schedule, nodes)
     hosts = pack(buffers, room, cost, own_memory=True)
     assert hosts is not None, "own memory has room for all"
@@ -305,18 +271,13 @@ def balance_over_tiers(schedule: Schedule, budget: ActivationBudget, nodes: Sequ
         # The buffer through which most passes is the nearest.
         nearest = sorted(own, key=lambda host: (cost(rank, host), host))
         away = _away(plan)
-        through = sorted(_through(away, len(nearest)), key=lambda stays: -moved_bytes(stays, budget.memory))
+        through = sorted(_through(away, len(nearest)), key=lambda stays: -moved_bytes(stays, memory))
         host_of |= dict.fromkeys(away, host_memory_of(rank))
         for host, stays in zip(nearest, through, strict=True):
             host_of |= dict.fromkeys(stays, Host(host))
-    return with_hosts(schedule, plans, host_of, budget)
+    return host_of
 
 
-_ARRANGED: Mapping[str, Callable[[Schedule, ActivationBudget, Sequence[int]], Schedule]] = {
-    POOL: balance_over_pool,
-    HOST: balance_over_host_memory,
-    ALL: balance_over_tiers,
-}
 _NAMES = {POOL: "a pool", HOST: "CPU memory", ALL: "a pool backed by CPU memory"}
 
 
@@ -371,7 +332,7 @@ class Item(NamedTuple):
 
 
 def pack(
-    items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], Cost], own_memory: bool = False
+    items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], int], own_memory: bool = False
 ) -> list[int | None] | None:
     """Return the rank with room that takes each item, or None if no packing was found.
 
@@ -394,15 +355,13 @@ def pack(
         # The item through which most passes is placed first, and the host after all ranks has room for all.
         order.sort(key=lambda index: -items[index].moved_bytes)
         spare.append(sum(item.num_bytes for item in items))
-    far = max((cost(item.owner, host)[0] for item in items for host in range(num_ranks)), default=0)
-    above_all = 1 + far * sum(item.moved_bytes for item in items)
-
+    above_all = APART * (1 + sum(item.moved_bytes for item in items))
     search = _Search(
         [items[index] for index in order],
         spare,
-        lambda owner, host: (above_all, 0) if host == num_ranks else cost(owner, host),
+        lambda owner, host: above_all if host == num_ranks else cost(owner, host),
     )
-    search.place(0, (0, 0), 0)
+    search.place(0, 0, 0)
     if search.best is None:
         return None
     hosts: list[int | None] = [None] * len(items)
@@ -411,41 +370,35 @@ def pack(
     return hosts
 
 
-class _Option(NamedTuple):
-    cost: Cost
-    host: int
-
-
 class _Search:
     """Depth-first search, largest items and nearest hosts first, without branches that cannot become cheaper."""
 
-    def __init__(self, items: Sequence[Item], free: list[int], cost: Callable[[int, int], Cost]) -> None:
+    def __init__(self, items: Sequence[Item], free: list[int], cost: Callable[[int, int], int]) -> None:
         self.items, self.free = items, free
         self.chosen: list[int] = []
         self.best: list[int] | None = None
-        self.best_cost: Cost | None = None
+        self.best_cost: int | None = None
         self.steps = 0
-        self.seen: dict[tuple[int, int, tuple[int, ...]], Cost] = {}
+        self.seen: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        # By item: (cost of a byte, host), cheapest first.
         self.options = [
-            sorted(_Option(cost(item.owner, host), host) for host in range(len(free)) if host != item.owner)
-            for item in items
+            sorted((cost(item.owner, host), host) for host in range(len(free)) if host != item.owner) for item in items
         ]
         # Least cost of all items from each on.
-        nearest = [
-            next((option.cost for option in options if free[option.host] >= item.num_bytes), (0, 0))
+        least = [
+            item.moved_bytes * next((price for price, host in options if free[host] >= item.num_bytes), 0)
             for item, options in zip(items, self.options, strict=True)
         ]
-        least = [_times(price, item.moved_bytes) for price, item in zip(nearest, items, strict=True)]
-        self.least = list(accumulate(reversed(least), _plus, initial=(0, 0)))[::-1]
+        self.least = list(accumulate(reversed(least), initial=0))[::-1]
         # Number of items from each on that have its size.
         self.alike = [
             sum(other.num_bytes == item.num_bytes for other in items[place:]) for place, item in enumerate(items)
         ]
 
-    def place(self, index: int, spent: Cost, first: int) -> None:
+    def place(self, index: int, spent: int, first: int) -> None:
         """Place the items from `index` on, the first no nearer than its owner's option `first`."""
         if self.best_cost is not None and (
-            self.steps > _STEPS_TO_IMPROVE or _plus(spent, self.least[index]) >= self.best_cost
+            self.steps > _STEPS_TO_IMPROVE or spent + self.least[index] >= self.best_cost
         ):
             return
         if index == len(self.items):
@@ -458,17 +411,17 @@ class _Search:
         following = self.items[index + 1] if index + 1 < len(self.items) else None
         again = following is not None and following[:2] == item[:2]
         for number in range(first, len(options)):
-            option = options[number]
-            if self.free[option.host] < item.num_bytes:
+            price, host = options[number]
+            if self.free[host] < item.num_bytes:
                 continue
-            self.free[option.host] -= item.num_bytes
-            self.chosen.append(option.host)
+            self.free[host] -= item.num_bytes
+            self.chosen.append(host)
             # Of equal items, the one through which more passes comes first, and is nearer.
-            self.place(index + 1, _plus(spent, _times(option.cost, item.moved_bytes)), number if again else 0)
+            self.place(index + 1, spent + price * item.moved_bytes, number if again else 0)
             self.chosen.pop()
-            self.free[option.host] += item.num_bytes
+            self.free[host] += item.num_bytes
 
-    def _leads_nowhere(self, index: int, spent: Cost, first: int) -> bool:
+    def _leads_nowhere(self, index: int, spent: int, first: int) -> bool:
         """Note the cost, and tell whether the search is over, was here at no higher cost, or has no room for all of
         this size."""
         state = (index, first, tuple(self.free))
@@ -478,11 +431,3 @@ class _Search:
         self.seen[state] = spent
         size = self.items[index].num_bytes
         return bool(size) and sum(room // size for room in self.free if room > 0) < self.alike[index]
-
-
-def _plus(one: Cost, other: Cost) -> Cost:
-    return one[0] + other[0], one[1] + other[1]
-
-
-def _times(cost: Cost, num_bytes: int) -> Cost:
-    return cost[0] * num_bytes, cost[1] * num_bytes

@@ -164,11 +164,3 @@ def with_trace(setup: Setup, traced: Traced | None, file: str | None) -> Setup:
     if conflict is not None:
         raise ValueError(f"--profile {file}: {conflict}")
     return replace(setup, traced=traced)
-
-
-def picture_file(name: str | None, suffixes: Sequence[str]) -> Path | None:
-    """Return the file that --plot draws. Raises ValueError for a suffix that cannot be drawn."""
-    if name is None or Path(name).suffix in suffixes:
-        return None if name is None else Path(name)
-    *others, last = suffixes
-    raise ValueError(f"--plot {name}: the name must end in {', '.join(others)} or {last}")

@@ -20,10 +20,9 @@ from bpipe.commands.launch import (
     launch_document,
     lines,
     measured_of,
-    picture_file,
     reading_of,
 )
-from bpipe.commands.simulate import SUFFIXES, budgeted
+from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.budgets import MemoryBudget
@@ -76,7 +75,7 @@ COMMAND = Command(
         SEARCHED_FLAGS,
         Group(
             "output",
-            (outputs.rows(10, positive), outputs.FRONT, outputs.PLOT, outputs.HTML, outputs.FORMAT, outputs.EMIT_ARGS),
+            (outputs.rows(10, positive), outputs.FRONT, outputs.HTML, outputs.FORMAT, outputs.EMIT_ARGS),
         ),
     ),
     (
@@ -98,7 +97,7 @@ COMMAND = Command(
         Task(
             "find the fastest configuration for every amount of memory",
             "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --html front.html",
-            ("front", "plot", "html"),
+            ("front", "html"),
         ),
     ),
 )
@@ -118,14 +117,12 @@ def run(asked: Options) -> int:
     # A search makes millions of small values, hardly any in a cycle: collecting cycles took a fifth of its time.
     gc.set_threshold(200_000, 20, 100)
     if options.front:
-        plot = picture_file(options.plot, SUFFIXES)
         with progress_of("front") as progress:
             front = find_front(space, progress)
-        print_front(front, space, options, plot)
+        print_front(front, space, options)
         return NO_ROWS if front.winner is None else 0
-    drawn = next((flag.name for flag in (outputs.PLOT, outputs.HTML) if getattr(options, flag.field) is not None), None)
-    if drawn is not None:
-        raise ValueError(f"{drawn} draws a front: give --front, too, or leave it out")
+    if options.html is not None:
+        raise ValueError("--html draws a front: give --front, too, or leave it out")
     # With a budget, or with own memory as host, balanced rows evict only what must leave.
     evicts_least = options.memory is not None or bool(set(space.hosts) & set(IN_NODES))
     with progress_of("plan") as progress:
@@ -422,15 +419,11 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
     return " ".join(value if number == 1 else f"{number} x {value}" for value, number in runs)
 
 
-def print_front(front: Front, space: Space, options: Options, plot: Path | None) -> None:
-    """Draw and print. Raises ValueError for a row that does not exist, or without matplotlib."""
+def print_front(front: Front, space: Space, options: Options) -> None:
+    """Draw and print. Raises ValueError for a row that does not exist."""
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
-    if plot is not None:
-        plot.write_bytes(_drawn(front, title, plot.suffix))
     if options.html is not None:
-        # A page has the title as its head.
-        svg = _drawn(front, "", ".svg").decode()
-        Path(options.html).write_text(_page(front, title, svg), encoding="utf-8")
+        Path(options.html).write_text(_page(front, title), encoding="utf-8")
     if options.emit_args is not None:
         if options.emit_args > len(front.points):
             raise ValueError(f"--emit-args {options.emit_args}: there are {len(front.points)} rows")
@@ -480,18 +473,6 @@ def _front_remarks(front: Front) -> list[str]:
     return [letters, *needs, standing(front), *([searched] if front.not_searched else [])]
 
 
-def _drawn(front: Front, title: str, suffix: str) -> bytes:
-    try:
-        from bpipe.draw.plots import FrontPoint, front_chart, to_png, to_svg
-    except ImportError:
-        raise ValueError(
-            "--plot and --html need matplotlib, which is not installed: pip install matplotlib, or leave them out"
-        ) from None
-    points = [FrontPoint(row.peak_bytes, row.iteration_s, _label(row.setup)) for row in front.points]
-    figure = front_chart(points, front.limit_bytes, front.winner, title)
-    return to_png(figure) if suffix == ".png" else to_svg(figure).encode()
-
-
 def _label(setup: Setup) -> str:
     shards = f", vocabulary {setup.vocabulary.value}" if setup.is_sharded else ""
     return f"{setup.schedule}{shards}{', balanced' if setup.balance is not None else ''}"
@@ -504,8 +485,11 @@ td { font-variant-numeric: tabular-nums; } tr.winner { font-weight: bold; backgr
 tr.large { color: #666; } code { font-size: .85em; overflow-wrap: anywhere; } svg { max-width: 100%; height: auto; }"""
 
 
-def _page(front: Front, title: str, svg: str) -> str:
+def _page(front: Front, title: str) -> str:
     """Return one self-contained HTML file: the picture, a row for each point with its flags, and remarks."""
+    from bpipe.draw.front import FrontPoint, lay_out_front
+    from bpipe.draw.picture import render_svg
+
     titles, every = _front_cells(front) if front.points else ((), [])
     rows = []
     for place, (row, values) in enumerate(zip(front.points, every, strict=True)):
@@ -514,9 +498,11 @@ def _page(front: Front, title: str, svg: str) -> str:
         flags = f"<details><summary>flags</summary>{code}</details>"
         rows.append(f'<tr class="{kind}">{_html("td", values)}<td>{flags}</td></tr>')
     lines = [_front_head(front), *(_front_remarks(front) if front.points else ())]
+    points = [FrontPoint(row.peak_bytes, row.iteration_s, _label(row.setup)) for row in front.points]
+    svg = render_svg(lay_out_front(points, front.limit_bytes, front.winner))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{svg[svg.index('<svg') :]}\n"
+        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{svg}\n"
         f"{_html('p', lines)}\n<table><thead><tr>{_html('th', (*titles, ''))}</tr></thead><tbody>\n"
         + "\n".join(rows)
         + "\n</tbody></table></body></html>\n"

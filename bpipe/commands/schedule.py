@@ -15,24 +15,19 @@ from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import FORMATS
 from bpipe.config.flags.values import AUTO, unit_costs
 from bpipe.schedule.action import SHARDS, TRANSFER, Action, Kind
-from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.families.families import (
     FAMILIES,
     SUMMARIES,
-    exchange_of,
     families_for_bounds,
-    families_with_early_forwarding,
 )
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.families.unit_grid import align
 from bpipe.schedule.files.document import read_file, source_of, write_json
-from bpipe.schedule.files.grid import write_grid, write_listing
+from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.host_buffers import num_host_memory_buffers
 from bpipe.schedule.hosts import uses_host_memory
-from bpipe.schedule.lowering.lower import lower_as_run
-from bpipe.schedule.memory import num_transfers, peak_counts, plain, with_after_input
-from bpipe.schedule.program import Exchange
+from bpipe.schedule.memory import num_transfers, peak_counts, plain
 from bpipe.schedule.schedule import Schedule
 
 # Values of `--costs` and `--hop`.
@@ -49,16 +44,15 @@ _MADE = (
     schedules.VOCABULARY_INPUT,
     schedules.HOP,
     schedules.BUFFERS_STAY,
-    schedules.EARLY,
 )
 _NEEDED = _MADE[:3]
 _BALANCED = (schedules.BOUND, schedules.PARTNERS, schedules.HOSTS)
 COMMAND = Command(
     (
-        Group("generated schedule", (*_MADE, schedules.COSTS, schedules.KEPT)),
+        Group("generated schedule", (*_MADE, schedules.COSTS)),
         Group("schedule from a file", (schedules.INPUT, schedules.ALIGN)),
         Group("balancing", (schedules.BALANCE, *_BALANCED)),
-        Group("output", (schedules.SCHEDULE_FORMAT, schedules.MESSAGES, schedules.EXCHANGE, outputs.OUTPUT)),
+        Group("output", (schedules.SCHEDULE_FORMAT, outputs.OUTPUT)),
     ),
     (
         Task(
@@ -77,11 +71,6 @@ COMMAND = Command(
             ("output", "format"),
         ),
         Task("check a schedule of your own", "bpipe schedule --input mine.csv --align", ("input", "align")),
-        Task(
-            "list every message",
-            "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --messages",
-            ("messages", "exchange"),
-        ),
     ),
 )
 
@@ -107,18 +96,11 @@ def run(options: Options) -> None:
         return
     output = None if options.output is None else Path(options.output)
     form = options.format or _format_of(output)
-    if options.exchange is not None and not options.messages:
-        raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
-    if options.messages and (form != "grid" or options.format is not None):
-        raise ValueError(f"--messages is written as text: a {form} has no room for messages, leave one of them out")
     unused = next((flag.name for flag in _BALANCED if getattr(options, flag.field)), None)
     if options.balance == BALANCES[0] and unused:
         raise ValueError(f"{unused} says how to balance: give --balance bpipe, too, or leave it out")
     schedule = _generated(options) if options.input is None else _imported(options)
-    if options.messages:
-        content = _listed(schedule, options.exchange).encode()
-    else:
-        content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
+    content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
     if output is not None:
         output.write_bytes(content)
         return
@@ -144,12 +126,6 @@ def _generated(options: Options) -> Schedule:
         raise ValueError(f"{', '.join(missing)} missing: say what to generate, or read a schedule with --input")
     if options.align:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
-    if options.early:
-        early = FAMILIES[options.schedule].early
-        if early is None:
-            others = f"leave it out, or choose from {families_with_early_forwarding()}"
-            raise ValueError(f"--early: {options.schedule} has no early forwarding: {others}")
-        options.schedule = early
     if options.group_size == AUTO:
         _check_chosen_group(options)
     config = ScheduleConfig(
@@ -186,8 +162,6 @@ def _imported(options: Options) -> Schedule:
             raise ValueError(f"{flag.name} is for generating, --input reads a schedule: give one of them")
     schedule = read_file(options.input)
     try:
-        if options.kept is not None:
-            schedule = with_after_input(schedule, options.kept)
         how = named_balance(options.balance, options.bound, options.partners, hosts=options.hosts)
         return adopt(align(schedule) if options.align else schedule, how)
     except ValueError as error:
@@ -200,29 +174,12 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
     if form == "json":
         return write_json(schedule, _times_of(schedule, *given)).encode()
     if form == "svg":
-        from bpipe.draw.picture import write_svg
+        from bpipe.draw.picture import lay_out, render_svg
 
-        return write_svg(schedule).encode()
-    if form == "png":
-        if to_terminal:
-            raise ValueError("a png cannot be printed on a terminal: name a file with --output")
-        from bpipe.draw.picture import write_png
-
-        return write_png(schedule)
+        return render_svg(lay_out(schedule)).encode()
     width = shutil.get_terminal_size().columns if to_terminal else None
     grid = write_grid(schedule, width, _paint if to_terminal and has_colours() else None)
     return (grid + _remarks(schedule, given) + (_legend(schedule) if to_terminal else "")).encode()
-
-
-def _listed(schedule: Schedule, exchange_name: str | None) -> str:
-    """Write what every rank does. An exchange that blocks, because no loop runs the schedule with it, is named."""
-    exchange = Exchange(exchange_name) if exchange_name else exchange_of(schedule.name)
-    programs = lower_as_run(schedule, exchange)
-    for blocked in blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS, exchange):
-        waits = f"waits for ever for {blocked.message}, the other end is on rank {blocked.peer}"
-        place = f"rank {blocked.rank}, slot {blocked.slot}"
-        print(f"bpipe: with --exchange {exchange.value} {place}: {waits}", file=sys.stderr)
-    return write_listing(programs, exchange)
 
 
 def _paint(text: str, action: Action | None) -> str:
@@ -233,7 +190,7 @@ def _remarks(schedule: Schedule, given: Times) -> str:
     """Write the numbers of the grid, with times if its slots do not show them."""
     ranks = range(schedule.num_ranks)
     numbers = {
-        "peak": ",".join(str(plain(peak)) for peak in peak_counts(schedule)),
+        "peak": ",".join(map(str, peak_counts(schedule))),
         "evictions": ",".join(str(num_transfers(schedule, rank).evictions) for rank in ranks),
     }
     if uses_host_memory(schedule.hosts):

@@ -15,7 +15,6 @@ from bpipe.commands.launch import (
     launch_document,
     lines,
     measured_of,
-    picture_file,
     reading_of,
     with_trace,
 )
@@ -48,7 +47,6 @@ from bpipe.simulate.report import Simulation
 if TYPE_CHECKING:
     from rich.table import Table
 
-SUFFIXES = (".svg", ".png")
 # With more ranks, the totals are printed above them, too.
 _MANY_RANKS = 16
 _SIDES = ("A", "B")
@@ -71,7 +69,7 @@ COMMAND = Command(
     (
         *CONFIGURED,
         MEASURED,
-        Group("output", (outputs.COMPARED, outputs.FORMAT, outputs.TRACE, outputs.PLOT, outputs.HTML)),
+        Group("output", (outputs.COMPARED, outputs.FORMAT, outputs.TRACE, outputs.HTML)),
     ),
     (
         Task(
@@ -144,8 +142,8 @@ def run(options: Options) -> None:
 
 def _compare(options: Options) -> None:
     """Print two predictions side by side."""
-    if any(file is not None for file in (options.trace, options.plot, options.html)):
-        raise ValueError("--compare predicts twice, and --trace, --plot and --html draw one: leave one of the two out")
+    if options.trace is not None or options.html is not None:
+        raise ValueError("--compare predicts twice, and --trace and --html draw one: leave one of the two out")
     with progress_of("simulate"):
         answers = [_answer(_laid_over(options, settings)) for settings in options.compare]
     sides = [answer.row for answer in answers]
@@ -195,13 +193,12 @@ def _answer(options: Options) -> _Answer:
     profile, traced = measured_of(options)
     setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     setup, plan = budgeted(options, setup, profile)
-    plot = picture_file(options.plot, SUFFIXES)
-    is_drawn = any(file is not None for file in (options.trace, options.plot, options.html))
+    is_drawn = options.trace is not None or options.html is not None
     # Timed as in plan, so that a configuration has one time; a picture needs the simulation of every action.
     simulation = simulation_of(setup, profile) if is_drawn else None
     prediction = predict(setup, profile, simulation, options.flops_formula)
     if simulation is not None:
-        _draw(simulation, prediction, options, plot)
+        _draw(simulation, prediction, options)
     row = Candidate(prediction, refused=refused_launch(setup, reading))
     return _Answer(row, reading, plan, pairs_apart(prediction, profile))
 
@@ -216,25 +213,12 @@ def _answer_document(answer: _Answer) -> dict[str, Any]:
     }
 
 
-def _draw(simulation: Simulation, prediction: SetupPrediction, options: Options, plot: Path | None) -> None:
-    """Write the trace, the picture and the page that are asked for."""
+def _draw(simulation: Simulation, prediction: SetupPrediction, options: Options) -> None:
+    """Write the trace and the page that are asked for."""
     if options.trace is not None:
         from bpipe.simulate.trace import write_trace
 
         Path(options.trace).write_text(write_trace(simulation))
-    if plot is not None:
-        from bpipe.draw.timeline import lay_out_simulation
-
-        setup = prediction.setup
-        picture = lay_out_simulation(simulation, f"{setup.model.name}: {describe(setup)}")
-        if plot.suffix == ".svg":
-            from bpipe.draw.picture import render_svg
-
-            plot.write_bytes(render_svg(picture).encode())
-        else:
-            from bpipe.draw.picture import render_png
-
-            plot.write_bytes(render_png(picture))
     if options.html is not None:
         from bpipe.record.report.output.page import render
 

@@ -1,4 +1,4 @@
-"""Draw a schedule: as a `Picture` of boxes, lines and words in pixels, each with the name of its style; as SVG or PNG.
+"""Draw a schedule: as a `Picture` of boxes, lines and words in pixels, each with the name of its style; as SVG.
 
 Time runs to the right. A lane is a rank: its computations, below them its transfers, below these the curve of the
 micro-batches that it holds, with its bound as a dashed line. Nothing differs by colour alone: forwards are plain boxes,
@@ -6,7 +6,6 @@ backwards hatched, bubbles dotted outlines without a word, transfers pointed box
 (L, H).
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -14,7 +13,7 @@ from html import escape
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.host_buffers import guests_of
 from bpipe.schedule.hosts import write_host
-from bpipe.schedule.memory import Count, live_counts, plain
+from bpipe.schedule.memory import live_counts
 from bpipe.schedule.schedule import Schedule, Slot
 
 SLOT_WIDTH = 30
@@ -25,10 +24,6 @@ LANE_GAP = 18
 MARGIN_LEFT = 70
 MARGIN_RIGHT = 90
 MARGIN_TOP = 56
-# Of a PNG, and its renderer's limit in one direction.
-DOTS_PER_INCH = 100
-MAX_PIXELS = 32_000
-_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +48,14 @@ STYLES = {
     "bound": Style("none", "#c00000", dash=True),
     "axis": Style("none", "#909090"),
     "grid": Style("none", "#e4e4e4"),
+    # The colours of Okabe and Ito.
+    "group-0": Style("#0072B2", "#000000"),
+    "group-1": Style("#D55E00", "#000000"),
+    "group-2": Style("#009E73", "#000000"),
+    "group-3": Style("#56B4E9", "#000000"),
+    "winner": Style("none", "#000000"),
 }
-RARE = frozenset({"shard"})
+RARE = frozenset({"shard", "group-0", "group-1", "group-2", "group-3", "winner"})
 
 STYLE_OF = {
     Kind.FORWARD: "forward",
@@ -65,10 +66,12 @@ STYLE_OF = {
     **dict.fromkeys((Kind.EVICT, Kind.RETURN), "away"),
     **dict.fromkeys((Kind.HOST, Kind.LOAD), "towards"),
 }
-_LINES = ("curve", "bound")
-FORWARD, BACKWARD, BUBBLE = (("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"))
-LEGEND_OF_TRANSFERS = (("away", "evict, return"), ("towards", "load, host"))
-LEGEND_OF_SHARDS = (("shard", "shard of the vocabulary"),)
+# Styles and what they mean.
+_LEGEND = (
+    *(("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"), ("away", "evict, return")),
+    *(("towards", "load, host"), ("curve", "held"), ("bound", "bound")),
+)
+_LEGEND_OF_SHARDS = (("shard", "shard of the vocabulary"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +116,7 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
     if subtitle:
         title += f", {subtitle}"
     picture.words.append(Word(MARGIN_LEFT, 16, title, 14, "start"))
-    legend = (FORWARD, BACKWARD, BUBBLE, *LEGEND_OF_TRANSFERS, ("curve", "held"), ("bound", "bound"))
-    draw_legend(picture, legend + (LEGEND_OF_SHARDS if schedule.layout.shard_kinds else ()), MARGIN_LEFT, 36)
+    _draw_legend(picture, _LEGEND + (_LEGEND_OF_SHARDS if schedule.layout.shard_kinds else ()), MARGIN_LEFT, 36)
     curves = [live_counts(schedule, rank) for rank in range(schedule.num_ranks)]
     top = max(max(max(curve) for curve in curves), *(schedule.bounds or (1,)))
     for rank in range(schedule.num_ranks):
@@ -190,8 +192,8 @@ def _transfer(picture: Picture, x: float, y: float, index: int, count: int, acti
     picture.words.append(Word(left + width / 2, y + MOVE_HEIGHT / 2 - 2, text, 9 if count == 1 else 6))
 
 
-def _curve(picture: Picture, y: float, counts: Sequence[Count], top: Count, bound: int | None) -> None:
-    bottom, scale = y + CURVE_HEIGHT, CURVE_HEIGHT / float(top)
+def _curve(picture: Picture, y: float, counts: Sequence[int], top: int, bound: int | None) -> None:
+    bottom, scale = y + CURVE_HEIGHT, CURVE_HEIGHT / top
     right = MARGIN_LEFT + len(counts) * SLOT_WIDTH
     picture.shapes.append(Shape("axis", ((MARGIN_LEFT, bottom), (right, bottom)), closed=False))
     points: list[tuple[float, float]] = [(MARGIN_LEFT, bottom)]
@@ -200,7 +202,7 @@ def _curve(picture: Picture, y: float, counts: Sequence[Count], top: Count, boun
         points += [(MARGIN_LEFT + slot * SLOT_WIDTH, height), (MARGIN_LEFT + (slot + 1) * SLOT_WIDTH, height)]
     points.append((right, bottom))
     picture.shapes.append(Shape("curve", tuple(points), closed=False))
-    label = f"peak {plain(max(counts))}"
+    label = f"peak {max(counts)}"
     if bound is not None:
         height = bottom - bound * scale
         picture.shapes.append(Shape("bound", ((MARGIN_LEFT, height), (right, height)), closed=False))
@@ -208,10 +210,10 @@ def _curve(picture: Picture, y: float, counts: Sequence[Count], top: Count, boun
     picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2, label, 11, "start"))
 
 
-def draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
+def _draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
     """Draw a legend that starts at `x` with its middle at `y`: lines for open styles, boxes for the others."""
     for style, text in entries:
-        if style in _LINES:
+        if style in ("curve", "bound"):
             picture.shapes.append(Shape(style, ((x, y), (x + 16, y)), closed=False))
         elif style in ("away", "towards"):
             picture.shapes.append(Shape(style, pointed(x, y - 6, 16, 12, style == "away")))
@@ -221,13 +223,8 @@ def draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, 
         x += 34 + 6 * len(text)
 
 
-def write_svg(schedule: Schedule) -> str:
-    """Draw a schedule as one self-contained SVG document."""
-    return render_svg(lay_out(schedule))
-
-
 def render_svg(picture: Picture) -> str:
-    """Return any picture, such as a simulation's, as SVG."""
+    """Return a picture as one self-contained SVG document."""
     # Styles that few schedules have are left out of the others.
     drawn = {shape.style for shape in picture.shapes}
     styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}
@@ -273,55 +270,3 @@ def _word(word: Word) -> str:
         f'<text x="{word.x:g}" y="{word.y:g}" font-size="{word.size}" '
         f'text-anchor="{word.anchor}">{escape(word.text)}</text>'
     )
-
-
-def write_png(schedule: Schedule) -> bytes:
-    """Draw a schedule as a PNG image. Raises ValueError if it is too large, or matplotlib is missing."""
-    return render_png(lay_out(schedule))
-
-
-def render_png(picture: Picture) -> bytes:
-    """Return any picture, such as a simulation's, as PNG. Needs matplotlib, which is imported only here."""
-    if max(picture.width, picture.height) > MAX_PIXELS:
-        raise ValueError(
-            f"the picture is {picture.width} x {picture.height} pixels, a png takes at most {MAX_PIXELS}: "
-            "write svg, or draw fewer micro-batches or stages"
-        )
-    try:
-        from matplotlib import rc_context
-    except ImportError:
-        raise ValueError("png needs matplotlib, which is not installed: pip install matplotlib, or write svg") from None
-    # Thinner than the words on it.
-    with rc_context({"hatch.linewidth": 0.3}):
-        return _draw(picture)
-
-
-def _draw(picture: Picture) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Polygon
-
-    figure = Figure((picture.width / DOTS_PER_INCH, picture.height / DOTS_PER_INCH), DOTS_PER_INCH)
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, picture.width)
-    axes.set_ylim(picture.height, 0)
-    axes.axis("off")
-    for shape in picture.shapes:
-        style = STYLES[shape.style]
-        polygon = Polygon(
-            list(shape.points),
-            closed=shape.closed,
-            facecolor=style.fill if shape.closed else "none",
-            edgecolor=style.stroke,
-            linewidth=0.8,
-            linestyle="--" if style.dash else "-",
-            hatch="///" if style.hatch else None,
-        )
-        axes.add_patch(polygon)
-    for word in picture.words:
-        # Sizes are pixels, matplotlib's are points of 1/72 inch.
-        axes.text(word.x, word.y, word.text, size=word.size * 72 / DOTS_PER_INCH, ha=_ANCHORS[word.anchor], va="center")
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()

@@ -11,11 +11,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 
-from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, chosen_partners, fewest_moved, smallest_level_of_pair
+from bpipe.balance.budget import (
+    ActivationBudget,
+    BudgetTooSmall,
+    chosen_partners,
+    fewest_moved,
+    smallest_level,
+    smallest_level_of_pair,
+)
 from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.deadlines import Windows
 from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
-from bpipe.balance.pool import balance_over_hosts, fewest_sent, smallest_level
+from bpipe.balance.pool import balance_over_hosts, fewest_sent
 from bpipe.build import build
 from bpipe.config.flags.budgets import MINIMUM_BYTES, budget_text
 from bpipe.plan.fit import Fit, plan_lines

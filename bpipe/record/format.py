@@ -32,8 +32,7 @@ from bpipe.balance.deadlines import Seconds
 from bpipe.build import ScheduleConfig
 from bpipe.schedule.action import Action
 from bpipe.schedule.families.family import UnitCosts
-from bpipe.schedule.files.text import read_action, read_costs, read_share
-from bpipe.schedule.memory import plain
+from bpipe.schedule.files.text import read_action, read_costs
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_list, a_number, a_text, a_whole, an_object, printable
 
 
@@ -215,7 +214,6 @@ _RULES: dict[Any, Rule] = {
     frozenset[int]: Rule(lambda value, name: frozenset(each(whole()).read(value, name)), sorted),
     Mapping[int, int]: Rule(_by_stage),
     Action: Rule(lambda value, _: _read_action(a_text(value, "an action")), str),
-    Fraction: Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share))),
     UnitCosts: Rule(_read_costs, _write_costs),
 }
 # In files the number of ranks was always called that of stages.

@@ -64,7 +64,7 @@ class Engine:
         self.recorder: Recorder | None = None
         # Whether this iteration is captured into a CUDA graph. It runs as often as that is replayed, without this engine.
         self.is_captured = False
-        program = steps(schedule, rank)
+        program = tuple(steps(schedule, rank))
         self._steps: tuple[Step, ...] = program if config.at_once else one_by_one(program)
         self._position = 0
         # The computation that has run and for which `sent` was not called yet.

@@ -84,13 +84,6 @@ def buffers_at(schedule: Schedule, host: Host) -> dict[Residency, int]:
     return (host_buffers if host.on_device else host_memory_buffers)(schedule, host.rank)
 
 
-def all_buffers(schedule: Schedule, rank: int) -> dict[Residency, int]:
-    """Return the host buffer, wherever it is, of everything that leaves a rank or comes to it."""
-    hosts = hosts_of(schedule, rank)
-    buffers = {host: buffers_at(schedule, host) for host in set(hosts.values())}
-    return host_buffers(schedule, rank) | {residency: buffers[host][residency] for residency, host in hosts.items()}
-
-
 def _numbered(
     row: Sequence[Slot],
     kinds: tuple[Kind, Kind],

@@ -19,7 +19,7 @@ actions hold nothing. Counts of micro-batches follow the same rule with ones for
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -27,15 +27,9 @@ from typing import NamedTuple, Protocol
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.schedule import Schedule
 
-# A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
-Count = int | Fraction
-
 # Share by which host buffers exceed the largest size seen, if micro-batches differ in size. What a router sends to an
 # expert changes from step to step, and a buffer that grows costs its room again for an iteration.
 RESERVE = Fraction(1, 8)
-
-# Most decimals of a share of a micro-batch, so that every count is written exactly.
-SHARE_DECIMALS = 4
 
 
 class Transfers(NamedTuple):
@@ -78,9 +72,8 @@ class Memory:
     A place is a stage or, if sizes are by slice, a slice of a stage (`place`).
 
     Attributes:
-        stages: Sizes by place, whole numbers of 1/`parts` of a `unit`.
-        unit: Name of the unit.
-        parts: Parts of a unit in which sizes count.
+        stages: Sizes by place.
+        unit: Unit of the sizes, for messages.
         shard_bytes: What each rank's shard of the vocabulary holds from S to T.
         reserved: Whether micro-batches may differ in size, so that host buffers have a reserve.
         slices: Slices of a micro-batch by which sizes are given.
@@ -92,7 +85,6 @@ class Memory:
 
     stages: tuple[StageMemory, ...]
     unit: str = "bytes"
-    parts: int = 1
     shard_bytes: int = 0
     reserved: bool = False
     slices: int = 1
@@ -150,18 +142,6 @@ class Memory:
         largest = max((size.moved_bytes for stage in stages for size in self.sizes(stage)), default=0)
         return largest + int(largest * RESERVE) if self.reserved else largest
 
-    def amount(self, size: int) -> Count:
-        """Return a size in units."""
-        return size if self.parts == 1 else Fraction(size, self.parts)
-
-    def text(self, size: int) -> str:
-        """Return a size in units as text, without their name."""
-        return str(plain(self.amount(size)))
-
-    def with_unit(self, size: int) -> str:
-        """Return a size as text with its unit."""
-        return f"{self.text(size)} {self.unit}"
-
     def check(self, num_stages: int) -> None:
         """Raise ValueError unless these are sizes of `num_stages` stages, and transfers move no more than is saved."""
         if len(self.stages) != num_stages * self.slices:
@@ -207,33 +187,19 @@ def memory_of(
 
 
 @lru_cache(maxsize=16)
-def counting(num_stages: int, after_input: Fraction = Fraction(1)) -> Memory:
-    """Return the rule that counts micro-batches, of which the share `after_input` is held between I and W."""
-    whole, part = after_input.denominator, after_input.numerator
-    return Memory((StageMemory(whole, whole, part),) * num_stages, "micro-batches", whole)
+def counting(num_stages: int) -> Memory:
+    """Return the rule that counts micro-batches, whole until their W ends."""
+    return Memory((StageMemory(1, 1, 1),) * num_stages, "micro-batches")
 
 
-def counts_of(schedule: Schedule) -> Memory:
-    """Return the rule by which a schedule's own counts, peaks and bounds are meant."""
-    return counting(schedule.num_stages, schedule.after_input)
+def plain(number: int | Fraction) -> int | float:
+    """Return a number as it is written, without a decimal point if it is whole."""
+    return int(number) if number == int(number) else float(number)
 
 
-def plain(count: Count) -> int | float:
-    """Return a count as it is written, without a point if it is whole; shares of schedules stay exact."""
-    return int(count) if count == int(count) else float(count)
-
-
-def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
-    """Return the schedule with `share` of a micro-batch counted between I and W; ValueError if no backward is split."""
-    if not schedule.split_stages:
-        raise ValueError("its backwards are not split into I and W, so no share is held between them: leave --kept out")
-    return replace(schedule, after_input=share)
-
-
-def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
+def live_counts(schedule: Schedule, rank: int) -> tuple[int, ...]:
     """Return how many chunk micro-batches the rank holds in each slot, hosted ones included."""
-    memory = counts_of(schedule)
-    return tuple(map(memory.amount, live_bytes(schedule, rank, memory)))
+    return live_bytes(schedule, rank, counting(schedule.num_stages))
 
 
 def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
@@ -292,11 +258,9 @@ def peak_of_order(order: Iterable[Action], memory: Memory) -> int:
     return peak
 
 
-def peak_counts(schedule: Schedule) -> tuple[Count, ...]:
+def peak_counts(schedule: Schedule) -> tuple[int, ...]:
     """Return the most chunk micro-batches each rank ever holds."""
-    memory = counts_of(schedule)
-    peaks = (max(live_bytes(schedule, rank, memory), default=0) for rank in range(schedule.num_ranks))
-    return tuple(map(memory.amount, peaks))
+    return tuple(max(live_counts(schedule, rank), default=0) for rank in range(schedule.num_ranks))
 
 
 def peak_bytes(schedule: Schedule, memory: Memory) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.dependencies import Dependencies
-from bpipe.schedule.hosts import Pair
 from bpipe.schedule.schedule import Schedule, Slot, computed_together
 
 
@@ -101,27 +100,6 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         return str(self.action)
-
-
-class Numbering:
-    """Numbers the transfers from one rank to another, which both ends start in the same order."""
-
-    def __init__(self) -> None:
-        self._started: dict[Pair, int] = {}
-        # By the identity of a half: one that leaves a second time is an equal value. Only numbers, as there may be
-        # millions.
-        self._halves: dict[int, int] = {}
-
-    def start(self, half: Transfer) -> tuple[int, int, int]:
-        """Return sender, receiver and how many transfers passed between them before; called in the program's order."""
-        _, sender, receiver = half
-        nth = self._halves[id(half)] = self._started.get((sender, receiver), 0)
-        self._started[sender, receiver] = nth + 1
-        return sender, receiver, nth
-
-    def of(self, half: Transfer) -> tuple[int, int, int]:
-        """Return the number of a half that has been started."""
-        return half.sender, half.receiver, self._halves[id(half)]
 
 
 class Op(enum.IntEnum):
@@ -225,8 +203,8 @@ def one_by_one(program: Iterable[Step]) -> tuple[Step, ...]:
     return tuple(single)
 
 
-def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """Return the rank's slots as steps of an engine. The first is the start of the loop and the last its end.
+def steps(schedule: Schedule, rank: int) -> Iterator[Step]:
+    """Yield the rank's slots as steps of an engine. The first is the start of the loop and the last its end.
 
     A transfer next to a computation starts just before it. A transfer in a bubble slot goes to the *latest hook that is
     not later* than its slot: after the computation before it, or the start of the loop. Starting a half of a transfer
@@ -236,11 +214,6 @@ def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     partner reaches its end of these transfers only because of that message. If anything waited for a transfer before
     the message is sent (a queue that all streams share, a synchronising timer), both would wait for ever.
     """
-    return tuple(each_step(schedule, rank))
-
-
-def each_step(schedule: Schedule, rank: int) -> Iterator[Step]:
-    """Yield the steps of a rank one by one, for readers that need each only once."""
     current = Slot()
     after: tuple[Action, ...] = ()
     for slot in schedule.ranks[rank]:

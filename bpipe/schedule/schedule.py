@@ -3,7 +3,6 @@ slot."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from bpipe.schedule.action import Action, Kind, by_microbatch
 from bpipe.schedule.hosts import Hosts, partners_of, write_hosts
@@ -58,7 +57,6 @@ class Schedule:
         ranks: `ranks[rank][slot]` is a `Slot`; all ranks have equally many.
         hosts: `hosts[rank]` is where the rank may evict to (`schedule.hosts`); None without transfers.
         bounds: Per rank, the most saved chunk micro-batches it may hold in any slot, hosted ones included.
-        after_input: Share of a micro-batch that all counts include between the halves of a split backward.
     """
 
     name: str
@@ -67,7 +65,6 @@ class Schedule:
     ranks: tuple[tuple[Slot, ...], ...]
     hosts: Hosts | None = None
     bounds: tuple[int, ...] | None = None
-    after_input: Fraction = Fraction(1)
 
     @property
     def partners(self) -> tuple[int, ...] | None:

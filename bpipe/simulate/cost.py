@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 
 from bpipe.schedule.action import Kind
-from bpipe.schedule.memory import KeptMemory, Memory, memory_of
+from bpipe.schedule.memory import KeptMemory, Memory, StageMemory
 from bpipe.schedule.program import Exchange
 
 Number = int | float | Fraction
@@ -275,11 +275,10 @@ class Costs:
     def memory(self) -> Memory:
         """Memory of every stage."""
         after = [cost.saved_bytes if cost.after_input_bytes is None else cost.after_input_bytes for cost in self.stages]
+        both = zip(self.stages, after, strict=True)
+        stages = tuple(StageMemory(cost.saved_bytes, cost.moved_bytes, size) for cost, size in both)
         held = max((shard.held_bytes for shard in self.shards), default=0)
-        alike = memory_of(
-            [cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after, held
-        )
-        return replace(alike, slices=self.slices, kept=self.kept)
+        return Memory(stages, shard_bytes=held, slices=self.slices, kept=self.kept)
 
 
 def scaled[Cost: (StageCost, ShardCost, CollectiveCost)](cost: Cost, factor: Number) -> Cost:

@@ -245,15 +245,16 @@ class _Run:
         new_tuple = tuple.__new__
         clock: Number = 0
         first_waited, meets, width = self.first_waited, self.meets, self.width
-        # Synchronous transfers that the rank has yet to wait for.
+        # Synchronous transfers for which the rank has to wait before a computation or a message.
         issued: list[int] = []
         over: list[Any] = self.over
         # A rank waits for what it has sent only to release it, which takes no time.
         sent: set[int] = set()
         operand: Any
         for op, operand in zip(program.ops, program.operands, strict=True):
-            if issued:
-                clock = yield from self._await_issued(rank, op, issued, clock)  # [4]
+            if issued and op <= _WAIT:
+                clock = yield from self._await(rank, issued, clock)  # [4]
+                issued.clear()
             if op == _RUN:
                 end = clock + durations[operand.kind][operand.stage * slices + operand.microbatch % slices]
                 done(new_tuple(Timed, (operand, clock, end)))
@@ -286,13 +287,6 @@ class _Run:
                 issued.append(transfer.event)
         elif evicts:
             clock = yield from self._await(rank, [self.started[id(half)].event], clock)  # [2], [4]
-        return clock
-
-    def _await_issued(self, rank: int, op: int, issued: list[int], clock: Number) -> Generator[int, None, Number]:
-        """Wait, before a computation or a message, for synchronous transfers."""
-        if op <= _WAIT:
-            clock = yield from self._await(rank, issued, clock)
-            issued.clear()
         return clock
 
     def _end(self, event: int) -> Number:

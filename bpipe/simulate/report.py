@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action
-from bpipe.schedule.host_buffers import Residencies, all_buffers
+from bpipe.schedule.host_buffers import Residencies, buffers_at, host_buffers, hosts_of
 from bpipe.schedule.memory import changes_in_time
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Number
@@ -129,6 +129,8 @@ def bubble(busy: Number, whole: Number) -> Number:
 
 def with_host_buffers(simulation: Simulation, rank: int) -> list[tuple[Timed, int]]:
     """Return the rank's transfers in order, each with its host buffer (`schedule.host_buffers`), wherever that is."""
-    buffers = all_buffers(simulation.schedule, rank)
-    residencies = Residencies()
+    schedule, residencies = simulation.schedule, Residencies()
+    hosts = hosts_of(schedule, rank)
+    by_host = {host: buffers_at(schedule, host) for host in set(hosts.values())}
+    buffers = host_buffers(schedule, rank) | {residency: by_host[host][residency] for residency, host in hosts.items()}
     return [(timed, buffers[residencies.of(timed.action)]) for timed in simulation.transfers[rank]]

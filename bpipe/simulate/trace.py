@@ -64,12 +64,10 @@ def write_trace(simulation: Simulation) -> str:
     """Return the trace of a simulation as JSON."""
     tracks = []
     for rank in range(simulation.schedule.num_ranks):
+        computed = ((timed, None) for timed in simulation.computations[rank])
         slices = [
-            Slice(timed.action, float(timed.start_s), float(timed.end_s)) for timed in simulation.computations[rank]
-        ]
-        slices += [
             Slice(timed.action, float(timed.start_s), float(timed.end_s), buffer)
-            for timed, buffer in with_host_buffers(simulation, rank)
+            for timed, buffer in (*computed, *with_host_buffers(simulation, rank))
         ]
         levels = [(float(level.start_s), level.held_bytes) for level in simulation.levels(rank)]
         tracks.append(Track(rank, f"rank {rank}", sorted(slices, key=lambda part: part.start_s), levels=levels))
@@ -125,16 +123,9 @@ class _Rank:
         for span in self.track.host:
             self.names[_HOST_CODE] = "host code"
             self._event(_HOST_CODE, span.name, "host", span.start_s, span.end_s, span.extra or {})
-        self.events += [
-            {
-                "ph": "C",
-                "pid": self.track.rank,
-                "name": "activations",
-                "ts": _microseconds(time),
-                "args": {"bytes": held},
-            }
-            for time, held in self.track.levels
-        ]
+        for time, held in self.track.levels:
+            level = {"ph": "C", "pid": self.track.rank, "name": "activations", "ts": _microseconds(time)}
+            self.events.append({**level, "args": {"bytes": held}})
 
     def _stay(self, host: Slice, back: Slice) -> dict[str, Any]:
         """Add the interval in which the buffer is taken, with both transfers inside it."""
@@ -168,16 +159,8 @@ class _Rank:
     def _event(
         self, thread: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]
     ) -> dict[str, Any]:
-        start, pid = _microseconds(start_s), self.track.rank
-        event = {
-            "ph": "X",
-            "pid": pid,
-            "tid": self._tid(thread),
-            "name": name,
-            "cat": category,
-            "ts": start,
-            "args": args,
-        }
+        start, place = _microseconds(start_s), {"pid": self.track.rank, "tid": self._tid(thread)}
+        event = {"ph": "X", **place, "name": name, "cat": category, "ts": start, "args": args}
         event["dur"] = _microseconds(end_s) - start
         self.events.append(event)
         return event

@@ -14,7 +14,7 @@ one after the other, and none shorter is left out.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import ceil
@@ -26,7 +26,7 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.families.timing import Work, stage_ticks, starts, work_of
 from bpipe.schedule.families.unit_grid import place
-from bpipe.schedule.memory import counts_of, peak_counts
+from bpipe.schedule.memory import counting, peak_counts
 from bpipe.schedule.schedule import Schedule
 
 
@@ -65,7 +65,6 @@ def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) ->
         for row in work.rows
     ]
     placed = place("shortest", schedule.num_microbatches, schedule.layout, found)
-    placed = replace(placed, after_input=schedule.after_input)
     assert max(peak_counts(placed)) <= most, "the solver counts memory otherwise than the rule"
     return Shortest(placed, Fraction(ticks, at.per_unit), Fraction(proven, at.per_unit))
 
@@ -124,7 +123,7 @@ class _Model:
     def _hold(self, schedule: Schedule) -> None:
         """What a forward takes is held until a backward is over: all of it to I, or what W needs to W, or more from
         I on."""
-        memory = counts_of(schedule)
+        memory = counting(schedule.num_stages)
         held: list[list[tuple[Any, int]]] = [[] for _ in self._work.rows]
         for action, job in self._places.items():
             if action.kind is not Kind.FORWARD:
@@ -141,7 +140,7 @@ class _Model:
                 held[rank].append((self._held(job, first), -more) if more < 0 else (self._held(first, last), more))
         for one in held:
             spans, sizes = zip(*one, strict=True)
-            self._model.add_cumulative(spans, sizes, self._most * memory.parts)
+            self._model.add_cumulative(spans, sizes, self._most)
 
     def _held(self, first: int, last: int) -> Any:
         """From one's start to the other's end."""

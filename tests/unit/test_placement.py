@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.placement import Topology, pair_adjacent, pairs
+from bpipe.placement import Topology, pair_adjacent, pairs_apart
 
 
 def test_middle_stages_do_not_push_pairs_apart() -> None:
     """Five stages on nodes of four: laid out replica by replica, the second replica's pair (1, 3) would stand on two
     nodes."""
     topology = Topology(tensor=1, context=1, pipeline=5, data=4, gpus_per_node=4)
-    assert all(pair.nodes[0] == pair.nodes[1] for pair in pairs(topology, pair_adjacent(topology)))
+    assert not pairs_apart(topology, pair_adjacent(topology))
 
 
 def test_bad_sizes_are_refused() -> None:
@@ -39,4 +39,4 @@ def test_any_placement(topology: Topology) -> None:
         )
     assert parts[0] == (0, 0, 0, 0), "rank 0 stays where its store is"
     if 2 * topology.block <= topology.gpus_per_node:
-        assert all(pair.nodes[0] == pair.nodes[1] for pair in pairs(topology, parts))
+        assert not pairs_apart(topology, parts)

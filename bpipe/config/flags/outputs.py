@@ -16,7 +16,6 @@ OUTPUT = Flag(
     "write the result to this file: a schedule, launches, a profile, a calibration or a comparison",
     "FILE",
 )
-PLOT = Flag("plot", "--plot", "draw a picture as .svg or .png", "FILE")
 HTML = Flag("html", "--html", "write a self-contained HTML page", "FILE")
 TRACE = Flag("trace", "--trace", "write a timeline as Chrome trace JSON, for ui.perfetto.dev", "FILE")
 

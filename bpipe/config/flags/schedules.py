@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 from bpipe.balance.config import BALANCES
@@ -15,7 +14,6 @@ from bpipe.config.flags.values import (
     group_size,
     hop,
     numbers,
-    share,
     unit_costs,
 )
 from bpipe.schedule.families.families import (
@@ -23,7 +21,6 @@ from bpipe.schedule.families.families import (
     FAMILIES,
     families_for_bounds,
     families_that_take,
-    families_with_early_forwarding,
     families_with_interlacing,
     families_with_shards,
 )
@@ -33,7 +30,7 @@ from bpipe.schedule.layout import TRAINED_SHARDS, Vocabulary
 from bpipe.schedule.program import Exchange
 
 # A file's suffix says its format.
-FORMATS = ("grid", "csv", "json", "svg", "png")
+FORMATS = ("grid", "csv", "json", "svg")
 
 HOSTS_SAID = (
     "pair: the other rank of its pair; pool: any rank with memory to spare; host: the CPU memory of its own node; "
@@ -102,11 +99,6 @@ DELAY = Flag(
 )
 # The options of families, with the names of their fields in `FamilyOptions`. A new option is a field there and a row here.
 ORDER = (GROUP, DELAY, SLICES)
-EARLY = Flag(
-    "early",
-    "--early",
-    f"early forwarding: admit more micro-batches, for shorter waits. For {families_with_early_forwarding()}",
-)
 COSTS = Flag(
     "costs",
     "--costs",
@@ -131,15 +123,6 @@ HOP = Flag(
     hop,
     launch=InLaunch("--bpipe-hop"),
 )
-KEPT = Flag(
-    "kept",
-    "--kept",
-    "with split backwards: share of a micro-batch's activations held between input gradient (I) and weight "
-    "gradients (W), such as 0.5 (default: the file's, or 1)",
-    "SHARE",
-    share,
-    launch=InLaunch("--bpipe-kept"),
-)
 VOCABULARY = Flag(
     "vocabulary_parallel",
     "--vocabulary",
@@ -163,7 +146,7 @@ VOCABULARY_INPUT = Flag(
     launch=InLaunch("--bpipe-vocabulary-input"),
 )
 # What only a generated schedule is asked.
-GENERATED = (*ORDER, KEPT, COSTS, HOP)
+GENERATED = (*ORDER, COSTS, HOP)
 
 
 def schedule_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +159,6 @@ def schedule_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: TAKEN[name].default if value in (None, AUTO) else value for name, value in order.items()},
         "costs": replace(unit_costs(values.get("costs")), hop=values.get("hop") or 0),
-        "after_input": Fraction(1) if values.get("kept") is None else values["kept"],
         "vocabulary": Vocabulary.WHOLE if vocabulary is None else Vocabulary(vocabulary),
         "input_shards": bool(values.get("input_shards")),
     }
@@ -226,11 +208,4 @@ SCHEDULE_FORMAT = Flag(
     "--format",
     "output format (default: by the output file's ending, else grid)",
     choices=FORMATS,
-)
-MESSAGES = Flag("messages", "--messages", "print what every rank does, with its messages")
-EXCHANGE = Flag(
-    "exchange",
-    "--exchange",
-    "with --messages: rule by which ranks send and receive (default: that of the loop which runs the schedule)",
-    choices=tuple(rule.value for rule in Exchange),
 )

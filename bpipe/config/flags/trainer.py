@@ -81,7 +81,6 @@ TRAINER = (
             schedules.SCHEDULE,
             *schedules.ORDER,
             configurations.SLICE_LENGTHS,
-            schedules.KEPT,
             schedules.COSTS,
             schedules.HOP,
             configurations.KEEP_WEIGHTS_HALVES,

@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 
 from bpipe.schedule.families.family import ALIKE, UnitCosts
-from bpipe.schedule.files.text import read_costs, read_numbers, read_share
+from bpipe.schedule.files.text import read_costs, read_numbers
 from bpipe.schedule.layout import EVEN, WORK, SliceLengths
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
@@ -69,11 +69,6 @@ def fraction(text: str) -> float:
     if not 0 <= number <= 1:
         raise ValueError(f"{text[:40]!r} must be a number from 0 to 1, such as 0.5")
     return number
-
-
-def share(text: str) -> Fraction:
-    """Read a share of a micro-batch, exactly: `0.5`. It is above 1 if more is held than was saved."""
-    return read_share(text, "share")
 
 
 def counted(text: str) -> int:

@@ -69,7 +69,6 @@ REFUSED = {
     "--te-precision-config-file": "precisions from a file",
     "--freeze-all-layers": "layers that are not trained",
     "--perform-rl-step": "reinforcement learning",
-    "--bpipe-kept": "a share of a micro-batch other than the model's",
 }
 
 # Refused flags that describe the kernels `cpu`, which are modelled.

@@ -26,18 +26,18 @@ must participate".
 """
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.action import Kind
 from bpipe.schedule.dependencies import Dependencies
 from bpipe.schedule.host_buffers import Residency, host_buffers, hosts_of, links_of, num_measured
 from bpipe.schedule.hosts import Host, Pair
 from bpipe.schedule.lowering.lower import lower
-from bpipe.schedule.program import Exchange, Numbering, Op, Program, Transfer
+from bpipe.schedule.program import Exchange, Op, Program, Transfer
 from bpipe.schedule.schedule import Schedule
 
 _RUN, _SEND, _WAIT, _START = int(Op.RUN), int(Op.SEND), int(Op.WAIT), int(Op.START)
@@ -118,12 +118,6 @@ def size_messages(links: Iterable[Pair], rank: int) -> list[tuple[bool, Pair]]:
     return sorted(((link[0] == rank, link) for link in own), key=lambda word: (sum(word[1]) - rank, not word[0]))
 
 
-class Walk(Protocol):
-    """A rank or a stream that may wait: `run` yields what it waits for."""
-
-    run: Iterator[int]
-
-
 class Board:
     """What has passed: messages by their value, then transfers, sizes that ranks have told, and communicators.
 
@@ -154,17 +148,17 @@ class Board:
         self.hosted: dict[int, dict[Residency, bool]] = {}
         # By evictor and host: the message with which an iteration begins.
         self.words: dict[Pair, int] = {link: self._expect(1) for link in sorted(links_of(schedule))}
-        self.waiting: dict[int, list[Walk]] = {}
-        self.runnable: list[Walk] = []
+        # Ranks and streams, whose `run` yields what they wait for.
+        self.waiting: dict[int, list[_RankWalk | _PairStream]] = {}
+        self.runnable: list[_RankWalk | _PairStream] = []
 
     def arrive(self, number: int) -> None:
         self.missing[number] -= 1
         if not self.missing[number] and number in self.waiting:
             self.runnable += self.waiting.pop(number)
 
-    def transfer(self, key: tuple[int, int, int]) -> int:
-        """Return the number of a transfer, given its sender, its receiver and how many passed between them before."""
-        sender, receiver, nth = key
+    def transfer(self, sender: int, receiver: int, nth: int) -> int:
+        """Return the number of a transfer, given how many passed from its sender to its receiver before."""
         if sender == receiver:
             # A transfer to the rank's own host memory has no other end.
             return self._expect(1)
@@ -193,18 +187,15 @@ class Board:
         by_stage: dict[int, int] = {}
         # Our own loop and torch's send first (`Engine.sent`).
         sends_first = self.exchange in (Exchange.POSTED, Exchange.TORCH)
+        operand: Any
         for index, operand in enumerate(program.operands) if left else ():
-            if (
-                ops[index] == _RUN
-                and isinstance(operand, Action)
-                and operand.kind is Kind.FORWARD
-                and operand.stage in left
-            ):
-                left.remove(operand.stage)
-                after = index + 1
-                while sends_first and ops[after : after + 1] == _SENDING:
-                    after += 1
-                places[after] = by_stage[operand.stage] = self._expect(1)
+            if ops[index] != _RUN or operand.kind is not Kind.FORWARD or operand.stage not in left:
+                continue
+            left.remove(operand.stage)
+            after = index + 1
+            while sends_first and ops[after : after + 1] == _SENDING:
+                after += 1
+            places[after] = by_stage[operand.stage] = self._expect(1)
             if not left:
                 break
         for host, stages in stages_to.items():
@@ -274,7 +265,8 @@ class _RankWalk:
         self.program, self.board, self.waits = program, board, waits
         # Transfers that the rank has not waited for yet, and the number of each by the identity of its half.
         self.outstanding: list[int] = []
-        self.halves = Numbering()
+        # By sender and receiver, how many transfers have started here: both ends start them in the same order.
+        self.num_started: Counter[Pair] = Counter()
         self.started: dict[int, int] = {}
         self.last_issued: dict[tuple[int, ...], int] = {}
         # Messages that share one call to the communication library with the next one.
@@ -403,7 +395,9 @@ class _RankWalk:
             residency = next(self.leaving)
             lends = self.board.lends and transfer.receiver != self.program.rank
             grows = lends and self.board.growing(transfer.receiver).get(residency, False)
-        number = self.started[id(transfer)] = self.board.transfer(self.halves.start(transfer))
+        link = transfer.sender, transfer.receiver
+        number = self.started[id(transfer)] = self.board.transfer(*link, self.num_started[link])
+        self.num_started[link] += 1
         self.board.arrive(number)
         if grows or hears or self.waits >= WaitLevel.AT_ISSUE:
             yield from self._until(number)

@@ -121,7 +121,7 @@ def shortest(
     best = ChosenOrders(in_a_row, length(unit_work))
     for rule in rules:
         if best.ticks > goal:
-            best = _shorter(best, schedule_by_rule(placed, num_microbatches, ticks, most, rule))
+            best = _shorter(best, _Choosing(placed, num_microbatches, ticks, most, rule).chosen())
     if costs != ALIKE:
         usual = shortest(num_ranks, num_microbatches, num_chunks, ALIKE, most, rules, bubble)
         best = _shorter(best, ChosenOrders(usual, length(work(usual))))
@@ -194,16 +194,6 @@ class ChosenOrders(NamedTuple):
     ticks: int
 
 
-def schedule_by_rule(
-    placed: Layout, num_microbatches: int, ticks: StageTicks, most: Sequence[int], rule: PipesRule
-) -> ChosenOrders | None:
-    """Return what the ranks choose; None if the rule makes them wait for each other."""
-    ranks = _Choosing(placed, num_microbatches, ticks, most, rule)
-    ranks.go()
-    done = sum(map(len, ranks.orders)) == 2 * placed.num_stages * num_microbatches
-    return ChosenOrders(ranks.orders, max(ranks.free)) if done else None
-
-
 class _Choosing:
     """The ranks while they choose. `ready[rank]` are the forwards, and the backwards, that may start, as heaps."""
 
@@ -213,7 +203,7 @@ class _Choosing:
         self.placed, self.ticks, self.most = placed, ticks, most
         num_ranks = len(most)
         self.weights = {_FORWARD: rule.forwards, _BACKWARD: rule.backwards}
-        self.last_stage = placed.num_stages - 1
+        self.last_stage, self.total = placed.num_stages - 1, 2 * placed.num_stages * num_microbatches
         self.willing = most if rule.willing is None else [rule.willing(rank) for rank in range(num_ranks)]
         self.ready: list[dict[Kind, list[tuple[int, int, int, Action]]]] = [
             {_FORWARD: [], _BACKWARD: []} for _ in range(num_ranks)
@@ -228,7 +218,8 @@ class _Choosing:
         for microbatch in range(num_microbatches):
             self._add_event(0, self.forwards[0][microbatch])
 
-    def go(self) -> None:
+    def chosen(self) -> ChosenOrders | None:
+        """Return what the ranks choose; None if the rule makes them wait for each other."""
         while self.events:
             now = self.events[0][0]
             awake = set()
@@ -238,6 +229,8 @@ class _Choosing:
             for rank in awake:
                 if self.free[rank] <= now:
                     self._choose(rank, now)
+        is_complete = sum(map(len, self.orders)) == self.total
+        return ChosenOrders(self.orders, max(self.free)) if is_complete else None
 
     def _add_event(self, time: int, event: Action | int) -> None:
         heapq.heappush(self.events, (time, next(self.numbers), event))
@@ -284,9 +277,7 @@ class _Choosing:
 _Choice = Callable[[int, int], tuple[Sequence[int], Sequence[PipesRule], Fraction]]
 
 
-def _family(
-    name: str, summary: str, choice: _Choice, fill: int, early: str | None = None, chunks: bool = False
-) -> Family:
+def _family(name: str, summary: str, choice: _Choice, fill: int, chunks: bool = False) -> Family:
     """Return a family of two pipes with whole backwards; `chunks` tells whether a rank has several in each."""
 
     def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> Sequence[Order]:
@@ -302,7 +293,6 @@ def _family(
         fill=fill,
         ahead=first_of_two,
         num_pipes=2,
-        early=early,
         summary=summary,
     )
 
@@ -367,7 +357,6 @@ TWO_PIPES = (
         "Chimera: two pipes in opposite directions, with one stage of each per rank",
         _chimera,
         fill=2,
-        early="mixpipe",
     ),
     _family("mixpipe", "MixPipe: Chimera's two pipes with more micro-batches admitted", _mixpipe, fill=3),
     _family(
@@ -375,7 +364,6 @@ TWO_PIPES = (
         "BitPipe: two pipes in opposite directions, each with several chunks per rank that go up and down the ranks in turn",
         _bitpipe,
         fill=2,
-        early="bitpipe-early",
         chunks=True,
     ),
     _family(

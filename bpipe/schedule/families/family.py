@@ -52,14 +52,6 @@ class UnitCosts:
 ALIKE = UnitCosts()
 
 
-@dataclass(frozen=True, slots=True)
-class RankLimit:
-    """Limits of a rank once pairs share memory: `bound` micro-batches of a chunk; the share held between I and W."""
-
-    bound: int
-    after_input: Fraction = Fraction(1)
-
-
 def _taken_by(family_field: str, lack: str, default: object) -> Any:
     """Declare an option for families whose `family_field` is true; `lack` is said of the others."""
     return field(default=default, metadata={"taken_by": family_field, "lack": lack})
@@ -87,25 +79,18 @@ NO_OPTIONS = FamilyOptions()
 TAKEN = {option.name: option for option in fields(FamilyOptions) if option.metadata}
 
 
-@dataclass(frozen=True, slots=True)
-class OrderChoice:
-    """Description of an order made within a bound: sizes of its `groups`, and its `rule` in words."""
-
-    groups: tuple[int, ...]
-    rule: str
-
-
 # (num_ranks, num_chunks) -> which rank computes which stage.
 LayoutOf = Callable[[int, int], Layout]
 # (num_ranks, num_microbatches, num_chunks, options) -> one order per rank.
 Orders = Callable[[int, int, int, FamilyOptions], Sequence[Order]]
-# The same with a limit -> orders made for it, each with its description, fastest first.
-OrdersWithin = Callable[[int, int, int, RankLimit, FamilyOptions], Iterable[tuple[OrderChoice, Sequence[Order]]]]
+# The same with a bound for all ranks, once pairs share memory -> orders made for it, fastest first, each with the sizes
+# of its groups.
+OrdersWithin = Callable[[int, int, int, int, FamilyOptions], Iterable[tuple[tuple[int, ...], Sequence[Order]]]]
 # The same with a layout -> orders with the layout's shards of the vocabulary.
 ShardedOrders = Callable[[int, int, int, FamilyOptions, Layout], Sequence[Order]]
-# Both: orders with shards, made for a limit.
+# Both: orders with shards, made for a bound.
 ShardedOrdersWithin = Callable[
-    [int, int, int, RankLimit, FamilyOptions, Layout], Iterable[tuple[OrderChoice, Sequence[Order]]]
+    [int, int, int, int, FamilyOptions, Layout], Iterable[tuple[tuple[int, ...], Sequence[Order]]]
 ]
 
 
@@ -139,7 +124,6 @@ class Family:
         within: Orders for a bound, fastest first; balancing decides whether pairs keep it. None if unknown.
         sharded_within: The same with the vocabulary's layers split.
         num_pipes: Ways through the same ranks, each with its own replica of all stages; divides the number of ranks.
-        early: The family that is this one with early forwarding, which admits more micro-batches for less waiting.
         summary: What the family is, in one sentence.
     """
 
@@ -164,7 +148,6 @@ class Family:
     within: OrdersWithin | None = None
     sharded_within: ShardedOrdersWithin | None = None
     num_pipes: int = 1
-    early: str | None = None
     summary: str = ""
 
     def generate(

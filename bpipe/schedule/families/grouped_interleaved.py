@@ -21,7 +21,7 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from bpipe.schedule.action import Action, Kind, by_microbatch
-from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
+from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, UnitCosts
 from bpipe.schedule.families.interleaved import layout
 from bpipe.schedule.families.shards import BESIDE_HALVES, further_forwards, further_within
 from bpipe.schedule.families.timing import NEVER, StageTicks, length, stage_ticks, work_of
@@ -37,7 +37,7 @@ from bpipe.schedule.families.turns import (
     turns,
     warm_up,
 )
-from bpipe.schedule.layout import Layout, microbatches_of
+from bpipe.schedule.layout import microbatches_of
 from bpipe.schedule.program import Exchange
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -80,12 +80,7 @@ class ListSchedule:
 
 
 def schedule_list(
-    turns: Turns,
-    num_ranks: int,
-    ticks: StageTicks,
-    rule: ChoiceRule,
-    after_input: Fraction = Fraction(1),
-    shorter_than: Fraction | None = None,
+    turns: Turns, num_ranks: int, ticks: StageTicks, rule: ChoiceRule, shorter_than: Fraction | None = None
 ) -> ListSchedule | None:
     """Return what the ranks choose; None if the rule makes them wait for each other, or it is not `shorter_than` a
     makespan.
@@ -95,10 +90,9 @@ def schedule_list(
         num_ranks: Ranks of the pipeline.
         ticks: Durations, by stage and kind.
         rule: Which computation a rank takes of those that are ready.
-        after_input: Share of a micro-batch that is held between I and W.
         shorter_than: A makespan; None accepts any.
     """
-    run = _Ranks(turns, num_ranks, ticks, rule, after_input)
+    run = _Ranks(turns, num_ranks, ticks, rule)
     if shorter_than is not None:
         # A rank ends when all its computations and all its waits are over.
         run.most_idle = int(shorter_than * ticks.per_unit) - run.total * sum(run.durations.values())
@@ -132,19 +126,12 @@ class _Ranks:
     `forwards[r]` and `inputs[r]` are the ends of the F and I that rank r has started.
     """
 
-    def __init__(
-        self, turns: Turns, num_ranks: int, ticks: StageTicks, rule: ChoiceRule, after_input: Fraction
-    ) -> None:
+    def __init__(self, turns: Turns, num_ranks: int, ticks: StageTicks, rule: ChoiceRule) -> None:
         self.last = num_ranks - 1
         self.total, self.before, self.own = len(turns.forwards), turns.before, turns.own
         self.hop = ticks.hop if num_ranks > 1 else 0
         self.durations = {kind: ticks.lasts[kind] for kind in (_F, _I, _W)}
-        whole, after = after_input.denominator, after_input.numerator
-        self.whole = whole
-        self.takes = {_F: whole, _I: max(0, after - whole), _W: 0}
-        self.gives = {_F: 0, _I: max(0, whole - after), _W: after}
-        self.caps = [cap * whole for cap in rule.caps]
-        self.together = NEVER if rule.together is None else rule.together * whole
+        self.caps, self.together = rule.caps, NEVER if rule.together is None else rule.together
         self.tails, self.discipline = rule.tails, rule.discipline
         self.patience = {kind: duration // 2 * rule.patient for kind, duration in self.durations.items()}
         self.forwards: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -236,7 +223,7 @@ class _Ranks:
         return ends[number] + self.hop if number < len(ends) else NEVER
 
     def _has_room(self, rank: int) -> bool:
-        held = self.held[rank] + self.whole
+        held = self.held[rank] + 1
         if held > self.caps[rank] and self.total - len(self.forwards[rank]) > self.tails[rank]:
             return False
         mirror = self.last - rank
@@ -246,8 +233,8 @@ class _Ranks:
         end = now + self.durations[kind]
         self.kinds[rank].append(kind)
         self.free[rank] = end
-        self.held[rank] += self.takes[kind]
-        self._wake(end, rank, self.gives[kind])
+        self.held[rank] += kind is _F
+        self._wake(end, rank, int(kind is _W))
         if kind is _W:
             self.done_weights[rank] += 1
             self.turn[rank] = _F
@@ -298,9 +285,10 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
     # sizes that it tries.
     strict = costs == ALIKE and whole and 2 * group * slices >= num_ranks
     shortest = _shortest(taken, num_ranks, ticks, caps, (Discipline.TURN,) if strict else tuple(Discipline))
-    most = shortest.makespan * ticks.per_unit
-    if in_step is not None and _ticks(in_step, layout(num_ranks, num_chunks), taken, ticks) <= most:
-        return in_step
+    if in_step is not None:
+        work = work_of(layout(num_ranks, num_chunks), num_microbatches * slices, in_step, ticks)
+        if length(work) <= shortest.makespan * ticks.per_unit:
+            return in_step
     return actions_of(shortest, taken)
 
 
@@ -314,10 +302,6 @@ def _shortest(
         shortest = schedule_list(taken, num_ranks, ticks, rule, shorter_than=least) or shortest
     assert shortest is not None, "who takes what can start never waits for ever"
     return shortest
-
-
-def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, ticks: StageTicks) -> int:
-    return length(work_of(placed, len(taken.forwards) // taken.num_chunks, in_step, ticks))
 
 
 def _in_turn(rank: int, num_ranks: int, taken: Turns, warm_up_forwards: int) -> list[Action]:
@@ -378,13 +362,6 @@ class OrderHeuristic:
     early: bool = False
     slope: Fraction | None = None
 
-    @property
-    def description(self) -> str:
-        """The heuristic in words, for logs."""
-        turns = {_TURN: "I, W and F in turn", _SOFT: "in turn where that can start", _GREEDY: "I, else F, else W"}
-        limits = "ranks keep the published limits" if self.spare is None else "pairs share one limit"
-        return f"{limits}, {turns[self.discipline]}"
-
 
 _PUBLISHED = tuple(OrderHeuristic(0, discipline, "none", None) for discipline in Discipline)
 _MANNERS = (
@@ -417,9 +394,9 @@ _BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2,
 
 
 def orders_within(
-    num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions
-) -> Iterator[tuple[OrderChoice, list[list[Action]]]]:
-    """Yield orders for a bound, fastest first, each with its description.
+    num_ranks: int, num_microbatches: int, num_chunks: int, bound: int, options: FamilyOptions
+) -> Iterator[tuple[tuple[int, ...], list[list[Action]]]]:
+    """Yield orders for a bound, fastest first, each with the sizes of its groups.
 
     A pair that shares its memory is limited by what its ranks hold together, so the search limits that instead of each
     rank. It searches how micro-batches are split into groups and how ranks choose: a few splits with two manners of
@@ -427,28 +404,26 @@ def orders_within(
     also tries orders in beats. Nothing is random, and the number of orders tried depends on sizes alone.
     `balance.pairs` decides whether pairs keep the bound, transfers included.
     """
-    search = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options.costs, limit)
-    for sizes, rule, listed in search.search():
-        yield OrderChoice(sizes, rule), actions_of(listed, turns(sizes, num_chunks))
+    search = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options.costs, bound)
+    for sizes, listed in search.search():
+        yield sizes, actions_of(listed, turns(sizes, num_chunks))
 
 
 class _HeuristicSearch:
     """The orders tried so far by split and manner, and those in beats."""
 
-    def __init__(
-        self, num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, limit: RankLimit
-    ) -> None:
-        self.p, self.m, self.v, self.limit = num_ranks, num_microbatches, num_chunks, limit
+    def __init__(self, num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, bound: int) -> None:
+        self.p, self.m, self.v, self.bound = num_ranks, num_microbatches, num_chunks, bound
         self.ticks = stage_ticks(costs, num_chunks)
-        # What is left for whole groups besides the pair's slope and what W needs beyond what its F saved.
-        above = limit.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), limit.after_input - 1)
+        # What is left for whole groups besides the pair's slope.
+        above = bound - Fraction(num_ranks + 1, 2)
         self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)
         most = min(_MOST_COMPUTATIONS, _BY_RANKS * num_ranks**2) // (3 * num_ranks * num_microbatches * num_chunks)
         self.left = min(_MOST_ORDERS, max(_FEWEST_ORDERS, most))
         self.tried: dict[tuple[tuple[int, ...], OrderHeuristic], ListSchedule] = {}
         self.beaten: list[tuple[tuple[int, ...], ListSchedule]] = []
 
-    def search(self) -> Iterator[tuple[tuple[int, ...], str, ListSchedule]]:
+    def search(self) -> Iterable[tuple[tuple[int, ...], ListSchedule]]:
         splits = self._splits()
         for size in {min(self.m, max(1, floor(self.group) - less)) for less in (0, 1)}:
             self._try(product([groups_of(self.m, size)], _PUBLISHED))
@@ -460,11 +435,9 @@ class _HeuristicSearch:
                 self._try(product([sizes], _MANNERS))
             for _, manner in self._best():
                 self._try(product(splits, [manner]))
-        orders = [(sizes, "in beats", listed) for sizes, listed in self.beaten]
-        orders += [(sizes, manner.description, listed) for (sizes, manner), listed in self.tried.items()]
-        orders.sort(key=lambda order: order[2].makespan)
-        # Equal orders are yielded once.
-        return iter({(sizes, listed.kinds): (sizes, rule, listed) for sizes, rule, listed in orders}.values())
+        orders = [*self.beaten, *((sizes, listed) for (sizes, _), listed in self.tried.items())]
+        # Equal orders are returned once.
+        return dict.fromkeys(sorted(orders, key=lambda order: order[1].makespan))
 
     def _best(self) -> list[tuple[tuple[int, ...], OrderHeuristic]]:
         return sorted(self.tried, key=lambda key: self.tried[key].makespan)[:_VARIED]
@@ -474,7 +447,7 @@ class _HeuristicSearch:
             if self.left and (sizes, manner) not in self.tried:
                 self.left -= 1
                 taken, rule = turns(sizes, self.v), self._rule(manner, max(sizes))
-                listed = schedule_list(taken, self.p, self.ticks, rule, self.limit.after_input)
+                listed = schedule_list(taken, self.p, self.ticks, rule)
                 if listed is not None:
                     self.tried[sizes, manner] = listed
 
@@ -482,7 +455,7 @@ class _HeuristicSearch:
         caps = [self._cap(manner, group, rank) + (manner.extra or 0) for rank in range(self.p)]
         uncapped = 0 if manner.extra is None else self.p // 2 if manner.early else self.p
         caps[uncapped:] = [self.m * self.v] * (self.p - uncapped)
-        together = None if manner.spare is None else 2 * self.limit.bound - manner.spare
+        together = None if manner.spare is None else 2 * self.bound - manner.spare
         tails = {
             "none": [0] * self.p,
             "slanted": [2 * rank // 3 for rank in range(self.p)],
@@ -494,7 +467,7 @@ class _HeuristicSearch:
     def _cap(self, manner: OrderHeuristic, group: int, rank: int) -> int:
         if manner.slope is None:
             return (self.v - 1) * group + self.p - rank
-        return floor(self.limit.bound + manner.slope * (Fraction(self.p - 1, 2) - rank))
+        return floor(self.bound + manner.slope * (Fraction(self.p - 1, 2) - rank))
 
     def _splits(self) -> list[tuple[int, ...]]:
         """Return ways to split the micro-batches into groups, the most promising first, each once."""
@@ -523,8 +496,9 @@ class _HeuristicSearch:
                     return
                 self.left -= 1
                 period = _Period(forwards, backwards, later, (self.v - 1) * size + self.p + 1)
-                kinds = _periodic_orders(taken, self.p, period)
-                if kinds is not None:
+                entries = _entries(taken, self.p, period)
+                if entries is not None:
+                    kinds = tuple(_row(rank, self.p, *entries) for rank in range(self.p))
                     orders = actions_of(ListSchedule(kinds, Fraction()), taken)
                     length_ticks = length(work_of(layout(self.p, self.v), self.m, orders, self.ticks))
                     self.beaten.append((sizes, ListSchedule(kinds, Fraction(length_ticks, self.ticks.per_unit))))
@@ -551,14 +525,9 @@ class _Period(NamedTuple):
     ahead: int
 
 
-def _periodic_orders(taken: Turns, num_ranks: int, period: _Period) -> tuple[tuple[Kind, ...], ...] | None:
-    """Return what every rank computes, in order, or None if the first rank may hold too little to go on."""
-    entries = _entries(taken, num_ranks, period)
-    return None if entries is None else tuple(_row(rank, num_ranks, *entries) for rank in range(num_ranks))
-
-
 def _entries(taken: Turns, num_ranks: int, period: _Period) -> tuple[list[int], list[int]] | None:
-    """Return the slots in which forwards start on the first rank, and first halves on the last."""
+    """Return the slots in which forwards start on the first rank, and first halves on the last; None if the first rank
+    may hold too little to go on."""
     total, before, own = len(taken.forwards), taken.before, taken.own
     forwards: list[int] = []
     inputs: list[int] = []

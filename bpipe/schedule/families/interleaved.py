@@ -12,6 +12,7 @@ et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Meg
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from bpipe.schedule.action import Action, Kind, by_microbatch
 from bpipe.schedule.families.family import Family, FamilyOptions
@@ -85,10 +86,6 @@ def _order(
     return warm_up + alternate(forwards[ahead:], backwards) + cool_down
 
 
-def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> WarmUp:
-    return _sliced_warm_up(num_ranks, num_microbatches, num_chunks, group, 1)
-
-
 def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
     together = (group or microbatches_of(num_ranks, slices)) * slices
     lengths = [(num_chunks - 1) * together + 2 * (num_ranks - rank) - 1 + slices - 1 for rank in range(num_ranks)]
@@ -107,7 +104,7 @@ INTERLEAVED = Family(
     usual_group=lambda num_ranks: num_ranks,
     fill=3,
     ahead=lambda p, m, v, g: min(2 * p - 1 + (v - 1) * g, v * (m - m % g)),
-    warm_up=_warm_up,
+    warm_up=partial(_sliced_warm_up, slices=1),
     sliced_warm_up=_sliced_warm_up,
     sharded=further_forwards(orders, BESIDE_WHOLE),
     summary="Interleaved 1F1B: several chunks per rank",

@@ -57,7 +57,7 @@ def sharded(
     if layout.vocabulary is not Vocabulary.INTERLACED:
         return _running_ahead(num_ranks, num_microbatches, num_chunks, options, layout)
     own = [_interlaced(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    return fit_shards(layout, num_microbatches, own, options.costs)
+    return fit_shards(layout, num_microbatches, own, options.costs)[1]
 
 
 def _interlaced(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:

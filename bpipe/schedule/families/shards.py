@@ -29,7 +29,6 @@ al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024.
 import contextlib
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from math import lcm
 
@@ -37,10 +36,8 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.dependencies import NOTHING, Dependencies
 from bpipe.schedule.families.family import (
     FamilyOptions,
-    OrderChoice,
     Orders,
     OrdersWithin,
-    RankLimit,
     ShardedOrders,
     ShardedOrdersWithin,
     UnitCosts,
@@ -67,8 +64,9 @@ _UNMADE = 1 << 62
 
 def fit_shards(
     layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
-) -> list[list[Action]]:
-    """Return every rank's order with its shards.
+) -> tuple[int, list[list[Action]]]:
+    """Return the ticks until all is over, comparable for the same costs and chunks, and every rank's order with its
+    shards.
 
     Args:
         layout: Which rank computes which stage.
@@ -79,13 +77,6 @@ def fit_shards(
     Raises:
         ValueError: The ranks' own orders wait for each other.
     """
-    return fit_with_ticks(layout, num_microbatches, own, costs)[1]
-
-
-def fit_with_ticks(
-    layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
-) -> tuple[int, list[list[Action]]]:
-    """Return the ticks until all is over, comparable for the same costs and chunks, and the orders with shards."""
     run = _SimulatedRanks(layout, num_microbatches, own, costs)
     run.go()
     return max(run.free), run.orders
@@ -196,7 +187,7 @@ def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> 
         own = orders(num_ranks, num_microbatches, num_chunks, options)
         further = [_further(order, num_forwards[layout.vocabulary]) for order in own]
         try:
-            return fit_shards(layout, num_microbatches * options.slices, further, options.costs)
+            return fit_shards(layout, num_microbatches * options.slices, further, options.costs)[1]
         except ValueError:
             return by_microbatch(num_ranks, num_microbatches, num_chunks, options, layout)
 
@@ -207,18 +198,17 @@ def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int])
     """Return orders for a bound that run further ahead, fastest first, without those that would block."""
 
     def sharded(
-        num_ranks: int, num_microbatches: int, num_chunks: int, limit: RankLimit, options: FamilyOptions, layout: Layout
-    ) -> Iterator[tuple[OrderChoice, Sequence[Order]]]:
-        candidates: list[tuple[int, OrderChoice, list[list[Action]]]] = []
+        num_ranks: int, num_microbatches: int, num_chunks: int, bound: int, options: FamilyOptions, layout: Layout
+    ) -> Iterator[tuple[tuple[int, ...], Sequence[Order]]]:
+        candidates: list[tuple[int, tuple[int, ...], list[list[Action]]]] = []
         for ahead in (num_forwards[layout.vocabulary], 0):
-            left = replace(limit, bound=max(1, limit.bound - ahead))
-            for choice, own in orders(num_ranks, num_microbatches, num_chunks, left, options):
+            for groups, own in orders(num_ranks, num_microbatches, num_chunks, max(1, bound - ahead), options):
                 further = [_further(order, ahead) for order in own]
                 with contextlib.suppress(ValueError):
-                    ticks, fit = fit_with_ticks(layout, num_microbatches, further, options.costs)
-                    candidates.append((ticks, choice, fit))
-        for _, choice, fit in sorted(candidates, key=lambda candidate: candidate[0]):
-            yield choice, fit
+                    ticks, fit = fit_shards(layout, num_microbatches, further, options.costs)
+                    candidates.append((ticks, groups, fit))
+        for _, groups, fit in sorted(candidates, key=lambda candidate: candidate[0]):
+            yield groups, fit
 
     return sharded
 
@@ -237,7 +227,7 @@ def later_microbatch(orders: Orders) -> ShardedOrders:
                 for action in _actions(order)
             )
             later.append([action for action in moved if 0 <= action.microbatch < width])
-        return fit_shards(layout, width, later, options.costs)
+        return fit_shards(layout, width, later, options.costs)[1]
 
     return sharded
 

@@ -63,7 +63,7 @@ class Shifts:
     """The work of all ranks, one computation per job, to be moved to and fro; the first rows must keep to `most`."""
 
     def __init__(self, work: Work[int], memory: Memory, most: Sequence[int]) -> None:
-        self.work, self.most = work, [count * memory.parts for count in most]
+        self.work, self.most = work, most
         before: list[list[tuple[int, int]]] = [list(needed) for needed in work.needed]
         # A sort is a stage's computations of a kind, which must keep their order.
         self.sort_of = [0] * len(work.actions)

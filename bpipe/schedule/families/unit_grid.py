@@ -165,7 +165,7 @@ def align(schedule: Schedule) -> Schedule:
                     raise ValueError(f"{action} cannot be placed: there are only {ranges}")
         orders.append([slot if slot.overlapped else slot.compute for slot in row if slot.compute is not None])
     placed = place(schedule.name, schedule.num_microbatches, schedule.layout, orders)
-    return replace(placed, hosts=schedule.hosts, bounds=schedule.bounds, after_input=schedule.after_input)
+    return replace(placed, hosts=schedule.hosts, bounds=schedule.bounds)
 
 
 def is_listing(schedule: Schedule) -> bool:

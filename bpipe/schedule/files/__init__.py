@@ -1,1 +1,1 @@
-"""Files: schedules in CSV and JSON, printed grids, and listings of messages."""
+"""Files: schedules in CSV and JSON, and printed grids."""

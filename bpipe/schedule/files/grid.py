@@ -1,4 +1,4 @@
-"""Grids and listings: a schedule, and its programs, printed for people. Nothing reads them back.
+"""Grids: schedules printed for people. Nothing reads them back.
 
     # bpipe schedule=1f1b microbatches=8 stage_to_rank=0,1,2,3 partners=3,2,1,0 bounds=3,3,3,3
     slot      0  1  2  3  4  5  6  7  8  9
@@ -9,16 +9,14 @@ A lane is a rank: line C has what it computes (`.` is a bubble) and line T, if i
 meanwhile. A cell is the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H host,
 R return, L load. The stage's number comes first if a rank has several stages, or if the lane implies another one.
 `0F5&7B2` are a forward and a backward that run together. A grid wider than the page continues in blocks.
-`after_input=0.5` in the header: half of a micro-batch counts between the halves of a split backward.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.files.text import header
 from bpipe.schedule.hosts import Hosts, device_ranks, partners_of
 from bpipe.schedule.layout import Layout
-from bpipe.schedule.program import Exchange, Instruction, Message, Numbering, Op, Program, Transfer
 from bpipe.schedule.schedule import Schedule, Slot
 
 BUBBLE = "."
@@ -137,87 +135,3 @@ def _pages(widths: Sequence[int], room: int | None) -> list[list[int]]:
         pages[-1].append(slot)
         used += width + 1
     return pages
-
-
-# A message's value, or a transfer's sender, receiver and how many passed between them before it.
-_Key = int | tuple[int, int, int]
-
-# Longer cells are not aligned: a collective names the computations of all ranks.
-_WIDEST = 24
-
-
-def write_listing(programs: Sequence[Program], exchange: Exchange) -> str:
-    """Return everything that each rank does, and where the other end of each message and transfer is.
-
-    This explains where a run hangs:
-
-        place slot  does
-        0:1   1     send 0F0>1F0 output to rank 1, posted at 1:0
-
-    `0:1` is instruction 1 of rank 0. `start` and `end` are the slots of what is done before a rank's first computation
-    and after its last, which belongs to no column of the grid.
-    """
-    keys = [_passing(program) for program in programs]
-    begun = _begun(programs, keys)
-    rows = [("place", "slot", "does", "")]
-    for program, of_rank in zip(programs, keys, strict=True):
-        rows.append(("", "", "", ""))
-        for index, (instruction, key) in enumerate(zip(program.instructions, of_rank, strict=True)):
-            ends = {} if key is None else begun[key]
-            others = {rank: begin for rank, begin in ends.items() if rank != program.rank}
-            place, explanation = f"{program.rank}:{index}", _explained(program, instruction, others)
-            before, behind = index < program.starts[1], index >= program.starts[-1]
-            when = "start" if before else "end" if behind else str(program.slot_of(index))
-            rows.append((place, when, str(instruction), explanation))
-    widths = [max(len(row[column]) for row in rows if len(row[column]) <= _WIDEST) for column in range(3)]
-    lines = [
-        " ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
-        for row in rows
-    ]
-    return "\n".join((header(programs[0].messages.schedule), f"# exchange={exchange.value}", *lines)) + "\n"
-
-
-def _begun(programs: Sequence[Program], keys: Sequence[Sequence[_Key | None]]) -> dict[_Key, dict[int, int]]:
-    """Return the instruction that begins each message and transfer, by rank."""
-    begun: dict[_Key, dict[int, int]] = {}
-    for program, of_rank in zip(programs, keys, strict=True):
-        for index, (op, key) in enumerate(zip(program.ops, of_rank, strict=True)):
-            if key is not None and op not in (Op.WAIT, Op.FINISH):
-                begun.setdefault(key, {})[program.rank] = index
-    return begun
-
-
-def _passing(program: Program) -> list[_Key | None]:
-    """Return what passes in each instruction."""
-    passing: list[_Key | None] = []
-    halves = Numbering()
-    for op, operand in zip(program.ops, program.operands, strict=True):
-        if isinstance(operand, Transfer):
-            passing.append(halves.start(operand) if op == Op.START else halves.of(operand))
-        else:
-            passing.append(operand if isinstance(operand, int) else None)
-    return passing
-
-
-def _explained(program: Program, instruction: Instruction, others: Mapping[int, int]) -> str:
-    """Return what passes, to or from which rank, and where the other ends send or post it."""
-    operand = instruction.operand
-    if isinstance(operand, Transfer):
-        way = "to" if operand.is_outbound else "from"
-        if operand.sender == operand.receiver:
-            return f"activations {way} its own CPU memory"
-        sends, carries = operand.is_outbound, "activations"
-    elif isinstance(operand, Message):
-        carries, sends = program.messages.dependencies.sort(operand.value), operand.parties[0] == program.rank
-        if operand.is_collective:
-            begun = _join(f"{rank}:{place}" for rank, place in others.items())
-            return f"{carries} among ranks {_join(sorted(operand.parties))}, begun at {begun}"
-    else:
-        return ""
-    ((other, place),) = others.items()
-    way, done = ("to", "posted") if sends else ("from", "sent")
-    return f"{carries} {way} rank {other}, {done} at {other}:{place}"
-
-
-def _join(words: Iterable[object]) -> str:
-    return ", ".join(map(str, words))

@@ -11,11 +11,11 @@ understood to the last character. The rules that a schedule must keep are left t
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from bpipe.schedule.action import COMPUTE, Action, Kind
-from bpipe.schedule.hosts import Hosts, in_pairs, pairing, partners_of, read_hosts, write_hosts
+from bpipe.schedule.hosts import in_pairs, pairing, partners_of, read_hosts, write_hosts
 from bpipe.schedule.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary, one_pipe
-from bpipe.schedule.memory import SHARE_DECIMALS, plain
 from bpipe.schedule.schedule import Schedule, Slot
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -27,10 +27,7 @@ _KINDS = {kind.value: kind for kind in Kind}
 _EMPTY = Slot()
 _HEADER = "# bpipe"
 _REQUIRED = ("schedule", "microbatches", "stage_to_rank")
-_FIELDS = (*_REQUIRED, "vocabulary", "input", "partners", "hosts", "bounds", "after_input", "slices")
-# Separates the placements of several pipes.
-PIPES = "/"
-_SHARE = re.compile(rf"(0|[1-9][0-9]{{0,3}})(\.[0-9]{{1,{SHARE_DECIMALS}}})?")
+_FIELDS = (*_REQUIRED, "vocabulary", "input", "partners", "hosts", "bounds", "slices")
 
 # A file may not make us allocate what it does not contain.
 MAX_SLOTS = 10_000_000
@@ -80,7 +77,7 @@ def write_csv(schedule: Schedule) -> str:
 
     Compute-only schedules are written as torch.distributed.pipelining writes its own.
     """
-    in_rows = schedule.layout == one_pipe(schedule.layout.placements[0]) and schedule.after_input == 1
+    in_rows = schedule.layout == one_pipe(schedule.layout.placements[0])
     needs_header = schedule.hosts is not None or schedule.bounds is not None or not in_rows
     return f"{header(schedule)}\n{write_rows(schedule)}" if needs_header else write_rows(schedule)
 
@@ -141,27 +138,39 @@ def slot_of(cells: Sequence[tuple[Action, ...]]) -> Slot:
     return Slot(computed[0] if computed else None, transfers, computed[1] if len(computed) == 2 else None)
 
 
-def header(schedule: Schedule) -> str:
-    """Return the header line: what the cells do not say."""
+def head_of(schedule: Schedule) -> dict[str, object]:
+    """Return what the cells of a schedule do not say, by the name of its field in files.
+
+    Raises ValueError for a name that files cannot have.
+    """
     if not NAME.fullmatch(schedule.name):
         raise ValueError(f"schedule name {schedule.name!r} cannot be written: use letters, digits, '.', '_' and '-'")
-    layout = schedule.layout
-    fields = [f"schedule={schedule.name}", f"microbatches={schedule.num_whole_microbatches}"]
+    layout, hosts = schedule.layout, schedule.hosts
+    fields: dict[str, object] = {"schedule": schedule.name, "microbatches": schedule.num_whole_microbatches}
     if layout.slices > 1:
-        fields.append(f"slices={layout.slices}")
-    fields.append(f"stage_to_rank={PIPES.join(map(_join, layout.placements))}")
+        fields["slices"] = layout.slices
+    fields["stage_to_rank"] = layout.placements
     if layout.vocabulary is not Vocabulary.WHOLE:
-        fields.append(f"vocabulary={layout.vocabulary.value}")
+        fields["vocabulary"] = layout.vocabulary.value
     if layout.input_shards:
-        fields.append("input=shards")
-    if schedule.hosts is not None:
-        partners = partners_of(schedule.hosts)
-        fields.append(f"hosts={write_hosts(schedule.hosts)}" if partners is None else f"partners={_join(partners)}")
+        fields["input"] = "shards"
+    if hosts is not None:
+        partners = partners_of(hosts)
+        fields |= {"hosts": write_hosts(hosts)} if partners is None else {"partners": partners}
     if schedule.bounds is not None:
-        fields.append(f"bounds={_join(schedule.bounds)}")
-    if schedule.after_input != 1:
-        fields.append(f"after_input={plain(schedule.after_input)}")
-    return " ".join([_HEADER, *fields])
+        fields["bounds"] = schedule.bounds
+    return fields
+
+
+def header(schedule: Schedule) -> str:
+    """Return the header line of a CSV or a grid."""
+    return " ".join([_HEADER, *(f"{name}={_field(value)}" for name, value in head_of(schedule).items())])
+
+
+def _field(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return ("/" if any(isinstance(part, tuple) for part in value) else ",").join(map(_field, value))
 
 
 def _read_header(line: str) -> dict[str, str]:
@@ -180,66 +189,65 @@ def _read_header(line: str) -> dict[str, str]:
     return fields
 
 
-def _assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) -> Schedule:
+def _assemble(rows: Sequence[Sequence[Slot]], fields: Mapping[str, str], name: str) -> Schedule:
     """Return the schedule of these rows, described by the header or, without one, by the computations."""
     length = max((len(row) for row in rows), default=0)
     if length * len(rows) > MAX_SLOTS:
         raise TextError(f"{len(rows)} ranks of up to {length} slots: more than {MAX_SLOTS} slots in all are not read")
     ranks = tuple((*row, *[_EMPTY] * (length - len(row))) for row in rows)
-    if fields:
-        if not NAME.fullmatch(fields["schedule"]):
-            raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is not a valid name")
-        layout = _read_layout(fields)
-        bounds = _numbers(fields["bounds"], "bounds") if "bounds" in fields else None
-        num_microbatches = _number(fields, "microbatches") * layout.slices
-        share = read_share(fields.get("after_input", "1"), "line 1: after_input")
-        return Schedule(
-            fields["schedule"], num_microbatches, layout, ranks, _read_hosts(fields, len(ranks)), bounds, share
-        )
-    num_microbatches, stage_to_rank = describe(ranks)
-    return Schedule(name, num_microbatches, one_pipe(stage_to_rank), ranks)
+    if not fields:
+        num_microbatches, stage_to_rank = describe(ranks)
+        return Schedule(name, num_microbatches, one_pipe(stage_to_rank), ranks)
+    head: dict[str, Any] = dict(fields)
+    try:
+        head["stage_to_rank"] = [_numbers(pipe, "stage_to_rank") for pipe in fields["stage_to_rank"].split("/")]
+        for field in ("microbatches", "slices", "partners", "bounds"):
+            if field in fields:
+                head[field] = _numbers(fields[field], field)
+        for field in ("microbatches", "slices"):
+            if field in fields:
+                if len(head[field]) > 1:
+                    raise TextError(f"{field}= takes one number")
+                (head[field],) = head[field]
+        return assemble(ranks, head)
+    except TextError as error:
+        raise TextError(f"line 1: {error}") from None
 
 
-def _read_layout(fields: Mapping[str, str]) -> Layout:
-    pipes = fields["stage_to_rank"].split(PIPES)
-    if len(pipes) > MOST_PIPES:
-        raise TextError(f"line 1: stage_to_rank= places {len(pipes)} pipes: {TWO_PIPES}")
-    placements = tuple(_numbers(pipe, "stage_to_rank") for pipe in pipes)
+def assemble(ranks: tuple[tuple[Slot, ...], ...], head: Mapping[str, Any]) -> Schedule:
+    """Return the schedule of these rows.
+
+    Args:
+        ranks: A row of slots per rank.
+        head: As `head_of` returns it; a missing field has its default.
+
+    Raises:
+        TextError: A field has a value that no schedule has.
+    """
+    placements, slices, partners = tuple(map(tuple, head["stage_to_rank"])), head.get("slices", 1), head.get("partners")
+    if not NAME.fullmatch(head["schedule"]):
+        name = head["schedule"][:40]
+        raise TextError(f"schedule={name!r} is not a valid name: use letters, digits, '.', '_' and '-'")
+    if len(placements) > MOST_PIPES:
+        raise TextError(f"stage_to_rank places {len(placements)} pipes: {TWO_PIPES}")
     if len(set(map(len, placements))) > 1:
-        text = fields["stage_to_rank"][:40]
-        raise TextError(f"line 1: stage_to_rank={text} has pipes of different numbers of stages")
-    if fields.get("input", "shards") != "shards":
-        raise TextError(f"line 1: input={fields['input'][:40]!r} is not shards")
-    slices = _number(fields, "slices") if "slices" in fields else 1
+        raise TextError(f"stage_to_rank={_field(placements)[:40]} has pipes of different numbers of stages")
+    if head.get("input", "shards") != "shards":
+        raise TextError(f"input={head['input'][:40]!r} is not shards")
     if slices < 1:
-        raise TextError(f"line 1: slices={slices} must be at least 1")
-    return Layout(placements, read_vocabulary(fields.get("vocabulary", "none"), "line 1"), "input" in fields, slices)
-
-
-def _read_hosts(fields: Mapping[str, str], num_ranks: int) -> Hosts | None:
-    if "partners" in fields:
-        return read_partners(_numbers(fields["partners"], "partners"), num_ranks)
+        raise TextError(f"slices={slices} must be at least 1")
     try:
-        return read_hosts(fields["hosts"]) if "hosts" in fields else None
+        hosts = None if partners is None else in_pairs(pairing(len(ranks), partners))
+        hosts = read_hosts(head["hosts"]) if "hosts" in head else hosts
     except ValueError as error:
-        raise TextError(f"line 1: hosts={error}") from None
-
-
-def read_partners(partners: Sequence[int], num_ranks: int) -> Hosts:
-    """Return the hosts of ranks in these pairs; TextError unless every rank is its partner's partner."""
+        raise TextError(f"{'hosts=' if 'hosts' in head else 'partners: '}{error}") from None
     try:
-        return in_pairs(pairing(num_ranks, partners))
-    except ValueError as error:
-        raise TextError(f"partners: {error}") from None
-
-
-def read_vocabulary(text: str, place: str) -> Vocabulary:
-    """Return how the vocabulary is split, from its name."""
-    try:
-        return Vocabulary(text)
+        vocabulary = Vocabulary(head.get("vocabulary", "none"))
     except ValueError:
         names = ", ".join(vocabulary.value for vocabulary in Vocabulary)
-        raise TextError(f"{place}: vocabulary {text[:40]!r} is not one of {names}") from None
+        raise TextError(f"vocabulary {head['vocabulary'][:40]!r} is not one of {names}") from None
+    layout = Layout(placements, vocabulary, "input" in head, slices)
+    return Schedule(head["schedule"], head["microbatches"] * slices, layout, ranks, hosts, head.get("bounds"))
 
 
 def read_costs(text: str, least: int, most: int) -> tuple[Fraction, ...]:
@@ -256,16 +264,6 @@ def read_numbers(text: str) -> tuple[int, ...]:
     if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
         raise TextError(f"{text[:40]!r} is neither a number nor a list of numbers such as 3,3,2,1")
     return tuple(map(int, text.split(",")))
-
-
-def read_share(text: str, place: str) -> Fraction:
-    """Read a share of a micro-batch, such as `0.5`, exactly."""
-    if not _SHARE.fullmatch(text):
-        raise TextError(
-            f"{place}: {text[:40]!r} is not a share such as 0.5: "
-            f"give at least 0, with at most {SHARE_DECIMALS} decimals"
-        )
-    return Fraction(text)
 
 
 def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
@@ -288,18 +286,7 @@ def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
     return last + 1, tuple(owners[stage] for stage in range(len(owners)))
 
 
-def _join(values: Sequence[int]) -> str:
-    return ",".join(map(str, values))
-
-
-def _number(fields: Mapping[str, str], name: str) -> int:
-    numbers = _numbers(fields[name], name)
-    if len(numbers) != 1:
-        raise TextError(f"line 1: {name}= takes one number")
-    return numbers[0]
-
-
 def _numbers(text: str, name: str) -> tuple[int, ...]:
     if not re.fullmatch(f"{_NUMBER}(,{_NUMBER})*", text):
-        raise TextError(f"line 1: {name}={text[:40]!r} is not a list of numbers such as 3,2,1,0")
-    return tuple(int(number) for number in text.split(","))
+        raise TextError(f"{name}={text[:40]!r} is not a list of numbers such as 3,2,1,0")
+    return tuple(map(int, text.split(",")))

@@ -1,6 +1,6 @@
 """Lowering: what each rank does, messages included, as one `Program` per rank.
 
-Computations and transfers are in the order of `program.each_step`; what passes between ranks follows from
+Computations and transfers are in the order of `program.steps`; what passes between ranks follows from
 `schedule.dependencies`; the exchange order decides when it is sent, received and waited for. What data needs is always
 waited for:
 
@@ -11,14 +11,14 @@ waited for:
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise, repeat
 
 from bpipe.schedule.action import COMPUTE, READING, SHARDS, Action, Key, Kind
-from bpipe.schedule.dependencies import NOTHING, Dependencies, Route
+from bpipe.schedule.dependencies import NOTHING, Dependencies
 from bpipe.schedule.host_buffers import Residencies, Residency, evicted_to, host_buffers
-from bpipe.schedule.program import Exchange, MessageTable, Op, Program, Step, Transfer, each_step
+from bpipe.schedule.program import Exchange, MessageTable, Op, Program, Step, Transfer, steps
 from bpipe.schedule.schedule import Schedule, Slot
 
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -309,7 +309,7 @@ class _Lowering:
         self.evicted_to = evicted_to(schedule, rank)
         self.away: dict[Key, int] = {}
         row = schedule.ranks[rank]
-        self.steps = each_step(schedule, rank)
+        self.steps = steps(schedule, rank)
         self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
         # By residency, made when the first is hosted here: half of the ranks host nothing.
         self.buffers: dict[Residency, int] = {}
@@ -561,68 +561,42 @@ def lower_as_run(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     """Lower a schedule as it is run: our executor releases what a rank has sent as soon as it must have arrived.
 
     A sent value is kept until it is waited for, and a backend may not report by itself when it has arrived. A later
-    message of the receiver confirms a send, so waiting for that then takes no time and blocks nobody. So does a message
-    that all shards make together, if each had to receive the value before its part. Other sends are waited for at the
-    end. The check and the simulation use programs as `lower` makes them, which wait for all sends at the end.
+    message that all its receivers make after taking the value confirms it, so waiting for it then takes no time and
+    blocks nobody. Other sends are waited for at the end. The check and the simulation use programs as `lower` makes
+    them, which wait for all sends at the end.
     """
     programs = lower(schedule, exchange)
     if exchange is not Exchange.POSTED:
         return programs
-    answers = _answers(programs)
-    if schedule.layout.shard_kinds:
-        for program, together in zip(programs, _answered_together(programs), strict=True):
-            for message, sent in together.items():
-                answers[program.rank].setdefault(message, []).extend(sent)
-    return tuple(_moved(program, answers[program.rank]) for program in programs)
-
-
-def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
-    """Return, by rank, what it has sent, by the message that comes next from its receiver."""
-    answers: list[dict[int, list[int]]] = [{} for _ in programs]
-    for program in programs:
-        rank, route = program.rank, program.messages.dependencies.route
-        taken: dict[int, list[int]] = {}
-        for op, operand in zip(program.ops, program.operands, strict=True):
-            if op not in (_SEND, _WAIT) or not isinstance(operand, int):
-                continue
-            makers, takers = route(operand)
-            if len(makers) != 1 or len(takers) != 1:
-                # A collective.
-                continue
-            if op == _WAIT and takers[0] == rank:
-                taken.setdefault(makers[0], []).append(operand)
-            elif op == _SEND and takers[0] in taken:
-                answers[takers[0]][operand] = taken.pop(takers[0])
-    return answers
-
-
-def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
-    """Return the same of values of several ranks, by a later message that needs all takers after their receipt."""
     positions = [_positions(program) for program in programs]
-    answers: list[dict[int, list[int]]] = [{} for _ in programs]
-    for program, (waited, sent) in zip(programs, positions, strict=True):
-        rank, route = program.rank, program.messages.dependencies.route
-        received = sorted((place, value) for value, place in waited.items() if rank in route(value).takers)
-        for value, place in sent.items():
-            makers, takers = route(value)
-            between_two, waited_anyway = len(makers) == len(takers) == 1, len(makers) > 1 and rank in takers
-            if between_two or waited_anyway:
+    return tuple(_moved(program, _answers(program, positions)) for program in programs)
+
+
+def _answers(program: Program, positions: Sequence[_Positions]) -> dict[int, list[int]]:
+    """Return what a rank has sent, by the received message that confirms it; values for one rank come first."""
+    rank, route = program.rank, program.messages.dependencies.route
+    waited, sent = positions[rank]
+    received = sorted((place, value) for value, place in waited.items() if rank in route(value).takers)
+    alone: dict[int, list[int]] = {}
+    together: dict[int, list[int]] = {}
+    for value, place in sent.items():
+        makers, takers = route(value)
+        is_alone = len(makers) == len(takers) == 1
+        if len(makers) > 1 and rank in takers:
+            # It is waited for where it is used.
+            continue
+        others = set(takers) - {rank}
+        for _, message in received[bisect_right(received, (place, -1)) :]:
+            answering, asking = route(message)
+            # A value for one rank is confirmed by a message between the two.
+            if is_alone and (len(answering) > 1 or len(asking) > 1):
                 continue
-            others = set(takers) - {rank}
-            later = (message for _, message in received[bisect_right(received, (place, -1)) :])
-            answer = next((message for message in later if _is_answer(message, value, others, positions, route)), None)
-            if answer is not None:
-                answers[rank].setdefault(answer, []).append(value)
-    return answers
-
-
-def _is_answer(
-    message: int, value: int, takers: Set[int], positions: Sequence[_Positions], route: Callable[[int], Route]
-) -> bool:
-    """Whether all takers of the value have a part in the message, after receiving the value."""
-    return takers <= set(route(message).makers) and all(
-        positions[rank][0][value] < positions[rank][1].get(message, -1) for rank in takers
-    )
+            if others <= set(answering) and all(
+                positions[other][0][value] < positions[other][1].get(message, -1) for other in others
+            ):
+                (alone if is_alone else together).setdefault(message, []).append(value)
+                break
+    return {message: [*alone.get(message, ()), *together.get(message, ())] for message in {**alone, **together}}
 
 
 def _positions(program: Program) -> _Positions:

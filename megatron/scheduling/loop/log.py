@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.balance.pairs import allocated_counts, balance
-from bpipe.build import ScheduleConfig, choice_for_bound
+from bpipe.build import ScheduleConfig, groups_for_bound
 from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
@@ -24,7 +24,7 @@ from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
 from bpipe.schedule.hosts import Host
-from bpipe.schedule.memory import moves_anything, peak_counts, plain
+from bpipe.schedule.memory import moves_anything, peak_counts
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import MeasuredLink
 from bpipe.transport.table import sufficiency
@@ -155,7 +155,7 @@ def why_nothing_moves(schedule: Schedule) -> str:
     if schedule.num_ranks == 1:
         return "a single stage has no other to share with"
     peaks = peak_counts(schedule)
-    fullest = f"{plain(max(peaks))} micro-batches{' of a chunk' * (schedule.num_chunks > 1)}"
+    fullest = f"{max(peaks)} micro-batches{' of a chunk' * (schedule.num_chunks > 1)}"
     if min(peaks) == max(peaks):
         return f"every stage holds {fullest}, so there is nothing to share"
     # A bound may have been given that is higher than what pairs can keep.
@@ -173,21 +173,21 @@ def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
     family = None if program.written is not None else FAMILIES[program.schedule]
     if family is None or family.within is None or program.group_size is not None:
         return []
-    choice = choice_for_bound(program)
-    if choice is None:
+    chosen = groups_for_bound(program)
+    if chosen is None:
         usual = min(family.usual_group(program.num_ranks), program.num_microbatches)
         return [
             f"{schedule.name}: groups of {usual} micro-batches (the default); --bpipe with --bpipe-bound N chooses "
             "them for the bound"
         ]
     assert program.limit is not None
-    groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(choice.groups))
+    groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(chosen))
     bubble = ""
     if not schedule.layout.shard_kinds:
         bubble = f", bubble {float(iteration_time(schedule, program.costs).bubble_percent):.1f} %"
     return [
-        f"{schedule.name}, chosen for a bound of {program.limit.bound} micro-batches of a chunk{_at(program.costs)}: "
-        f"groups: {groups}; {choice.rule}; {_held(schedule)}{bubble}"
+        f"{schedule.name}, chosen for a bound of {program.limit} micro-batches of a chunk{_at(program.costs)}: "
+        f"groups: {groups}; {_held(schedule)}{bubble}"
     ]
 
 
@@ -205,5 +205,5 @@ def _number(cost: int | Fraction) -> str:
 def _held(schedule: Schedule) -> str:
     """Return the most that any rank holds. Host buffers stay, even if the rank is full at another time."""
     peak, occupied = max(peak_counts(schedule)), max(allocated_counts(schedule))
-    buffers = f" ({plain(occupied)} with host buffers, which stay)" if occupied > peak else ""
-    return f"at most {plain(peak)} held{buffers}"
+    buffers = f" ({occupied} with host buffers, which stay)" if occupied > peak else ""
+    return f"at most {peak} held{buffers}"

@@ -222,10 +222,6 @@ def _check_asked(args: Any, family: Family, asked: Mapping[str, Any]) -> None:
             f"--bpipe-hop {plain(args.bpipe_hop)} is in the unit of --bpipe-costs: give --bpipe-costs too, or leave "
             "it out"
         )
-    if args.bpipe_kept is not None and not family.splits:
-        raise ValueError(
-            f"--bpipe-kept {plain(args.bpipe_kept)}: {family.name} does not split backwards into halves: leave it out"
-        )
     if asked["input_shards"] and asked["vocabulary"] is Vocabulary.WHOLE:
         raise ValueError(
             "--bpipe-vocabulary-input splits the embedding in addition to the output layer: give --bpipe-vocabulary 1, "

@@ -8,12 +8,11 @@ its position in the schedule.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.pairs import choose_partners
 from bpipe.config.features.feature import Settings
-from bpipe.placement import Part, Topology, pair_adjacent, pairs
+from bpipe.placement import Part, Topology, pair_adjacent, pairs_apart
 from bpipe.record.report.memory import without_transfers
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.hosts import mirrored_pairs
@@ -183,7 +182,7 @@ def describe(topology: Topology, parts: tuple[Part, ...], partners: tuple[int, .
     for first in range(0, topology.world, topology.gpus_per_node):
         stages = [str(place_of(part)) for part in parts[first : first + topology.gpus_per_node]]
         lines.append(f"bpipe:   node {first // topology.gpus_per_node}: stages {' '.join(stages)}")
-    apart = Counter(pair.stages for pair in pairs(topology, parts, partners) if pair.nodes[0] != pair.nodes[1])
+    apart = pairs_apart(topology, parts, partners)
     if apart:
         named = ", ".join(
             f"{a}-{b}" for a, b in sorted(tuple(sorted(map(positions.position_of, pair))) for pair in apart)

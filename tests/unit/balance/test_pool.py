@@ -3,21 +3,19 @@
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
 import pytest
 
-from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, balance_within
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, balance_within, smallest_level
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import (
-    Cost,
+    APART,
     Item,
     balance_over_hosts,
     balance_over_hosts_within,
-    balance_over_pool,
     pack,
-    smallest_level,
 )
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Kind
@@ -145,7 +143,7 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
             activation_budget = [rng.randint(largest // 2, largest)] * p
         fewest = fewest_bytes(ways, sizes, activation_budget, in_turn=True)
         try:
-            pooled = balance_over_pool(plain, ActivationBudget(tuple(activation_budget), memory_of(sizes)))
+            pooled = balance_over_hosts(plain, POOL, ActivationBudget(tuple(activation_budget), memory_of(sizes)))
         except BudgetTooSmall:
             refused += 1
             assert fewest_bytes(ways, sizes, activation_budget, in_turn=False) is None, (
@@ -176,8 +174,8 @@ def test_no_packing_of_all_is_nearer(seed: int) -> None:
         spare = [0 if rank in senders else rng.randint(4, 16) for rank in range(num_ranks)]
         nodes = [rng.randint(0, 1) for _ in range(num_ranks)]
 
-        def cost(owner: int, host: int, nodes: Sequence[int] = nodes) -> Cost:
-            return int(nodes[owner] != nodes[host]), abs(owner - host)
+        def cost(owner: int, host: int, nodes: Sequence[int] = nodes) -> int:
+            return APART * (nodes[owner] != nodes[host]) + abs(owner - host)
 
         found = pack(items, spare, cost)
         best = min((_total(items, hosts, cost) for hosts in _packings(items, spare)), default=None)
@@ -186,9 +184,8 @@ def test_no_packing_of_all_is_nearer(seed: int) -> None:
     assert 0 < none < 40
 
 
-def _total(items: Sequence[Item], hosts: Sequence[int], cost: Callable[[int, int], Cost]) -> Cost:
-    each = [(item.moved_bytes, cost(item.owner, host)) for item, host in zip(items, hosts, strict=True)]
-    return sum(size * one[0] for size, one in each), sum(size * one[1] for size, one in each)
+def _total(items: Sequence[Item], hosts: Sequence[int], cost: Callable[[int, int], int]) -> int:
+    return sum(item.moved_bytes * cost(item.owner, host) for item, host in zip(items, hosts, strict=True))
 
 
 def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -212,10 +209,10 @@ def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None
 
 def test_one_sends_to_several_and_several_to_one() -> None:
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
-    spread = balance_over_pool(plain, ActivationBudget((200, 300, 300, 300), memory))
+    spread = balance_over_hosts(plain, POOL, ActivationBudget((200, 300, 300, 300), memory))
     check(spread)
     assert write_hosts(spread.hosts or ()) == "2+3,none,none,none"
-    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
+    gathered = balance_over_hosts(plain, POOL, ActivationBudget((300, 200, 200, 600), memory))
     check(gathered)
     assert write_hosts(gathered.hosts or ()) == "3,3,none,none"
     assert allocated_bytes(gathered, 3, memory) == (100, 400)
@@ -226,7 +223,7 @@ def test_one_sends_to_several_and_several_to_one() -> None:
 def test_no_host_buffer_serves_two_ranks() -> None:
     """The rank that fills it would have to wait for the one that empties it, and neither knows the other."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
-    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
+    gathered = balance_over_hosts(plain, POOL, ActivationBudget((300, 200, 200, 600), memory))
     of = {rank: {buffer for stay, buffer in host_buffers(gathered, 3).items() if stay.stage == rank} for rank in (0, 1)}
     assert not of[0] & of[1]
     assert num_buffers_for(gathered, 3) == {0: 2, 1: 2}
@@ -246,9 +243,9 @@ def test_whom_it_refuses() -> None:
     }
     for activation_budget, reason in cases.items():
         with pytest.raises(BudgetTooSmall, match=reason):
-            balance_over_pool(plain, ActivationBudget(activation_budget, memory))
+            balance_over_hosts(plain, POOL, ActivationBudget(activation_budget, memory))
     with pytest.raises(BudgetTooSmall, match=r"rank 0 has no room for its own micro-batches, and no other rank"):
-        balance_over_pool(generate("gpipe", 1, 4), ActivationBudget((399,), memory_of([100])))
+        balance_over_hosts(generate("gpipe", 1, 4), POOL, ActivationBudget((399,), memory_of([100])))
     with pytest.raises(ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3"):
         balance_over_hosts_within(plain, POOL, [2] * 4)
 
@@ -257,7 +254,7 @@ def test_the_smallest_level_is_kept_and_one_below_is_not() -> None:
     plain, memory = generate("1f1b", 6, 12), memory_of([100, 90, 80, 70, 60, 250])
 
     def at(level: int) -> Schedule:
-        return balance_over_pool(plain, ActivationBudget((level,) * 6, memory))
+        return balance_over_hosts(plain, POOL, ActivationBudget((level,) * 6, memory))
 
     level, worst = smallest_level(at, 600)
     at(level)
@@ -270,8 +267,8 @@ def test_same_node_first() -> None:
     """Rank 0's usual partner is on the other node: what has room on its own node comes first."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     activation_budget = ActivationBudget((300, 300, 400, 300), memory)
-    assert write_hosts(balance_over_pool(plain, activation_budget).hosts or ()) == "3,none,none,0"
-    apart = balance_over_pool(plain, activation_budget, (0, 1, 0, 1))
+    assert write_hosts(balance_over_hosts(plain, POOL, activation_budget).hosts or ()) == "3,none,none,0"
+    apart = balance_over_hosts(plain, POOL, activation_budget, (0, 1, 0, 1))
     assert write_hosts(apart.hosts or ()) == "2,none,0,none"
 
 
@@ -279,8 +276,10 @@ def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:
     """Else a ring of ranks may wait for each other, each for its first."""
     memory = memory_of([100 + 30 * (stage % 3) for stage in range(8)])
     plain = generate("1f1b", 8, 24)
-    level, _ = smallest_level(lambda level: balance_over_pool(plain, ActivationBudget((level,) * 8, memory)), 1200)
-    pooled = balance_over_pool(plain, ActivationBudget((level,) * 8, memory))
+    level, _ = smallest_level(
+        lambda level: balance_over_hosts(plain, POOL, ActivationBudget((level,) * 8, memory)), 1200
+    )
+    pooled = balance_over_hosts(plain, POOL, ActivationBudget((level,) * 8, memory))
     assert any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
     for slot in range(len(pooled.ranks[0])):
         orders = [[(one.stage, one.microbatch) for one in row[slot].transfers] for row in pooled.ranks]
@@ -497,20 +496,6 @@ def test_it_takes_the_link_to_the_nodes_memory_and_no_other() -> None:
         found = times(schedule, Links(inside=inside, host=Link(2)))
         assert {one.end_s - one.start_s for row in found.transfers for one in row} == {4}
     assert times(schedule, Links(host=Link(2))).makespan_s < times(schedule, Links(host=Link(1))).makespan_s
-
-
-def test_there_and_back_are_two_directions_each_one_after_the_other() -> None:
-    found = times(balanced("1f1b", 4, 12), Links(host=Link(1)))
-    rows = found.transfers
-    both = 0
-    for row in rows:
-        out, back = (
-            [(one.start_s, one.end_s) for one in row if one.action.kind is kind] for kind in (Kind.EVICT, Kind.LOAD)
-        )
-        for lane in (out, back):
-            assert all(before[1] <= after[0] for before, after in pairwise(sorted(lane)))
-        both += sum(a < d and c < b for a, b in out for c, d in back)
-    assert both
 
 
 def test_what_goes_to_a_device_does_not_wait_for_what_goes_to_memory() -> None:

@@ -1,90 +1,15 @@
-"""Pictures of schedules and simulations, and plots of plans."""
+"""Pictures of schedules and of fronts."""
 
+import itertools
 import re
-import sys
 from xml.etree import ElementTree
 
 import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.cli import main
-from bpipe.draw.picture import Picture, lay_out, render_png, render_svg, stack
-from bpipe.draw.plots import StagePeaks, memory_chart, to_png, to_svg
-from bpipe.draw.timeline import lay_out_simulation
-from bpipe.simulate.cost import StageCost, uniform
-from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Simulation
-
-
-def test_png_refuses_what_no_renderer_can_draw() -> None:
-    with pytest.raises(ValueError, match="a png takes at most 32000: write svg, or draw fewer"):
-        render_png(Picture(32_001, 10))
-
-
-def test_png_without_matplotlib_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["schedule", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2", "--format", "png"]) == 2
-    assert "pip install matplotlib, or write svg" in capfd.readouterr().err
-
-
-def simulated(seconds: float = 1.0, balance: str = "bpipe", chunks: int = 1, update_s: float = 0.0) -> Simulation:
-    """Four ranks; a forward takes `seconds`, a micro-batch holds a GiB."""
-    schedule = build(
-        ScheduleConfig(
-            "1f1b" if chunks == 1 else "interleaved-1f1b", 4, 8, num_chunks=chunks, balance=named_balance(balance)
-        )
-    )
-    cost = StageCost(
-        seconds, 2 * seconds, transfer_s=seconds / 2, saved_bytes=2**30, moved_bytes=2**30, optimizer_s=update_s
-    )
-    return simulate(schedule, uniform(4 * chunks, cost))
-
-
-def test_short_simulations_are_in_milliseconds_and_the_update_is_named() -> None:
-    picture = lay_out_simulation(simulated(0.001, update_s=0.02))
-    words = {word.text for word in picture.words}
-    assert {"time, ms", "reduction and update"} <= words
-    assert any("iteration 53 ms" in word for word in words)
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-MIB = 2**20
-# The quickstart's, in docs/start.md.
-PLAIN = (86.06, 73.80, 63.30, 52.79, 42.28, 31.77, 21.27, 12.27)
-BALANCED = (53.81, 52.80, 52.80, 52.79, 42.28, 52.77, 52.77, 55.27)
-STAGES = tuple(
-    StagePeaks(
-        stage,
-        round(one * MIB),
-        round(one * MIB),
-        8 - stage,
-        round(other * MIB),
-        round((other + 1) * MIB),
-        5 - (stage == 4),
-    )
-    for stage, (one, other) in enumerate(zip(PLAIN, BALANCED, strict=True))
-)
-
-
-def words(svg: str) -> list[str]:
-    return [text.text or "" for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-
-
-def test_bars_differ_without_colours() -> None:
-    patterns = {bool(bar.get_hatch()) for bar in memory_chart(STAGES, "title").axes[0].patches}
-    assert patterns == {True, False}
-
-
-def test_the_same_numbers_are_the_same_files() -> None:
-    drawn = [(to_svg(memory_chart(STAGES, "title")), to_png(memory_chart(STAGES, "title"))) for _ in range(2)]
-    assert drawn[0] == drawn[1]
-    assert "<dc:date>" not in drawn[0][0]
-    assert drawn[0][1].startswith(b"\x89PNG\r\n")
+from bpipe.draw.front import FrontPoint, lay_out_front
+from bpipe.draw.picture import lay_out, render_svg, stack
 
 
 def test_halves_lie_below_each_other() -> None:
@@ -102,3 +27,23 @@ def test_halves_lie_below_each_other() -> None:
     assert [word.text for word in evictions] == ["E1", "E3", "E5"], "those of the paper's figure 4"
     assert all(word.y > halves[0].height for word in evictions), "the upper half has no transfers"
     ElementTree.fromstring(render_svg(both))
+
+
+@pytest.mark.parametrize("number", [1, 5, 12])
+def test_a_front_is_drawn_to_scale_and_its_winner_is_ringed_and_numbered(number: int) -> None:
+    points = [FrontPoint((20 + 4 * place) * 2**30, 9.0 / (place + 1), f"group {place % 5}") for place in range(number)]
+    picture = lay_out_front(points, 50 * 2**30, number - 1)
+    markers = [shape for shape in picture.shapes if shape.style.startswith("group-") and shape.points[0][1] < 400]
+    centres = [[sum(values) / len(values) for values in zip(*marker.points, strict=True)] for marker in markers]
+    assert len(markers) == number
+    assert [x for x, _ in centres] == sorted(x for x, _ in centres), "more memory is further to the right"
+    assert [y for _, y in centres] == sorted(y for _, y in centres), "less time is further down"
+    if number > 2:
+        steps = [after[0] - before[0] for before, after in itertools.pairwise(centres)]
+        assert max(steps) - min(steps) < 1e-6
+    (ring,) = (shape for shape in picture.shapes if shape.style == "winner")
+    assert max(abs(x - centres[-1][0]) for x, _ in ring.points) == pytest.approx(10)
+    assert {str(number), "50.0 GiB per device"} <= {word.text for word in picture.words}
+    ElementTree.fromstring(render_svg(picture))
+    with pytest.raises(ValueError, match="no point to draw"):
+        lay_out_front([], 2**30, None)

@@ -351,7 +351,6 @@ PROGRAMS = (
     ScheduleConfig("1f1b-split", 4, 8, delay=2),
     config_of_schedule(build(ScheduleConfig("zb-h1", 4, 8))),
     config_of_schedule(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig()),
-    replace(CHOSEN, after_input=Fraction(1, 2)),
     replace(
         CHOSEN,
         balance=BalanceConfig((6,), buffers_stay=True),

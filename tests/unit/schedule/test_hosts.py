@@ -8,12 +8,12 @@ import pytest
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
-from bpipe.balance.pool import balance_over_pool
+from bpipe.balance.pool import balance_over_hosts
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import ScheduleError, check
 from bpipe.schedule.files.text import TextError, read_csv
-from bpipe.schedule.hosts import Host, Tier, in_pairs, partners_of, read_hosts, write_hosts
+from bpipe.schedule.hosts import POOL, Host, Tier, in_pairs, partners_of, read_hosts, write_hosts
 from bpipe.schedule.memory import memory_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
@@ -39,7 +39,7 @@ def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[
     plain = build(ScheduleConfig("1f1b", 5, 12))
     for activation_budget in product((2, 3, 5, 8), repeat=5):
         try:
-            pooled = balance_over_pool(plain, ActivationBudget(activation_budget, memory_of([1] * 5)))
+            pooled = balance_over_hosts(plain, POOL, ActivationBudget(activation_budget, memory_of([1] * 5)))
         except BudgetTooSmall:
             continue
         if all(len(of_rank) < 2 for of_rank in pooled.hosts or ()):

@@ -1,11 +1,9 @@
 """The memory rule against sums over every micro-batch in every slot: overlaps, split backwards, shares after I."""
 
-import json
 import random
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,15 +11,11 @@ from hypothesis import strategies as st
 
 from bpipe.balance.budget import ActivationBudget, balance_within
 from bpipe.balance.pairs import OverBound, plan_evictions
-from bpipe.cli import main
-from bpipe.draw.picture import write_svg
 from bpipe.schedule.action import Action, Kind
-from bpipe.schedule.check.rules import ScheduleError, check
+from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.unit_grid import place
-from bpipe.schedule.files.document import read_json, write_json
-from bpipe.schedule.files.text import TextError, read_csv, write_csv
 from bpipe.schedule.layout import one_pipe
-from bpipe.schedule.memory import Memory, StageMemory, live_bytes, memory_of, peak_counts, with_after_input
+from bpipe.schedule.memory import Memory, StageMemory, live_bytes, memory_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
@@ -231,92 +225,3 @@ def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int, halves: float, a
 def test_sizes_that_cannot_be(memory: Memory, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         balance_within(random_schedule(0), ActivationBudget((99, 99), memory))
-
-
-def v_half(num_microbatches: int = 8) -> Schedule:
-    """Rank i has stages i and 7-i; F, f, B, b start in slots 2i, 10-i, 14+2i, 25-i, every 6; W fill the rest."""
-    orders = []
-    for rank in range(4):
-        row: dict[int, Action] = {}
-        for m in range(num_microbatches):
-            starts = {
-                (rank, FORWARD): 2 * rank,
-                (7 - rank, FORWARD): 10 - rank,
-                (7 - rank, INPUT): 14 + 2 * rank,
-                (rank, INPUT): 25 - rank,
-            }
-            row |= {start + 6 * m: Action(stage, kind, m) for (stage, kind), start in starts.items()}
-        halves = sorted((slot, action) for slot, action in row.items() if action.kind is INPUT)
-        for behind, action in halves:
-            slot = next(slot for slot in range(behind + 1, 10**4) if slot not in row)
-            row[slot] = Action(action.stage, WEIGHT, action.microbatch)
-        orders.append([row[slot] for slot in sorted(row)])
-    return place("v-half", num_microbatches, one_pipe((0, 1, 2, 3, 3, 2, 1, 0)), orders)
-
-
-V_HALF = v_half()
-
-
-def test_v_half_holds_what_is_published_and_less_where_w_needs_less() -> None:
-    """p/2 + 1 micro-batches of a rank's share, two chunks each, on every rank."""
-    check(V_HALF)
-    assert peak_counts(V_HALF) == (6, 6, 6, 6)
-    for share in (Fraction(1, 2), Fraction(9, 5)):
-        counted = with_after_input(V_HALF, share)
-        memory = memory_of([10] * 8, None, [int(10 * share)] * 8)
-        assert [10 * peak for peak in peak_counts(counted)] == [
-            max(slow_curve(V_HALF, rank, memory)) for rank in range(4)
-        ]
-    assert max(peak_counts(with_after_input(V_HALF, Fraction(9, 5)))) > 6
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "v_half.csv"
-    path.write_text(write_csv(V_HALF))
-    return path
-
-
-def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["schedule", *arguments]) == 0
-    return capfd.readouterr().out
-
-
-def test_the_command_shows_shares(capfd: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
-    whole, more = run(capfd, "--input", str(file)), run(capfd, "--input", str(file), "--kept", "1.50")
-    assert "# peak=6,6,6,6 " in whole
-    assert "# peak=7,6.5,7,6.5 " in more
-    assert more.splitlines()[0] == whole.splitlines()[0] + " after_input=1.5"
-    document = json.loads(run(capfd, "--input", str(file), "--kept", "1.5", "--format", "json"))
-    assert [str(row["peak"]) for row in document["ranks"]] == ["7", "6.5", "7", "6.5"]
-    assert document["after_input"] == 1.5
-    assert ">peak 6.5<" in write_svg(with_after_input(V_HALF, Fraction(3, 2)))
-    # What was written says it itself, in every format; said anew, it is replaced.
-    for form in ("csv", "json"):
-        path = tmp_path / f"again.{form}"
-        run(capfd, "--input", str(file), "--kept", "1.5", "--output", str(path))
-        assert run(capfd, "--input", str(path)) == more
-        assert run(capfd, "--input", str(path), "--align") == more
-        assert run(capfd, "--input", str(path), "--kept", "1") == whole
-
-
-def test_a_share_is_for_backwards_in_halves() -> None:
-    with pytest.raises(ValueError, match="its backwards are not split into I and W"):
-        with_after_input(read_csv("0F0,0B0\n"), Fraction(1, 2))
-
-
-def test_files_that_say_it_wrongly() -> None:
-    more = with_after_input(V_HALF, Fraction(3, 2))
-    text, document = write_csv(more), write_json(more)
-    with pytest.raises(TextError, match="line 1: after_input: 'half' is not a share"):
-        read_csv(text.replace("after_input=1.5", "after_input=half"))
-    for wrong in ('"0.5"', "true", "-0.5", "1e-05", "[]"):
-        with pytest.raises(TextError, match=r"after_input: .* is not a share"):
-            read_json(document.replace('"after_input": 1.5', f'"after_input": {wrong}'))
-    with pytest.raises(TextError, match=r"peak is 7, but its slots give 6\.8"):
-        read_json(document.replace('"after_input": 1.5', '"after_input": 1.4'))
-    with pytest.raises(TextError, match=r"peak: 6\.5 must be a whole number"):
-        read_json(document.replace(', "after_input": 1.5', "").replace('"peak": 7', '"peak": 6.5'))
-    for share in (Fraction(-1, 2), Fraction(1, 3)):
-        with pytest.raises(ScheduleError, match=f"after_input {share} must be a share"):
-            check(replace(V_HALF, after_input=share))

@@ -108,7 +108,6 @@ COSTS = (Fraction(1), Fraction(6, 5), Fraction(4, 5))
     ("flags", "asked"),
     [
         ({}, []),
-        ({"bpipe_kept": Fraction(1, 2)}, ["--kept", "0.5"]),
         ({"bpipe_costs": COSTS, "bpipe_hop": Fraction(1, 20)}, ["--costs", "1,1.2,0.8", "--hop", "0.05"]),
     ],
 )
@@ -244,7 +243,6 @@ REFUSED = [
         {**GROUPED, "bpipe_bound": (1,), "bpipe_vocabulary": "1"},
         "no order of grouped-interleaved .* within 1 .* its groups of 2 keep 6",
     ),
-    ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b does not split backwards into"),
     ({"bpipe_schedule": "gpipe", "bpipe_costs": COSTS}, "--bpipe-costs: gpipe has the same order at any costs: leave"),
     ({"bpipe_schedule": "zb-h1", "bpipe_hop": Fraction(1, 20)}, "--bpipe-hop 0.05 is in .* give --bpipe-costs too"),
     ({**TWO_PIPES, "bpipe_schedule": "bitpipe"}, "bitpipe needs at least 2 chunks per rank, not 1\n"),
@@ -265,7 +263,6 @@ REFUSED = [
     ),
     ({**FILE, "global_batch_size": 96}, "it has 8 micro-batches, but an iteration has 16: use --global-batch-size 48"),
     ({**FILE, "bpipe_group": 4}, "--bpipe-group applies only to generated schedules"),
-    ({**FILE, "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept applies only to generated schedules"),
     ({**FILE, "bpipe_costs": COSTS}, "--bpipe-costs applies only to generated schedules"),
     ({"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_bound": (3,)}, "it moves .* leave --bpipe-bound out"),
     ({"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_memory": BYTES}, "it moves .* leave --bpipe-memory out"),

@@ -114,7 +114,7 @@ def test_why_nothing_moves_is_said_of_the_schedule_at_hand(sizes: Any, bound: in
 def test_what_was_chosen_is_said() -> None:
     config = ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2, balance=BalanceConfig((6,)))
     (line,) = grouped(config, build(config))
-    assert "a bound of 6 micro-batches of a chunk: groups: 2 of 3, 1 of 2; pairs share one limit" in line
+    assert "a bound of 6 micro-batches of a chunk: groups: 2 of 3, 1 of 2; at most" in line
     assert line.endswith("at most 6 held (7 with host buffers, which stay), bubble 9.4 %")
     costs = UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20))
     (line,) = grouped(replace(config, costs=costs), build(config))

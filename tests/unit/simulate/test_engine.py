@@ -176,15 +176,6 @@ def test_equal_stages_take_the_textbook_time(p: int, m: int, forward: int, backw
     assert report.bubble_of_makespan == Fraction(p - 1, m + p - 1)
 
 
-def test_what_a_transfer_costs_beyond_its_slot_is_exposed() -> None:
-    """With three units per forward and backward a transfer of 3 hides; one of 5 costs the evictor 2 each time."""
-    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
-    hidden, exposed = (simulate(schedule, uniform(4, StageCost(3, 3, transfer_s=seconds))) for seconds in (3, 5))
-    assert hidden.exposed_transfer_s == 0
-    assert exposed.exposed_s[0] > 0 == exposed.exposed_s[3]
-    assert exposed.makespan_s > hidden.makespan_s
-
-
 def test_messages_and_transfers_share_a_port() -> None:
     """Rank 0 sends outputs to rank 1 and evictions to rank 3 through one port, unless only one is in its node."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -195,14 +186,6 @@ def test_messages_and_transfers_share_a_port() -> None:
     # eviction pauses.
     assert (when(shared, 0, "0EVICT1").start_s, when(shared, 0, "0EVICT1").end_s) == (13, 20)
     assert (when(apart, 0, "0EVICT1").start_s, when(apart, 0, "0EVICT1").end_s) == (12, 18)
-
-
-def test_a_slow_partner_is_waited_for() -> None:
-    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
-    costs = Costs((StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),))
-    report = simulate(schedule, costs)
-    evict, host = when(report, 0, "0EVICT1"), when(report, 3, "0HOST1")
-    assert (evict.start_s, evict.end_s) == (host.start_s, host.end_s)
 
 
 def test_a_one_sided_transfer_waits_for_no_partner() -> None:

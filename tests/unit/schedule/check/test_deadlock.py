@@ -50,12 +50,10 @@ def test_no_plan_deadlocks(name: str, chunks: int, waits: WaitLevel) -> None:
         assert not blocked_ranks(schedule, waits)
 
 
-def default_plans(
-    stages: Iterable[int], chunks: int, rounds: Iterable[int], more: Iterable[int] = ()
-) -> list[Schedule]:
+def default_plans(stages: Iterable[int], chunks: int, rounds: Iterable[int]) -> list[Schedule]:
     """Plans as trainings run them: balanced to the schedule's own bound."""
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
-    sizes = [(p, m) for p in stages for m in (*(p * times for times in rounds), *(p + above for above in more))]
+    sizes = [(p, p * times) for p in stages for times in rounds]
     return [build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig())) for p, m in sizes]
 
 
@@ -64,14 +62,6 @@ def test_no_default_plan_deadlocks_however_strictly_it_waits(chunks: int) -> Non
     """With one queue 13 of these 60 deadlocked: a pair's last transfers came before the last gradient."""
     for schedule in default_plans((4, 6, 8, 12, 16), chunks, (1, 2, 4, 8)):
         assert not any(blocked_ranks(schedule, waits) for waits in STOOD)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 6])
-def test_no_default_plan_of_up_to_16_stages_deadlocks(chunks: int) -> None:
-    plans = default_plans(range(2, 17), chunks, (1, 2, 3, 4, 5, 8), (-1, 1, 2, 17, 30) if chunks == 1 else ())
-    assert not any(blocked_ranks(schedule, waits) for schedule in plans for waits in STOOD)
 
 
 def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
@@ -88,7 +78,7 @@ def test_last_transfers_before_the_last_message_are_noticed(
 
     The second waits for the first, which rank 0 takes with the gradients yet to be sent.
     """
-    monkeypatch.setattr(lower, "each_step", steps_without_end)
+    monkeypatch.setattr(lower, "steps", steps_without_end)
     (schedule,) = map(with_late_loads, default_plans((p,), chunks, (m // p,)))
     assert [bool(blocked_ranks(schedule, level)) for level in WaitLevel] == [
         level >= WaitLevel.AT_ISSUE for level in WaitLevel
@@ -235,7 +225,7 @@ def test_no_family_deadlocks_in_our_own_loop_however_strictly_it_waits(name: str
 
 def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """An acceptor that starts its half only at its first computation waits there for what waits for it."""
-    monkeypatch.setattr(lower, "each_step", steps_without_start)
+    monkeypatch.setattr(lower, "steps", steps_without_start)
     schedules = plans("1f1b", 1, (4, 6, 8))
     stuck = [schedule for schedule in schedules if blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION)]
     assert stuck

@@ -1,7 +1,6 @@
 """A forward and a backward in one slot, as in torch's DualPipeV: files, rules, memory, time and pictures."""
 
 from dataclasses import replace
-from fractions import Fraction
 from io import BytesIO, TextIOWrapper
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import adopt
 from bpipe.cli import main
-from bpipe.draw.picture import write_svg
+from bpipe.draw.picture import lay_out, render_svg
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import blocked_ranks
 from bpipe.schedule.check.rules import ScheduleError, check
@@ -20,9 +19,7 @@ from bpipe.schedule.files.text import TextError, read_csv, write_csv
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.memory import live_bytes, live_counts, memory_of, peak_counts
 from bpipe.schedule.program import Exchange
-from bpipe.schedule.schedule import Schedule, Slot
-from bpipe.simulate.cost import Costs, Link, Links, StageCost
-from bpipe.simulate.engine import simulate
+from bpipe.schedule.schedule import Slot
 from tests.support.hand_made import STOOD
 
 # What torch 2.15 prints for ScheduleDualPipeV with 2 ranks and 4 micro-batches: orders, not yet a grid.
@@ -120,58 +117,6 @@ def test_align_moves_the_pair_as_one() -> None:
         align(read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n"))
 
 
-def slow_times(schedule: Schedule, forward_s: int, backward_s: int, message_s: int) -> dict[Action, tuple[int, int]]:
-    """Start and end of every computation, by asking again and again whether its inputs are complete."""
-    owner, last = schedule.layout.placements[0], schedule.num_stages - 1
-    seconds = {
-        Kind.FORWARD: forward_s,
-        Kind.BACKWARD: backward_s,
-        Kind.BACKWARD_INPUT: backward_s - 1,
-        Kind.BACKWARD_WEIGHT: 1,
-    }
-    passed: dict[tuple[str, int, int], int] = {}
-    times: dict[Action, tuple[int, int]] = {}
-    clocks = [0] * schedule.num_ranks
-    queues = [[cell for cell in row if cell.compute] for row in schedule.ranks]
-    while any(queues):
-        for rank, queue in enumerate(queues):
-            if not queue:
-                continue
-            arrivals = []
-            for one in queue[0].computations:
-                up = one.kind is Kind.FORWARD
-                other = one.stage - 1 if up else one.stage + 1
-                if one.kind is not Kind.BACKWARD_WEIGHT and 0 <= other <= last:
-                    over = passed.get(("F" if up else "B", other, one.microbatch))
-                    arrivals.append(None if over is None else over + (message_s if owner[other] != rank else 0))
-            if None in arrivals:
-                continue
-            at = max([clocks[rank], *(arrival for arrival in arrivals if arrival is not None)])
-            for one in queue[0].computations:
-                times[one] = at, at + seconds[one.kind]
-                at += seconds[one.kind]
-            for one in queue[0].computations:
-                if one.kind is not Kind.BACKWARD_WEIGHT:
-                    passed["F" if one.kind is Kind.FORWARD else "B", one.stage, one.microbatch] = at
-            clocks[rank] = at
-            queue.pop(0)
-    return times
-
-
-@pytest.mark.parametrize("message_s", [0, 3])
-def test_the_simulator_times_a_pair_as_one_operation(message_s: int) -> None:
-    cost = StageCost(Fraction(4), Fraction(9), weight_s=Fraction(1))
-    costs = Costs((cost,) * 4, Links(Link(latency_s=Fraction(message_s))))
-    report = simulate(OVERLAPPED, costs)
-    slow = slow_times(OVERLAPPED, 4, 9, message_s)
-    found = {timed.action: (timed.start_s, timed.end_s) for row in report.computations for timed in row}
-    if message_s == 0:
-        assert found == slow
-    # A rank has one port: messages that take time may wait for each other, never leave early.
-    assert all(found[action][0] >= slow[action][0] for action in slow)
-    assert len(found) == 4 * 4 * 2 + sum(one.kind is Kind.BACKWARD_WEIGHT for one in slow)
-
-
 def test_it_cannot_deadlock() -> None:
     for waits in STOOD:
         assert blocked_ranks(OVERLAPPED, waits) == ()
@@ -180,7 +125,8 @@ def test_it_cannot_deadlock() -> None:
 
 
 def test_the_drawing_has_both() -> None:
-    plain, overlapped = write_svg(read_csv("0F0,0F1,0B0,0B1\n")), write_svg(read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"))
+    texts = "0F0,0F1,0B0,0B1\n", "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
+    plain, overlapped = (render_svg(lay_out(read_csv(text))) for text in texts)
     for word in ("F1", "B0"):
         assert f">{word}<" in overlapped
     assert overlapped.count("<polygon") == plain.count("<polygon")

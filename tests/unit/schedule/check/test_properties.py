@@ -16,7 +16,7 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.text import read_csv, write_csv
 from bpipe.schedule.host_buffers import host_buffers
-from bpipe.schedule.memory import counts_of, num_transfers
+from bpipe.schedule.memory import counting, num_transfers
 from bpipe.schedule.program import steps
 from bpipe.schedule.schedule import Schedule, Slot
 from tests.support.oracle import is_sound
@@ -64,7 +64,7 @@ def holds_what_must(config: ScheduleConfig) -> Schedule:
         moved = num_transfers(schedule, rank)
         assert moved.evictions == moved.loads
         assert moved.hosts == moved.returns == len(host_buffers(schedule, rank))
-        folded = steps(schedule, rank)
+        folded = tuple(steps(schedule, rank))
         assert [step.compute for step in folded[1:-1]] == [
             slot.compute for slot in schedule.ranks[rank] if slot.compute is not None
         ]
@@ -103,7 +103,7 @@ def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, ab
     for one, other in zip(ranks[::2], ranks[1::2], strict=False):
         partners[one], partners[other] = other, one
     pairs = [(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(partners)]
-    least = [smallest_bound(plain, pair, counts_of(plain)) for pair in pairs]
+    least = [smallest_bound(plain, pair, counting(plain.num_stages)) for pair in pairs]
     bounds = [bound + above for bound in least]
     balanced = balance(plain, bounds, partners)
     check(balanced)

@@ -1,16 +1,14 @@
 """Grouped interleaving: what it holds, how long it takes, and that any sizes will do."""
 
-import json
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe import cli
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_counts
 from bpipe.build import ScheduleConfig, build
@@ -18,7 +16,7 @@ from bpipe.record.report.memory import rank_peaks
 from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check, check_microbatch_order
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.families.family import FamilyOptions, RankLimit, UnitCosts
+from bpipe.schedule.families.family import FamilyOptions, UnitCosts
 from bpipe.schedule.families.grouped_interleaved import ChoiceRule, Discipline, actions_of, schedule_list
 from bpipe.schedule.families.timing import iteration_time, stage_ticks
 from bpipe.schedule.families.turns import groups_of, turns
@@ -153,11 +151,9 @@ def test_ranks_choose_within_what_a_rule_lets_them_hold(
 
 
 @lru_cache(maxsize=64)
-def chosen(p: int, m: int, v: int, bound: int, costs: UnitCosts, kept: Fraction = Fraction(1)) -> float:
+def chosen(p: int, m: int, v: int, bound: int, costs: UnitCosts) -> float:
     """The bubble in percent of what is chosen for a bound, which it keeps."""
-    schedule = build(
-        ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,)), costs=costs, after_input=kept)
-    )
+    schedule = build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,)), costs=costs))
     assert max(peak_counts(schedule)) <= bound
     return float(iteration_time(schedule, costs).bubble_percent)
 
@@ -211,11 +207,6 @@ def test_below_half_of_the_ranks_it_takes_less_time_than_v_min() -> None:
         assert chosen(8, 32, 2, 8, costs) < percent
 
 
-def test_where_the_weights_half_holds_more_than_was_saved() -> None:
-    kept = Fraction(9, 5)
-    assert [round(chosen(8, 32, 4, bound, UnitCosts(), kept), 2) for bound in (19, 21, 26)] == [6.34, 5.65, 4.24]
-
-
 def test_a_bound_that_no_order_keeps_names_one_that_can_be_kept() -> None:
     with pytest.raises(ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9"):
         build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((4,))))
@@ -233,7 +224,7 @@ def test_a_group_or_partners_or_a_bound_for_each_leave_nothing_to_choose() -> No
         ScheduleConfig(NAME, 4, 16, num_chunks=2),
     ):
         assert config.limit is None
-    assert ScheduleConfig(NAME, 4, 16, num_chunks=2, balance=BalanceConfig((6,))).limit == RankLimit(6)
+    assert ScheduleConfig(NAME, 4, 16, num_chunks=2, balance=BalanceConfig((6,))).limit == 6
 
 
 @settings(max_examples=15)
@@ -241,22 +232,14 @@ def test_a_group_or_partners_or_a_bound_for_each_leave_nothing_to_choose() -> No
     st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3)),
     some_costs,
     st.integers(0, 6),
-    st.sampled_from([1, 0.5, 1.75]),
 )
-# A bound above the smallest was refused: none of the orders made for it keeps it, but the usual one does.
-@example((1, 6, 2), UnitCosts(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3), 0), 1, 1.75)
 def test_what_is_chosen_keeps_the_bound_and_the_order_of_micro_batches(
-    size: tuple[int, int, int], costs: UnitCosts, above: int, kept: float
+    size: tuple[int, int, int], costs: UnitCosts, above: int
 ) -> None:
     p, m, v = size
-    share = Fraction(kept)
-    least = build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig(), after_input=share)).bounds
+    least = build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig())).bounds
     assert least is not None
-    schedule = build(
-        ScheduleConfig(
-            NAME, p, m, num_chunks=v, balance=BalanceConfig((least[0] + above,)), costs=costs, after_input=share
-        )
-    )
+    schedule = build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((least[0] + above,)), costs=costs))
     check(schedule)
     assert max(peak_counts(schedule)) <= least[0] + above
     check_microbatch_order(schedule)
@@ -285,17 +268,3 @@ def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(si
         <= iteration_time(there, UnitCosts()).makespan
         < 1.03 * iteration_time(gone, UnitCosts()).makespan
     )
-
-
-def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["schedule", "--schedule", NAME, "--pp", "4", "--microbatches", "12", "--vp", "3", "--format", "json"]
-    bound = ["--balance", "bpipe", "--bound", "9", "--costs", "1,1.2,0.8", "--hop", "1/20", "--kept", "0.5"]
-    assert cli.main([*sizes, *bound]) == 0
-    alone = json.loads(capsys.readouterr().out)
-    assert cli.main([*sizes, *bound, "--group", "auto"]) == 0
-    assert json.loads(capsys.readouterr().out) == alone
-    assert alone["hop"] == 0.05
-    assert alone["after_input"] == 0.5
-    assert max(rank["peak"] for rank in alone["ranks"]) <= 9
-    assert cli.main([*sizes, *bound, "--group", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["makespan"] >= alone["makespan"]

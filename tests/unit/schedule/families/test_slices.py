@@ -2,11 +2,9 @@
 
 import json
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 
-from bpipe.balance.budget import ActivationBudget, balance_within
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build, config_of_schedule
@@ -21,7 +19,7 @@ from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.files.text import TextError, read_csv, write_csv
 from bpipe.schedule.layout import Vocabulary, one_pipe
-from bpipe.schedule.memory import KeptMemory, Memory, StageMemory, changes_in_time, live_bytes, peak_bytes, peak_counts
+from bpipe.schedule.memory import KeptMemory, Memory, StageMemory, live_bytes, peak_counts
 from bpipe.schedule.schedule import Schedule
 
 SLICED = tuple(name for name, family in FAMILIES.items() if family.takes_slices)
@@ -215,42 +213,9 @@ def test_memory_of_split_backwards_frees_keys_with_the_first_slices_input_half()
     assert live_bytes(schedule, 0, memory) == (110, 114, 164, 163, 160, 6)
 
 
-def test_slices_and_seconds_hold_the_same() -> None:
-    """The curve in time ends at nothing and has the grid's peak."""
-    from bpipe.simulate.cost import StageCost, uniform
-    from bpipe.simulate.engine import simulate
-
-    schedule = sliced("1f1b", 2, 3, 2)
-    memory = Memory(
-        tuple(StageMemory(size, size, size) for size in (10, 4, 12, 6)), slices=2, kept=(KeptMemory(100, 50),) * 2
-    )
-    simulation = simulate(schedule, uniform(2, StageCost(Fraction(1), Fraction(2))))
-    for rank in range(2):
-        held, most = 0, 0
-        for _, change in changes_in_time(simulation.computations[rank], memory):
-            held += change
-            most = max(most, held)
-        assert (held, most) == (0, peak_bytes(schedule, memory)[rank])
-
-
 def test_sizes_of_slices_and_of_what_is_kept_must_cover_the_stages() -> None:
     size = StageMemory(10, 10, 10)
     with pytest.raises(ValueError, match="sizes of 1 stages, but the schedule has 2"):
         Memory((size, size), slices=2).check(2)
     with pytest.raises(ValueError, match=r"1 stages keep keys and values, but the schedule has 2: give one for each"):
         Memory((size,) * 4, slices=2, kept=(KeptMemory(1, 1),)).check(2)
-
-
-def test_slices_of_differing_sizes_are_balanced_by_bytes() -> None:
-    """Within rooms that whole micro-batches of these bytes would not fit; every rank keeps its own."""
-    p, k = 4, 4
-    sizes = [StageMemory(size, size, size) for size in (40, 30, 20, 10)] * p
-    memory = Memory(tuple(sizes), slices=k, kept=(KeptMemory(8, 8),) * p)
-    plain = sliced("1f1b", p, 8, k)
-    most = peak_bytes(plain, memory)
-    activation_budget = tuple(one - 20 if rank == 0 else one + 100 for rank, one in enumerate(most))
-    fitted = balance_within(plain, ActivationBudget(activation_budget, memory))
-    check(fitted)
-    assert max(live_bytes(fitted, 0, memory)) <= activation_budget[0] < most[0]
-    evicted = [action for slot in fitted.ranks[0] for action in slot.transfers if action.kind is Kind.EVICT]
-    assert evicted

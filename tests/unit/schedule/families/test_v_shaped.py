@@ -1,6 +1,5 @@
 """V-shaped families at any sizes and costs, and orders of many micro-batches made from those of few."""
 
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +14,7 @@ from bpipe.schedule.families import v_shape
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts, one_stage_a_rank
 from bpipe.schedule.families.shift import shortened
-from bpipe.schedule.families.timing import iteration_time, stage_ticks, starts, work_of
+from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.families.v_shape import lengthened
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
@@ -45,20 +44,6 @@ def test_it_holds_and_takes_what_its_formulas_say(name: str, p: int) -> None:
         check(schedule)
         assert max(peak_counts(schedule)) == 2 * MOST[name](p)
         assert iteration_time(schedule, ALIKE).makespan * 2 == 6 * m + more_slots(name, p)
-
-
-@pytest.mark.parametrize("p", range(4, 17))
-def test_the_last_rank_of_zb_v_never_waits_between_its_first_computation_and_its_last(p: int) -> None:
-    """Nothing is shorter than its 6 m slots after the p - 1 until it can begin."""
-    m = 2 * p
-    schedule = generate("zb-v", p, m)
-    assert max(peak_counts(schedule)) == 2 * p
-    orders = [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
-    work = work_of(schedule.layout, m, orders, stage_ticks(ALIKE, 2))
-    begun = starts(work)
-    spans = [begun[row[-1]] + 1 - begun[row[0]] for row in work.rows]
-    assert spans[p - 1] == 6 * m
-    assert all(span <= 6 * m + p - 1 - rank for rank, span in enumerate(spans))
 
 
 DURATION = st.fractions(Fraction(1, 4), 4, max_denominator=6)
@@ -178,17 +163,3 @@ def test_uneven_durations_are_all_moved(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(v_shape, "lengthened", lambda *asked: pytest.fail("nobody knows when a step repeats"))
     for costs in (UnitCosts(1, 1, 2), UnitCosts(1, 1, 1, 1)):
         orders_of("v-half", 2, 12, costs=costs)
-
-
-def test_a_step_has_all_that_a_micro_batch_is_computed_with() -> None:
-    orders = orders_of("v-min", 3, 40, 2)
-    for rank, order in enumerate(orders):
-        stages = replace(v_shape.layout(3, 2), slices=2).stages_of(rank)
-        expected = {
-            Action(stage, kind, number)
-            for stage in stages
-            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-            for number in range(80)
-        }
-        assert len(order) == len(expected)
-        assert set(order) == expected
