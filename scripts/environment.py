@@ -59,7 +59,7 @@ def unmet(line: str) -> str | None:
 
 
 def project_unmet(root: Path) -> str | None:
-    """Return why the environment's installation of this project is not this checkout, or None if it is."""
+    """Return why the environment's installation of a project is not the one of this folder, or None if it is."""
     name = described(root)["name"]
     try:
         record = metadata.distribution(name).read_text("direct_url.json")
@@ -74,7 +74,7 @@ def project_unmet(root: Path) -> str | None:
 def stamp(root: Path) -> str:
     """Return a fingerprint of the project files and the checkout's place: if it changes, install again."""
     digest = hashlib.sha256(str(root).encode())
-    for name in ("pyproject.toml", "setup.py"):
+    for name in ("pyproject.toml", "setup.py", "terra/pyproject.toml"):
         digest.update((root / name).read_bytes())
     return digest.hexdigest()
 
@@ -88,8 +88,7 @@ def main() -> int:
         return 0
     (extra,) = sys.argv[1:]
     missing = [reason for reason in map(unmet, requirements(ROOT, extra)) if reason]
-    here = project_unmet(ROOT)
-    missing += [here] if here else []
+    missing += [reason for reason in map(project_unmet, (ROOT, ROOT / "terra")) if reason]
     print("\n".join(missing), end="\n" if missing else "")
     return 1 if missing else 0
 

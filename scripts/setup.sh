@@ -165,7 +165,7 @@ pip_install() {
     mkdir "$unpacking"
     TMPDIR="$unpacking" LABEL="$(basename "$0"): installing" \
         PROGRESS='(Collecting|Downloading|Installing) [^ ]+( packages)?' run_logged "$log" '$^' \
-        "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off -e "${ROOT}[$EXTRA]" || status=$?
+        "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off -e "${ROOT}[$EXTRA]" -e "$ROOT/terra" || status=$?
     rm -rf "$unpacking"
     if ((status == 0)); then return; fi
     if ((status > 128)); then exit "$status"; fi
@@ -182,7 +182,7 @@ pip_install() {
 imports_work() {
     local also=""
     if [[ "$EXTRA" == dev ]]; then also=", pytest"; fi
-    "$PYTHON" -I -c "import torch, numpy, psutil$also, importlib.util as u; assert u.find_spec('megatron.core') and u.find_spec('bpipe')" \
+    "$PYTHON" -I -c "import torch, numpy, psutil$also, importlib.util as u; assert u.find_spec('megatron.core') and u.find_spec('bpipe') and u.find_spec('terra').origin" \
         >"$ENVIRONMENT/bpipe-import.log" 2>&1
 }
 

@@ -16,11 +16,12 @@ TABLE = ROOT / "scripts" / "size.txt"
 # By sum, the folders and files of Python whose lines it counts.
 SUMS = {
     "product": ("bpipe", "megatron", "scripts", "examples", "pretrain_gpt.py", "setup.py"),
-    "terra": ("terra",),
+    "terra": ("terra/terra",),
     "tests": ("tests",),
+    "tests of terra": ("terra/tests",),
 }
 WORDS = "words"
-PAGES = ("README.md", "CONTRIBUTING.md", "docs", "examples")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs", "examples", "terra/README.md")
 
 
 def measure() -> dict[str, int]:

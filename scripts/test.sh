@@ -51,7 +51,7 @@ PROCESS_WORKERS=(-n 3 --dist loadfile --no-loadscope-reorder)
 test_step() {
     local name=$1 folder folders=() options=()
     shift
-    while [[ "$1" != tests/* ]]; do
+    while [[ "$1" != *tests/?* && "$1" != terra/tests ]]; do
         options+=("$1")
         shift
     done
@@ -76,10 +76,11 @@ finish() {
 step "formatting (ruff format)" ruff format --check .
 step "lint (ruff check)" ruff check .
 step "types (mypy)" mypy
-step "docstrings (pydoclint)" flake8 bpipe megatron terra
+step "docstrings (pydoclint)" flake8 bpipe megatron terra/terra
 step "spelling (codespell)" codespell_lib bpipe docs examples megatron scripts terra tests ./*.md ./*.py
 step "size (scripts/size.py)" scripts.size
 test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
+test_step "tests of terra" -c terra/pyproject.toml "${UNIT_WORKERS[@]}" terra/tests
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
     # In processes of their own, because a process has only one kind of accelerator.

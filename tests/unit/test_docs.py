@@ -43,7 +43,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 -m torchtitan.train": "tests/gloo/test_titan.py",
     "python scripts/data/preprocess_data.py": "tests/scripts/test_preprocess_data.py",
     "python scripts/gpu_check.py": "tests/scripts/test_gpu_script.py",
-    "python -m terra audit": "tests/unit/terra/test_script.py",
+    "python -m terra audit": "terra/tests/test_script.py",
 }
 
 # A block that shows a file begins with a comment of its name.
@@ -140,7 +140,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_the_page_on_python_documents_every_entry_point_of_its_table() -> None:
     table, _, documented = (ROOT / "docs/python.md").read_text().partition("## Entry points\n")
     rows = "\n".join(line.split("|")[2] for line in table.splitlines() if line.startswith("|"))
-    entries = list(dict.fromkeys(re.findall(r"`((?:bpipe|megatron|terra)\.[\w.]+)`", rows)))
+    entries = list(dict.fromkeys(re.findall(r"`((?:bpipe|megatron)\.[\w.]+)`", rows)))
     assert documented.split() == [word for name in entries for word in (":::", name)]
 
 
@@ -188,7 +188,7 @@ def test_every_file_that_a_page_names_exists(page: Path, files: tuple[str, ...])
 def test_every_name_of_ours_that_a_page_names_exists(page: Path) -> None:
     """As `bpipe.schedule.memory.memory_of`: a module, what stands in it, or an attribute of that."""
     for span in spans(page):
-        for name in re.findall(r"(?<![\w./-])((?:bpipe|terra|megatron\.scheduling)(?:\.\w+)+)", span):
+        for name in re.findall(r"(?<![\w./-])((?:bpipe|megatron\.scheduling)(?:\.\w+)+)", span):
             if not name.endswith((".py", ".json")):
                 assert exists(name), f"{page.name} names {name}"
 
@@ -215,7 +215,7 @@ def test_every_type_that_a_page_names_exists(page: Path, source: str) -> None:
 @pytest.fixture(scope="module")
 def source() -> str:
     """What stands in every module of ours."""
-    folders = ("bpipe", "megatron/scheduling", "terra")
+    folders = ("bpipe", "megatron/scheduling")
     return "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -246,7 +246,6 @@ def exists(name: str) -> bool:
 def test_a_name_that_is_gone_is_missed() -> None:
     assert exists("bpipe.schedule.memory.memory_of")
     assert exists("bpipe.build")
-    assert exists("terra.audit")
     assert not exists("bpipe.schedule.memory.gone")
     assert not exists("bpipe.passes.levels")
     assert not exists("bpipe.program")

@@ -91,14 +91,6 @@ def test_command_without_its_packages_says_in_one_line_what_to_install(
     assert ended.stderr == f'bpipe: error: {needs}: pip install -e "{ROOT}{brackets}"\n'
 
 
-def test_terra_without_torch_says_in_one_line_what_to_install(tmp_path: Path) -> None:
-    program = "import runpy; sys.argv = ['', 'audit', 'step.py']; runpy._run_module_as_main('terra')"
-    ended = bare(program, tmp_path)
-    assert ended.returncode == 1
-    assert len(ended.stderr.splitlines()) == 1
-    assert 'terra needs torch, which is not installed: pip install "torch>=2.11"' in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("record", "place"),
     [('{"url": "file:///of/this%20folder", "dir_info": {}}', "/of/this folder"), (None, "torch-bpipe")],
@@ -125,7 +117,7 @@ def test_plain_installation_takes_seconds_and_plans(tmp_path: Path) -> None:
     begin = time.monotonic()
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "bpipe", "megatron", "terra"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "bpipe", "megatron"):
         (source / name).symlink_to(ROOT / name)
     pip = [environment / "bin/python", "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", source], timeout=200, check=True)

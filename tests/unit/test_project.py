@@ -46,7 +46,7 @@ def test_unit_tests_mirror_the_source_tree() -> None:
     """A stranger finds the tests of a room in one guess."""
     rooms = {path.name for path in (ROOT / "bpipe").iterdir() if (path / "__init__.py").exists()}
     folders = {path.name for path in (ROOT / "tests/unit").iterdir() if path.is_dir()} - {"__pycache__"}
-    assert folders - rooms == {"scheduling", "terra"}
+    assert folders - rooms == {"scheduling"}
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -79,7 +79,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("bpipe", "megatron", "terra"):
+    for name in ("bpipe", "megatron"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = "-m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir ."
     built = subprocess.run(
@@ -103,11 +103,11 @@ def test_the_wheel_says_that_it_is_typed(wheel: zipfile.Path) -> None:
     assert {
         "bpipe/py.typed",
         "megatron/scheduling/py.typed",
-        "terra/py.typed",
         "bpipe/record/report/output/assets/page.html",
     } <= names
     # Either would hide the installed Megatron.
     assert not {"megatron/__init__.py", "megatron/py.typed"} & names
+    assert not any(name.startswith("terra/") for name in names), "a project of its own"
 
 
 def test_a_release_links_to_the_repository(wheel: zipfile.Path) -> None:

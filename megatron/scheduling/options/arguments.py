@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
@@ -223,6 +224,10 @@ def _audited(args: Any, own: bool) -> Iterator[str]:
     """Yield the flags that `--terra-audit` does not go with."""
     if args.terra_audit is None:
         return
+    installed = find_spec("terra")
+    # In a checkout the folder of the project is there even if the project is not installed.
+    if installed is None or installed.origin is None:
+        yield f"--terra-audit {args.terra_audit}: terra is not installed: pip install torch-terra, or -e terra in a checkout"
     if args.terra_audit < 2:
         yield f"--terra-audit {args.terra_audit}: comparing micro-batches needs 2 or more"
     ours = {"--bpipe": args.bpipe, "--bpipe-schedule": own, "--bpipe-report": args.bpipe_report is not None}

@@ -7,9 +7,9 @@ import pytest
 
 import terra
 from terra import Kind
-from tests.unit.terra.programs.judge import compare, random_states_kept
-from tests.unit.terra.programs.program import Feature
-from tests.unit.terra.programs.trainings import PROGRAMS
+from tests.programs.judge import compare, random_states_kept
+from tests.programs.program import Feature
+from tests.programs.trainings import PROGRAMS
 
 # Of a feature: the kinds of which one at least must be found.
 MUST: dict[Feature, set[Kind]] = {

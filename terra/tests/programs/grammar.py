@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.unit.terra.programs.program import Program
+from tests.programs.program import Program
 
 # What a listing has before and after its drawn lines.
 _HEAD = '''\
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tests.unit.terra.programs.program import Program
+from tests.programs.program import Program
 
 
 class Doubled(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import terra
 from terra.audit.compare import compare
 from terra.audit.report import document, text
-from tests.unit.terra import stand_in
+from tests import stand_in
 
 Step = Callable[[], Any]
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import terra
-from tests.support.threads import one_thread_a_rank as one_thread_a_rank
-from tests.unit.terra.equal import KINDS, Steps, is_equal, opened
+from tests.equal import KINDS, Steps, is_equal, opened
 
 
 def trained(weight: torch.nn.Parameter) -> torch.Tensor:

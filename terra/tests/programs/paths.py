@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from tests.unit.terra.programs.judge import Build, random_states_kept
+from tests.programs.judge import Build, random_states_kept
 
 # What a profiler is told, and what makes a tensor of Python's numbers, which computes nothing.
 _BESIDE = frozenset({"profiler", "prim"})

@@ -14,8 +14,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from tests.support.threads import one_thread_a_rank as one_thread_a_rank
-from tests.unit.terra.equal import KINDS, STEPS, is_equal, opened
+from tests.equal import KINDS, STEPS, is_equal, opened
 
 
 def best_weights() -> Iterator[Any]:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.unit.terra.programs.judge import Build
-from tests.unit.terra.programs.layers import LENGTH, VOCABULARY, Decoder, against
-from tests.unit.terra.programs.program import Feature, Program
+from tests.programs.judge import Build
+from tests.programs.layers import LENGTH, VOCABULARY, Decoder, against
+from tests.programs.program import Feature, Program
 
 
 class DCGAN(Program):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 
 TRAINING = """
 import sys, torch
@@ -31,6 +31,17 @@ def audit(
     script.write_text(content)
     command = [sys.executable, "-m", "terra", "audit", *options, str(script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+
+
+def test_without_torch_one_line_says_what_to_install(tmp_path: Path) -> None:
+    program = (
+        f"import runpy, sys; sys.path = [{str(ROOT)!r}, *(path for path in sys.path if 'site-packages' not in path)]; "
+        "sys.argv = ['', 'audit', 'step.py']; runpy._run_module_as_main('terra')"
+    )
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert 'terra needs torch, which is not installed: pip install "torch>=2.11"' in ended.stderr
 
 
 def test_a_script_is_run_for_a_few_steps_of_its_first_optimizer(tmp_path: Path) -> None:

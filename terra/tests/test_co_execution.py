@@ -11,12 +11,11 @@ import torch
 
 import terra
 from terra.run import guards, runner
-from tests.support.threads import one_thread_a_rank as one_thread_a_rank
-from tests.unit.terra.programs import grammar
-from tests.unit.terra.programs.judge import Build, compare
-from tests.unit.terra.programs.paths import counts, paths
-from tests.unit.terra.programs.program import Program
-from tests.unit.terra.programs.trainings import PROGRAMS
+from tests.programs import grammar
+from tests.programs.judge import Build, compare
+from tests.programs.paths import counts, paths
+from tests.programs.program import Program
+from tests.programs.trainings import PROGRAMS
 
 STEPS = 8
 

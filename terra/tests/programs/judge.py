@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tests.unit.terra.programs.program import Program
+from tests.programs.program import Program
 
 Build = Callable[[int], Program]
 Runner = Callable[[Callable[[], torch.Tensor]], torch.Tensor]

@@ -1,0 +1,46 @@
+"""What holds for tests of terra: one thread computes, threads that were there before a test look at none of its tensors,
+and slow tests wait to be asked for."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from terra.run import guards
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+settings.register_profile("terra", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("terra")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    is_asked = os.environ.get("RUN_SLOW", "0") not in ("", "0")
+    parser.addoption("--slow", action="store_true", default=is_asked, help="also run slow tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = [] if config.getoption("--slow") else [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """With more, pools that spin on few cores make a test of milliseconds take seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def threads_from_before_are_not_beside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session runs eagerly while another thread lives, as pytest-xdist's always do."""
+    before = frozenset(threading.enumerate())
+    monkeypatch.setattr(
+        guards, "living_threads", lambda: [thread for thread in threading.enumerate() if thread not in before]
+    )
