@@ -11,6 +11,7 @@ from bpipe.config.flags.launches import SWITCHED_OFF, argument_of
 # Megatron's defaults that the table asks for.
 _DEFAULTS = {
     "add_bias_linear": True,
+    **dict.fromkeys(("bias_dropout_fusion", "bias_gelu_fusion", "bias_swiglu_fusion"), True),
     "ckpt_format": "torch_dist",
     "transformer_impl": "transformer_engine",
     "masked_softmax_fusion": True,

@@ -53,6 +53,24 @@ def _graphs_whole_layers(settings: Settings) -> bool:
     return _graphs_layers(settings) and (not modules or {"attn"} | rest <= modules)
 
 
+def _has_expert_biases(settings: Settings) -> bool:
+    return has_experts(settings) and bool(settings.add_bias_linear)
+
+
+def _groups_experts(settings: Settings) -> bool:
+    """Whether experts are Transformer Engine's grouped matrices, which add their first bias themselves."""
+    return bool(settings.moe_grouped_gemm) and settings.transformer_impl == "transformer_engine"
+
+
+def _fuses_expert_activation(settings: Settings) -> bool:
+    """Whether experts have biases that their fused activation function does not take (`MLP.forward`, `TEGroupedMLP`)."""
+    if not _has_expert_biases(settings) or settings.quick_geglu:
+        return False
+    if settings.swiglu:
+        return bool(settings.bias_swiglu_fusion) and not _groups_experts(settings)
+    return bool(settings.bias_gelu_fusion)
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature(
         "CUDA graphs of an iteration",
@@ -252,6 +270,19 @@ FEATURES: tuple[Feature, ...] = (
         lambda s: s.recompute_granularity == "selective" and "mlp" in (s.recompute_modules or ()) and s.add_bias_linear,
         "Megatron's own recomputation of the MLP hangs when its linear layers have biases",
         "use --disable-bias-linear, or drop mlp from --recompute-modules",
+    ),
+    Feature(
+        "experts with biases and a fused activation",
+        _fuses_expert_activation,
+        "in Megatron's first forward, the fused activation function of experts refuses biases, or it is a GELU, which "
+        "has no fused form there",
+        "use --disable-bias-linear, or --no-bias-swiglu-fusion with --swiglu and --no-bias-gelu-fusion without",
+    ),
+    Feature(
+        "grouped experts with biases and a fused dropout",
+        lambda s: _has_expert_biases(s) and _groups_experts(s) and s.bias_dropout_fusion,
+        "Megatron does not build grouped experts with biases if their sum is fused with the dropout",
+        "use --disable-bias-linear or --no-bias-dropout-fusion",
     ),
     Feature(
         "partial recomputation of micro-batches",

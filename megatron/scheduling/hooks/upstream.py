@@ -184,6 +184,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 # By assumption, the settings that may be missing (`bpipe.config.features.Settings` reads them as None).
 _ASSUMED = {
     "linear layers without biases": "add_bias_linear",
+    "no biases are fused": "bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion quick_geglu swiglu",
     "rotary embeddings are not fused": "apply_rope_fusion",
     "32 bits": "bf16 fp16",
     "checkpoints by rank": "ckpt_format",
@@ -209,6 +210,7 @@ _ASSUMED = {
     "nothing is loaded": "load",
     "softmax is not fused": "masked_softmax_fusion",
     "experts without auxiliary losses": "moe_aux_loss_coeff moe_router_load_balancing_type moe_z_loss_coeff",
+    "experts one after the other": "moe_grouped_gemm",
     "experts without a fixed capacity": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
     "no paged stash": "moe_paged_stash",
     "shared experts are not overlapped": "moe_shared_expert_overlap",
@@ -242,9 +244,10 @@ _NOT_IN_ARGUMENTS = set(
     variable_seq_lengths""".split()
 )
 _NOT_IN_CONFIGURATION = set(
-    """ckpt_format dataloader_inter_document_masking fake_process_group hybrid_layer_pattern inprocess_restart
-    iterations_to_skip load non_persistent_ckpt_type num_experts perform_rl_step save seq_length sft
-    untie_embeddings_and_output_weights use_megatron_fsdp use_torch_fsdp2 yaml_cfg""".split()
+    """bias_gelu_fusion bias_swiglu_fusion ckpt_format dataloader_inter_document_masking fake_process_group
+    hybrid_layer_pattern inprocess_restart iterations_to_skip load non_persistent_ckpt_type num_experts perform_rl_step
+    quick_geglu save seq_length sft swiglu untie_embeddings_and_output_weights use_megatron_fsdp use_torch_fsdp2
+    yaml_cfg""".split()
 )
 
 

@@ -59,6 +59,8 @@ FLAGS = {
         "core_attn",
         "mlp",
     ),
+    "experts with biases and a fused activation": ("--num-experts", "8", "--no-bias-dropout-fusion"),
+    "grouped experts with biases and a fused dropout": ("--num-experts", "8", "--moe-grouped-gemm", "--swiglu"),
     "overlapped tensor-parallel communication": ("--tp-comm-overlap",),
     "ring exchange": ("--use-ring-exchange-p2p",),
     "FSDP": ("--use-megatron-fsdp",),
