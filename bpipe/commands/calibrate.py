@@ -29,12 +29,12 @@ COMMAND = Command(
         Task(
             "compare a log with its prediction",
             "bpipe calibrate train.log --cluster h100-80g:4x8 --output cluster.json",
-            ("run_of", "cluster", "warm_up", "output"),
+            "run_of cluster warm_up output",
         ),
         Task(
             "describe the run by flags",
             "bpipe calibrate --measured 12.5 --model gpt3-13b --cluster a100-80g:4 --pp 4 --gbs 8",
-            ("measured", "model", "tensor", "pipeline", "micro_batch", "global_batch"),
+            "measured model tensor pipeline micro_batch global_batch",
         ),
     ),
 )

@@ -28,7 +28,7 @@ COMMAND = Command(
         Task(
             "capture what a script launches, and predict it",
             "bpipe capture --output launch.json -- bash train.sh",
-            (REST, "output", "timeout"),
+            "megatron output timeout",
         ),
     ),
 )

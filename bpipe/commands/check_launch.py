@@ -15,7 +15,7 @@ COMMAND = Command(
         Task(
             "check flags before a launch",
             "bpipe check-launch -- --fp8-format hybrid --tp-comm-overlap --pipeline-model-parallel-size 8",
-            ("launch", "megatron", "format"),
+            "launch megatron format",
         ),
     ),
 )

@@ -30,20 +30,14 @@ COMMAND = Command(
         ),
     ),
     (
-        Task(
-            "compare two runs to the last bit",
-            "bpipe compare runs/stock runs/balanced",
-            ("a", "b", "tolerance", "common"),
-        ),
+        Task("compare two runs to the last bit", "bpipe compare runs/stock runs/balanced", "a b tolerance common"),
         Task(
             "compare a balanced run with an unbalanced one",
             "bpipe compare runs/stock runs/balanced --balancing --pp 8",
-            ("balancing", "pipeline", "iterations"),
+            "balancing pipeline iterations",
         ),
         Task(
-            "print or write the result as JSON",
-            "bpipe compare runs/stock runs/balanced --format json",
-            ("format", "output"),
+            "print or write the result as JSON", "bpipe compare runs/stock runs/balanced --format json", "format output"
         ),
     ),
 )

@@ -26,7 +26,7 @@ COMMAND = Command(
         Task(
             "estimate the gain of a larger micro-batch",
             "bpipe estimate --gbs 128 --pp 8 --mbs 1 2 --stage-mfu 37.8 55.2",
-            ("global_batch", "pipeline", "micro_batch", "stage_mfu", "stage_seconds"),
+            "global_batch pipeline micro_batch stage_mfu stage_seconds",
         ),
     ),
 )

@@ -36,13 +36,13 @@ COMMAND = Command(
         Task(
             "find what makes a launch fit",
             "bpipe fit --cluster h100-80g --launch launch.json",
-            ("launch", "megatron", "rows", "format"),
+            "launch megatron rows format",
         ),
         Task(
             "start from a model instead of a launch",
             "bpipe fit --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective "
             "--attention unfused --precision fp16",
-            ("model", "cluster", "tensor", "pipeline", "micro_batch", "global_batch", "recompute"),
+            "model cluster tensor pipeline micro_batch global_batch recompute",
         ),
     ),
 )

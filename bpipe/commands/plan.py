@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import html
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -76,29 +75,29 @@ COMMAND = Command(
         SEARCHED_FLAGS,
         Group(
             "output",
-            (outputs.rows(10, positive), outputs.FRONT, outputs.PLOT, outputs.HTML, outputs.FORMAT, outputs.EMIT_ARGS),
+            (outputs.rows(10, positive), outputs.FRONT, outputs.PLOT, outputs.FORMAT, outputs.EMIT_ARGS),
         ),
     ),
     (
         Task(
             "find the fastest configurations of a model on a cluster",
             "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128",
-            ("model", "cluster", "global_batch", "schedule", "recompute", "balance", "rows"),
+            "model cluster global_batch schedule recompute balance rows",
         ),
         Task(
             "find what to change in a launch",
             "bpipe plan --cluster h100-80g --launch launch.json",
-            ("launch", "megatron", "emit_args"),
+            "launch megatron emit_args",
         ),
         Task(
             "keep within a memory budget",
             "bpipe plan --model llama3-70b --cluster h100-80g:8x8 --gbs 256 --memory 70",
-            ("memory", "hosts"),
+            "memory hosts",
         ),
         Task(
             "find the fastest configuration for every amount of memory",
-            "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --html front.html",
-            ("front", "plot", "html"),
+            "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --plot front.svg",
+            "front plot",
         ),
     ),
 )
@@ -123,9 +122,8 @@ def run(asked: Options) -> int:
             front = find_front(space, progress)
         print_front(front, space, options, plot)
         return NO_ROWS if front.winner is None else 0
-    drawn = next((flag.name for flag in (outputs.PLOT, outputs.HTML) if getattr(options, flag.field) is not None), None)
-    if drawn is not None:
-        raise ValueError(f"{drawn} draws a front: give --front, too, or leave it out")
+    if options.plot is not None:
+        raise ValueError("--plot draws a front: give --front, too, or leave it out")
     # With a budget, or with own memory as host, balanced rows evict only what must leave.
     evicts_least = options.memory is not None or bool(set(space.hosts) & set(IN_NODES))
     with progress_of("plan") as progress:
@@ -415,10 +413,6 @@ def print_front(front: Front, space: Space, options: Options, plot: Path | None)
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
     if plot is not None:
         plot.write_bytes(_drawn(front, title, plot.suffix))
-    if options.html is not None:
-        # A page has the title as its head.
-        svg = _drawn(front, "", ".svg").decode()
-        Path(options.html).write_text(_page(front, title, svg), encoding="utf-8")
     if options.emit_args is not None:
         if options.emit_args > len(front.points):
             raise ValueError(f"--emit-args {options.emit_args}: there are {len(front.points)} rows")
@@ -473,7 +467,7 @@ def _drawn(front: Front, title: str, suffix: str) -> bytes:
         from bpipe.draw.plots import FrontPoint, front_chart, to_png, to_svg
     except ImportError:
         raise ValueError(
-            "--plot and --html need matplotlib, which is not installed: pip install matplotlib, or leave them out"
+            "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave it out"
         ) from None
     points = [FrontPoint(row.peak_bytes, row.iteration_s, _label(row.setup)) for row in front.points]
     figure = front_chart(points, front.limit_bytes, front.winner, title)
@@ -483,33 +477,3 @@ def _drawn(front: Front, title: str, suffix: str) -> bytes:
 def _label(setup: Setup) -> str:
     shards = f", vocabulary {setup.vocabulary.value}" if setup.is_sharded else ""
     return f"{setup.schedule}{shards}{', balanced' if setup.balance is not None else ''}"
-
-
-_STYLE = """body { font: 15px/1.5 sans-serif; margin: 2rem auto; max-width: 70rem; color: #111; }
-table { border-collapse: collapse; width: 100%; }
-th, td { padding: .25rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
-td { font-variant-numeric: tabular-nums; } tr.winner { font-weight: bold; background: #eef5fb; }
-tr.large { color: #666; } code { font-size: .85em; overflow-wrap: anywhere; } svg { max-width: 100%; height: auto; }"""
-
-
-def _page(front: Front, title: str, svg: str) -> str:
-    """Return one self-contained HTML file: the picture, a row for each point with its flags, and remarks."""
-    titles, every = _front_cells(front) if front.points else ((), [])
-    rows = []
-    for place, (row, values) in enumerate(zip(front.points, every, strict=True)):
-        kind = "winner" if place == front.winner else "large" if row.peak_bytes > front.limit_bytes else "fits"
-        code = f"<code>{html.escape(shlex.join(megatron_flags(row.setup)))}</code>"
-        flags = f"<details><summary>flags</summary>{code}</details>"
-        rows.append(f'<tr class="{kind}">{_html("td", values)}<td>{flags}</td></tr>')
-    lines = [_front_head(front), *(_front_remarks(front) if front.points else ())]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{svg[svg.index('<svg') :]}\n"
-        f"{_html('p', lines)}\n<table><thead><tr>{_html('th', (*titles, ''))}</tr></thead><tbody>\n"
-        + "\n".join(rows)
-        + "\n</tbody></table></body></html>\n"
-    )
-
-
-def _html(tag: str, texts: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)

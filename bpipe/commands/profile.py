@@ -53,7 +53,7 @@ COMMAND = Command(
         Task(
             "time a stage for --profile of simulate and plan",
             "bpipe profile --model gpt3-13b --tp 2 --mbs 1 2 4 --output profile.json",
-            ("model", "tensor", "micro_batch", "recompute", "attention", "output"),
+            "model tensor micro_batch recompute attention output",
         ),
     ),
 )

@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 COMMAND = Command(
     (Group("", (outputs.FOLDER, outputs.BASELINE, outputs.ITERATION, outputs.FORMAT, outputs.HTML, outputs.TRACE)),),
     (
-        Task("show what a run held and where it waited", "bpipe report runs/first", ("folder", "iteration", "format")),
+        Task("show what a run held and where it waited", "bpipe report runs/first", "folder iteration format"),
         Task(
-            "write a page and a timeline",
-            "bpipe report runs/first --html report.html --trace trace.json",
-            ("html", "trace"),
+            "write a page and a timeline", "bpipe report runs/first --html report.html --trace trace.json", "html trace"
         ),
         Task(
             "set a balanced run next to the same training without balancing",
             "bpipe report runs/balanced --baseline runs/stock --html report.html",
-            ("baseline",),
+            "baseline",
         ),
     ),
 )

@@ -21,7 +21,6 @@ from bpipe.schedule.families.families import (
     SUMMARIES,
     exchange_of,
     families_for_bounds,
-    families_with_early_forwarding,
 )
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.families.unit_grid import align
@@ -49,7 +48,6 @@ _MADE = (
     schedules.VOCABULARY_INPUT,
     schedules.HOP,
     schedules.BUFFERS_STAY,
-    schedules.EARLY,
 )
 _NEEDED = _MADE[:3]
 _BALANCED = (schedules.BOUND, schedules.PARTNERS, schedules.HOSTS)
@@ -64,23 +62,23 @@ COMMAND = Command(
         Task(
             "generate a schedule",
             "bpipe schedule --schedule zb-h1 --pp 4 --microbatches 8",
-            ("schedule", "pipeline", "microbatches", "chunks", "costs"),
+            "schedule pipeline microbatches chunks costs",
         ),
         Task(
             "balance it",
             "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --balance bpipe",
-            ("balance", "bound", "hosts"),
+            "balance bound hosts",
         ),
         Task(
             "draw it, or write it to a file",
             "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --output 1f1b.svg",
-            ("output", "format"),
+            "output format",
         ),
-        Task("check a schedule of your own", "bpipe schedule --input mine.csv --align", ("input", "align")),
+        Task("check a schedule of your own", "bpipe schedule --input mine.csv --align", "input align"),
         Task(
             "list every message",
             "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --messages",
-            ("messages", "exchange"),
+            "messages exchange",
         ),
     ),
 )
@@ -144,12 +142,6 @@ def _generated(options: Options) -> Schedule:
         raise ValueError(f"{', '.join(missing)} missing: say what to generate, or read a schedule with --input")
     if options.align:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
-    if options.early:
-        early = FAMILIES[options.schedule].early
-        if early is None:
-            others = f"leave it out, or choose from {families_with_early_forwarding()}"
-            raise ValueError(f"--early: {options.schedule} has no early forwarding: {others}")
-        options.schedule = early
     if options.group_size == AUTO:
         _check_chosen_group(options)
     config = ScheduleConfig(

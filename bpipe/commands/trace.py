@@ -67,17 +67,17 @@ COMMAND = Command(
         Task(
             "trace stages for torch.distributed.pipelining",
             "bpipe trace --module model.py:stages --pp 4 --microbatches 8",
-            ("module", "pipeline", "microbatches", "schedule", "bound", "hosts", "device"),
+            "module pipeline microbatches schedule bound hosts device",
         ),
         Task(
             "trace the stages of a launch",
             "bpipe trace --launch launch.json --output traced.json",
-            ("launch", "megatron", "vocabulary", "attention", "output"),
+            "launch megatron vocabulary attention output",
         ),
         Task(
             "trace a configuration of a model",
             "bpipe trace --model gpt3-96b --tp 8 --pp 8 --mbs 1",
-            ("model", "tensor", "pipeline", "micro_batch", "recompute"),
+            "model tensor pipeline micro_batch recompute",
         ),
     ),
 )

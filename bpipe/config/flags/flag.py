@@ -113,11 +113,11 @@ class Group(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Task of a command: an example, and the fields of the flags for it."""
+    """Task of a command: an example, and the fields of the flags for it, separated by spaces."""
 
     title: str
     example: str
-    fields: tuple[str, ...]
+    fields: str
 
 
 class Command(NamedTuple):

@@ -151,7 +151,7 @@ def first_screen(parser: argparse.ArgumentParser, command: Command, columns: int
     flags = {flag.field: flag for flag in command.flags}
     for title, example, fields in command.tasks:
         lines += ["", f"{title}:", f"  {example}"]
-        for flag in map(flags.__getitem__, fields):
+        for flag in map(flags.__getitem__, fields.split()):
             # Its shortest name, and one or two lines of its help.
             value = flag.value or "|".join(flag.choices or ())
             head = f"{flag.name} {value}" if flag.names else value

@@ -23,7 +23,6 @@ from bpipe.schedule.families.families import (
     FAMILIES,
     families_for_bounds,
     families_that_take,
-    families_with_early_forwarding,
     families_with_interlacing,
     families_with_shards,
 )
@@ -102,11 +101,6 @@ DELAY = Flag(
 )
 # The options of families, with the names of their fields in `FamilyOptions`. A new option is a field there and a row here.
 ORDER = (GROUP, DELAY, SLICES)
-EARLY = Flag(
-    "early",
-    "--early",
-    f"early forwarding: admit more micro-batches, for shorter waits. For {families_with_early_forwarding()}",
-)
 COSTS = Flag(
     "costs",
     "--costs",

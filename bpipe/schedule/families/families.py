@@ -53,4 +53,3 @@ families_with_shards = partial(_names, lambda family: family.sharded is not None
 families_with_interlacing = partial(_names, lambda family: family.interlaces)
 families_with_chunks = partial(_names, lambda family: family.max_chunks is None)
 families_for_bounds = partial(_names, lambda family: family.within is not None)
-families_with_early_forwarding = partial(_names, lambda family: family.early is not None)
