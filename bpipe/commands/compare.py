@@ -9,7 +9,7 @@ from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Command, Group, Options, Task
 from bpipe.config.flags.schedules import PIPELINE
-from bpipe.config.flags.values import whole
+from bpipe.config.flags.values import counted
 
 COMMAND = Command(
     (
@@ -23,7 +23,7 @@ COMMAND = Command(
                 outputs.BALANCING,
                 replace(PIPELINE, help="require that this many pipeline ranks reported"),
                 outputs.ITERATIONS,
-                outputs.rows(5, whole),
+                outputs.rows(5, counted),
                 outputs.FORMAT,
                 outputs.OUTPUT,
             ),

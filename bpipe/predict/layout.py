@@ -128,7 +128,9 @@ class Setup(ScheduleSpec, Training):
             )
         if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
             raise ValueError("CPU kernels with experts are modelled only without tensor and expert parallelism")
-        model.check_mambas(self.tensor, self.context, cpu)
+        refused = None if model.hybrid is None else model.hybrid.refused(self.tensor, self.context, cpu)
+        if refused is not None:
+            raise ValueError(f"{model.name}: {refused}")
         model.check_attention(self.attention == "flash", self.sequence)
 
     def _check_routing(self) -> None:

@@ -11,6 +11,7 @@ from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.config.flags.flag import Flag, Group, InLaunch, Read, number
 from bpipe.config.flags.parser import REST
 from bpipe.config.flags.values import (
+    counted,
     factor,
     fraction,
     layers,
@@ -18,7 +19,6 @@ from bpipe.config.flags.values import (
     predicted_slice_lengths,
     slice_lengths,
     tokens,
-    whole,
 )
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
@@ -89,7 +89,10 @@ SIZES = (
     _size("kv_channels", "size of an attention head", "hidden size / heads"),
     _size("ffn_hidden_size", "hidden size of the MLP", "four times the hidden size"),
     _size(
-        "mtp_num_layers", "number of further tokens that are predicted (multi-token prediction)", "none", launched=whole
+        "mtp_num_layers",
+        "number of further tokens that are predicted (multi-token prediction)",
+        "none",
+        launched=counted,
     ),
 )
 MODEL_SWITCHES = (

@@ -14,7 +14,6 @@ from bpipe.config.flags.values import (
     counted,
     group_size,
     hop,
-    numbers,
     share,
     unit_costs,
 )
@@ -27,6 +26,7 @@ from bpipe.schedule.families.families import (
     families_with_shards,
 )
 from bpipe.schedule.families.family import TAKEN
+from bpipe.schedule.files.text import read_numbers
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
 from bpipe.schedule.layout import REDISTRIBUTE, TRAINED_SHARDS, Vocabulary
 from bpipe.schedule.program import Exchange
@@ -192,7 +192,7 @@ BOUND = Flag(
     "for each; only the excess is evicted (default: the smallest that all pairs can keep). Without --group, "
     f"{families_for_bounds()} makes its order for a bound that is equal on all ranks",
     "N|N,N,...",
-    numbers,
+    read_numbers,
     launch=InLaunch("--bpipe-bound"),
 )
 HOSTS = Flag(
@@ -213,7 +213,7 @@ PARTNERS = Flag(
     "--partners",
     "for each rank, the rank that hosts its activations (default: the fullest rank with the emptiest)",
     "N,N,...",
-    numbers,
+    read_numbers,
 )
 INPUT = Flag("input", "--input", "read the schedule from a CSV or JSON file ('-': standard input)", "FILE")
 ALIGN = Flag("align", "--align", "with --input: place computations on the unit grid anew, in each rank's order")

@@ -369,7 +369,7 @@ def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, 
         kind = getattr(action.type, "__name__", None)
         assert kind == "str" or theirs["type"] in (
             kind,
-            {"positive": "int", "whole": "int", "fraction": "float", "factor": "float", None: "str"}.get(kind),
+            {"positive": "int", "counted": "int", "fraction": "float", "factor": "float", None: "str"}.get(kind),
         ), flag
 
 
