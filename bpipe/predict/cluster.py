@@ -61,8 +61,7 @@ class DeviceKind:
     fp8_share: float = 0.734
     """Share of that which the best measured product reaches."""
     fp8_blocks: bool = False
-    """Whether it multiplies 8-bit values with a scale per 32 of them (mxfp8), and any in every layout, so that none has
-    to be transposed."""
+    """Whether it multiplies 8-bit values with a scale per 32 of them (mxfp8), and in any layout."""
     mesh_links: int | None = None
     """Links of a device, one to each other device of a full mesh; None if a switch joins them."""
 
@@ -192,8 +191,7 @@ DEVICES = {
 
 
 class Rack(NamedTuple):
-    """Nodes that one NVLink joins: their device, how many devices each has, any number if 0, and how many nodes
-    there are."""
+    """Nodes joined by one NVLink: their device, how many devices each has (0: any number), and how many nodes."""
 
     device: str
     devices_per_node: int

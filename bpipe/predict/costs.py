@@ -30,8 +30,7 @@ from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, StageCost
 
 
 def collective_seconds(setup: Setup) -> CollectiveCost:
-    """Return the cost of the collective over all shards of a pipeline at its slowest link: a ring brings everybody
-    everything once."""
+    """Return the cost of a ring over all shards of a pipeline at its slowest link."""
     device = setup.cluster.device
     slowest = (
         device.between_bytes_per_s if len(set(rank_domains(setup))) > 1 else device.among(setup.pipeline)
@@ -112,8 +111,7 @@ def part_seconds(setup: Setup) -> PartSeconds:
 
 
 def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool) -> StageCost:
-    """Return the seconds of a stage of these layers, with the embedding if it is the first, and the output layer if
-    it is the last."""
+    """Return the seconds of a stage of these layers, with the embedding or the output layer at the ends."""
     forward, backward, input_half, weight_half = (
         sum(number * parts.layers[kind, scope][place] for kind, scope, number in layers) for place in range(4)
     )

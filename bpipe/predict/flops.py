@@ -17,8 +17,7 @@ FORMULAS = ("megatron", "papers")
 def training_flops(
     model: Model, batch: int, sequence: int, formula: str = "megatron", vocabulary: int | None = None
 ) -> int:
-    """Return the FLOPs of an iteration over `batch` sequences, without recomputation. `vocabulary`: default the
-    model's."""
+    """Return the FLOPs of an iteration without recomputation. `vocabulary`: default the model's."""
     vocabulary = model.vocabulary if vocabulary is None else vocabulary
     if formula == "megatron":
         matrices = (

@@ -200,8 +200,7 @@ def _model(config: dict[str, Any], name: str) -> Model:
 
 
 def _kind_of(config: dict[str, Any], label: object) -> _Kind:
-    """Return the kind by its name or, for a publisher's own name, by the class that runs it: Kimi K2 is a
-    DeepseekV3ForCausalLM."""
+    """Return the kind by its name, or by the class that runs it: Kimi K2 is a DeepseekV3ForCausalLM."""
     kind = _KINDS.get(label) if isinstance(label, str) else None
     if kind is None and str(label) not in _MISSING:
         named = {

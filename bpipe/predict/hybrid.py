@@ -73,13 +73,11 @@ class Hybrid:
 
     @property
     def small_parameters(self) -> int:
-        """All but the two matrices: the convolution with a bias, of every head a bias of the step, a decay and a
-        skip, and a norm."""
+        """Convolution with its bias; of each head a step's bias, a decay and a skip; and a norm."""
         return self.convolved_size * (CONVOLUTION + 1) + 3 * self.num_heads + self.inner_size
 
     def refused(self, tensor: int, context: int, on_cpu: bool) -> str | None:
-        """Return why Megatron does not cut Mamba layers so, or why it is not modelled, and the way out; None if it is
-        possible."""
+        """Return why Mamba layers cannot be cut or predicted so, and the way out; None if they can."""
         if MAMBA not in self.pattern:
             return None
         if on_cpu:

@@ -266,8 +266,7 @@ class Setup(ScheduleSpec, Training):
 
     @property
     def time_factor(self) -> float:
-        """What the formulas' seconds are multiplied by: for its kind of runs, and for this cluster if it is
-        calibrated."""
+        """Factor for the formulas' seconds: that of its kind of runs, and of this cluster if it is calibrated."""
         return time_factor(self.cluster, self.model.experts is not None)
 
     @property
@@ -290,8 +289,7 @@ class Setup(ScheduleSpec, Training):
 
     @property
     def padded_vocabulary(self) -> int:
-        """Vocabulary size, padded as Megatron does to a multiple of 128 on every tensor-parallel rank; in shards, so
-        that every rank has a part."""
+        """Vocabulary padded to a multiple of 128 per tensor-parallel rank, and with shards of all ranks."""
         multiple = math.lcm(128, self.pipeline if self.is_sharded else 1) * self.tensor
         return -(-self.model.vocabulary // multiple) * multiple
 
@@ -393,8 +391,7 @@ class Setup(ScheduleSpec, Training):
 
     @property
     def stride(self) -> int:
-        """Micro-batches in whole groups, at least as many as ranks, or as many slices: after each so many the steady
-        phase repeats."""
+        """Micro-batches, or slices, after which the steady phase repeats: whole groups, at least one per rank."""
         return -(-self._one_a_rank // self.turn_size) * self.turn_size
 
     @property

@@ -190,8 +190,7 @@ class Model:
             )
 
     def no_context(self, sequence: int, cp_comm_type: str) -> str | None:
-        """Return why Transformer Engine does not compute attention over context-parallel ranks in this way, and the
-        way out. None: it does."""
+        """Return why Transformer Engine lacks this attention over context-parallel ranks, and the way out; or None."""
         if cp_comm_type == "p2p" and self.window is not None and sequence > self.window:
             return (
                 f"{self.name} has windows, which a ring of context-parallel ranks cannot compute: give --cp-comm-type "
@@ -254,8 +253,7 @@ def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: 
 def gpt(
     name: str, num_layers: int, hidden_size: int, heads: int, vocabulary: int = 51200, sequence: int = 2048
 ) -> Model:
-    """Return a model as in the GPT-3 papers: full attention, MLP of four times the hidden size, biases, dropout,
-    tied embedding."""
+    """Return a GPT-3 model: full attention, MLP of 4 times the hidden size, biases, dropout, tied embedding."""
     return Model(
         name, num_layers, hidden_size, heads, heads, hidden_size // heads, 4 * hidden_size, vocabulary, sequence
     )
@@ -272,8 +270,7 @@ def llama(
     sequence: int,
     kv_channels: int = 128,
 ) -> Model:
-    """Return a model as in the LLaMA papers: SwiGLU, RMSNorm, rotary positions, no biases, no dropout, untied
-    embedding."""
+    """Return a LLaMA model: SwiGLU, RMSNorm, rotary positions, no biases or dropout, untied embedding."""
     sizes = (num_layers, hidden_size, heads, groups, kv_channels, ffn, vocabulary, sequence)
     return Model(name, *sizes, True, True, False, False, False, False)
 

@@ -74,8 +74,7 @@ def _places_of(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None, two
 
 
 def rank_nodes(setup: Setup) -> tuple[int, ...]:
-    """Return the node of every rank of the first pipeline, in reverse order of Megatron's if the last stage is not on
-    the last."""
+    """Return the node of every rank of the first pipeline, reversed if the last stage is on the first rank."""
     return _in_order(setup, _places(setup, setup.cluster.devices_per_node).first)
 
 
@@ -95,8 +94,7 @@ def replica_ports(setup: Setup) -> int:
 
 
 def copy_nodes(setup: Setup) -> tuple[int, ...]:
-    """Return the nodes, or domains, of the first rank's copies, in the order of these: of each replica all parts of
-    the sequence."""
+    """Return the domains of the first rank's copies: for each replica, all parts of the sequence."""
     nodes = nodes_of_copies(_grid(setup, setup.cluster.devices_per_domain), setup.balance is not None, setup.partners)
     return tuple(nodes[0, copy] for copy in range(setup.data * setup.context))
 

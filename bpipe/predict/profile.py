@@ -110,8 +110,7 @@ class Profile:
 
 
 def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
-    """A measured output layer is divided among the ranks, S and T in the predicted ratio; the embedding is looked
-    up."""
+    """Divide a measured output layer among the ranks, S and T in the predicted ratio; embeddings are looked up."""
     if output_s is not None:
         scale = output_s / setup.pipeline / (shard.forward_s + shard.backward_s)
         shard = replace(shard, forward_s=shard.forward_s * scale, backward_s=shard.backward_s * scale)

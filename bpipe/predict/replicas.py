@@ -65,8 +65,7 @@ def stage_buckets(setup: Setup) -> tuple[int, ...]:
 
 
 def _updated_bytes(setup: Setup) -> int:
-    """Bytes of a parameter that Adam reads and writes: main weight, moments, gradient (32 bit, or as it is kept) and
-    weight."""
+    """Bytes per parameter that Adam reads and writes: main weight, moments, gradient and weight."""
     weight, gradient, state, _ = parameter_bytes(setup)
     read = weight if setup.precision == "fp32" else 0
     return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read

@@ -20,8 +20,7 @@ class Growth(NamedTuple):
 
 
 def even_bounds(length: int, slices: int, unit: int = 1) -> tuple[int, ...]:
-    """Return the bounds of slices that are multiples of `unit` and differ by one unit at most. Raises ValueError if
-    there are none."""
+    """Return bounds of nearly even slices, multiples of `unit`. Raises ValueError if there are none."""
     units, left = divmod(length, unit)
     if left:
         raise ValueError(f"a sequence of {length} tokens is not a multiple of {unit}, but each slice must be one")
@@ -74,8 +73,7 @@ def work_of(share: float) -> Growth:
 
 
 def attention_share(length: int, hidden: int, queries: int, keys: int, ffn: int, matrices: int) -> float:
-    """Return attention's share of a layer's forward FLOPs. `ffn`: channels of all MLPs of a token, with `matrices`
-    each."""
+    """Return attention's share of a layer's forward FLOPs. `ffn`: channels of a token's MLPs, `matrices` each."""
     products = hidden * (2 * queries + 2 * keys) + hidden * ffn * matrices
     # Scores and sums of values, of half the tokens on average.
     attention = queries * length

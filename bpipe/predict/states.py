@@ -92,8 +92,7 @@ def shard_parameters(setup: Setup) -> int:
 
 
 def stage_matrices(setup: Setup) -> tuple[int, ...]:
-    """Return how many parameters of every stage on one device belong to matrices that FP8 multiplies; none without
-    FP8."""
+    """Return the parameters of every stage on one device that FP8 multiplies; none without FP8."""
     if setup.fp8 is None:
         return (0,) * setup.num_stages
     model = setup.model

@@ -141,8 +141,7 @@ class Switches:
             )
 
     def with_overlaps(self, *, distributed_optimizer: bool) -> Switches:
-        """Return them with gradients reduced and, if the optimizer is distributed, weights gathered next to
-        computation."""
+        """Return them with gradients reduced and, if the optimizer is distributed, weights gathered meanwhile."""
         return replace(self, overlap_grad_reduce=True, overlap_param_gather=distributed_optimizer)
 
     @property
@@ -197,8 +196,7 @@ class Fp8:
         return Fraction(33, 32) if self.recipe in _IN_BLOCKS else Fraction(1)
 
     def copies(self, multiplies_any_layout: bool) -> int:
-        """Return how many copies of an operand are kept: a transposed one, too, on devices (Hopper) that multiply in
-        one layout only."""
+        """Return the number of copies of an operand: two if a transposed one is kept, as on Hopper."""
         return 2 if self.recipe in _IN_BLOCKS or not multiplies_any_layout else 1
 
     @property
@@ -208,8 +206,7 @@ class Fp8:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of a weight that is gathered after an update: those in small blocks pass in 16 bit, through the
-        gradients' buffer."""
+        """Bytes of a weight that is gathered after an update: with mxfp8 it passes in 16 bit."""
         return 1 if self.param_gather and self.recipe != "mxfp8" else 2
 
 

@@ -80,8 +80,7 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def shard_saved(setup: Setup) -> tuple[Saved, ...]:
-    """Return what a shard of the output layer holds of a micro-batch from S to T, without what is on its way between
-    shards."""
+    """Return what a shard of the output layer holds of a micro-batch from S to T."""
     if not setup.is_sharded:
         return ()
     tokens = predicted_tokens(setup)

@@ -22,8 +22,7 @@ SCORE_BYTES, NUMBER_BYTES = 4, 8
 
 
 def experts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
-    """Return seconds of the forwards of a layer's experts that are computed again in its backward: all that is between
-    the norm and the sum, or parts of it."""
+    """Return seconds of recomputed forwards of a layer's experts: all between the norm and the sum, or parts."""
     memory, inside, seconds = Rates.of(setup).memory, experts_touched_bytes(setup), 0.0
     if "moe" in modules:
         products = layer_products(setup, kind)
@@ -49,8 +48,7 @@ def shared_inside_bytes(setup: Setup) -> float:
 
 
 def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
-    """Return what router, experts and shared experts save, without the norm's output. `recomputed`: parts
-    recomputed."""
+    """Return what router and experts save, without the norm's output. `recomputed`: parts recomputed."""
     experts = setup.model.experts
     assert experts is not None
     if "moe" in recomputed:
@@ -144,8 +142,7 @@ def experts_working_bytes(setup: Setup) -> int:
 
 
 def experts_touched_bytes(setup: Setup) -> float:
-    """Return bytes that experts' activation functions read and write, and that it takes to put tokens in the order of
-    their experts and back."""
+    """Return bytes read and written by experts' activation functions, and to order tokens by expert and back."""
     model, experts = setup.model, setup.model.experts
     assert experts is not None
     inside = (3 if model.gated else 2) * experts.ffn_hidden_size / setup.expert_tensor

@@ -270,8 +270,7 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
 
 
 def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
-    """Return the most that the backward of a layer's part makes: of a scan, an MLP, experts, or attention after the
-    MLP's is freed."""
+    """Return the largest temporaries of a backward: of a scan, MLP or experts, or of attention after the MLP."""
     if kind.is_mamba:
         return mamba.scan_working_bytes(setup)
     attention = attention_working_bytes(setup) + core_working_bytes(setup) if kind.attends else 0
@@ -292,8 +291,7 @@ CASTS = 2
 
 
 def cast_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    """Return seconds to write a layer's matrix inputs in 8 bit, forward, and the gradients of their outputs,
-    backward."""
+    """Return seconds to write inputs of matrices in 8 bit, forward, and gradients of their outputs, backward."""
     if setup.fp8 is None:
         return 0.0, 0.0
     model, tokens, experts = setup.model, num_tokens(setup), setup.model.experts
