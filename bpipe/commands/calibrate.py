@@ -137,6 +137,4 @@ def _check_recorded(folder: Path, setup: Setup) -> None:
     }
     for name, (recorded_value, value) in pairs.items():
         if recorded_value != value:
-            raise ValueError(
-                f"the run had {name} {recorded_value}, the given configuration has {value}: give the one that ran"
-            )
+            raise ValueError(f"the run had {name} {recorded_value}, not {value}: give the configuration that ran")

@@ -153,9 +153,7 @@ def _generated(options: Options) -> Schedule:
         **schedules.schedule_fields(vars(options)),
     )
     if options.buffers_stay and config.limit is None:
-        raise ValueError(
-            "--buffers-stay is for orders that are chosen for a bound: give --bound N and no group, or leave it out"
-        )
+        raise ValueError("--buffers-stay is for orders chosen for a bound: give --bound N and no group, or drop it")
     return build(config)
 
 

@@ -117,13 +117,9 @@ def _run_module(options: Options) -> None:
     """Print what torch's stages hold, and what each rank holds by the schedule, unbalanced and balanced."""
     require("torch", "bpipe trace --module")
     if options.pipeline is None or options.microbatches is None:
-        raise ValueError(
-            "--module: what ranks hold depends on their number and the micro-batches: give --pp and --microbatches"
-        )
+        raise ValueError("--module: what ranks hold depends on how many there are: give --pp and --microbatches")
     if options.output is not None:
-        raise ValueError(
-            "--output: simulate and plan read only profiles of Megatron's stages: leave it out with --module"
-        )
+        raise ValueError("--output: simulate and plan read only profiles of Megatron's stages: leave one of them out")
     asked = {
         "module": options.module,
         "device": options.device,
@@ -162,9 +158,7 @@ def write_profile(file: str, traced: Mapping[str, Any], launch: TracedLaunch) ->
     if setup is None:
         raise ValueError(f"--output: simulate and plan cannot use a trace of this launch: {launch.unknown}")
     for name in beyond_traces(setup):
-        raise ValueError(
-            f"--output: a profile does not record {name}, so it could be taken for another launch's: leave it out"
-        )
+        raise ValueError(f"--output: a profile does not record {name}, so it would fit other launches: leave it out")
     # What is saved depends on recomputation and on how layers are cut, which the program does not say.
     cut = {"recompute": setup.recompute, "sequence_parallel": setup.sequence_parallel, "layers": setup.layers}
     measured = {**traced["measured"], **cut}

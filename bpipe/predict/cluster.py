@@ -252,22 +252,16 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     plain = re.sub(r"(\d)gb\b", r"\1g", text.lower())
     match = re.fullmatch(r"([a-z0-9-]+)(?::(?:([0-9]{1,5})x)?([0-9]{1,3}))?(?:@([0-9]{1,4}(?:\.[0-9]{1,3})?))?", plain)
     if match is None or (match[3] is None and devices is None):
-        raise ValueError(
-            f"cluster {text!r} is not DEVICE:NODESxDEVICES or DEVICE:NODESxDEVICES@GB, such as a100-80g:4x8@12.5"
-        )
+        raise ValueError(f"cluster {text!r} is not DEVICE:NODESxDEVICES[@GB], such as a100-80g:4x8@12.5")
     name = match[1]
     if name not in DEVICES and name not in RACKS:
         raise ValueError(f"cluster {text!r}: {unknown('device', name, (*DEVICES, *RACKS))}")
     rack = RACKS.get(name, Rack(name, 0, 1))
     nodes, per_node = devices if match[3] is None and devices is not None else _sizes(match, rack)
     if nodes < 1 or per_node < 1:
-        raise ValueError(
-            f"cluster {text!r} has {nodes} nodes of {per_node} devices: there must be at least one of each"
-        )
+        raise ValueError(f"cluster {text!r} has {nodes} nodes of {per_node} devices: give at least one of each")
     if per_node > rack.devices_per_node > 0:
-        raise ValueError(
-            f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is two racks"
-        )
+        raise ValueError(f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is 2 racks")
     device, port = DEVICES[rack.device], match[4]
     if port is not None:
         if not float(port):

@@ -30,10 +30,7 @@ def training_flops(
         raise ValueError(f"unknown formula {formula!r}: choose from {', '.join(FORMULAS)}")
     hidden, layers = model.hidden_size, model.num_layers
     if model.experts or model.latent or model.hybrid or layer_parameters(model).matrices != 12 * hidden**2:
-        raise ValueError(
-            f"the papers' formula is for layers of 12 h^2 parameters, but {model.name} has other layers: use the "
-            "formula megatron"
-        )
+        raise ValueError(f"{model.name} has other layers than those of the papers' formula: use the formula megatron")
     return (
         batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence)
         + 9 * batch * sequence * vocabulary * hidden // 2

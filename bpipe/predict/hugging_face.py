@@ -314,7 +314,5 @@ def _has_biases(config: dict[str, Any]) -> bool:
     """Whether the linear layers have biases. Raises ValueError if only some do."""
     attention, mlp = (_flag(config, key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
-        raise ValueError(
-            f"attention_bias is {attention} and mlp_bias {mlp}: biases in only one of the two are not modelled"
-        )
+        raise ValueError(f"attention_bias is {attention} and mlp_bias {mlp}: biases in one of the two are not modelled")
     return mlp

@@ -37,13 +37,9 @@ class Hybrid:
     def __post_init__(self) -> None:
         for symbol in self.pattern:
             if symbol in _OTHERS:
-                raise ValueError(
-                    f"the pattern of layers has {symbol!r}: {_OTHERS[symbol]} cannot be modelled, only {_known()}"
-                )
+                raise ValueError(f"the pattern has {symbol!r}: {_OTHERS[symbol]} is not modelled, only {_known()}")
             if symbol not in (MAMBA, ATTENTION, MLP, EXPERTS):
-                raise ValueError(
-                    f"the pattern of layers has {symbol!r}, which is not a layer: known layers are {_known()}"
-                )
+                raise ValueError(f"the pattern has {symbol!r}, which is not a layer: known layers are {_known()}")
         if not 1 <= len(self.pattern) <= MOST_LAYERS:
             raise ValueError(f"the pattern has {len(self.pattern)} layers, but must have 1 to {MOST_LAYERS}")
         for name in ("num_heads", "state_dim", "head_dim", "num_groups"):

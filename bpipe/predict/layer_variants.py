@@ -196,8 +196,6 @@ class Routing:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1")
         if self.capacity is not None and self.capacity <= 0:
-            raise ValueError(
-                f"the capacity of experts is {self.capacity:g} times their even share, but must be above 0"
-            )
+            raise ValueError(f"the capacity of experts is {self.capacity:g} times their even share: give more than 0")
         if self.padded and self.capacity is None:
             raise ValueError("experts are padded to a capacity: give the capacity factor, too")

@@ -150,9 +150,7 @@ class Setup(ScheduleSpec, Training):
         if self.tensor > 1 and not self.sequence_parallel:
             raise ValueError("experts with tensor parallelism need sequence parallelism: give --sequence-parallel")
         if self.num_pipes > 1:
-            raise ValueError(
-                f"{self.schedule} has two pipes, for which experts are not modelled: choose another schedule"
-            )
+            raise ValueError(f"{self.schedule} has two pipes, for which experts are not modelled: choose another")
 
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
@@ -194,10 +192,7 @@ class Setup(ScheduleSpec, Training):
             )
         looped = FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED
         if looped and self.switches.no_overlap_p2p_communication and p < 3:
-            raise ValueError(
-                "--no-overlap-p2p-communication with chunks needs 3 or more pipeline ranks in Megatron, but there "
-                f"are {p}"
-            )
+            raise ValueError(f"--no-overlap-p2p-communication with chunks needs 3 or more pipeline ranks, not {p}")
         if looped and self.num_microbatches % p:
             raise ValueError(
                 f"with chunks Megatron needs the number of micro-batches ({self.num_microbatches}) to be a multiple "
@@ -254,9 +249,7 @@ class Setup(ScheduleSpec, Training):
             return
         self.fp8.check(self.cluster.device, self)
         if self.splits:
-            raise ValueError(
-                f"{self.schedule} splits backwards, whose memory in FP8 is not modelled: choose another schedule"
-            )
+            raise ValueError(f"{self.schedule} splits backwards, whose memory in FP8 is not modelled: choose another")
 
     @property
     def peak_flops_per_s(self) -> float:

@@ -209,9 +209,7 @@ def _entry(path: str, index: int, stage: object) -> Entry:
         raise ValueError(f"{path}: stage {index} is {stage!r}, but must be an object")
     unknown = sorted(set(stage) - _KEYS)
     if unknown:
-        raise ValueError(
-            f"{path}: stage {index} has unknown keys {', '.join(unknown)}: choose from {', '.join(sorted(_KEYS))}"
-        )
+        raise ValueError(f"{path}: stage {index} has unknown keys {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
     for key, value in stage.items():
         if key in _WHOLE:
             a_whole(value, f"{path}: stage {index}: {key}", int(key != "saved_bytes"), LARGEST_BYTES)

@@ -37,14 +37,10 @@ def listed_bounds(lengths: Sequence[int], length: int, slices: int, unit: int = 
     if len(lengths) != slices:
         raise ValueError(f"{len(lengths)} lengths for {slices} slices: give one for each")
     if sum(lengths) != length:
-        raise ValueError(
-            f"the lengths add up to {sum(lengths)} tokens, but a sequence has {length}: give lengths that add up to it"
-        )
+        raise ValueError(f"the lengths add up to {sum(lengths)} tokens, but a sequence has {length}")
     wrong = next((length_of_one for length_of_one in lengths if length_of_one % unit), None)
     if wrong is not None:
-        raise ValueError(
-            f"a slice of {wrong} tokens is not a multiple of {unit}, which tensor-parallel ranks need to share it"
-        )
+        raise ValueError(f"a slice of {wrong} tokens is not a multiple of {unit}, which tensor-parallel ranks need")
     return (0, *accumulate(lengths))
 
 

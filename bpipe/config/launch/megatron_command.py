@@ -248,9 +248,7 @@ def _redistributed(args: Options, split: Split) -> tuple[int, ...]:
     worth = output_in_layers(padded, args.hidden_size, args.seq_length)
     layers = redistribute_layers(args.num_layers, args.pipeline_model_parallel_size, worth)
     if layers is None:
-        raise ValueError(
-            f"{wanted}: --num-layers {args.num_layers} is fewer than the other stages, or there are no other stages"
-        )
+        raise ValueError(f"{wanted}: --num-layers {args.num_layers} is too few for the other stages, or there are none")
     return layers
 
 
@@ -262,9 +260,7 @@ def _own_chunks(schedule: str | None) -> int | None:
     if schedule is None:
         return None
     if schedule not in FAMILIES:
-        raise ValueError(
-            f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} can be predicted, not a schedule from a file"
-        )
+        raise ValueError(f"--bpipe-schedule {schedule}: a file's cannot be predicted, only {', '.join(FAMILIES)}")
     family = FAMILIES[schedule]
     return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
 
@@ -316,9 +312,7 @@ def _recomputation(args: Options, notes: list[str]) -> tuple[str, dict[str, str]
     granularity, modules = args.recompute_granularity, args.recompute_modules or ["core_attn"]
     if args.recompute_activations:
         if granularity == "full":
-            raise ValueError(
-                "--recompute-activations and --recompute-granularity full exclude each other: give one of them"
-            )
+            raise ValueError("--recompute-activations and --recompute-granularity full exclude each other: give one")
         granularity = "selective"
     if granularity == "selective":
         return _recomputed_parts(modules, args.num_experts is not None, notes)

@@ -164,7 +164,7 @@ def test_windows_make_attention_shorter(tmp_path: Path) -> None:
         ({"model_type": "mamba"}, "give the sizes as flags"),
         ({"model_type": ["llama"]}, "is not modelled"),
         ({"hidden_act": "gelu"}, "the activation 'gelu' is not modelled in a llama, only silu, swish"),
-        ({"attention_bias": True}, "biases in only one of the two"),
+        ({"attention_bias": True}, "biases in one of the two"),
     ],
 )
 def test_unmodelled_models_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
