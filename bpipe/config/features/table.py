@@ -142,25 +142,18 @@ FEATURES: tuple[Feature, ...] = (
         "test_a_static_pool_stays",
         moving=True,
     ),
-    Feature(
-        "FP8",
-        lambda s: s.fp8 is not None,
-        "FP8 payloads and scales are ordinary storages and move, while the 8-bit copies of weights belong to their "
-        "modules and stay",
-        "drop --fp8-format",
-        State.GUARDED,
-        "test_eight_bit_payloads_and_their_scales_come_back",
-        moving=True,
-    ),
-    Feature(
-        "FP4",
-        lambda s: s.fp4 is not None,
-        "FP4 payloads, two numbers per byte, and scales are ordinary storages and move, while FP4 copies of weights "
-        "belong to their modules and stay",
-        "drop --fp4-format",
-        State.GUARDED,
-        "test_eight_bit_payloads_and_their_scales_come_back",
-        moving=True,
+    *(
+        Feature(
+            name,
+            lambda s, name=name: getattr(s, name.lower()) is not None,  # type: ignore[misc]
+            f"{name} payloads and scales are ordinary storages and move, while copies of weights in {name} belong to "
+            "their modules and stay",
+            f"drop --{name.lower()}-format",
+            State.GUARDED,
+            "test_eight_bit_payloads_and_their_scales_come_back",
+            moving=True,
+        )
+        for name in ("FP8", "FP4")
     ),
     Feature(
         "activation offloading",
@@ -353,22 +346,24 @@ def _predicts_apart(settings: Settings) -> bool:
     return bool(settings.mtp_num_layers) and any("m" in stage and "L" not in stage for stage in stages)
 
 
-# Features that a placement other than Megatron's cannot have: its ranks have other layers, and one has the first stage
-# and the last.
-PLACED: tuple[Feature, ...] = (
+_BY_RANK = (
     Feature(
         "checkpoints by rank",
-        lambda s: (s.save or s.load) and s.ckpt_format != "torch_dist",
-        "only torch_dist checkpoints store weights by layer, other formats store them by rank, and here ranks have "
-        "other layers than in Megatron",
+        lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
+        "only torch_dist checkpoints store weights by their place in the model, other formats store them by rank, and "
+        "here ranks have other weights than in Megatron",
         "use --ckpt-format torch_dist",
     ),
     Feature(
         "local checkpoints",
         lambda s: s.non_persistent_ckpt_type == "local",
-        "local checkpoints store weights by rank, and here ranks have other layers than in Megatron",
+        "local checkpoints store weights by rank, and here ranks have other weights than in Megatron",
         "use --non-persistent-ckpt-type global",
     ),
+)
+# Features that a placement other than Megatron's cannot have: a rank has the first and the last stage.
+PLACED: tuple[Feature, ...] = (
+    *_BY_RANK,
     Feature(
         "further tokens apart from the loss",
         _predicts_apart,
@@ -425,18 +420,7 @@ SHARDED: tuple[Feature, ...] = (
         "the vocabulary's rows are divided as soon as a model is built, but on the meta device it has no weights yet",
         "drop --init-model-with-meta-device",
     ),
-    Feature(
-        "checkpoints by rank of shards",
-        lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
-        "only torch_dist checkpoints store rows by their place in the vocabulary, other formats store them by rank",
-        "use --ckpt-format torch_dist",
-    ),
-    Feature(
-        "local checkpoints of shards",
-        lambda s: s.non_persistent_ckpt_type == "local",
-        "local checkpoints store weights by rank",
-        "use --non-persistent-ckpt-type global",
-    ),
+    *_BY_RANK,
 )
 
 

@@ -76,8 +76,6 @@ FLAGS = {
     "heads of further tokens that train alone": ("--mtp-num-layers", "1", "--mtp-detach-heads"),
     "deferred gradients of the output layer": ("--defer-embedding-wgrad-compute",),
     "models without weights at first": ("--init-model-with-meta-device",),
-    "checkpoints by rank of shards": ("--load", "there", "--ckpt-format", "torch"),
-    "local checkpoints of shards": ("--non-persistent-ckpt-type", "local"),
     "context parallelism": ("--context-parallel-size", "2"),
     "packed sequences": ("--sft",),
     "hybrid models in slices": ("--hybrid-layer-pattern", "M-M*"),
