@@ -426,40 +426,31 @@ def print_front(front: Front, space: Space, options: Options, plot: Path | None)
         stock = _stock_values(front.stock)
         print_json({"answer": answer_document(answer), "front": front_document(front), "stock": stock})
         return
-    parts: list[str | Table] = [_front_head(front)]
-    if front.points:
-        titles, rows = _front_cells(front)
-        parts += [*calibration_lines(space.cluster), table(titles, rows), *_front_remarks(front)]
-    _tell(answer, parts)
-
-
-def _front_head(front: Front) -> str:
     head = f"{front.num_configurations} configurations, of which {front.num_simulated} were simulated"
     most = f"{gib_text(front.most_bytes)} GiB per device"
     if not front.points:
-        return f"{head}: none needs less than {most}, {float(MOST_TIMES):g} times its memory"
-    return f"{head}: the fastest for every amount of memory up to {most}"
-
-
-def _needs(front: Front) -> list[str]:
-    return list(dict.fromkeys(need for row in front.points for need in needs_of_setup(row.setup)))
-
-
-def _front_cells(front: Front) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Return the titles and a row for each point: `*` marks the winner, `-` what does not fit; numbers name needs."""
-    every, rows = _needs(front), []
+        _tell(answer, [f"{head}: none needs less than {most}, {float(MOST_TIMES):g} times its memory"])
+        return
+    needs = list(dict.fromkeys(need for row in front.points for need in needs_of_setup(row.setup)))
+    rows = []
     for place, (row, values) in enumerate(zip(front.points, cells(_OF_POINTS, front.points), strict=True)):
+        # The winner, and what does not fit.
         mark = "*" if place == front.winner else "" if row.peak_bytes <= front.limit_bytes else "-"
-        needs = " ".join(f"[{every.index(need) + 1}]" for need in needs_of_setup(row.setup))
-        rows.append([mark, str(place + 1), *values, needs])
-    return ("", "", *_OF_POINTS, "needs"), rows
-
-
-def _front_remarks(front: Front) -> list[str]:
-    needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
+        numbers = " ".join(f"[{needs.index(need) + 1}]" for need in needs_of_setup(row.setup))
+        rows.append([mark, str(place + 1), *values, numbers])
     searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
-    letters = legend(row.setup for row in front.points)
-    return [letters, *needs, standing(front), *([searched] if front.not_searched else [])]
+    _tell(
+        answer,
+        [
+            f"{head}: the fastest for every amount of memory up to {most}",
+            *calibration_lines(space.cluster),
+            table(("", "", *_OF_POINTS, "needs"), rows),
+            legend(row.setup for row in front.points),
+            *(f"[{number}] {need}" for number, need in enumerate(needs, 1)),
+            standing(front),
+            *([searched] if front.not_searched else []),
+        ],
+    )
 
 
 def _drawn(front: Front, title: str, suffix: str) -> bytes:

@@ -186,12 +186,17 @@ def _model(config: dict[str, Any], name: str) -> Model:
         raise ValueError(
             f"the activation {str(activation)[:40]!r} is not modelled in a {label}, only {', '.join(kind.activations)}"
         )
-    shape = _like_gpt2(number) if label == "gpt2" else _like_llama(config, kind, number)
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    shape: dict[str, Any] = {"num_query_groups": heads, "kv_channels": hidden // heads}
+    if label == "gpt2":
+        shape["ffn_hidden_size"] = number("intermediate_size", 4 * hidden)
+    else:
+        shape = _like_llama(config, kind, number)
     return Model(
         name=name,
         num_layers=number("num_hidden_layers", largest=MOST_LAYERS),
-        hidden_size=number("hidden_size"),
-        num_attention_heads=number("num_attention_heads"),
+        hidden_size=hidden,
+        num_attention_heads=heads,
         vocabulary=number("vocab_size"),
         sequence=number("max_position_embeddings"),
         tied_embedding=_flag(config, "tie_word_embeddings", kind.tied),
@@ -214,12 +219,6 @@ def _kind_of(config: dict[str, Any], label: object) -> _Kind:
         why = _MISSING.get(str(label), "give the sizes as flags")
         raise ValueError(f"model_type {str(label)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
     return kind
-
-
-def _like_gpt2(number: Callable[..., int]) -> dict[str, Any]:
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    inner = number("intermediate_size", 4 * hidden)
-    return {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": inner}
 
 
 def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:

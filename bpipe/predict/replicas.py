@@ -18,8 +18,10 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     its first stage. Of an update on the CPU only the transfers count.
     """
     device, d = setup.cluster.device, setup.replicas
-    weight, gradient, _, _ = parameter_bytes(setup)
-    parameter_bytes_moved = _updated_bytes(setup)
+    weight, gradient, state, _ = parameter_bytes(setup)
+    # Adam reads and writes main weight, moments, gradient and weight.
+    is_wide = setup.state_types.gradient_copy_bytes(setup.fp8)
+    parameter_bytes_moved = 2 * state + (4 if is_wide else gradient) + weight * (2 if setup.precision == "fp32" else 1)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     on_cpu = float(setup.state_types.on_cpu)
     bandwidth = _replicas_bytes_per_s(setup, replicas_share_nodes(setup), replica_ports(setup))
@@ -62,13 +64,6 @@ def stage_buckets(setup: Setup) -> tuple[int, ...]:
     size = max(LEAST_BUCKET, BUCKET_PER_REPLICA * setup.data * setup.context)
     first = max(1, stage_parameters(setup)[0] // size) if is_first and setup.switches.overlap_grad_reduce else 1
     return (first, *(1,) * (setup.num_stages - 1))
-
-
-def _updated_bytes(setup: Setup) -> int:
-    """Bytes per parameter that Adam reads and writes: main weight, moments, gradient and weight."""
-    weight, gradient, state, _ = parameter_bytes(setup)
-    read = weight if setup.precision == "fp32" else 0
-    return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read
 
 
 def _host_bytes_per_s(setup: Setup) -> float:

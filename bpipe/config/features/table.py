@@ -31,11 +31,6 @@ def _graphs_an_iteration(settings: Settings) -> bool:
     )
 
 
-def _learns_a_budget(settings: Settings) -> bool:
-    memory = settings.bpipe_memory
-    return memory.startswith("auto") if isinstance(memory, str) else bool(getattr(memory, "learns", False))
-
-
 def _verifies_replays(settings: Settings) -> bool:
     """Whether transfers are to be checked in more iterations than run before a capture."""
     steps, wanted = settings.cuda_graph_warmup_steps, settings.bpipe_verify
@@ -90,7 +85,9 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "a learned budget with a CUDA graph of an iteration",
-        lambda s: _graphs_an_iteration(s) and _learns_a_budget(s),
+        lambda s: (
+            _graphs_an_iteration(s) and (str(s.bpipe_memory).startswith("auto") or getattr(s.bpipe_memory, "learns", 0))
+        ),
         "a budget that is learned changes the schedule after the first iteration",
         "give --bpipe-memory in GiB, or use no CUDA graphs",
         moving=True,
@@ -424,12 +421,6 @@ SHARDED: tuple[Feature, ...] = (
 )
 
 
-def _routing(settings: Settings) -> tuple[str, ...]:
-    """Return how the router of experts balances loads: Megatron takes one way, or a list."""
-    types = settings.moe_router_load_balancing_type
-    return tuple(types) if isinstance(types, (list, tuple)) else (types,)
-
-
 def _has_auxiliary_losses(settings: Settings) -> bool:
     """Whether the router of experts has a loss of its own."""
     coefficients = settings.moe_aux_loss_coeff
@@ -518,7 +509,14 @@ SLICED: tuple[Feature, ...] = (
     ),
     Feature(
         "routing of a whole micro-batch",
-        lambda s: has_experts(s) and {"sinkhorn", "quantile_balancing", "global_aux_loss"} & set(_routing(s)),
+        # Megatron takes one way, or a list.
+        lambda s: (
+            has_experts(s)
+            and any(
+                name in (s.moe_router_load_balancing_type or ())
+                for name in ("sinkhorn", "quantile_balancing", "global_aux_loss")
+            )
+        ),
         "Sinkhorn and quantile balancing choose experts among all tokens of a micro-batch, and a global loss counts "
         "the tokens of several micro-batches",
         "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none",

@@ -75,7 +75,9 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope
     forward, backward = _between_matrices(setup, kind)
     casts, casts_back = cast_seconds(setup, kind)
     way = experts_way_s(setup) if kind.experts else 0.0
-    core_forward, core_backward = _core_seconds(setup, kind)
+    core_forward, core_backward = mamba.scan_seconds(setup) if kind.is_mamba else (0.0, 0.0)
+    if kind.attends:
+        core_forward, core_backward = core_seconds(setup, Rates.of(setup), kind.window)
     waits = exposed(setup, kind, scope)
     joining, joining_back = _joining_s(setup) if kind.further else (0.0, 0.0)
     forward += joining + casts + way + core_forward
@@ -113,7 +115,8 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
     """Seconds of a layer's products, norms, sums and activation functions, forward and backward."""
     rates, model, products = Rates.of(setup), setup.model, layer_products(setup, kind).total()
     per_width = element_bytes(setup) * num_tokens(setup)
-    between, inside = per_width * model.hidden_size / setup.sequence_shards, _touched_bytes(setup, kind)
+    between = per_width * model.hidden_size / setup.sequence_shards
+    inside = experts_touched_bytes(setup) if kind.experts else mlp_touched_bytes(setup) if kind.has_mlp else 0.0
     # Norms of queries and keys read and write, as those behind attention and MLP; backward they read what went in and
     # out, and write.
     normed = query_norms_bytes(setup) if kind.attends else 0.0
@@ -128,18 +131,6 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
         products.forward_s + moved / rates.memory + kernels * KERNEL_S,
         products.input_s + products.weight_s + kernels_back * KERNEL_S + moved_back / rates.memory,
     )
-
-
-def _core_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    if kind.is_mamba:
-        return mamba.scan_seconds(setup)
-    return core_seconds(setup, Rates.of(setup), kind.window) if kind.attends else (0.0, 0.0)
-
-
-def _touched_bytes(setup: Setup, kind: LayerKind) -> float:
-    if kind.experts:
-        return experts_touched_bytes(setup)
-    return mlp_touched_bytes(setup) if kind.has_mlp else 0.0
 
 
 def _parts_again_s(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
