@@ -85,24 +85,6 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 # Reports and logs: what was computed.
 
 
-def test_equal_reports_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = iterations(tmp_path / "one"), iterations(tmp_path / "other")
-    assert compare(one, other, "--rows", 2) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"A: {one}",
-        f"B: {other}",
-        "                                lm loss                                            grad_norm",
-        "iteration                         A                         B                         A                      "
-        "   B",
-        "        2      0x1.1000000000000p+2      0x1.1000000000000p+2      0x1.3333333333333p-2      "
-        "0x1.3333333333333p-2",
-        "        3      0x1.999999999999ap-4      0x1.999999999999ap-4      0x1.3333333333333p-2      "
-        "0x1.3333333333333p-2",
-        "loss: 5.500 at iteration 1, 0.100 at iteration 3",
-        "identical: all numbers of 3 iterations agree to the last bit",
-    ]
-
-
 def test_the_first_flipped_bit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed = [5.5, math.nextafter(4.25, 5), 0.2]
     assert compare(iterations(tmp_path / "one"), iterations(tmp_path / "other", changed)) == 1
@@ -372,15 +354,6 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "report.md"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", warm_up=5)
-
-
-def test_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder)]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "schedule 1f1b, 8 stages, 16 micro-batches; balance bpipe; device cpu; torch 2.15.0; " in text
-    assert "0 0 5 (5) 53.91 (53.91) 53.91 83.95 28.6 MiB" in text
-    assert "1. iteration 5, pipeline time: measured 1.04 s, predicted 690 ms; the first recorded iteration" in text
-    assert "Stage 0 (rank 0) is the memory bottleneck" in text
 
 
 def test_json_of_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from tests.support.readers.damage import damaged_json, damaged_text
 from tests.support.readers.judges import (
     CALIBRATION,
     CAPTURED,
+    ROUTED,
     SOUND_LAUNCH,
     TRAINED,
     balanced_texts,
@@ -53,20 +54,7 @@ def test_a_node_of_many_devices_can_be_said(capsys: pytest.CaptureFixture[str]) 
 LAUNCH = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128".split()
 LAUNCH += ["--micro-batch-size", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
 LAYOUT = "--pipeline-model-parallel-layout"
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 8,
-    "hidden_size": 1024,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 4096,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "head_dim": 128,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 512,
-}
+CONFIG = ROUTED
 GEMMA = {**CONFIG, "model_type": "gemma3_text", "num_experts": None, "sliding_window": 1024}
 SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8"]
 
@@ -83,10 +71,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         (
             [LAYOUT, "Et*99999999999999999999L"],
-            f"{LAYOUT} Et*99999999999999999999L repeats more than 10000 layers, the most that a model may have",
+            f"{LAYOUT} Et*99999999999999999999L repeats more than 10000 layers, the most of a model",
         ),
-        ([LAYOUT, "Et*1000000000L"], "repeats more than 10000 layers, the most that a model may have"),
-        ([LAYOUT, "E" + "t*9999" * 99 + "L"], "repeats more than 10000 layers, the most that a model may have"),
+        ([LAYOUT, "Et*1000000000L"], "repeats more than 10000 layers, the most of a model"),
+        ([LAYOUT, "E" + "t*9999" * 99 + "L"], "repeats more than 10000 layers, the most of a model"),
         ([LAYOUT, "(" * 100_000], "has 100000 characters, but a layout has at most 10000"),
         (["--num-layers", "1000000000"], "num_layers is 1000000000, but must be at most 10000"),
         (["--num-experts", "4", "--moe-layer-freq", "(" * 50_000 + "[1]" + ")" * 50_000], "is not a pattern of layers"),

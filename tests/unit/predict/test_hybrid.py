@@ -190,9 +190,8 @@ def test_mamba_layers_are_not_divided_by_context_or_groups() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_layers_are_megatrons_own() -> None:
-    """Parameters of every kind, Mamba's by Megatron's `MambaMixer`; and what attention, MLPs and experts alone save,
-    storage by storage."""
+    """Parameters of every kind, Mamba's by Megatron's `MambaMixer`."""
     program = Path(__file__).with_name("check_hybrid.py")
     ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=220, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    assert ended.stdout.splitlines()[-1] == "100 cases, 0 differ"
+    assert ended.stdout.splitlines()[-1] == "10 models, 0 differences"

@@ -180,38 +180,17 @@ def test_simulate_and_plan_of_a_launch(capsys: pytest.CaptureFixture[str]) -> No
     launch = [
         "--",
         *SIZES,
-        "--hybrid-layer-pattern",
-        "M-M*|M-M-",
-        "--pipeline-model-parallel-size",
-        "2",
-        "--bf16",
-        "--spec",
+        *"--pipeline-model-parallel-size 2 --bf16 --hybrid-layer-pattern M-M*|M-M- --spec".split(),
         *STACK,
     ]
-    assert main(["simulate", "--cluster", "h100-80g:1x2", "--format", "json", *launch]) == 0
-    assert json.loads(capsys.readouterr().out)["configuration"]["pattern"] == "M-M*|M-M-"
-    assert main(["plan", "--cluster", "h100-80g:1x2", "--rows", "1", "--emit-args", "1", "--gbs", "8", *launch]) == 0
-    assert "--hybrid-layer-pattern" in capsys.readouterr().out
-    assert (
-        main(
-            [
-                "plan",
-                "--cluster",
-                "h100-80g:1x2",
-                "--rows",
-                "50",
-                "--schedule",
-                "interleaved-1f1b",
-                "--gbs",
-                "8",
-                *launch,
-            ]
-        )
-        == 0
-    )
-    found = capsys.readouterr().out
-    assert "--hybrid-layer-pattern 'M-|M*|M-|M-'" in found
-    assert "--num-layers-per-virtual-pipeline-stage" not in found
-    v = ["simulate", "--cluster", "h100-80g:1x2", "--schedule", "zb-v", "--format", "json", *launch]
-    assert main(v) == 0
-    assert json.loads(capsys.readouterr().out)["configuration"]["pattern"] == "M-|M*|M-|M-"
+
+    def said(command: str) -> str:
+        assert main([*command.split(), "--cluster", "h100-80g:1x2", *launch]) == 0
+        return capsys.readouterr().out
+
+    assert json.loads(said("simulate --format json"))["configuration"]["pattern"] == "M-M*|M-M-"
+    assert "--hybrid-layer-pattern" in said("plan --rows 1 --emit-args 1 --gbs 8")
+    rows = said("plan --rows 50 --schedule interleaved-1f1b --gbs 8")
+    assert "--hybrid-layer-pattern 'M-|M*|M-|M-'" in rows
+    assert "--num-layers-per-virtual-pipeline-stage" not in rows
+    assert json.loads(said("simulate --schedule zb-v --format json"))["configuration"]["pattern"] == "M-|M*|M-|M-"
