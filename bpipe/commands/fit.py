@@ -11,7 +11,7 @@ from bpipe.commands.launch import CONFIGURED, cluster_of, lines, measured_of, re
 from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
@@ -29,20 +29,20 @@ from bpipe.predict.layout import Setup
 NOTHING_FITS = 3
 _COLUMNS = ("peak GiB", "saved GiB", "iteration s", "ratio", "state", "what")
 
-COMMAND = Command(
-    (*CONFIGURED, MEASURED, Group("output", (outputs.rows(12, positive), outputs.FORMAT))),
-    (
-        Task(
-            "find what makes a launch fit",
-            "bpipe fit --cluster h100-80g --launch launch.json",
-            "launch megatron rows format",
-        ),
-        Task(
-            "start from a model instead of a launch",
-            "bpipe fit --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective "
-            "--attention unfused --precision fp16",
-            "model cluster tensor pipeline micro_batch global_batch recompute",
-        ),
+COMMAND = command(
+    *CONFIGURED,
+    MEASURED,
+    group("output", outputs.rows(12, positive), outputs.FORMAT),
+    Task(
+        "find what makes a launch fit",
+        "bpipe fit --cluster h100-80g --launch launch.json",
+        "launch megatron rows format",
+    ),
+    Task(
+        "start from a model instead of a launch",
+        "bpipe fit --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective "
+        "--attention unfused --precision fp16",
+        "model cluster tensor pipeline micro_batch global_batch recompute",
     ),
 )
 

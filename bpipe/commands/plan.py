@@ -27,7 +27,7 @@ from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MEASURED, SEARCHED_FLAGS
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
@@ -67,38 +67,31 @@ _OF_ROWS = ("", "iteration s", "MFU %", "bubble %", "exposed s", "state", "confi
 _OF_POINTS = ("peak GiB", "iteration s", "MFU %", "configuration", "moved GB", "needs GB/s")
 _OF_REMEDIES = ("", "iteration s", "speed-up", "peak GiB", "state")
 
-COMMAND = Command(
-    (
-        *TRAINED[:-1],
-        MEASURED,
-        LAUNCHED,
-        SEARCHED_FLAGS,
-        Group(
-            "output",
-            (outputs.rows(10, positive), outputs.FRONT, outputs.PLOT, outputs.FORMAT, outputs.EMIT_ARGS),
-        ),
+COMMAND = command(
+    *TRAINED[:-1],
+    MEASURED,
+    LAUNCHED,
+    SEARCHED_FLAGS,
+    group("output", outputs.rows(10, positive), outputs.FRONT, outputs.PLOT, outputs.FORMAT, outputs.EMIT_ARGS),
+    Task(
+        "find the fastest configurations of a model on a cluster",
+        "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128",
+        "model cluster global_batch schedule recompute balance rows",
     ),
-    (
-        Task(
-            "find the fastest configurations of a model on a cluster",
-            "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128",
-            "model cluster global_batch schedule recompute balance rows",
-        ),
-        Task(
-            "find what to change in a launch",
-            "bpipe plan --cluster h100-80g --launch launch.json",
-            "launch megatron emit_args",
-        ),
-        Task(
-            "keep within a memory budget",
-            "bpipe plan --model llama3-70b --cluster h100-80g:8x8 --gbs 256 --memory 70",
-            "memory hosts",
-        ),
-        Task(
-            "find the fastest configuration for every amount of memory",
-            "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --plot front.svg",
-            "front plot",
-        ),
+    Task(
+        "find what to change in a launch",
+        "bpipe plan --cluster h100-80g --launch launch.json",
+        "launch megatron emit_args",
+    ),
+    Task(
+        "keep within a memory budget",
+        "bpipe plan --model llama3-70b --cluster h100-80g:8x8 --gbs 256 --memory 70",
+        "memory hosts",
+    ),
+    Task(
+        "find the fastest configuration for every amount of memory",
+        "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --plot front.svg",
+        "front plot",
     ),
 )
 

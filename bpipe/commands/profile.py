@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 from bpipe.config.flags import configurations, outputs
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.extras import require
 from bpipe.plan.options import model_of
@@ -21,40 +21,34 @@ from bpipe.predict.recompute import RECOMPUTE
 PROGRAM = "megatron.scheduling.record.profile"
 
 
-COMMAND = Command(
-    (
-        configurations.MODEL,
-        Group(
-            "stage",
-            (
-                replace(
-                    configurations.TENSOR,
-                    help="time one rank of this tensor-parallel size, without its collectives (default 1)",
-                ),
-                configurations.NO_SEQUENCE_PARALLEL,
-                configurations.MICRO_BATCH.several("micro-batch sizes to time (default 1 2 4)", (1, 2, 4)),
-                outputs.TIMED_LAYERS,
-                replace(
-                    configurations.RECOMPUTED,
-                    help="what the backward computes again (default none)",
-                    value="",
-                    read=None,
-                    choices=RECOMPUTE,
-                ),
-                configurations.ATTENTION_KIND,
-                configurations.PRECISION,
-                outputs.DEVICE,
-                outputs.REPEATS,
-                outputs.OUTPUT,
-            ),
+COMMAND = command(
+    configurations.MODEL,
+    group(
+        "stage",
+        replace(
+            configurations.TENSOR,
+            help="time one rank of this tensor-parallel size, without its collectives (default 1)",
         ),
+        configurations.NO_SEQUENCE_PARALLEL,
+        configurations.MICRO_BATCH.several("micro-batch sizes to time (default 1 2 4)", (1, 2, 4)),
+        outputs.TIMED_LAYERS,
+        replace(
+            configurations.RECOMPUTED,
+            help="what the backward computes again (default none)",
+            value="",
+            read=None,
+            choices=RECOMPUTE,
+        ),
+        configurations.ATTENTION_KIND,
+        configurations.PRECISION,
+        outputs.DEVICE,
+        outputs.REPEATS,
+        outputs.OUTPUT,
     ),
-    (
-        Task(
-            "time a stage for --profile of simulate and plan",
-            "bpipe profile --model gpt3-13b --tp 2 --mbs 1 2 4 --output profile.json",
-            "model tensor micro_batch recompute attention output",
-        ),
+    Task(
+        "time a stage for --profile of simulate and plan",
+        "bpipe profile --model gpt3-13b --tp 2 --mbs 1 2 4 --output profile.json",
+        "model tensor micro_batch recompute attention output",
     ),
 )
 

@@ -22,7 +22,7 @@ from bpipe.commands.launch import (
 from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.parser import Parser
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
@@ -66,40 +66,33 @@ _RANK_TITLES = (
     *("peak", "evictions", "fits"),
 )
 
-COMMAND = Command(
-    (
-        *CONFIGURED,
-        MEASURED,
-        Group("output", (outputs.COMPARED, outputs.FORMAT, outputs.TRACE, outputs.PLOT)),
+COMMAND = command(
+    *CONFIGURED,
+    MEASURED,
+    group("output", outputs.COMPARED, outputs.FORMAT, outputs.TRACE, outputs.PLOT),
+    Task(
+        "predict a configuration",
+        "bpipe simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective",
+        "model cluster tensor pipeline chunks micro_batch global_batch schedule recompute",
     ),
-    (
-        Task(
-            "predict a configuration",
-            "bpipe simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute "
-            "selective",
-            "model cluster tensor pipeline chunks micro_batch global_batch schedule recompute",
-        ),
-        Task(
-            "predict a launch as it stands", "bpipe simulate --cluster h100-80g --launch launch.json", "launch megatron"
-        ),
-        Task(
-            "balance it within a memory budget",
-            "bpipe simulate --cluster h100-80g --launch launch.json --balance bpipe --memory 75",
-            "balance memory",
-        ),
-        Task(
-            "cut long sequences into slices",
-            "bpipe simulate --model llama3-70b --seq 131072 --cluster h100-80g:8x8 --tp 8 --pp 8 --gbs 16 --recompute "
-            "full --slices 8 --slice-lengths time",
-            "slices slice_lengths",
-        ),
-        Task(
-            "compare two settings, or two launches",
-            "bpipe simulate --cluster h100-80g --launch launch.json --compare '' '--tp 8 --pp 4'",
-            "compare",
-        ),
-        Task("draw it", "bpipe simulate --cluster h100-80g --launch launch.json --plot run.svg", "plot"),
+    Task("predict a launch as it stands", "bpipe simulate --cluster h100-80g --launch launch.json", "launch megatron"),
+    Task(
+        "balance it within a memory budget",
+        "bpipe simulate --cluster h100-80g --launch launch.json --balance bpipe --memory 75",
+        "balance memory",
     ),
+    Task(
+        "cut long sequences into slices",
+        "bpipe simulate --model llama3-70b --seq 131072 --cluster h100-80g:8x8 --tp 8 --pp 8 --gbs 16 --recompute "
+        "full --slices 8 --slice-lengths time",
+        "slices slice_lengths",
+    ),
+    Task(
+        "compare two settings, or two launches",
+        "bpipe simulate --cluster h100-80g --launch launch.json --compare '' '--tp 8 --pp 4'",
+        "compare",
+    ),
+    Task("draw it", "bpipe simulate --cluster h100-80g --launch launch.json --plot run.svg", "plot"),
 )
 
 

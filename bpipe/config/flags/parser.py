@@ -86,12 +86,7 @@ class Parser(argparse.ArgumentParser):
     def declare(self, command: Command) -> None:
         """Add a command's flags, and its two pages of help: one screen by task, and all."""
         self.add_argument(
-            "-h",
-            "--help",
-            action=_FirstScreen,
-            nargs=0,
-            command=command,
-            help="the most common flags, with examples",
+            "-h", "--help", action=_FirstScreen, nargs=0, command=command, help="the most common flags, with examples"
         )
         self.add_argument("--help-all", action="help", help="all flags")
         for group in command.groups:

@@ -7,16 +7,7 @@ from typing import Any
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags.flag import Flag, InLaunch, number
-from bpipe.config.flags.values import (
-    AUTO,
-    costs,
-    costs_in_training,
-    counted,
-    group_size,
-    hop,
-    share,
-    unit_costs,
-)
+from bpipe.config.flags.values import AUTO, costs, costs_in_training, counted, group_size, hop, share, unit_costs
 from bpipe.schedule.families.families import (
     DEFAULTS,
     FAMILIES,
@@ -218,10 +209,7 @@ PARTNERS = Flag(
 INPUT = Flag("input", "--input", "read the schedule from a CSV or JSON file ('-': standard input)", "FILE")
 ALIGN = Flag("align", "--align", "with --input: place computations on the unit grid anew, in each rank's order")
 SCHEDULE_FORMAT = Flag(
-    "format",
-    "--format",
-    "output format (default: by the output file's ending, else grid)",
-    choices=FORMATS,
+    "format", "--format", "output format (default: by the output file's ending, else grid)", choices=FORMATS
 )
 MESSAGES = Flag("messages", "--messages", "print what every rank does, with its messages")
 EXCHANGE = Flag(
