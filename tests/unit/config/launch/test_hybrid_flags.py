@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -21,8 +22,9 @@ from bpipe.plan.space import CUTS, Space, enumerate_setups
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layer_variants import Experts
-from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
+from tests.unit.config.launch.test_megatron_command import setups
 from tests.unit.predict.published import NEMOTRON_3_NANO, NEMOTRON_H_8B
 
 SIZES = ["--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "128", "--vocab-size", "1000"]
@@ -34,61 +36,24 @@ def read(*flags: str) -> Reading:
 
 
 @st.composite
-def setups(draw: st.DrawFn) -> Setup:
-    pipeline, chunks = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
-    chunks = chunks if pipeline > 1 else 1
-    stages = draw(
-        st.lists(st.text("M*-E", min_size=1, max_size=4), min_size=pipeline * chunks, max_size=pipeline * chunks)
-    )
-    pattern = "".join(stages)
+def hybrids(draw: st.DrawFn) -> Setup:
+    setup = draw(setups().filter(lambda setup: setup.context == 1))
+    pattern = "".join(draw(st.text("M*-E", min_size=number, max_size=number)) for number in setup.layers)
+    # Of all patterns the one that Megatron cannot be told.
+    assume(pattern != "--")
     hybrid = Hybrid(pattern, draw(st.sampled_from([8, 16])), 64, 32, draw(st.sampled_from([4, 8])))
-    tensor, squared, learned = draw(st.sampled_from([1, 2])), draw(st.booleans()), draw(st.booleans())
-    model = Model(
-        "custom",
-        len(pattern),
-        512,
-        8,
-        8,
-        64,
-        2048,
-        1000,
-        256,
-        False,
-        draw(st.booleans()),
-        False,
-        learned,
-        draw(st.booleans()),
-    )
-    return Setup(
-        model=replace(
-            model,
-            squared_relu=squared,
-            hybrid=hybrid,
-            no_positions=not learned and draw(st.booleans()),
-            experts=Experts(8, 2, 256) if "E" in pattern else None,
-        ),
-        cluster=parse_cluster("h100-80g:1x8"),
-        tensor=tensor,
-        sequence_parallel=tensor > 1,
-        pipeline=pipeline,
-        micro_batch=1,
-        global_batch=64,
-        sequence=256,
-        layers=tuple(map(len, stages)),
-        recompute=draw(st.sampled_from(["none", "full"])),
-        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
-        num_chunks=chunks,
-        balance=draw(st.sampled_from([None, EVENLY])),
-    )
+    changes: dict[str, Any] = {"hybrid": hybrid, "experts": Experts(8, 2, 256) if "E" in pattern else None}
+    changes |= {} if setup.model.gated else {"squared_relu": draw(st.booleans())}
+    changes |= {} if setup.model.learned_positions else {"no_positions": draw(st.booleans())}
+    parallel = setup.tensor > 1 and ("E" in pattern or setup.sequence_parallel)
+    return replace(setup, model=replace(setup.model, **changes), sequence_parallel=parallel)
 
 
 @settings(deadline=None, max_examples=100)
-@given(setups())
+@given(hybrids())
 def test_what_we_write_we_read(setup: Setup) -> None:
     """A device computes experts whole where tensor parallelism does not divide them: the launch says as much as the
     setup does."""
-    # Of all patterns the one that Megatron cannot be told.
-    assume(setup.model.hybrid is None or setup.model.hybrid.pattern != "--")
     flags = megatron_flags(setup)
     found = setup_from(flags, setup.cluster, 1000, "gpu")
     if setup.model.experts is not None:
