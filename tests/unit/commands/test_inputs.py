@@ -15,34 +15,8 @@ from hypothesis import strategies as st
 from bpipe.cli import main
 from bpipe.schedule.files.document import write_json
 from bpipe.schedule.files.text import write_csv
+from tests.support.readers import judges
 from tests.support.readers.damage import damaged_json, damaged_text
-from tests.support.readers.judges import (
-    CALIBRATION,
-    CAPTURED,
-    ROUTED,
-    SOUND_LAUNCH,
-    TRAINED,
-    balanced_texts,
-    cluster_texts,
-    config_texts,
-    damaged_cluster,
-    damaged_record,
-    judge_calibration,
-    judge_captured,
-    judge_cluster,
-    judge_config,
-    judge_launch,
-    judge_log,
-    judge_profile,
-    judge_record,
-    judge_report,
-    judge_schedule,
-    judge_trained,
-    log_texts,
-    profile_texts,
-    record_texts,
-    report_texts,
-)
 from tests.support.readers.outcome import Reader, Wrong
 from tests.unit.record.report.recorded import write_run
 
@@ -54,7 +28,7 @@ def test_a_node_of_many_devices_can_be_said(capsys: pytest.CaptureFixture[str]) 
 LAUNCH = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128".split()
 LAUNCH += ["--micro-batch-size", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
 LAYOUT = "--pipeline-model-parallel-layout"
-CONFIG = ROUTED
+CONFIG = judges.ROUTED
 GEMMA = {**CONFIG, "model_type": "gemma3_text", "num_experts": None, "sliding_window": 1024}
 SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8"]
 
@@ -177,18 +151,18 @@ def test_an_error_shows_what_steers_a_terminal(capsys: pytest.CaptureFixture[str
 
 
 READERS = {
-    "csv": Reader(balanced_texts(write_csv), damaged_text, judge_schedule),
-    "json": Reader(balanced_texts(write_json), damaged_json, judge_schedule),
-    "record": Reader(record_texts, damaged_record, judge_record),
-    "iterations": Reader(report_texts, damaged_json, judge_report),
-    "log": Reader(log_texts, damaged_text, judge_log),
-    "profile": Reader(profile_texts, damaged_json, judge_profile),
-    "config": Reader(config_texts, damaged_json, judge_config),
-    "cluster": Reader(cluster_texts, damaged_cluster, judge_cluster),
-    "calibration": Reader(lambda _: [json.dumps(CALIBRATION)], damaged_json, judge_calibration),
-    "trained": Reader(lambda _: [TRAINED], damaged_text, judge_trained),
-    "captured": Reader(lambda _: [CAPTURED], damaged_json, judge_captured),
-    "launch": Reader(lambda _: [SOUND_LAUNCH], damaged_text, judge_launch),
+    "csv": Reader(judges.balanced_texts(write_csv), damaged_text, judges.judge_schedule),
+    "json": Reader(judges.balanced_texts(write_json), damaged_json, judges.judge_schedule),
+    "record": Reader(judges.record_texts, judges.damaged_record, judges.judge_record),
+    "iterations": Reader(judges.report_texts, damaged_json, judges.judge_report),
+    "log": Reader(judges.log_texts, damaged_text, judges.judge_log),
+    "profile": Reader(judges.profile_texts, damaged_json, judges.judge_profile),
+    "config": Reader(judges.config_texts, damaged_json, judges.judge_config),
+    "cluster": Reader(judges.cluster_texts, judges.damaged_cluster, judges.judge_cluster),
+    "calibration": Reader(lambda _: [json.dumps(judges.CALIBRATION)], damaged_json, judges.judge_calibration),
+    "trained": Reader(lambda _: [judges.TRAINED], damaged_text, judges.judge_trained),
+    "captured": Reader(lambda _: [judges.CAPTURED], damaged_json, judges.judge_captured),
+    "launch": Reader(lambda _: [judges.SOUND_LAUNCH], damaged_text, judges.judge_launch),
 }
 
 
