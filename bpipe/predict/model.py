@@ -40,8 +40,6 @@ class Model:
     dropout: bool = True
     squared_relu: bool = False
     """Activation of an MLP without a gate."""
-    gated_gelu: bool = False
-    """The gate is a GELU."""
     qkv_bias: bool = False
     """Only the projections of Q, K and V have biases."""
     qk_norm: bool = False
@@ -51,12 +49,6 @@ class Model:
     window_pattern: tuple[int, ...] = EVERY_LAYER
     chunk: int | None = None
     """Tokens within which alone tokens attend; not modelled."""
-    post_norms: bool = False
-    """The outputs of attention and MLP are normed, too."""
-    capped_attention: bool = False
-    """Scores are capped by a tanh."""
-    capped_logits: bool = False
-    """Logits are capped by a tanh."""
     experts: Experts | None = None
     """Experts in place of the MLP, in some layers or all."""
     latent: Latent | None = None
@@ -122,9 +114,8 @@ class Model:
             f"layers with experts need {EXPERTS} in the pattern and their sizes: give both or neither (--num-experts)",
         )
         yield (
-            self.latent or self.post_norms or (experts and experts.pattern != EVERY_LAYER),
-            "hybrid layers have no latent attention, norms after attention or separate pattern of experts: leave one "
-            "of them out",
+            self.latent or (experts and experts.pattern != EVERY_LAYER),
+            "hybrid layers have no latent attention or separate pattern of experts: leave one of them out",
         )
         yield (
             self.mtp_num_layers is not None,
@@ -181,8 +172,8 @@ class Model:
 
     def check_attention(self, is_fused: bool, sequence: int) -> None:
         """Raise ValueError where attention over a sequence is not modelled."""
-        if not is_fused and (self.capped_attention or (self.window is not None and sequence > self.window)):
-            raise ValueError(f"{self.name}: windows and capped attention are modelled with attention flash only")
+        if not is_fused and self.window is not None and sequence > self.window:
+            raise ValueError(f"{self.name}: windows are modelled with attention flash only")
         if self.chunk is not None and sequence > self.chunk:
             raise ValueError(
                 f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, "

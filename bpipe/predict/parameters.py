@@ -34,7 +34,7 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
         return LayerParameters(matrices, hybrid.small_parameters, model.norm_parameters, 0)
     hidden, gates = model.hidden_size, 2 if model.gated else 1
     matrices, biases, replicated = _attention(model) if kind.attends else (0, 0, 0)
-    replicated += (2 if model.post_norms else 1) * kind.num_parts * model.norm_parameters
+    replicated += kind.num_parts * model.norm_parameters
     if kind.further:
         # A projection of two, a norm of each, and a final norm.
         matrices, replicated = matrices + 2 * hidden**2, replicated + 3 * model.norm_parameters

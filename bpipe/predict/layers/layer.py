@@ -117,10 +117,9 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
     per_width = element_bytes(setup) * num_tokens(setup)
     between = per_width * model.hidden_size / setup.sequence_shards
     inside = experts_touched_bytes(setup) if kind.experts else mlp_touched_bytes(setup) if kind.has_mlp else 0.0
-    # Norms of queries and keys read and write, as those behind attention and MLP; backward they read what went in and
-    # out, and write.
+    # Norms of queries and keys read and write; backward they read what went in and out, and write.
     normed = query_norms_bytes(setup) if kind.attends else 0.0
-    normed += 2 * between * model.post_norms + per_width * model.latent_ranks / setup.sequence_shards
+    normed += per_width * model.latent_ranks / setup.sequence_shards
     kernels, kernels_back = FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
     if kind.is_mamba:
         kernels, kernels_back = mamba.FORWARD_KERNELS, mamba.BACKWARD_KERNELS
@@ -215,8 +214,7 @@ def _fused_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: t
     """As Transformer Engine's layers keep it."""
     again = "mlp" in modules and kind.has_mlp and not kind.experts
     norms = 2 * kind.num_parts - again - norms_alone(setup, kind) * ("layernorm" in modules)
-    behind = (Saved("inputs of the norms behind attention and MLP", sent_bytes(setup), 2),) * setup.model.post_norms
-    around = (*norms_saved(setup, kind, norms), *behind, *dropout_saved(setup, kind.num_parts))
+    around = (*norms_saved(setup, kind, norms), *dropout_saved(setup, kind.num_parts))
     if kind.is_mamba:
         return (*around, *mamba.scan_saved(setup), *core)
     attention = attention_saved(setup, modules) if kind.attends else ()

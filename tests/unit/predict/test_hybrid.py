@@ -168,7 +168,6 @@ def test_unknown_patterns_are_refused(pattern: str, changes: dict[str, int], mes
         ({"hybrid": Hybrid("*-", 16)}, "the pattern has 2 layers, not 8"),
         ({"hybrid": Hybrid("*E" * 4, 16)}, "give both or neither"),
         ({"experts": Experts(8, 2, 512)}, "give both or neither"),
-        ({"post_norms": True}, "norms after attention"),
         ({"no_positions": True}, "learned positions and no positions exclude each other"),
     ],
 )
