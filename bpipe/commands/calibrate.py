@@ -42,8 +42,8 @@ def run(options: Options) -> None:
     # What is calibrated is the prediction as it stands.
     options.calibration = None
     reading = _reading(options)
-    every = filled(options, reading, ("pipeline", "global_batch"))
-    setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
+    filled_options = filled(options, reading, ("pipeline", "global_batch"))
+    setup, _ = budgeted(filled_options, setup_of(filled_options, cluster_of(filled_options, reading)))
     measured = None if options.run_of is None else _steady(Path(options.run_of), setup, options.warm_up)
     seconds = options.measured if measured is None else measured.median_s
     calibration = calibrate(setup, seconds, options.run_of or "--measured")

@@ -99,14 +99,14 @@ COMMAND = command(
 def run(asked: Options) -> int:
     reading = reading_of(asked, SEARCHED_FLAGS.flags)
     # The search chooses these whatever the launch says; `yours` below is the launch as it is.
-    every = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
+    filled_options = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
     options = Options(
-        **{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}}
+        **{**vars(filled_options), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}}
     )
     yours = None if reading is None else _yours(asked, reading)
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --gbs")
-    space = _space(asked, options, _contexts(asked, every, reading), reading)
+    space = _space(asked, options, _contexts(asked, filled_options, reading), reading)
     # A search makes millions of small values, hardly any in a cycle: collecting cycles took a fifth of its time.
     gc.set_threshold(200_000, 20, 100)
     if options.front:
@@ -243,13 +243,13 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
     launched = {name: None for name in (flag.field for flag in CONFIGURATION.flags) if name not in ("memory", "hosts")}
     options = Options(**{**vars(asked), **launched, "no_sequence_parallel": False})
     try:
-        every = filled(options, reading, ())
-        if every.balance == BALANCES[0]:
-            every.memory = None
-        profile, traced = measured_of(every)
-        own = setup_of(every, _budgeted(cluster_of(every, reading), asked.memory))
-        setup, _ = budgeted(every, replace(own, traced=traced), profile)
-        prediction = predict(setup, profile, formula=every.flops_formula)
+        launched_options = filled(options, reading, ())
+        if launched_options.balance == BALANCES[0]:
+            launched_options.memory = None
+        profile, traced = measured_of(launched_options)
+        own = setup_of(launched_options, _budgeted(cluster_of(launched_options, reading), asked.memory))
+        setup, _ = budgeted(launched_options, replace(own, traced=traced), profile)
+        prediction = predict(setup, profile, formula=launched_options.flops_formula)
         return Candidate(prediction, LAUNCH, refused=refused_launch(setup, reading))
     except ValueError as error:
         return str(error)
@@ -420,9 +420,9 @@ def print_front(front: Front, space: Space, options: Options, plot: Path | None)
         print_json({"answer": answer_document(answer), "front": front_document(front), "stock": stock})
         return
     head = f"{front.num_configurations} configurations, of which {front.num_simulated} were simulated"
-    most = f"{gib_text(front.most_bytes)} GiB per device"
+    largest = f"{gib_text(front.most_bytes)} GiB per device"
     if not front.points:
-        _tell(answer, [f"{head}: none needs less than {most}, {float(MOST_TIMES):g} times its memory"])
+        _tell(answer, [f"{head}: none needs less than {largest}, {float(MOST_TIMES):g} times its memory"])
         return
     needs = list(dict.fromkeys(need for row in front.points for need in needs_of_setup(row.setup)))
     rows = []
@@ -435,7 +435,7 @@ def print_front(front: Front, space: Space, options: Options, plot: Path | None)
     _tell(
         answer,
         [
-            f"{head}: the fastest for every amount of memory up to {most}",
+            f"{head}: the fastest for every amount of memory up to {largest}",
             *calibration_lines(space.cluster),
             table(("", "", *_OF_POINTS, "needs"), rows),
             legend(row.setup for row in front.points),

@@ -150,13 +150,13 @@ def predict_costs(setup: Setup) -> Costs:
 
 
 def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[StageCost]:
-    every, parts = setup.stage_layers, part_seconds(setup)
+    stage_layers, parts = setup.stage_layers, part_seconds(setup)
     saved = stage_bytes(setup)
     after_input, buckets = after_input_bytes(setup), stage_buckets(setup)
     stages = []
     # Of hundreds of stages nearly all are alike.
     costs: dict[tuple[object, ...], StageCost] = {}
-    for stage, layers in enumerate(every):
+    for stage, layers in enumerate(stage_layers):
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]

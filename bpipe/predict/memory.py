@@ -333,8 +333,8 @@ def _sizes(setup: Setup) -> list[list[_Size]]:
     """By rank and chunk."""
     saved = least_saved_bytes(setup)
     kept = [stage.keys_bytes for stage in kept_memory(setup)] or [0] * setup.num_stages
-    every = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
-    return [every[rank :: setup.pipeline] for rank in range(setup.pipeline)]
+    sizes = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
+    return [sizes[rank :: setup.pipeline] for rank in range(setup.pipeline)]
 
 
 def _held(sizes: Sequence[_Size], counts: Sequence[int]) -> int:

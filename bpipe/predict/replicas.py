@@ -70,8 +70,8 @@ def _host_bytes_per_s(setup: Setup) -> float:
     """Bandwidth of a device to its node's memory, while all devices of the node use theirs."""
     device = setup.cluster.device
     shared = device.host_node_bytes_per_s
-    each = device.host_bytes_per_s if shared is None else shared / setup.cluster.devices_per_node
-    return min(device.host_bytes_per_s, each)
+    bytes_per_s = device.host_bytes_per_s if shared is None else shared / setup.cluster.devices_per_node
+    return min(device.host_bytes_per_s, bytes_per_s)
 
 
 def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:

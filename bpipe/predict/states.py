@@ -61,8 +61,8 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
 
 def _by_stage(setup: Setup, of_kind: Mapping[LayerKind, int]) -> list[int]:
     """Return the sums over each stage's layers."""
-    held = setup.model.num_held
-    return [sum(held(kind, number) * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
+    num_held = setup.model.num_held
+    return [sum(num_held(kind, number) * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
 
 
 def _of_experts(setup: Setup, kind: LayerKind) -> int:

@@ -105,13 +105,13 @@ class Parser(argparse.ArgumentParser):
 
     def check_flags(self, arguments: Sequence[str]) -> None:
         """Exit with the nearest flag to the first unknown one: argparse itself would first miss a required flag."""
-        known = self._option_string_actions
+        actions = self._option_string_actions
         # A word with a space is a value that contains flags.
         words = (word for word in takewhile(lambda word: word != "--", arguments) if " " not in word)
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        wrong = next((flag for flag in flags if flag not in known), None)
+        wrong = next((flag for flag in flags if flag not in actions), None)
         if wrong is not None and not {*_HELP} & set(arguments):
-            meant = nearest(wrong, (flag for flag in known if flag.startswith("--")))
+            meant = nearest(wrong, (flag for flag in actions if flag.startswith("--")))
             self.error(f"unknown flag {wrong}{meant and ','}{meant}")
 
     def error(self, message: str) -> NoReturn:

@@ -47,8 +47,8 @@ def settle_pattern(args: Options, notes: list[str]) -> None:
             raise ValueError(f"{PATTERN} and {OLD_PATTERN} exclude each other: give the first")
         args.hybrid_layer_pattern = args.hybrid_override_pattern
     if args.spec is not None and (tuple(args.spec) not in _STACKS or args.hybrid_layer_pattern is None):
-        given = " ".join(args.spec)[:80]
-        raise ValueError(f"--spec {given}: layers of a custom specification are not modelled; leave the flag out")
+        text = " ".join(args.spec)[:80]
+        raise ValueError(f"--spec {text}: layers of a custom specification are not modelled; leave the flag out")
     if args.hybrid_layer_pattern is None:
         if args.is_hybrid_model:
             raise ValueError(f"--is-hybrid-model does not say which layers the model has: give {PATTERN}, too")

@@ -133,9 +133,9 @@ def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
     left = num_layers - sum(first) - sum(last) + split.count_embedding + split.count_loss
     ranks = pipeline - len(first) - len(last)
     if ranks < 0 or left < 0 or (not ranks and left) or (ranks and left % ranks):
-        given = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
-        given += [COUNT_EMBEDDING] * split.count_embedding + [COUNT_LOSS] * split.count_loss
-        besides = f" with {' '.join(given)}" if given else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
+        flags = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
+        flags += [COUNT_EMBEDDING] * split.count_embedding + [COUNT_LOSS] * split.count_loss
+        besides = f" with {' '.join(flags)}" if flags else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
         raise ValueError(
             f"--num-layers {num_layers} cannot be divided evenly over --pipeline-model-parallel-size {pipeline}{besides}"
         )

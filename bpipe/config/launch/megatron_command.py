@@ -152,8 +152,8 @@ def devices_of(launcher: Sequence[str]) -> tuple[int, int] | None:
         raise ValueError(
             f"{values['nnodes'][:40]} nodes of {values['nproc_per_node'][:40]} processes: give at most 99999 of each"
         )
-    nodes, each = int(values["nnodes"]), int(values["nproc_per_node"])
-    return (nodes, each) if nodes and each else None
+    nodes, per_node = int(values["nnodes"]), int(values["nproc_per_node"])
+    return (nodes, per_node) if nodes and per_node else None
 
 
 def _model(args: Options, notes: list[str]) -> dict[str, Any]:
@@ -229,9 +229,9 @@ def _context(args: Options) -> dict[str, Any]:
         return {}
     ways = set(args.cp_comm_type)
     if len(ways) > 1 or not ways <= set(CP_COMM_TYPES):
-        given = " ".join(args.cp_comm_type)[:60]
+        text = " ".join(args.cp_comm_type)[:60]
         raise ValueError(
-            f"--cp-comm-type {given}: only one of {', '.join(CP_COMM_TYPES)} for all layers is modelled; give one of "
+            f"--cp-comm-type {text}: only one of {', '.join(CP_COMM_TYPES)} for all layers is modelled; give one of "
             "them"
         )
     return {"context": args.context_parallel_size, "cp_comm_type": ways.pop()}

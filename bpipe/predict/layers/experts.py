@@ -74,7 +74,7 @@ def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tup
 def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
     """Return the scores, weights and order of tokens."""
     tokens = local_tokens(setup)
-    chosen, every = tokens * experts.top_k, tokens * experts.num_experts
+    chosen, num_scores = tokens * experts.top_k, tokens * experts.num_experts
     scores = Saved("softmax of the chosen scores", SCORE_BYTES * chosen)
     if experts.sigmoid:
         # A score of 1 needs no division.
@@ -83,20 +83,20 @@ def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
             if experts.top_k > 1
             else ()
         )
-        rows: tuple[Saved, ...] = (Saved("sigmoids of all scores", SCORE_BYTES * every), *divided)
+        rows: tuple[Saved, ...] = (Saved("sigmoids of all scores", SCORE_BYTES * num_scores), *divided)
     else:
         rows = (scores,)
     rows = (*rows, Saved("numbers of the chosen experts", NUMBER_BYTES * chosen))
     weights = element_bytes(setup) * routed_tokens(setup)
     if setup.routing.dispatcher == "allgather":
-        all_tokens = every * setup.expert_tensor
+        all_tokens = num_scores * setup.expert_tensor
         mask, gathered = (
             Saved("mask of this device's tokens", all_tokens),
             Saved("their scores", element_bytes(setup) * all_tokens),
         )
         return (*rows, mask, gathered, *((Saved("weights of tokens", weights),) * (setup.kernels == "gpu")))
     # Where experts are padded to a capacity a list of the taken replaces one of all pairs of a token and an expert.
-    order = NUMBER_BYTES * (routed_tokens(setup) if setup.routing.padded else every)
+    order = NUMBER_BYTES * (routed_tokens(setup) if setup.routing.padded else num_scores)
     return (*rows, Saved("order of tokens by experts", order), Saved("weights of tokens", weights))
 
 
@@ -127,9 +127,9 @@ def experts_after_input(setup: Setup) -> tuple[Saved, ...]:
     )
     if not experts.shared_size:
         return rows
-    every = element_bytes(setup) * num_tokens(setup)
-    inside = Saved("inside of the shared experts", shard_size((1 + gates) * every * experts.shared_size, setup.tensor))
-    return (*rows, inside, Saved("gradient behind the shared experts", every * model.hidden_size))
+    dense = element_bytes(setup) * num_tokens(setup)
+    inside = Saved("inside of the shared experts", shard_size((1 + gates) * dense * experts.shared_size, setup.tensor))
+    return (*rows, inside, Saved("gradient behind the shared experts", dense * model.hidden_size))
 
 
 def experts_working_bytes(setup: Setup) -> int:

@@ -165,9 +165,9 @@ def test_a_restarted_run_is_compared_where_both_have_iterations(
     assert compare(whole, restarted) == 2
     assert "1 iteration only in one run: A has 3 (1 to 3), B has 2 (2 to 3); " in capsys.readouterr().err
     assert compare(whole, restarted, "--common") == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "note: 1 iteration only in one run, not compared" in said
-    assert said[-1] == "identical: all numbers of 2 iterations agree to the last bit"
+    printed = capsys.readouterr().out.splitlines()
+    assert "note: 1 iteration only in one run, not compared" in printed
+    assert printed[-1] == "identical: all numbers of 2 iterations agree to the last bit"
 
 
 def test_a_difference_counts_even_where_iterations_are_missing(tmp_path: Path) -> None:
@@ -228,13 +228,13 @@ def test_json_says_the_same(pair: tuple[Path, Path], tmp_path: Path, capsys: pyt
     assert compare(*pair, "--output", file) == 1
     assert capsys.readouterr().out
     assert compare(*pair, "--format", "json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads(file.read_text())
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads(file.read_text())
     expected = {"equal": False, "exact": True, "tolerance": 0.0, "iterations": 3, "in_one_only": 0}
-    assert expected.items() <= found.items()
-    assert found["differences"] == [{"iteration": 3, "name": "grad_norm", "a": 0.3, "b": "nan"}]
-    assert found["iteration_s_ratio"] == {"median": 1.125, "low": 1.0, "high": 1.25}
-    a, b = found["a"], found["b"]
+    assert expected.items() <= result.items()
+    assert result["differences"] == [{"iteration": 3, "name": "grad_norm", "a": 0.3, "b": "nan"}]
+    assert result["iteration_s_ratio"] == {"median": 1.125, "low": 1.0, "high": 1.25}
+    a, b = result["a"], result["b"]
     assert (a["balanced"], b["balanced"], a["first_loss"], b["last_loss"]) == (False, True, 5.5, 0.1)
     assert a["iteration_s"] == {"median": 1.0, "low": 1.0, "high": 8.0}
     peaks = {f"{kind}_{unit}": 3 * size for kind in ("peak", "predicted") for unit, size in UNITS.items()}
@@ -358,10 +358,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_json_of_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--iteration", "7", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["iterations"], found["warm_up_iteration"], found["differences"]) == ([7], 5, [])
-    assert found["totals"]["pipeline_s"] == pytest.approx(found["totals"]["predicted_pipeline_s"])
-    assert len(found["stages"]) == 8
+    result = json.loads(capsys.readouterr().out)
+    assert (result["iterations"], result["warm_up_iteration"], result["differences"]) == ([7], 5, [])
+    assert result["totals"]["pipeline_s"] == pytest.approx(result["totals"]["predicted_pipeline_s"])
+    assert len(result["stages"]) == 8
 
 
 def test_a_page_and_a_trace(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

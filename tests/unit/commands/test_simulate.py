@@ -20,8 +20,8 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def document(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(said([arguments[0], "--format", "json", *arguments[1:]], capsys))
-    return found
+    result: dict[str, Any] = json.loads(said([arguments[0], "--format", "json", *arguments[1:]], capsys))
+    return result
 
 
 def test_each_side_is_the_command_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:

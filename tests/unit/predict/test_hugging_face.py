@@ -87,8 +87,8 @@ def test_a_launch_says_the_same_of_layers(name: str, tmp_path: Path) -> None:
     """There and back through Megatron's flags: experts, latent attention, windows, and how tokens come to experts."""
     model = model_of(tmp_path, name)
     routing = Routing(2, 1, "flex", 1.25, True) if model.experts else Routing()
-    mine = setup_of(model, routing=routing)
-    options = read_command(megatron_flags(mine)).options
+    ours = setup_of(model, routing=routing)
+    options = read_command(megatron_flags(ours)).options
     assert (options.get("experts"), options.get("latent"), options.get("window")) == (
         model.experts,
         model.latent,
@@ -97,13 +97,13 @@ def test_a_launch_says_the_same_of_layers(name: str, tmp_path: Path) -> None:
     assert options.get("routing", Routing()) == routing
     assert options["qk_layernorm"] is model.qk_norm
     back = setup_from(
-        [*megatron_flags(mine), "--vocab-size", str(model.vocabulary)], mine.cluster, model.vocabulary, "gpu"
+        [*megatron_flags(ours), "--vocab-size", str(model.vocabulary)], ours.cluster, model.vocabulary, "gpu"
     )
     assert [back.model.kind(layer) for layer in range(model.num_layers)] == [
         model.kind(layer) for layer in range(model.num_layers)
     ]
-    assert rank_parameters(back) == rank_parameters(mine)
-    assert layer_seconds(back) == layer_seconds(mine)
+    assert rank_parameters(back) == rank_parameters(ours)
+    assert layer_seconds(back) == layer_seconds(ours)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_a_launch_says_the_same_of_layers(name: str, tmp_path: Path) -> None:
 )
 def test_the_flags_say_which_model_it_is(name: str, flags: list[str], tmp_path: Path) -> None:
     """A launch of Qwen trained without biases, and without its norms."""
-    mine = setup_of(model_of(tmp_path, name))
-    said = megatron_flags(mine)
+    ours = setup_of(model_of(tmp_path, name))
+    words = megatron_flags(ours)
     switches = {"--squared-relu", "--swiglu", "--add-qkv-bias", "--qk-layernorm"}
-    assert set(flags) <= set(said)
-    assert switches & set(said) == switches & set(flags)
-    options = read_command(said).options
-    model = mine.model
+    assert set(flags) <= set(words)
+    assert switches & set(words) == switches & set(flags)
+    options = read_command(words).options
+    model = ours.model
     assert (options["squared_relu"], options["add_qkv_bias"], options["qk_layernorm"]) == (
         model.squared_relu,
         model.qkv_bias,
@@ -135,9 +135,9 @@ def test_windows_make_attention_shorter(tmp_path: Path) -> None:
     model = model_of(tmp_path, "Mistral-7B", sliding_window=2048)
     with pytest.raises(ValueError, match="windows are modelled with attention flash only"):
         setup_of(model, attention="unfused")
-    mine, rates = setup_of(model), Rates.of(setup_of(model))
-    assert core_seconds(mine, rates, 2048)[0] == pytest.approx(0.75 * core_seconds(mine, rates)[0])
-    assert layer_seconds(mine)[0] < layer_seconds(setup_of(replace(model, window=None)))[0]
+    ours, rates = setup_of(model), Rates.of(setup_of(model))
+    assert core_seconds(ours, rates, 2048)[0] == pytest.approx(0.75 * core_seconds(ours, rates)[0])
+    assert layer_seconds(ours)[0] < layer_seconds(setup_of(replace(model, window=None)))[0]
     assert layer_seconds(setup_of(model, sequence=2048)) == layer_seconds(
         setup_of(replace(model, window=None), sequence=2048)
     )

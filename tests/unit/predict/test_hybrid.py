@@ -105,8 +105,8 @@ def test_attention_and_mlp_apart_are_a_layer(more: dict[str, Any]) -> None:
     assert stage_bytes(whole) == stage_bytes(apart)
     assert after_input_bytes(whole) == after_input_bytes(apart)
     assert [row.weights_bytes for row in predict_memory(whole)] == [row.weights_bytes for row in predict_memory(apart)]
-    for mine, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
-        assert (mine.forward_s, mine.backward_s, mine.weight_s) == pytest.approx(
+    for ours, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
+        assert (ours.forward_s, ours.backward_s, ours.weight_s) == pytest.approx(
             (other.forward_s, other.backward_s, other.weight_s)
         )
 

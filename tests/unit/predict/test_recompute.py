@@ -135,8 +135,8 @@ def test_layers_of_a_stage_equal_a_count_one_by_one(
     model = replace(
         LLAMA.model, num_layers=60, experts=Experts(8, 2, 4096, pattern=experts), window=64, window_pattern=windows
     )
-    found, first = stage_layers(model, recompute, tuple(stages)), 0
-    for of_stage, number in zip(found, stages, strict=True):
+    result, first = stage_layers(model, recompute, tuple(stages)), 0
+    for of_stage, number in zip(result, stages, strict=True):
         every = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
         assert {(kind, scope): count for kind, scope, count in of_stage if count} == every
         first += number

@@ -55,10 +55,10 @@ def test_what_we_write_we_read(setup: Setup) -> None:
     """A device computes experts whole where tensor parallelism does not divide them: the launch says as much as the
     setup does."""
     flags = megatron_flags(setup)
-    found = setup_from(flags, setup.cluster, 1000, "gpu")
+    result = setup_from(flags, setup.cluster, 1000, "gpu")
     if setup.model.experts is not None:
         setup = replace(setup, routing=replace(setup.routing, expert_tensor=setup.expert_tensor))
-    assert found == setup
+    assert result == setup
     assert read_command([*flags, "--vocab-size", "1000"]).not_considered == ()
 
 
@@ -72,7 +72,7 @@ def test_what_megatron_takes_for_granted() -> None:
     """The old flag, the old stack, a number of layers that the pattern overrides, and as many heads as twice the
     hidden size has."""
     words = ("--hybrid-override-pattern", "M-M*", "--is-hybrid-model", "--num-layers", "8", "--mamba-head-dim", "128")
-    found = read(
+    result = read(
         *words,
         "--spec",
         "megatron.core.models.mamba.mamba_layer_specs",
@@ -80,10 +80,10 @@ def test_what_megatron_takes_for_granted() -> None:
         "--position-embedding-type",
         "none",
     )
-    assert found.options["hybrid"] == Hybrid("M-M*", 8, 128, 128, 8)
-    assert found.options["num_layers"] == 4
-    assert found.options["no_positions"] is True
-    assert any("has 4 layers, and Megatron uses those instead of --num-layers 8" in note for note in found.notes)
+    assert result.options["hybrid"] == Hybrid("M-M*", 8, 128, 128, 8)
+    assert result.options["num_layers"] == 4
+    assert result.options["no_positions"] is True
+    assert any("has 4 layers, and Megatron uses those instead of --num-layers 8" in note for note in result.notes)
 
 
 SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs"

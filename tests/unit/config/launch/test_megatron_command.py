@@ -251,9 +251,9 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
         "--recompute-method block without --recompute-num-layers is not modelled: choose what to predict instead"
         in error
     )
-    said = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
-    assert main([*said, *launch, *uniform, "--my-own-flag"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    command = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
+    assert main([*command, *launch, *uniform, "--my-own-flag"]) == 0
+    result = json.loads(capsys.readouterr().out)
     wanted = {
         "recompute": "none",
         "micro_batch": 2,
@@ -262,15 +262,15 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
         "layers": [2, 2, 2, 2],
         "precision": "fp32",
     }
-    assert wanted.items() <= found["configuration"].items()
-    assert found["launch"] == {
+    assert wanted.items() <= result["configuration"].items()
+    assert result["launch"] == {
         "notes": [
             "--attention-backend auto is predicted as flash",
             "Megatron's parser does not know --my-own-flag; ignore this if your script adds it",
         ],
         "not_considered": ["--my-own-flag"],
     }
-    assert main([*said, "--pp", "8", *launch, *uniform]) == 0
+    assert main([*command, "--pp", "8", *launch, *uniform]) == 0
     assert json.loads(capsys.readouterr().out)["configuration"]["layers"] == [1] * 8, (
         "layers of 4 stages say nothing of 8"
     )
@@ -305,9 +305,9 @@ def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]
     assert "does not fit: rank 0 needs 81.4" in text
     assert "t=4 p=8 d=1 b=2 recompute selective 1f1b balanced" in text
     assert main([*arguments, "--format", "json", "--", *launch.split()]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["launch"]["as_it_stands"]["fits"] is False
-    assert found["rows"][0]["fits"] is True
+    result = json.loads(capsys.readouterr().out)
+    assert result["launch"]["as_it_stands"]["fits"] is False
+    assert result["rows"][0]["fits"] is True
     assert main(["plan", "--cluster", "a100-80g:3x8", "--rows", "1", "--schedule", "1f1b", "--", *launch.split()]) in (
         0,
         3,
@@ -348,8 +348,8 @@ def megatrons() -> dict[str, dict[str, Any]]:
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     line = next(line for line in ended.stdout.splitlines() if line.startswith("FLAGS "))
-    found: dict[str, dict[str, Any]] = json.loads(line.removeprefix("FLAGS "))
-    return found
+    result: dict[str, dict[str, Any]] = json.loads(line.removeprefix("FLAGS "))
+    return result
 
 
 @pytest.mark.timeout(120)

@@ -111,7 +111,7 @@ def rows_of_plans() -> list[Setup]:
             distributed_optimizer=False,
         ),
     ]
-    return [found.prediction.setup for space in spaces for found in search(space, num_rows=4).rows]
+    return [result.prediction.setup for space in spaces for result in search(space, num_rows=4).rows]
 
 
 @pytest.mark.slow
@@ -122,8 +122,8 @@ def test_megatron_validates_them_and_means_the_same() -> None:
     # Beside what a budget balances.
     assert {row.balance for row in rows if row.activation_budget is None} == {None, EVENLY}
     assert any(row.num_chunks > 1 for row in rows)
-    found = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
-    for row, args in zip(rows, found, strict=True):
+    result = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
+    for row, args in zip(rows, result, strict=True):
         assert args == expected(row), " ".join(megatron_flags(row))
 
 

@@ -142,11 +142,11 @@ class TestMegatron:
         file = tmp_path / "launch.json"
         file.write_text(write_launches([{"words": words, "environment": {}}]))
         assert main(["check-launch", "--launch", str(file)]) == 2
-        said = capsys.readouterr()
-        assert "refused  Megatron  Mismatch: 19 middle layers remaining" in said.out
-        assert "\njudged by the parser and validation of megatron-core" in said.out
-        assert said.out.endswith("this launch is refused: it would end at its start\n")
-        assert said.err == "asking Megatron's own parser and validation, about five seconds\n"
+        printed = capsys.readouterr()
+        assert "refused  Megatron  Mismatch: 19 middle layers remaining" in printed.out
+        assert "\njudged by the parser and validation of megatron-core" in printed.out
+        assert printed.out.endswith("this launch is refused: it would end at its start\n")
+        assert printed.err == "asking Megatron's own parser and validation, about five seconds\n"
         for command in ("simulate", "fit", "plan"):
             assert main([command, "--cluster", "h100-80g", "--launch", str(file)]) == 2
             assert "bpipe: error: Megatron refuses this launch: Mismatch: 19 middle" in capsys.readouterr().err
@@ -171,8 +171,8 @@ def test_without_megatron_our_table_judges_and_says_so(
     monkeypatch.setattr(validation, "is_installed", lambda: False)
     validation.judge.cache_clear()
     assert main(["check-launch", "--format", "json", "--", *BASE.split(), "--num-layers", "7", "--fp16"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["judged_by"].startswith("judged without Megatron: it is not installed here; pip install")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["judged_by"].startswith("judged without Megatron: it is not installed here; pip install")
     validation.judge.cache_clear()
 
 
