@@ -75,6 +75,11 @@ class DeviceKind:
             return self.inside_bytes_per_s
         return self.inside_bytes_per_s * min(max(1, number - 1), self.mesh_links) / self.mesh_links
 
+    def host_among(self, number: float) -> float:
+        """Return a device's bandwidth to its node's memory while `number` devices of the node use theirs."""
+        shared = self.host_node_bytes_per_s
+        return self.host_bytes_per_s if shared is None else min(self.host_bytes_per_s, shared / max(1.0, number))
+
 
 # Network: one port per device, eight of 200 Gbit/s in a DGX A100, eight of 400 Gbit/s in a DGX H100, H200 and B200.
 #

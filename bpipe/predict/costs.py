@@ -69,7 +69,7 @@ def _host_bytes_per_s(setup: Setup) -> float:
     # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it
     # does.
     part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)
-    return min(device.host_bytes_per_s, device.host_node_bytes_per_s / max(1.0, part * cluster.devices_per_node))
+    return device.host_among(part * cluster.devices_per_node)
 
 
 def one_sided(nodes: tuple[int, ...], hosts: Hosts) -> frozenset[int]:
