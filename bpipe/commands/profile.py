@@ -66,17 +66,10 @@ def flags(options: Options) -> list[str]:
     """Return Megatron's flags for one replica and what to time of it."""
     model = model_of(options)
     # One pipeline stage with all layers; nothing of the device goes into what is measured.
+    cluster = Cluster(next(iter(DEVICES.values())), 1, options.tensor)
+    cut = (model, cluster, options.tensor, 1, 1, 1, model.sequence, (model.num_layers,))
     setup = Setup(
-        model=model,
-        cluster=Cluster(next(iter(DEVICES.values())), 1, options.tensor),
-        tensor=options.tensor,
-        pipeline=1,
-        micro_batch=1,
-        global_batch=1,
-        sequence=model.sequence,
-        layers=(model.num_layers,),
-        recompute=options.recompute,
-        attention=options.attention,
+        *(*cut, options.recompute, options.attention),
         precision=options.precision,
         sequence_parallel=not options.no_sequence_parallel,
     )

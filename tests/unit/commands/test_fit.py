@@ -35,16 +35,7 @@ FLAGS = ["--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tp", "4", "--pp"
 FLAGS += ["--recompute", "selective", "--attention", "unfused", "--precision", "fp16"]
 LAYERS = (10,) * 8
 SETUP = Setup(
-    PRESETS["gpt3-96b"],
-    parse_cluster("a100-80g:4x8"),
-    4,
-    8,
-    2,
-    128,
-    2048,
-    LAYERS,
-    "selective",
-    "unfused",
+    *(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 4, 8, 2, 128, 2048, LAYERS, "selective", "unfused"),
     precision="fp16",
 )
 

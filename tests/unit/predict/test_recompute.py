@@ -30,18 +30,7 @@ from bpipe.predict.tensor_parallel import exposed, gather_s
 from bpipe.predict.training import Fp8
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
-BIASED = Setup(
-    PRESETS["gpt3-96b"],
-    parse_cluster("a100-80g:4x8"),
-    4,
-    8,
-    1,
-    128,
-    2048,
-    (10,) * 8,
-    recompute="none",
-    attention="unfused",
-)
+BIASED = Setup(*(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 4, 8, 1, 128, 2048, (10,) * 8, "none", "unfused"))
 MIXED = replace(
     LLAMA,
     model=replace(
