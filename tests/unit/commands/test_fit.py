@@ -2,7 +2,6 @@
 says."""
 
 import json
-import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -95,15 +94,6 @@ def test_a_way_launches_as_it_says() -> None:
         assert predict(again).timing.iteration_s == pytest.approx(way.prediction.timing.iteration_s), way.name
         assert peak_bytes(again) == way.prediction.peak_bytes, way.name
         assert {flag for flag, _ in groups(words)} & CHOSEN
-
-
-def test_a_launch_gets_its_difference(capsys: pytest.CaptureFixture[str]) -> None:
-    launch = shlex.join(megatron_flags(SETUP))
-    assert main(["fit", "--cluster", "a100-80g:4x8", "--vocab-size", "51200", "--", *shlex.split(launch)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "does not fit" in lines[0]
-    assert any(line.endswith("balance within pairs") for line in lines)
-    assert any(line.endswith("the launch with --bpipe") for line in lines)
 
 
 def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,8 @@ from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
 from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.model import PRESETS, Model
+from bpipe.predict.model import Model
 from bpipe.predict.training import FP8_FORMATS, FP8_RECIPES, Fp8
 
 SMALL = ("--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 1000").split()
@@ -146,17 +145,6 @@ def test_two_pipes_of_arguments_are_counted_as_the_schedule_counts_them() -> Non
     pipes = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "bpipe_num_pipes": 2}
     args = arguments(**pipes, bpipe_schedule="chimera")
     assert read_settings(MegatronSettings.from_args(args)).options == by_flags
-
-
-def test_the_rows_of_the_presets_come_back() -> None:
-    model = PRESETS["llama3-405b"]
-    layers = split_layers(126, 64, allow_uneven=True)
-    assert layers is not None
-    cut = (parse_cluster("h100-80g:16x8"), 8, 16, 1, 64, 8192, layers, "full")
-    setup = Setup(model, *cut, schedule="interleaved-1f1b", num_chunks=4)
-    options = read_command([*megatron_flags(setup), "--vocab-size", "128256"]).options
-    assert options["layers"] == layers
-    assert (options["chunks"], options["num_query_groups"], options["ffn_hidden_size"]) == (4, 8, 53248)
 
 
 def test_shards_of_the_output_layer_are_read() -> None:
