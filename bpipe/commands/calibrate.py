@@ -10,7 +10,7 @@ from bpipe.commands.launch import CONFIGURED, cluster_of, lines, words_of
 from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import print_json, tell
 from bpipe.config.flags import outputs
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
 from bpipe.config.launch.megatron_settings import read_log
 from bpipe.plan.calibrate import Calibration, Ran, Steady, calibrate, steady
@@ -19,23 +19,19 @@ from bpipe.plan.options import filled, setup_of
 from bpipe.predict.layout import Setup
 from bpipe.record.compare import read_training
 
-COMMAND = Command(
-    (
-        Group("run", (outputs.RUN, outputs.MEASURED, outputs.WARM_UP)),
-        *CONFIGURED,
-        Group("output", (outputs.OUTPUT, outputs.FORMAT)),
+COMMAND = command(
+    group("run", outputs.RUN, outputs.MEASURED, outputs.WARM_UP),
+    *CONFIGURED,
+    group("output", outputs.OUTPUT, outputs.FORMAT),
+    Task(
+        "compare a log with its prediction",
+        "bpipe calibrate train.log --cluster h100-80g:4x8 --output cluster.json",
+        "run_of cluster warm_up output",
     ),
-    (
-        Task(
-            "compare a log with its prediction",
-            "bpipe calibrate train.log --cluster h100-80g:4x8 --output cluster.json",
-            ("run_of", "cluster", "warm_up", "output"),
-        ),
-        Task(
-            "describe the run by flags",
-            "bpipe calibrate --measured 12.5 --model gpt3-13b --cluster a100-80g:4 --pp 4 --gbs 8",
-            ("measured", "model", "tensor", "pipeline", "micro_batch", "global_batch"),
-        ),
+    Task(
+        "describe the run by flags",
+        "bpipe calibrate --measured 12.5 --model gpt3-13b --cluster a100-80g:4 --pp 4 --gbs 8",
+        "measured model tensor pipeline micro_batch global_batch",
     ),
 )
 
@@ -46,8 +42,8 @@ def run(options: Options) -> None:
     # What is calibrated is the prediction as it stands.
     options.calibration = None
     reading = _reading(options)
-    every = filled(options, reading, ("pipeline", "global_batch"))
-    setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
+    filled_options = filled(options, reading, ("pipeline", "global_batch"))
+    setup, _ = budgeted(filled_options, setup_of(filled_options, cluster_of(filled_options, reading)))
     measured = None if options.run_of is None else _steady(Path(options.run_of), setup, options.warm_up)
     seconds = options.measured if measured is None else measured.median_s
     calibration = calibrate(setup, seconds, options.run_of or "--measured")
@@ -137,6 +133,4 @@ def _check_recorded(folder: Path, setup: Setup) -> None:
     }
     for name, (recorded_value, value) in pairs.items():
         if recorded_value != value:
-            raise ValueError(
-                f"the run had {name} {recorded_value}, the given configuration has {value}: give the one that ran"
-            )
+            raise ValueError(f"the run had {name} {recorded_value}, not {value}: give the configuration that ran")

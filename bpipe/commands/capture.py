@@ -6,30 +6,24 @@ from pathlib import Path
 
 from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
-from bpipe.config.flags.flag import Command, Flag, Group, Options, Task
+from bpipe.config.flags.flag import Flag, Options, Task, command, group
 from bpipe.config.flags.parser import REST
 from bpipe.config.flags.values import seconds
 from bpipe.config.launch.capture import capture, command_line, write_launches
 from bpipe.values import printable
 
-COMMAND = Command(
-    (
-        Group(
-            "",
-            (
-                Flag(REST, "", "after --: the command that starts the training", "COMMAND", default=(), count="*"),
-                outputs.OUTPUT,
-                outputs.FORMAT,
-                Flag("timeout", "--timeout", "seconds after which the script is ended", "S", seconds, default=60.0),
-            ),
-        ),
+COMMAND = command(
+    group(
+        "",
+        Flag(REST, "", "after --: the command that starts the training", "COMMAND", default=(), count="*"),
+        outputs.OUTPUT,
+        outputs.FORMAT,
+        Flag("timeout", "--timeout", "seconds after which the script is ended", "S", seconds, default=60.0),
     ),
-    (
-        Task(
-            "capture what a script launches, and predict it",
-            "bpipe capture --output launch.json -- bash train.sh",
-            (REST, "output", "timeout"),
-        ),
+    Task(
+        "capture what a script launches, and predict it",
+        "bpipe capture --output launch.json -- bash train.sh",
+        "megatron output timeout",
     ),
 )
 _BEFORE = """\

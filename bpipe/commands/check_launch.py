@@ -7,16 +7,15 @@ from bpipe.commands.launch import flags_of, judgement_of, words_of
 from bpipe.commands.terminal import print_json, table, tell
 from bpipe.config.features.feature import Feature, State
 from bpipe.config.flags import configurations, outputs
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 
-COMMAND = Command(
-    (configurations.LAUNCHED, Group("", (outputs.FORMAT,))),
-    (
-        Task(
-            "check flags before a launch",
-            "bpipe check-launch -- --fp8-format hybrid --tp-comm-overlap --pipeline-model-parallel-size 8",
-            ("launch", "megatron", "format"),
-        ),
+COMMAND = command(
+    configurations.LAUNCHED,
+    group("", outputs.FORMAT),
+    Task(
+        "check flags before a launch",
+        "bpipe check-launch -- --fp8-format hybrid --tp-comm-overlap --pipeline-model-parallel-size 8",
+        "launch megatron format",
     ),
 )
 

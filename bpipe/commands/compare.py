@@ -7,45 +7,31 @@ from pathlib import Path
 
 from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.schedules import PIPELINE
-from bpipe.config.flags.values import whole
+from bpipe.config.flags.values import counted
 
-COMMAND = Command(
-    (
-        Group(
-            "",
-            (
-                outputs.ONE_RUN,
-                outputs.OTHER_RUN,
-                outputs.TOLERANCE,
-                outputs.COMMON,
-                outputs.BALANCING,
-                replace(PIPELINE, help="require that this many pipeline ranks reported"),
-                outputs.ITERATIONS,
-                outputs.rows(5, whole),
-                outputs.FORMAT,
-                outputs.OUTPUT,
-            ),
-        ),
+COMMAND = command(
+    group(
+        "",
+        outputs.ONE_RUN,
+        outputs.OTHER_RUN,
+        outputs.TOLERANCE,
+        outputs.COMMON,
+        outputs.BALANCING,
+        replace(PIPELINE, help="require that this many pipeline ranks reported"),
+        outputs.ITERATIONS,
+        outputs.rows(5, counted),
+        outputs.FORMAT,
+        outputs.OUTPUT,
     ),
-    (
-        Task(
-            "compare two runs to the last bit",
-            "bpipe compare runs/stock runs/balanced",
-            ("a", "b", "tolerance", "common"),
-        ),
-        Task(
-            "compare a balanced run with an unbalanced one",
-            "bpipe compare runs/stock runs/balanced --balancing --pp 8",
-            ("balancing", "pipeline", "iterations"),
-        ),
-        Task(
-            "print or write the result as JSON",
-            "bpipe compare runs/stock runs/balanced --format json",
-            ("format", "output"),
-        ),
+    Task("compare two runs to the last bit", "bpipe compare runs/stock runs/balanced", "a b tolerance common"),
+    Task(
+        "compare a balanced run with an unbalanced one",
+        "bpipe compare runs/stock runs/balanced --balancing --pp 8",
+        "balancing pipeline iterations",
     ),
+    Task("print or write the result as JSON", "bpipe compare runs/stock runs/balanced --format json", "format output"),
 )
 
 

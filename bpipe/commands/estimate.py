@@ -4,30 +4,24 @@ from dataclasses import replace
 
 from bpipe.commands.terminal import print_json, table, tell
 from bpipe.config.flags import outputs
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.schedules import GLOBAL_BATCH, PIPELINE
 from bpipe.plan.estimate import estimate, iteration_seconds, verdict
 
-COMMAND = Command(
-    (
-        Group(
-            "",
-            (
-                replace(GLOBAL_BATCH, required=True, help="sequences per iteration of one replica"),
-                replace(PIPELINE, required=True),
-                outputs.TWO_SIZES,
-                outputs.STAGE_MFU,
-                outputs.STAGE_SECONDS,
-                outputs.FORMAT,
-            ),
-        ),
+COMMAND = command(
+    group(
+        "",
+        replace(GLOBAL_BATCH, required=True, help="sequences per iteration of one replica"),
+        replace(PIPELINE, required=True),
+        outputs.TWO_SIZES,
+        outputs.STAGE_MFU,
+        outputs.STAGE_SECONDS,
+        outputs.FORMAT,
     ),
-    (
-        Task(
-            "estimate the gain of a larger micro-batch",
-            "bpipe estimate --gbs 128 --pp 8 --mbs 1 2 --stage-mfu 37.8 55.2",
-            ("global_batch", "pipeline", "micro_batch", "stage_mfu", "stage_seconds"),
-        ),
+    Task(
+        "estimate the gain of a larger micro-batch",
+        "bpipe estimate --gbs 128 --pp 8 --mbs 1 2 --stage-mfu 37.8 55.2",
+        "global_batch pipeline micro_batch stage_mfu stage_seconds",
     ),
 )
 

@@ -11,7 +11,7 @@ from bpipe.commands.launch import CONFIGURED, cluster_of, lines, measured_of, re
 from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
@@ -24,26 +24,25 @@ from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.error_bars import range_words
 from bpipe.predict.layout import Setup
-from bpipe.predict.profile import Profile
 
 # Exit status if nothing fits; 2 is an error of the user's.
 NOTHING_FITS = 3
 _COLUMNS = ("peak GiB", "saved GiB", "iteration s", "ratio", "state", "what")
 
-COMMAND = Command(
-    (*CONFIGURED, MEASURED, Group("output", (outputs.rows(12, positive), outputs.FORMAT))),
-    (
-        Task(
-            "find what makes a launch fit",
-            "bpipe fit --cluster h100-80g --launch launch.json",
-            ("launch", "megatron", "rows", "format"),
-        ),
-        Task(
-            "start from a model instead of a launch",
-            "bpipe fit --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective "
-            "--attention unfused --precision fp16",
-            ("model", "cluster", "tensor", "pipeline", "micro_batch", "global_batch", "recompute"),
-        ),
+COMMAND = command(
+    *CONFIGURED,
+    MEASURED,
+    group("output", outputs.rows(12, positive), outputs.FORMAT),
+    Task(
+        "find what makes a launch fit",
+        "bpipe fit --cluster h100-80g --launch launch.json",
+        "launch megatron rows format",
+    ),
+    Task(
+        "start from a model instead of a launch",
+        "bpipe fit --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective "
+        "--attention unfused --precision fp16",
+        "model cluster tensor pipeline micro_batch global_batch recompute",
     ),
 )
 
@@ -56,7 +55,12 @@ def run(asked: Options) -> int:
     if options.memory is not None and options.memory.budget_bytes is not None:
         setup = replace(setup, budget_bytes=one_budget_a_rank(options.memory.budget_bytes, setup.pipeline))
     others = () if reading is None else reading.others
-    planned = _planning(setup, options, profile)
+    planned: Callable[[Setup], Setup] | None = None
+    if options.memory is not None and setup.balance is not None and options.bound is None:
+        # What moves within the budget is planned anew for every change.
+        def planned(changed: Setup) -> Setup:
+            return within_budget(changed, changed.limit_bytes, options.min_bytes, profile)[0]
+
     with progress_of("fit"):
         ways = ways_to_fit(setup, others, profile, planned)
         setup, unkept = (setup, None) if planned is None else _planned(setup, planned)
@@ -72,13 +76,6 @@ def run(asked: Options) -> int:
         _tell(now, shown, launch)
         tell(*lines(reading))
     return 0 if now.fits or any(way.can_run for way in ways) else NOTHING_FITS
-
-
-def _planning(setup: Setup, options: Options, profile: Profile | None) -> Callable[[Setup], Setup] | None:
-    """Return how the launch plans what moves within its budget; None without a budget."""
-    if options.memory is None or setup.balance is None or options.bound is not None:
-        return None
-    return lambda changed: within_budget(changed, changed.limit_bytes, options.min_bytes, profile)[0]
 
 
 def _planned(setup: Setup, planned: Callable[[Setup], Setup]) -> tuple[Setup, str | None]:

@@ -71,8 +71,8 @@ def reading_of(options: Options, searched: Sequence[Flag] = ()) -> Reading | Non
         return reading
     fields = {flag.field for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION) for flag in group.flags}
     defaults = {flag.field: flag.default for flag in searched}
-    given = fields.difference(_OF_NO_LAUNCH)
-    if all(getattr(options, field, None) in (None, False, defaults.get(field)) for field in given):
+    fields_of_launches = fields.difference(_OF_NO_LAUNCH)
+    if all(getattr(options, field, None) in (None, False, defaults.get(field)) for field in fields_of_launches):
         raise ValueError(f"{REFUSES}: {reading.refused}")
     note = f"without the other options, {REFUSES}: {reading.refused}"
     return replace(reading, notes=(note, *reading.notes), trainer=())

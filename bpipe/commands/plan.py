@@ -27,7 +27,7 @@ from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MEASURED, SEARCHED_FLAGS
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
@@ -67,38 +67,31 @@ _OF_ROWS = ("", "iteration s", "MFU %", "bubble %", "exposed s", "state", "confi
 _OF_POINTS = ("peak GiB", "iteration s", "MFU %", "configuration", "moved GB", "needs GB/s")
 _OF_REMEDIES = ("", "iteration s", "speed-up", "peak GiB", "state")
 
-COMMAND = Command(
-    (
-        *TRAINED[:-1],
-        MEASURED,
-        LAUNCHED,
-        SEARCHED_FLAGS,
-        Group(
-            "output",
-            (outputs.rows(10, positive), outputs.FRONT, outputs.HTML, outputs.FORMAT, outputs.EMIT_ARGS),
-        ),
+COMMAND = command(
+    *TRAINED[:-1],
+    MEASURED,
+    LAUNCHED,
+    SEARCHED_FLAGS,
+    group("output", outputs.rows(10, positive), outputs.FRONT, outputs.HTML, outputs.FORMAT, outputs.EMIT_ARGS),
+    Task(
+        "find the fastest configurations of a model on a cluster",
+        "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128",
+        "model cluster global_batch schedule recompute balance rows",
     ),
-    (
-        Task(
-            "find the fastest configurations of a model on a cluster",
-            "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128",
-            ("model", "cluster", "global_batch", "schedule", "recompute", "balance", "rows"),
-        ),
-        Task(
-            "find what to change in a launch",
-            "bpipe plan --cluster h100-80g --launch launch.json",
-            ("launch", "megatron", "emit_args"),
-        ),
-        Task(
-            "keep within a memory budget",
-            "bpipe plan --model llama3-70b --cluster h100-80g:8x8 --gbs 256 --memory 70",
-            ("memory", "hosts"),
-        ),
-        Task(
-            "find the fastest configuration for every amount of memory",
-            "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --html front.html",
-            ("front", "html"),
-        ),
+    Task(
+        "find what to change in a launch",
+        "bpipe plan --cluster h100-80g --launch launch.json",
+        "launch megatron emit_args",
+    ),
+    Task(
+        "keep within a memory budget",
+        "bpipe plan --model llama3-70b --cluster h100-80g:8x8 --gbs 256 --memory 70",
+        "memory hosts",
+    ),
+    Task(
+        "find the fastest configuration for every amount of memory",
+        "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --html front.html",
+        "front html",
     ),
 )
 
@@ -106,14 +99,14 @@ COMMAND = Command(
 def run(asked: Options) -> int:
     reading = reading_of(asked, SEARCHED_FLAGS.flags)
     # The search chooses these whatever the launch says; `yours` below is the launch as it is.
-    every = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
+    filled_options = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
     options = Options(
-        **{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}}
+        **{**vars(filled_options), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}}
     )
     yours = None if reading is None else _yours(asked, reading)
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --gbs")
-    space = _space(asked, options, _contexts(asked, every, reading), reading)
+    space = _space(asked, options, _contexts(asked, filled_options, reading), reading)
     # A search makes millions of small values, hardly any in a cycle: collecting cycles took a fifth of its time.
     gc.set_threshold(200_000, 20, 100)
     if options.front:
@@ -250,13 +243,13 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
     launched = {name: None for name in (flag.field for flag in CONFIGURATION.flags) if name not in ("memory", "hosts")}
     options = Options(**{**vars(asked), **launched, "no_sequence_parallel": False})
     try:
-        every = filled(options, reading, ())
-        if every.balance == BALANCES[0]:
-            every.memory = None
-        profile, traced = measured_of(every)
-        own = setup_of(every, _budgeted(cluster_of(every, reading), asked.memory))
-        setup, _ = budgeted(every, replace(own, traced=traced), profile)
-        prediction = predict(setup, profile, formula=every.flops_formula)
+        launched_options = filled(options, reading, ())
+        if launched_options.balance == BALANCES[0]:
+            launched_options.memory = None
+        profile, traced = measured_of(launched_options)
+        own = setup_of(launched_options, _budgeted(cluster_of(launched_options, reading), asked.memory))
+        setup, _ = budgeted(launched_options, replace(own, traced=traced), profile)
+        prediction = predict(setup, profile, formula=launched_options.flops_formula)
         return Candidate(prediction, LAUNCH, refused=refused_launch(setup, reading))
     except ValueError as error:
         return str(error)

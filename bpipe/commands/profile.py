@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 from bpipe.config.flags import configurations, outputs
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.extras import require
 from bpipe.plan.options import model_of
@@ -21,40 +21,34 @@ from bpipe.predict.recompute import RECOMPUTE
 PROGRAM = "megatron.scheduling.record.profile"
 
 
-COMMAND = Command(
-    (
-        configurations.MODEL,
-        Group(
-            "stage",
-            (
-                replace(
-                    configurations.TENSOR,
-                    help="time one rank of this tensor-parallel size, without its collectives (default 1)",
-                ),
-                configurations.NO_SEQUENCE_PARALLEL,
-                configurations.MICRO_BATCH.several("micro-batch sizes to time (default 1 2 4)", (1, 2, 4)),
-                outputs.TIMED_LAYERS,
-                replace(
-                    configurations.RECOMPUTED,
-                    help="what the backward computes again (default none)",
-                    value="",
-                    read=None,
-                    choices=RECOMPUTE,
-                ),
-                configurations.ATTENTION_KIND,
-                configurations.PRECISION,
-                outputs.DEVICE,
-                outputs.REPEATS,
-                outputs.OUTPUT,
-            ),
+COMMAND = command(
+    configurations.MODEL,
+    group(
+        "stage",
+        replace(
+            configurations.TENSOR,
+            help="time one rank of this tensor-parallel size, without its collectives (default 1)",
         ),
+        configurations.NO_SEQUENCE_PARALLEL,
+        configurations.MICRO_BATCH.several("micro-batch sizes to time (default 1 2 4)", (1, 2, 4)),
+        outputs.TIMED_LAYERS,
+        replace(
+            configurations.RECOMPUTED,
+            help="what the backward computes again (default none)",
+            value="",
+            read=None,
+            choices=RECOMPUTE,
+        ),
+        configurations.ATTENTION_KIND,
+        configurations.PRECISION,
+        outputs.DEVICE,
+        outputs.REPEATS,
+        outputs.OUTPUT,
     ),
-    (
-        Task(
-            "time a stage for --profile of simulate and plan",
-            "bpipe profile --model gpt3-13b --tp 2 --mbs 1 2 4 --output profile.json",
-            ("model", "tensor", "micro_batch", "recompute", "attention", "output"),
-        ),
+    Task(
+        "time a stage for --profile of simulate and plan",
+        "bpipe profile --model gpt3-13b --tp 2 --mbs 1 2 4 --output profile.json",
+        "model tensor micro_batch recompute attention output",
     ),
 )
 
@@ -72,17 +66,10 @@ def flags(options: Options) -> list[str]:
     """Return Megatron's flags for one replica and what to time of it."""
     model = model_of(options)
     # One pipeline stage with all layers; nothing of the device goes into what is measured.
+    cluster = Cluster(next(iter(DEVICES.values())), 1, options.tensor)
+    cut = (model, cluster, options.tensor, 1, 1, 1, model.sequence, (model.num_layers,))
     setup = Setup(
-        model=model,
-        cluster=Cluster(next(iter(DEVICES.values())), 1, options.tensor),
-        tensor=options.tensor,
-        pipeline=1,
-        micro_batch=1,
-        global_batch=1,
-        sequence=model.sequence,
-        layers=(model.num_layers,),
-        recompute=options.recompute,
-        attention=options.attention,
+        *(*cut, options.recompute, options.attention),
         precision=options.precision,
         sequence_parallel=not options.no_sequence_parallel,
     )

@@ -7,26 +7,20 @@ from typing import TYPE_CHECKING
 
 from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 
 if TYPE_CHECKING:
     from bpipe.record.format import Held
 
 
-COMMAND = Command(
-    (Group("", (outputs.FOLDER, outputs.BASELINE, outputs.ITERATION, outputs.FORMAT, outputs.HTML, outputs.TRACE)),),
-    (
-        Task("show what a run held and where it waited", "bpipe report runs/first", ("folder", "iteration", "format")),
-        Task(
-            "write a page and a timeline",
-            "bpipe report runs/first --html report.html --trace trace.json",
-            ("html", "trace"),
-        ),
-        Task(
-            "set a balanced run next to the same training without balancing",
-            "bpipe report runs/balanced --baseline runs/stock --html report.html",
-            ("baseline",),
-        ),
+COMMAND = command(
+    group("", outputs.FOLDER, outputs.BASELINE, outputs.ITERATION, outputs.FORMAT, outputs.HTML, outputs.TRACE),
+    Task("show what a run held and where it waited", "bpipe report runs/first", "folder iteration format"),
+    Task("write a page and a timeline", "bpipe report runs/first --html report.html --trace trace.json", "html trace"),
+    Task(
+        "set a balanced run next to the same training without balancing",
+        "bpipe report runs/balanced --baseline runs/stock --html report.html",
+        "baseline",
     ),
 )
 

@@ -11,15 +11,11 @@ from bpipe.balance.config import BALANCES, named_balance
 from bpipe.build import ScheduleConfig, adopt, build
 from bpipe.commands.terminal import has_colours, is_terminal
 from bpipe.config.flags import outputs, schedules
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.schedules import FORMATS
 from bpipe.config.flags.values import AUTO, unit_costs
 from bpipe.schedule.action import SHARDS, TRANSFER, Action, Kind
-from bpipe.schedule.families.families import (
-    FAMILIES,
-    SUMMARIES,
-    families_for_bounds,
-)
+from bpipe.schedule.families.families import FAMILIES, SUMMARIES, families_for_bounds
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.families.unit_grid import align
 from bpipe.schedule.files.document import read_file, source_of, write_json
@@ -47,31 +43,23 @@ _MADE = (
 )
 _NEEDED = _MADE[:3]
 _BALANCED = (schedules.BOUND, schedules.PARTNERS, schedules.HOSTS)
-COMMAND = Command(
-    (
-        Group("generated schedule", (*_MADE, schedules.COSTS)),
-        Group("schedule from a file", (schedules.INPUT, schedules.ALIGN)),
-        Group("balancing", (schedules.BALANCE, *_BALANCED)),
-        Group("output", (schedules.SCHEDULE_FORMAT, outputs.OUTPUT)),
+COMMAND = command(
+    group("generated schedule", *_MADE, schedules.COSTS),
+    group("schedule from a file", schedules.INPUT, schedules.ALIGN),
+    group("balancing", schedules.BALANCE, *_BALANCED),
+    group("output", schedules.SCHEDULE_FORMAT, outputs.OUTPUT),
+    Task(
+        "generate a schedule",
+        "bpipe schedule --schedule zb-h1 --pp 4 --microbatches 8",
+        "schedule pipeline microbatches chunks costs",
     ),
-    (
-        Task(
-            "generate a schedule",
-            "bpipe schedule --schedule zb-h1 --pp 4 --microbatches 8",
-            ("schedule", "pipeline", "microbatches", "chunks", "costs"),
-        ),
-        Task(
-            "balance it",
-            "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --balance bpipe",
-            ("balance", "bound", "hosts"),
-        ),
-        Task(
-            "draw it, or write it to a file",
-            "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --output 1f1b.svg",
-            ("output", "format"),
-        ),
-        Task("check a schedule of your own", "bpipe schedule --input mine.csv --align", ("input", "align")),
+    Task("balance it", "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --balance bpipe", "balance bound hosts"),
+    Task(
+        "draw it, or write it to a file",
+        "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --output 1f1b.svg",
+        "output format",
     ),
+    Task("check a schedule of your own", "bpipe schedule --input mine.csv --align", "input align"),
 )
 
 _COLOURS = {
@@ -137,9 +125,7 @@ def _generated(options: Options) -> Schedule:
         **schedules.schedule_fields(vars(options)),
     )
     if options.buffers_stay and config.limit is None:
-        raise ValueError(
-            "--buffers-stay is for orders that are chosen for a bound: give --bound N and no group, or leave it out"
-        )
+        raise ValueError("--buffers-stay is for orders chosen for a bound: give --bound N and no group, or drop it")
     return build(config)
 
 

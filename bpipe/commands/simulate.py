@@ -1,4 +1,4 @@
-"""`bpipe simulate`: one configuration's time, bubble and memory, on request with a trace, a picture or a page."""
+"""`bpipe simulate`: one configuration's time, bubble and memory, on request with a trace or a picture."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from bpipe.commands.launch import (
 from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
-from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.parser import Parser
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, Candidate, cells, describe, is_level
+from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, Candidate, cells, is_level
 from bpipe.plan.document import document
-from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks, tightness_warning
+from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refusals import refused_launch
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.predict.cluster import gib_text
-from bpipe.predict.error_bars import range_words
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
 from bpipe.predict.profile import Profile
@@ -65,56 +64,33 @@ _RANK_TITLES = (
     *("peak", "evictions", "fits"),
 )
 
-COMMAND = Command(
-    (
-        *CONFIGURED,
-        MEASURED,
-        Group("output", (outputs.COMPARED, outputs.FORMAT, outputs.TRACE, outputs.HTML)),
+COMMAND = command(
+    *CONFIGURED,
+    MEASURED,
+    group("output", outputs.COMPARED, outputs.FORMAT, outputs.TRACE),
+    Task(
+        "predict a configuration",
+        "bpipe simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective",
+        "model cluster tensor pipeline chunks micro_batch global_batch schedule recompute",
     ),
-    (
-        Task(
-            "predict a configuration",
-            "bpipe simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute "
-            "selective",
-            (
-                "model",
-                "cluster",
-                "tensor",
-                "pipeline",
-                "chunks",
-                "micro_batch",
-                "global_batch",
-                "schedule",
-                "recompute",
-            ),
-        ),
-        Task(
-            "predict a launch as it stands",
-            "bpipe simulate --cluster h100-80g --launch launch.json",
-            ("launch", "megatron"),
-        ),
-        Task(
-            "balance it within a memory budget",
-            "bpipe simulate --cluster h100-80g --launch launch.json --balance bpipe --memory 75",
-            ("balance", "memory"),
-        ),
-        Task(
-            "cut long sequences into slices",
-            "bpipe simulate --model llama3-70b --seq 131072 --cluster h100-80g:8x8 --tp 8 --pp 8 --gbs 16 --recompute "
-            "full --slices 8 --slice-lengths time",
-            ("slices", "slice_lengths"),
-        ),
-        Task(
-            "compare two settings, or two launches",
-            "bpipe simulate --cluster h100-80g --launch launch.json --compare '' '--tp 8 --pp 4'",
-            ("compare",),
-        ),
-        Task(
-            "write a page with charts",
-            "bpipe simulate --cluster h100-80g --launch launch.json --html run.html",
-            ("html",),
-        ),
+    Task("predict a launch as it stands", "bpipe simulate --cluster h100-80g --launch launch.json", "launch megatron"),
+    Task(
+        "balance it within a memory budget",
+        "bpipe simulate --cluster h100-80g --launch launch.json --balance bpipe --memory 75",
+        "balance memory",
     ),
+    Task(
+        "cut long sequences into slices",
+        "bpipe simulate --model llama3-70b --seq 131072 --cluster h100-80g:8x8 --tp 8 --pp 8 --gbs 16 --recompute "
+        "full --slices 8 --slice-lengths time",
+        "slices slice_lengths",
+    ),
+    Task(
+        "compare two settings, or two launches",
+        "bpipe simulate --cluster h100-80g --launch launch.json --compare '' '--tp 8 --pp 4'",
+        "compare",
+    ),
+    Task("draw it", "bpipe simulate --cluster h100-80g --launch launch.json --trace trace.json", "trace"),
 )
 
 
@@ -142,8 +118,8 @@ def run(options: Options) -> None:
 
 def _compare(options: Options) -> None:
     """Print two predictions side by side."""
-    if options.trace is not None or options.html is not None:
-        raise ValueError("--compare predicts twice, and --trace and --html draw one: leave one of the two out")
+    if options.trace is not None:
+        raise ValueError("--compare predicts twice, and --trace draws one: leave one of the two out")
     with progress_of("simulate"):
         answers = [_answer(_laid_over(options, settings)) for settings in options.compare]
     sides = [answer.row for answer in answers]
@@ -193,7 +169,7 @@ def _answer(options: Options) -> _Answer:
     profile, traced = measured_of(options)
     setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     setup, plan = budgeted(options, setup, profile)
-    is_drawn = options.trace is not None or options.html is not None
+    is_drawn = options.trace is not None
     # Timed as in plan, so that a configuration has one time; a picture needs the simulation of every action.
     simulation = simulation_of(setup, profile) if is_drawn else None
     prediction = predict(setup, profile, simulation, options.flops_formula)
@@ -214,16 +190,11 @@ def _answer_document(answer: _Answer) -> dict[str, Any]:
 
 
 def _draw(simulation: Simulation, prediction: SetupPrediction, options: Options) -> None:
-    """Write the trace and the page that are asked for."""
+    """Write the trace that is asked for."""
     if options.trace is not None:
         from bpipe.simulate.trace import write_trace
 
         Path(options.trace).write_text(write_trace(simulation))
-    if options.html is not None:
-        from bpipe.record.report.output.page import render
-
-        content = render(page_view(prediction, simulation))
-        Path(options.html).write_bytes(content.encode("utf-8", "backslashreplace"))
 
 
 def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
@@ -292,105 +263,3 @@ def _rank_cells(prediction: SetupPrediction, rank: RankMemory) -> list[str]:
     names = ("weights", "gradients", "optimizer", "activations", "hosted", "working", "fragmentation", "overhead")
     sizes = (gib_text(getattr(rank, f"{name}_bytes")) for name in (*names, "peak"))
     return [str(rank.rank), str(layers), *sizes, str(prediction.transfers[rank.rank]), "" if rank.fits else "no"]
-
-
-def page_view(prediction: SetupPrediction, simulation: Simulation) -> dict[str, Any]:
-    """Return what `bpipe.record.report.output.page` draws: a page like that of `bpipe report`, without a measured side.
-
-    Every rank's bar and curve start from what it holds all the time: weights, gradients and optimizer state.
-    """
-    ranks = range(prediction.setup.pipeline)
-    fullest = max(prediction.memory, key=lambda row: row.peak_bytes - row.limit_bytes)
-    return {
-        "is_run": False,
-        "title": f"bpipe simulate: {prediction.setup.model.name}, {describe(prediction.setup)}",
-        "figures": _figures(prediction, fullest),
-        "facts": _facts(prediction),
-        "answers": [_fits(prediction, fullest), *filter(None, [tightness_warning(prediction)])],
-        "bottleneck": fullest.rank,
-        "stages": [_rank_row(prediction, simulation, rank) for rank in ranks],
-        "differences": [],
-        "iterations": [
-            {
-                "iteration": 1,
-                "end_s": float(simulation.makespan_s),
-                "ranks": [_lane(prediction.memory[rank], simulation) for rank in ranks],
-            }
-        ],
-    }
-
-
-def _fits(prediction: SetupPrediction, fullest: RankMemory) -> str:
-    much = f"rank {fullest.rank} is fullest with {gib_text(fullest.peak_bytes)} of {gib_text(fullest.limit_bytes)} GiB"
-    return f"It fits: {much}." if prediction.fits else f"It does not fit: {much}."
-
-
-def _figures(prediction: SetupPrediction, fullest: RankMemory) -> list[list[str]]:
-    """Return the four figures at the head of the page."""
-    setup, timing = prediction.setup, prediction.timing
-    longest = max(range(setup.pipeline), key=timing.exposed_s.__getitem__)
-    measured = range_words(setup.error_bars, timing.iteration_s)
-    moved = f"rank {longest}" if any(prediction.transfers) else "nothing is evicted"
-    return [
-        ["peak", f"{gib_text(fullest.peak_bytes)} GiB", f"rank {fullest.rank}, of {gib_text(fullest.limit_bytes)}"],
-        ["exposed transfers", f"{timing.exposed_s[longest]:.3f} s", moved],
-        ["iteration", f"{timing.iteration_s:.3f} s", measured and f"{measured} by measured runs"],
-        ["bubble", f"{100 * timing.bubble_of_pipeline:.1f} %", "of the pipeline"],
-    ]
-
-
-def _facts(prediction: SetupPrediction) -> list[list[str]]:
-    setup = prediction.setup
-    sizes = f"tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}"
-    return [
-        ["cut", sizes],
-        ["schedule", f"{setup.schedule}, {setup.num_microbatches} micro-batches, balance {name_of(setup.balance)}"],
-        ["device", setup.cluster.device.name],
-        ["MFU", f"{100 * prediction.mfu:.1f} %"],
-        *(["note", line] for line in calibration_lines(setup.cluster)),
-    ]
-
-
-def _rank_row(prediction: SetupPrediction, simulation: Simulation, rank: int) -> dict[str, Any]:
-    row, span = prediction.memory[rank], float(simulation.pipeline_s)
-    parts = [
-        *_under(row)[:3],
-        ["context and communicators", row.overhead_bytes],
-        ["activations", row.activations_bytes],
-        ["hosted", row.hosted_bytes],
-    ]
-    # Where the update of the weights takes more than the pipeline, it is what comes on top.
-    parts.append(["temporaries and fragmentation", row.peak_bytes - sum(size for _, size in parts)])
-    return {
-        "stage": rank,
-        "bound_bytes": row.limit_bytes,
-        "parts": parts,
-        "bubble": 1 - float(simulation.busy_s(rank)) / span,
-        "exposed_s": float(simulation.exposed_s[rank]),
-        "evictions": prediction.transfers[rank],
-    }
-
-
-def _under(row: RankMemory) -> list[list[Any]]:
-    """What a rank holds all the time, drawn under its activations, the lowest first."""
-    return [
-        ["weights", row.weights_bytes],
-        ["gradients", row.gradients_bytes],
-        ["optimizer", row.optimizer_bytes],
-        ["context, temporaries, fragmentation", row.overhead_bytes + row.working_bytes + row.fragmentation_bytes],
-    ]
-
-
-def _lane(row: RankMemory, simulation: Simulation) -> dict[str, Any]:
-    from bpipe.record.report.output.page import simulated_track
-
-    under = _under(row)
-    levels = simulation.levels(row.rank)
-    return {
-        "rank": row.rank,
-        "label": f"rank {row.rank}",
-        "bound_bytes": row.limit_bytes,
-        "under": under,
-        "measured": None,
-        "simulated": simulated_track(simulation, row.rank, levels, sum(size for _, size in under)),
-    }

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bpipe.commands.launch import CONFIGURED, flags_of, words_of
 from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs, schedules
-from bpipe.config.flags.flag import Command, Flag, Group, Options, Task
+from bpipe.config.flags.flag import Flag, Options, Task, command, group
 from bpipe.config.launch.megatron_command import Reading, read_command, split_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.megatron_names import unknown_flags
@@ -34,51 +34,42 @@ MIB = 2**20
 # What is held does not depend on the devices.
 _OF_DEVICES = ("cluster", "calibration", "memory")
 
-COMMAND = Command(
-    (
-        *(
-            group._replace(flags=tuple(flag for flag in group.flags if flag.field not in _OF_DEVICES))
-            for group in CONFIGURED
+COMMAND = command(
+    *(own._replace(flags=tuple(flag for flag in own.flags if flag.field not in _OF_DEVICES)) for own in CONFIGURED),
+    group(
+        "stages for torch.distributed.pipelining",
+        Flag(
+            "module",
+            "--module",
+            "function that makes the stages for torch.distributed.pipelining: it returns a list of "
+            "their modules in order, and a tuple of the first stage's inputs for one micro-batch; "
+            "after these optionally the loss function and its target",
+            "FILE:FUNCTION",
         ),
-        Group(
-            "stages for torch.distributed.pipelining",
-            (
-                Flag(
-                    "module",
-                    "--module",
-                    "function that makes the stages for torch.distributed.pipelining: it returns a list of "
-                    "their modules in order, and a tuple of the first stage's inputs for one micro-batch; "
-                    "after these optionally the loss function and its target",
-                    "FILE:FUNCTION",
-                ),
-                schedules.MICROBATCHES,
-                Flag(
-                    "device",
-                    "--device",
-                    "device whose kernels decide what is saved; it need not be present (default cuda)",
-                    default="cuda",
-                    choices=("cuda", "cpu"),
-                ),
-            ),
+        schedules.MICROBATCHES,
+        Flag(
+            "device",
+            "--device",
+            "device whose kernels decide what is saved; it need not be present (default cuda)",
+            default="cuda",
+            choices=("cuda", "cpu"),
         ),
-        Group("output", (outputs.FORMAT, outputs.OUTPUT)),
     ),
-    (
-        Task(
-            "trace stages for torch.distributed.pipelining",
-            "bpipe trace --module model.py:stages --pp 4 --microbatches 8",
-            ("module", "pipeline", "microbatches", "schedule", "bound", "hosts", "device"),
-        ),
-        Task(
-            "trace the stages of a launch",
-            "bpipe trace --launch launch.json --output traced.json",
-            ("launch", "megatron", "vocabulary", "attention", "output"),
-        ),
-        Task(
-            "trace a configuration of a model",
-            "bpipe trace --model gpt3-96b --tp 8 --pp 8 --mbs 1",
-            ("model", "tensor", "pipeline", "micro_batch", "recompute"),
-        ),
+    group("output", outputs.FORMAT, outputs.OUTPUT),
+    Task(
+        "trace stages for torch.distributed.pipelining",
+        "bpipe trace --module model.py:stages --pp 4 --microbatches 8",
+        "module pipeline microbatches schedule bound hosts device",
+    ),
+    Task(
+        "trace the stages of a launch",
+        "bpipe trace --launch launch.json --output traced.json",
+        "launch megatron vocabulary attention output",
+    ),
+    Task(
+        "trace a configuration of a model",
+        "bpipe trace --model gpt3-96b --tp 8 --pp 8 --mbs 1",
+        "model tensor pipeline micro_batch recompute",
     ),
 )
 
@@ -117,13 +108,9 @@ def _run_module(options: Options) -> None:
     """Print what torch's stages hold, and what each rank holds by the schedule, unbalanced and balanced."""
     require("torch", "bpipe trace --module")
     if options.pipeline is None or options.microbatches is None:
-        raise ValueError(
-            "--module: what ranks hold depends on their number and the micro-batches: give --pp and --microbatches"
-        )
+        raise ValueError("--module: what ranks hold depends on how many there are: give --pp and --microbatches")
     if options.output is not None:
-        raise ValueError(
-            "--output: simulate and plan read only profiles of Megatron's stages: leave it out with --module"
-        )
+        raise ValueError("--output: simulate and plan read only profiles of Megatron's stages: leave one of them out")
     asked = {
         "module": options.module,
         "device": options.device,
@@ -162,9 +149,7 @@ def write_profile(file: str, traced: Mapping[str, Any], launch: TracedLaunch) ->
     if setup is None:
         raise ValueError(f"--output: simulate and plan cannot use a trace of this launch: {launch.unknown}")
     for name in beyond_traces(setup):
-        raise ValueError(
-            f"--output: a profile does not record {name}, so it could be taken for another launch's: leave it out"
-        )
+        raise ValueError(f"--output: a profile does not record {name}, so it would fit other launches: leave it out")
     # What is saved depends on recomputation and on how layers are cut, which the program does not say.
     cut = {"recompute": setup.recompute, "sequence_parallel": setup.sequence_parallel, "layers": setup.layers}
     measured = {**traced["measured"], **cut}
@@ -236,7 +221,7 @@ def _tell(stages: Sequence[dict[str, Any]], launch: TracedLaunch) -> None:
     lines = [
         "saved: what one micro-batch keeps for its backward and can be moved; stays: what other code holds, too; held: all "
         "that its forward allocated and kept; peak: the most at once, its backward included. Megatron's own modules stand "
-        "in for Transformer Engine's, and save as much as fused kernels do.",
+        "in for Transformer Engine's, and save as much as fused kernels do."
     ]
     if launch.unknown is not None:
         lines.append(f"the formulas do not cover this launch: {launch.unknown}")

@@ -87,7 +87,7 @@ def states_of_launch(flags: Sequence[str]) -> list[Feature]:
     ]
     if settings.bpipe_strict:
         features = [replace(row, state=State.REFUSED) if row.state is State.GUARDED else row for row in features]
-    return by_state(features)
+    return by_state(dict.fromkeys(features))
 
 
 def _whole(value: object) -> int:

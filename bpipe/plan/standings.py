@@ -15,10 +15,6 @@ HALVES = (
 )
 AS_A_V = "stages placed as a V need checkpoints in the torch_dist format"
 
-GATED_GELU = "Megatron has no flag for a gated GELU: the rows have --swiglu instead, which has the same sizes"
-BEHIND_ATTENTION = (
-    "Megatron has no flags for norms after attention and MLP, nor for capped logits: a launch trains without them"
-)
 FP8 = (
     "FP8 with transfers has never run on a GPU: in its first iterations the trainer checks that everything that moves "
     "comes back unchanged (--bpipe-verify)"
@@ -47,7 +43,7 @@ def family_rows(outcome: Outcome) -> list[tuple[str, str]]:
 def trainer_needs(outcome: Outcome) -> list[str]:
     """Return what the rows' schedules need of the trainer beyond the usual."""
     needs = {need for row in outcome.rows for need in needs_of_setup(row.setup)}
-    order = (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, SLICES, HYBRID)
+    order = (HALVES, AS_A_V, TWO_PIPES, FP8, SLICES, HYBRID)
     return [need for need in order if need in needs]
 
 
@@ -58,8 +54,6 @@ def needs_of_setup(setup: Setup) -> list[str]:
         HALVES: setup.splits and setup.kernels == "gpu",
         AS_A_V: setup.pipeline > 1 and placement[0] == placement[-1],
         TWO_PIPES: setup.num_pipes > 1,
-        GATED_GELU: model.gated_gelu,
-        BEHIND_ATTENTION: model.post_norms or model.capped_attention or model.capped_logits,
         FP8: setup.fp8 is not None and setup.balance is not None,
         SLICES: setup.slices > 1 and setup.kernels == "gpu",
         HYBRID: model.hybrid is not None,

@@ -40,8 +40,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
 
 
 def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
-    """Without transfers the orders alone tell, because bubbles change nothing that is held; if slices have one size,
-    counts do."""
+    """Orders alone tell what is held without transfers; if all slices have one size, counts do."""
     memory = memory_of_setup(setup)
     count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
     rows = _alike(memory, setup.num_stages)
@@ -53,8 +52,7 @@ def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
 
 
 def _alike(memory: Memory, num_stages: int) -> tuple[Sequence[int], ...] | None:
-    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None if slices
-    differ."""
+    """Return by stage what a slice saves, keeps after its input, and of keys and gradients; None if slices differ."""
     sizes = [set(memory.sizes(stage)) for stage in range(num_stages)]
     if memory.reserved or max(map(len, sizes)) > 1:
         return None
@@ -84,14 +82,12 @@ def _num_filling(setup: Setup) -> int:
 
 
 def keeps_own(setup: Setup) -> bool:
-    """Whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all
-    ranks hold alike, too."""
+    """Whether ranks may keep what leaves in their own node's memory, so that all can hold less."""
     return setup.hosts in (HOST, ALL)
 
 
 def moves_anything(setup: Setup) -> bool:
-    """Whether balancing would move any of this setup's activations: not where all ranks hold alike, or no
-    pair can keep less together."""
+    """Whether balancing moves anything: not if all ranks hold alike, or no pair can hold less together."""
     plain, balanced = replace(setup, balance=None), replace(setup, balance=setup.balance or EVENLY)
     if keeps_own(balanced):
         return any(map(gt, (own for own, _ in activations(plain)), (own for own, _ in activations(balanced))))
@@ -107,8 +103,7 @@ def moves_anything(setup: Setup) -> bool:
 
 
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
-    """Return what one micro-batch, or slice, of each stage holds; storages below `minimum_bytes` stay where they
-    are."""
+    """Return what one micro-batch, or slice, of each stage holds; storages below `minimum_bytes` stay."""
     stages = range(setup.num_stages)
     moved = [[moved_bytes(part, stage, minimum_bytes) for stage in stages] for part in slice_setups(setup)]
     return _memory(setup, moved)
@@ -129,8 +124,7 @@ def _memory(setup: Setup, moved: Sequence[Sequence[int]]) -> Memory:
 
 
 def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return, by stage, the bytes of some of a micro-batch's layers that may leave, ascending to all, in at most
-    `_MOST_PARTS` steps."""
+    """Return, by stage, the bytes of ever more layers of a micro-batch to evict, in at most `_MOST_PARTS` steps."""
     if len(set(slice_setups(setup))) > 1 and setup.differs:
         # Every transfer of a stage moves the same part, and of slices of other sizes there is none.
         return ()

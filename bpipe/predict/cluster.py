@@ -61,8 +61,7 @@ class DeviceKind:
     fp8_share: float = 0.734
     """Share of that which the best measured product reaches."""
     fp8_blocks: bool = False
-    """Whether it multiplies 8-bit values with a scale per 32 of them (mxfp8), and any in every layout, so that none has
-    to be transposed."""
+    """Whether it multiplies 8-bit values with a scale per 32 of them (mxfp8), and in any layout."""
     mesh_links: int | None = None
     """Links of a device, one to each other device of a full mesh; None if a switch joins them."""
 
@@ -75,6 +74,11 @@ class DeviceKind:
         if self.mesh_links is None:
             return self.inside_bytes_per_s
         return self.inside_bytes_per_s * min(max(1, number - 1), self.mesh_links) / self.mesh_links
+
+    def host_among(self, number: float) -> float:
+        """Return a device's bandwidth to its node's memory while `number` devices of the node use theirs."""
+        shared = self.host_node_bytes_per_s
+        return self.host_bytes_per_s if shared is None else min(self.host_bytes_per_s, shared / max(1.0, number))
 
 
 # Network: one port per device, eight of 200 Gbit/s in a DGX A100, eight of 400 Gbit/s in a DGX H100, H200 and B200.
@@ -192,8 +196,7 @@ DEVICES = {
 
 
 class Rack(NamedTuple):
-    """Nodes that one NVLink joins: their device, how many devices each has, any number if 0, and how many nodes
-    there are."""
+    """Nodes joined by one NVLink: their device, how many devices each has (0: any number), and how many nodes."""
 
     device: str
     devices_per_node: int
@@ -254,22 +257,16 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     plain = re.sub(r"(\d)gb\b", r"\1g", text.lower())
     match = re.fullmatch(r"([a-z0-9-]+)(?::(?:([0-9]{1,5})x)?([0-9]{1,3}))?(?:@([0-9]{1,4}(?:\.[0-9]{1,3})?))?", plain)
     if match is None or (match[3] is None and devices is None):
-        raise ValueError(
-            f"cluster {text!r} is not DEVICE:NODESxDEVICES or DEVICE:NODESxDEVICES@GB, such as a100-80g:4x8@12.5"
-        )
+        raise ValueError(f"cluster {text!r} is not DEVICE:NODESxDEVICES[@GB], such as a100-80g:4x8@12.5")
     name = match[1]
     if name not in DEVICES and name not in RACKS:
         raise ValueError(f"cluster {text!r}: {unknown('device', name, (*DEVICES, *RACKS))}")
     rack = RACKS.get(name, Rack(name, 0, 1))
     nodes, per_node = devices if match[3] is None and devices is not None else _sizes(match, rack)
     if nodes < 1 or per_node < 1:
-        raise ValueError(
-            f"cluster {text!r} has {nodes} nodes of {per_node} devices: there must be at least one of each"
-        )
+        raise ValueError(f"cluster {text!r} has {nodes} nodes of {per_node} devices: give at least one of each")
     if per_node > rack.devices_per_node > 0:
-        raise ValueError(
-            f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is two racks"
-        )
+        raise ValueError(f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is 2 racks")
     device, port = DEVICES[rack.device], match[4]
     if port is not None:
         if not float(port):

@@ -41,8 +41,7 @@ def with_exchange(setup: Setup, forward_s: float, backward_s: float) -> tuple[fl
 
 
 def exchange_bytes(setup: Setup) -> int:
-    """Return the bytes of buffers for the exchange during attention: parts and results of a ring, or what is gathered
-    or sent."""
+    """Return the bytes of buffers for the exchange: parts and results of a ring, or what is gathered or sent."""
     if setup.context == 1:
         return 0
     element, c = element_bytes(setup), setup.context

@@ -31,8 +31,7 @@ from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, StageCost
 
 
 def collective_seconds(setup: Setup) -> CollectiveCost:
-    """Return the cost of the collective over all shards of a pipeline at its slowest link: a ring brings everybody
-    everything once."""
+    """Return the cost of a ring over all shards of a pipeline at its slowest link."""
     device = setup.cluster.device
     slowest = (
         device.between_bytes_per_s if len(set(rank_domains(setup))) > 1 else device.among(setup.pipeline)
@@ -71,7 +70,7 @@ def _host_bytes_per_s(setup: Setup) -> float:
     # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it
     # does.
     part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)
-    return min(device.host_bytes_per_s, device.host_node_bytes_per_s / max(1.0, part * cluster.devices_per_node))
+    return device.host_among(part * cluster.devices_per_node)
 
 
 def one_sided(nodes: tuple[int, ...], hosts: Hosts) -> frozenset[int]:
@@ -138,8 +137,7 @@ class PartsOfSetups:
 
 
 def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool) -> StageCost:
-    """Return the seconds of a stage of these layers, with the embedding if it is the first, and the output layer if
-    it is the last."""
+    """Return the seconds of a stage of these layers, with the embedding or the output layer at the ends."""
     forward, backward, input_half, weight_half = (
         sum(number * parts.layers[kind, scope][place] for kind, scope, number in layers) for place in range(4)
     )
@@ -178,13 +176,13 @@ def predict_costs(setup: Setup) -> Costs:
 
 
 def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[StageCost]:
-    every, parts = setup.stage_layers, part_seconds(setup)
+    stage_layers, parts = setup.stage_layers, part_seconds(setup)
     saved = stage_bytes(setup)
     after_input, buckets = after_input_bytes(setup), stage_buckets(setup)
     stages = []
     # Of hundreds of stages nearly all are alike.
     costs: dict[tuple[object, ...], StageCost] = {}
-    for stage, layers in enumerate(every):
+    for stage, layers in enumerate(stage_layers):
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]

@@ -91,8 +91,7 @@ def _nodes_of_a_token(num_experts: int, top_k: int, nodes: int) -> float:
 
 
 def reach(setup: Setup, number: int, step: int = 1) -> Reach:
-    """Return the worst reach of groups of `number` devices of a stage, `step` apart; parts of an expert are
-    adjacent."""
+    """Return the worst reach of groups of `number` devices of a stage that are `step` apart."""
     return _worst(tuple(node for node in copy_nodes(setup) for _ in range(setup.tensor)), number, step)
 
 
@@ -121,8 +120,7 @@ def local_tokens(setup: Setup) -> int:
 
 
 def routed_tokens(setup: Setup) -> int:
-    """Return the tokens that the experts of a device compute for a micro-batch, each as often as it has come to
-    another one."""
+    """Return the tokens that the experts of a device compute for a micro-batch: one copy for each choice."""
     experts, routing = setup.model.experts, setup.routing
     assert experts is not None
     sent = local_tokens(setup) * experts.top_k

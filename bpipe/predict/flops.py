@@ -17,8 +17,7 @@ FORMULAS = ("megatron", "papers")
 def training_flops(
     model: Model, batch: int, sequence: int, formula: str = "megatron", vocabulary: int | None = None
 ) -> int:
-    """Return the FLOPs of an iteration over `batch` sequences, without recomputation. `vocabulary`: default the
-    model's."""
+    """Return the FLOPs of an iteration without recomputation. `vocabulary`: default the model's."""
     vocabulary = model.vocabulary if vocabulary is None else vocabulary
     if formula == "megatron":
         matrices = (
@@ -26,27 +25,20 @@ def training_flops(
             + model.num_predictions * model.hidden_size * vocabulary
         )
         attending = sum(number for kind, number in model.kinds() if kind.attends)
-        return batch * sequence * (6 * (matrices + attending * model.core_size * sequence) + _scans(model))
+        scans = 0
+        if model.hybrid is not None:
+            mambas = sum(number for kind, number in model.kinds() if kind.is_mamba)
+            scans = 3 * 7 * 2 * model.hidden_size * model.hybrid.state_dim * mambas
+        return batch * sequence * (6 * (matrices + attending * model.core_size * sequence) + scans)
     if formula != "papers":
         raise ValueError(f"unknown formula {formula!r}: choose from {', '.join(FORMULAS)}")
     hidden, layers = model.hidden_size, model.num_layers
     if model.experts or model.latent or model.hybrid or layer_parameters(model).matrices != 12 * hidden**2:
-        raise ValueError(
-            f"the papers' formula is for layers of 12 h^2 parameters, but {model.name} has other layers: use the "
-            "formula megatron"
-        )
+        raise ValueError(f"{model.name} has other layers than those of the papers' formula: use the formula megatron")
     return (
         batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence)
         + 9 * batch * sequence * vocabulary * hidden // 2
     )
-
-
-def _scans(model: Model) -> int:
-    """States of all Mamba layers for one token, forward and twice as much backward."""
-    if model.hybrid is None:
-        return 0
-    mambas = sum(number for kind, number in model.kinds() if kind.is_mamba)
-    return 3 * 7 * 2 * model.hidden_size * model.hybrid.state_dim * mambas
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_s: float) -> float:

@@ -12,9 +12,9 @@ from typing import Any
 
 from bpipe.names import unknown
 from bpipe.predict.hybrid import EXPERTS, MOST_LAYERS, Hybrid
-from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent
+from bpipe.predict.layer_variants import Experts, Latent
 from bpipe.predict.model import PRESETS, Model
-from bpipe.values import a_flag, a_list, a_number, a_text, a_whole, an_object, load_json
+from bpipe.values import a_flag, a_list, a_text, a_whole, an_object, load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,6 @@ class _Kind:
     differs: Mapping[str, Any] = field(default_factory=dict)
     experts: _ExpertKeys | None = None
     latent: bool = False
-    windows: tuple[int, ...] = EVERY_LAYER
-    defaults: Mapping[str, int] = field(default_factory=dict)
     qkv_biases: bool = False
     """Whether `attention_bias` is of queries, keys and values alone."""
     hybrid: bool = False
@@ -62,16 +60,6 @@ _DEEPSEEK = _ExpertKeys(
     step="moe_layer_freq",
     step_begins=True,
 )
-# Files of Gemma 3 leave most of it to its class.
-_GEMMA3 = {
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "head_dim": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-_GEMMA3 |= {"sliding_window": 4096}
-_GEMMA = {"gated_gelu": True, "post_norms": True}
 _QWEN = _ExpertKeys("num_experts", "moe_intermediate_size", step="decoder_sparse_step")
 _LLAMA4 = _ExpertKeys(
     "num_local_experts",
@@ -89,13 +77,6 @@ _KINDS = {
     "mistral": _Kind(),
     "qwen2": _Kind(differs={"qkv_bias": True}),
     "qwen3": _Kind(differs={"qk_norm": True}),
-    "gemma": _Kind(_GELU, tied=True, differs={"gated_gelu": True}),
-    "gemma2": _Kind(
-        _GELU, tied=True, differs=_GEMMA, windows=(1, 0), defaults={"head_dim": 256, "sliding_window": 4096}
-    ),
-    "gemma3_text": _Kind(
-        _GELU, tied=True, differs={**_GEMMA, "qk_norm": True}, windows=(1, 1, 1, 1, 1, 0), defaults=_GEMMA3
-    ),
     "mixtral": _Kind(experts=_MIXTRAL),
     "qwen2_moe": _Kind(
         differs={"qkv_bias": True}, experts=replace(_QWEN, shared="shared_expert_intermediate_size", shared_gate=True)
@@ -116,9 +97,10 @@ _KINDS = {
     "nemotron": _Kind(("relu2",), differs={"gated": False, "rms_norm": False, "squared_relu": True}),
 }
 # Kinds that see, too, and the key of what they read and write.
-_WITH_TEXT = {"llama4": "text_config", "gemma3": "text_config"}
+_WITH_TEXT = {"llama4": "text_config"}
 # Of kinds that are asked for often, what keeps them out.
 _MISSING = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3"), "Megatron has no flags for its layers"),
     "gpt_oss": "attention sinks and biases of experts are not modelled",
     "dbrx": "its own names for sizes are not read",
     "qwen3_next": "linear attention is not modelled",
@@ -178,7 +160,7 @@ def _model(config: dict[str, Any], name: str) -> Model:
     def number(key: str, default: int | None = None, largest: int = _LARGEST_SIZE) -> int:
         key = names.get(key, key)
         value = config.get(key)
-        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, largest)
+        return a_whole(default if value is None else value, key, 1, largest)
 
     acts = ("hidden_activation", names.get("hidden_act", "hidden_act"), "mlp_hidden_act")
     activation = next((config[key] for key in acts if config.get(key)), None)
@@ -186,12 +168,17 @@ def _model(config: dict[str, Any], name: str) -> Model:
         raise ValueError(
             f"the activation {str(activation)[:40]!r} is not modelled in a {label}, only {', '.join(kind.activations)}"
         )
-    shape = _like_gpt2(number) if label == "gpt2" else _like_llama(config, kind, number)
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    shape: dict[str, Any] = {"num_query_groups": heads, "kv_channels": hidden // heads}
+    if label == "gpt2":
+        shape["ffn_hidden_size"] = number("intermediate_size", 4 * hidden)
+    else:
+        shape = _like_llama(config, kind, number)
     return Model(
         name=name,
         num_layers=number("num_hidden_layers", largest=MOST_LAYERS),
-        hidden_size=number("hidden_size"),
-        num_attention_heads=number("num_attention_heads"),
+        hidden_size=hidden,
+        num_attention_heads=heads,
         vocabulary=number("vocab_size"),
         sequence=number("max_position_embeddings"),
         tied_embedding=_flag(config, "tie_word_embeddings", kind.tied),
@@ -200,8 +187,7 @@ def _model(config: dict[str, Any], name: str) -> Model:
 
 
 def _kind_of(config: dict[str, Any], label: object) -> _Kind:
-    """Return the kind by its name or, for a publisher's own name, by the class that runs it: Kimi K2 is a
-    DeepseekV3ForCausalLM."""
+    """Return the kind by its name, or by the class that runs it: Kimi K2 is a DeepseekV3ForCausalLM."""
     kind = _KINDS.get(label) if isinstance(label, str) else None
     if kind is None and str(label) not in _MISSING:
         named = {
@@ -217,22 +203,14 @@ def _kind_of(config: dict[str, Any], label: object) -> _Kind:
     return kind
 
 
-def _like_gpt2(number: Callable[..., int]) -> dict[str, Any]:
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    inner = number("intermediate_size", 4 * hidden)
-    return {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": inner}
-
-
 def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     shape = {
         "num_query_groups": number("num_key_value_heads", heads),
         "kv_channels": number("head_dim", hidden // heads),
         "ffn_hidden_size": number(kind.experts.dense if kind.experts else "intermediate_size"),
-        **_windows(config, kind, number),
+        **_windows(config, number),
         "chunk": number("attention_chunk_size") if config.get("attention_chunk_size") else None,
-        "capped_attention": _is_capped(config, "attn_logit_softcapping"),
-        "capped_logits": _is_capped(config, "final_logit_softcapping"),
         "experts": _experts(config, kind.experts, number) if kind.experts and not kind.hybrid else None,
         "gated": True,
         "rms_norm": True,
@@ -258,19 +236,11 @@ def _hybrid(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> 
     return {"hybrid": Hybrid(pattern, *sizes), "experts": experts}
 
 
-def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
-    """Alternating layers are listed, or given as a period whose last layer has no window."""
-    if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not _flag(
-        config, "use_sliding_window", True
-    ):
+def _windows(config: dict[str, Any], number: Callable[..., int]) -> dict[str, Any]:
+    if not config.get("sliding_window") or not _flag(config, "use_sliding_window", True):
         return {}
-    types = config.get("layer_types")
-    if types is not None:
-        pattern = tuple(_is_windowed(layer, place) for place, layer in enumerate(a_list(types, "layer_types")))
-    elif config.get("sliding_window_pattern"):
-        pattern = (*(1,) * (number("sliding_window_pattern", largest=MOST_LAYERS) - 1), 0)
-    else:
-        pattern = kind.windows
+    types = a_list(config.get("layer_types") or ["sliding_attention"], "layer_types")
+    pattern = tuple(_is_windowed(layer, place) for place, layer in enumerate(types))
     return {"window": number("sliding_window"), "window_pattern": pattern} if any(pattern) else {}
 
 
@@ -285,11 +255,6 @@ def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
     """Read a flag strictly: the text "false" would be true."""
     value = config.get(key)
     return default if value is None else a_flag(value, key)
-
-
-def _is_capped(config: dict[str, Any], key: str) -> bool:
-    value = config.get(key)
-    return value is not None and a_number(value, key) > 0
 
 
 def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., int]) -> Experts:
@@ -315,7 +280,5 @@ def _has_biases(config: dict[str, Any]) -> bool:
     """Whether the linear layers have biases. Raises ValueError if only some do."""
     attention, mlp = (_flag(config, key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
-        raise ValueError(
-            f"attention_bias is {attention} and mlp_bias {mlp}: biases in only one of the two are not modelled"
-        )
+        raise ValueError(f"attention_bias is {attention} and mlp_bias {mlp}: biases in one of the two are not modelled")
     return mlp

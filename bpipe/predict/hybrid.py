@@ -37,13 +37,9 @@ class Hybrid:
     def __post_init__(self) -> None:
         for symbol in self.pattern:
             if symbol in _OTHERS:
-                raise ValueError(
-                    f"the pattern of layers has {symbol!r}: {_OTHERS[symbol]} cannot be modelled, only {_known()}"
-                )
+                raise ValueError(f"the pattern has {symbol!r}: {_OTHERS[symbol]} is not modelled, only {_known()}")
             if symbol not in (MAMBA, ATTENTION, MLP, EXPERTS):
-                raise ValueError(
-                    f"the pattern of layers has {symbol!r}, which is not a layer: known layers are {_known()}"
-                )
+                raise ValueError(f"the pattern has {symbol!r}, which is not a layer: known layers are {_known()}")
         if not 1 <= len(self.pattern) <= MOST_LAYERS:
             raise ValueError(f"the pattern has {len(self.pattern)} layers, but must have 1 to {MOST_LAYERS}")
         for name in ("num_heads", "state_dim", "head_dim", "num_groups"):
@@ -73,13 +69,11 @@ class Hybrid:
 
     @property
     def small_parameters(self) -> int:
-        """All but the two matrices: the convolution with a bias, of every head a bias of the step, a decay and a
-        skip, and a norm."""
+        """Convolution with its bias; of each head a step's bias, a decay and a skip; and a norm."""
         return self.convolved_size * (CONVOLUTION + 1) + 3 * self.num_heads + self.inner_size
 
     def refused(self, tensor: int, context: int, on_cpu: bool) -> str | None:
-        """Return why Megatron does not cut Mamba layers so, or why it is not modelled, and the way out; None if it is
-        possible."""
+        """Return why Mamba layers cannot be cut or predicted so, and the way out; None if they can."""
         if MAMBA not in self.pattern:
             return None
         if on_cpu:

@@ -3,9 +3,10 @@
 A pattern of ones and zeros that repeats says which layers: Megatron's --moe-layer-freq and --window-attn-skip-freq.
 """
 
+import ast
 import re
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import cycle, groupby, islice
 from typing import NamedTuple
 
 from bpipe.predict.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, MOST_LAYERS
@@ -126,78 +127,48 @@ def read_pattern(text: str) -> tuple[int, ...]:
     plain = text.replace(" ", "")
     if re.fullmatch("[0-9]{1,5}", plain) and 1 <= int(plain) <= MOST_LAYERS:
         return shortest((1, *(0,) * (int(plain) - 1)))
-    # Nobody means deeper or longer ones.
-    pattern = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
-    if pattern is None or not 1 <= len(pattern) <= MOST_LAYERS:
-        raise ValueError(f"{text[:60]!r} is not a pattern of layers, such as 2 or [0]*3+[1]*58")
-    return shortest(pattern)
+    try:
+        # Nobody means deeper or longer ones.
+        is_short = len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100
+        return shortest(_listed(ast.parse(plain, mode="eval").body) if is_short else ())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"{text[:60]!r} is not a pattern of layers, such as 2 or [0]*3+[1]*58") from None
 
 
-def _sum(text: str) -> tuple[int, ...] | None:
-    """Parse parts joined by +, each a list or a bracket with its number of repetitions. Nothing is evaluated."""
-    values: tuple[int, ...] = ()
-    while text:
-        part, text = _part(text)
-        times = re.match(r"\*([0-9]{1,5})", text)
-        number = 1
-        if times is not None:
-            number, text = int(times[1]), text[times.end() :]
-        if not part or len(part) * number > MOST_LAYERS:
-            return None
-        values += part * number
-        if text and (text[0] != "+" or len(text) == 1):
-            return None
-        text = text[1:]
-    return values
-
-
-def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
-    """Return the list or bracket at the start of the text, None without either, and the rest."""
-    listed = re.match(r"\[([01](?:,[01])*)\]", text)
-    if listed is not None:
-        return tuple(int(digit) for digit in listed[1].split(",")), text[listed.end() :]
-    end = _closing(text) if text[0] == "(" else len(text)
-    if end == len(text):
-        return None, ""
-    return _sum(text[1:end]), text[end + 1 :]
-
-
-def _closing(text: str) -> int:
-    """Index of the bracket that closes the first one, or the length."""
-    depth = 0
-    for place, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if not depth:
-            return place
-    return len(text)
+def _listed(node: ast.expr) -> tuple[int, ...]:
+    """Return the values of a list, of lists joined by +, or of one repeated by *. Nothing is evaluated."""
+    match node:
+        case ast.List(values):
+            pattern = tuple(int(ast.unparse(value)) for value in values)
+        case ast.BinOp(left, ast.Add(), right):
+            pattern = _listed(left) + _listed(right)
+        case ast.BinOp(left, ast.Mult(), ast.Constant(int(times))):
+            part = _listed(left)
+            pattern = part * min(times, MOST_LAYERS // len(part) + 1)
+        case _:
+            pattern = ()
+    if not 1 <= len(pattern) <= MOST_LAYERS:
+        raise ValueError(f"{len(pattern)} layers")
+    return pattern
 
 
 def write_pattern(pattern: tuple[int, ...], num_layers: int) -> str:
     """Write a pattern of layers with experts as Megatron reads it: a number where that says it, else a list."""
-    whole = tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
-    every = next(
-        (
-            step
-            for step in range(1, len(whole) + 1)
-            if whole == tuple(int(layer % step == 0) for layer in range(num_layers))
-        ),
-        None,
-    )
-    if every is not None:
-        return str(every)
-    return write_list(pattern, num_layers)
+    whole = _repeated(pattern, num_layers)
+    numbers = (step for step in range(1, num_layers + 1) if whole == _repeated((1, *(0,) * (step - 1)), num_layers))
+    return str(next(numbers, write_list(pattern, num_layers)))
 
 
 def write_list(pattern: tuple[int, ...], num_layers: int) -> str:
     """Return a list for all layers."""
-    whole = tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
-    if len(pattern) < num_layers and num_layers % len(pattern) == 0:
-        return f"({_runs(pattern)})*{num_layers // len(pattern)}"
-    return f"({_runs(whole)})"
+    repeats = len(pattern) < num_layers and num_layers % len(pattern) == 0
+    values = pattern if repeats else _repeated(pattern, num_layers)
+    runs = "+".join(f"[{value}]*{len(tuple(run))}" for value, run in groupby(values))
+    return f"({runs})" + f"*{num_layers // len(pattern)}" * repeats
 
 
-def _runs(values: tuple[int, ...]) -> str:
-    return "+".join(f"[{value}]*{len(tuple(run))}" for value, run in groupby(values))
+def _repeated(pattern: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    return tuple(islice(cycle(pattern), num_layers))
 
 
 DISPATCHERS = ("alltoall", "allgather", "flex")
@@ -225,8 +196,6 @@ class Routing:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1")
         if self.capacity is not None and self.capacity <= 0:
-            raise ValueError(
-                f"the capacity of experts is {self.capacity:g} times their even share, but must be above 0"
-            )
+            raise ValueError(f"the capacity of experts is {self.capacity:g} times their even share: give more than 0")
         if self.padded and self.capacity is None:
             raise ValueError("experts are padded to a capacity: give the capacity factor, too")

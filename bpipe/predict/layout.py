@@ -120,15 +120,15 @@ class Setup(ScheduleSpec, Training):
 
     def _check_model(self) -> None:
         model, cpu = self.model, self.kernels == "cpu"
-        others = "qk_norm squared_relu gated_gelu post_norms capped_logits capped_attention latent"
-        if cpu and any(getattr(model, name) for name in others.split()):
+        if cpu and (model.qk_norm or model.squared_relu or model.latent):
             raise ValueError(
-                "CPU kernels are not modelled with norms of queries and keys, squared ReLUs, gated GELUs, norms "
-                "after attention, capped logits or latent attention"
+                "CPU kernels are not modelled with norms of queries and keys, squared ReLUs or latent attention"
             )
         if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
             raise ValueError("CPU kernels with experts are modelled only without tensor and expert parallelism")
-        model.check_mambas(self.tensor, self.context, cpu)
+        refused = None if model.hybrid is None else model.hybrid.refused(self.tensor, self.context, cpu)
+        if refused is not None:
+            raise ValueError(f"{model.name}: {refused}")
         model.check_attention(self.attention == "flash", self.sequence)
 
     def _check_routing(self) -> None:
@@ -148,9 +148,7 @@ class Setup(ScheduleSpec, Training):
         if self.tensor > 1 and not self.sequence_parallel:
             raise ValueError("experts with tensor parallelism need sequence parallelism: give --sequence-parallel")
         if self.num_pipes > 1:
-            raise ValueError(
-                f"{self.schedule} has two pipes, for which experts are not modelled: choose another schedule"
-            )
+            raise ValueError(f"{self.schedule} has two pipes, for which experts are not modelled: choose another")
 
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
@@ -192,10 +190,7 @@ class Setup(ScheduleSpec, Training):
             )
         looped = FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED
         if looped and self.switches.no_overlap_p2p_communication and p < 3:
-            raise ValueError(
-                "--no-overlap-p2p-communication with chunks needs 3 or more pipeline ranks in Megatron, but there "
-                f"are {p}"
-            )
+            raise ValueError(f"--no-overlap-p2p-communication with chunks needs 3 or more pipeline ranks, not {p}")
         if looped and self.num_microbatches % p:
             raise ValueError(
                 f"with chunks Megatron needs the number of micro-batches ({self.num_microbatches}) to be a multiple "
@@ -252,9 +247,7 @@ class Setup(ScheduleSpec, Training):
             return
         self.fp8.check(self.cluster.device, self)
         if self.splits:
-            raise ValueError(
-                f"{self.schedule} splits backwards, whose memory in FP8 is not modelled: choose another schedule"
-            )
+            raise ValueError(f"{self.schedule} splits backwards, whose memory in FP8 is not modelled: choose another")
 
     @property
     def peak_flops_per_s(self) -> float:
@@ -264,8 +257,7 @@ class Setup(ScheduleSpec, Training):
 
     @property
     def time_factor(self) -> float:
-        """What the formulas' seconds are multiplied by: for its kind of runs, and for this cluster if it is
-        calibrated."""
+        """Factor for the formulas' seconds: that of its kind of runs, and of this cluster if it is calibrated."""
         return time_factor(self.cluster, self.model.experts is not None)
 
     @property
@@ -288,8 +280,7 @@ class Setup(ScheduleSpec, Training):
 
     @property
     def padded_vocabulary(self) -> int:
-        """Vocabulary size, padded as Megatron does to a multiple of 128 on every tensor-parallel rank; in shards, so
-        that every rank has a part."""
+        """Vocabulary padded to a multiple of 128 per tensor-parallel rank, and with shards of all ranks."""
         multiple = math.lcm(128, self.pipeline if self.is_sharded else 1) * self.tensor
         return -(-self.model.vocabulary // multiple) * multiple
 
@@ -391,8 +382,7 @@ class Setup(ScheduleSpec, Training):
 
     @property
     def stride(self) -> int:
-        """Micro-batches in whole groups, at least as many as ranks, or as many slices: after each so many the steady
-        phase repeats."""
+        """Micro-batches, or slices, after which the steady phase repeats: whole groups, at least one per rank."""
         return -(-self._one_a_rank // self.turn_size) * self.turn_size
 
     @property

@@ -123,8 +123,7 @@ def roomy_bytes(cluster: Cluster, kernels: str) -> int:
 
 
 def overhead_bytes(setup: Setup) -> int:
-    """Return bytes of the CUDA context and communicators: tensor, context, pipeline, data and model parallel, and a
-    pair's. A CPU has none."""
+    """Return bytes of the CUDA context and of all communicators, a pair's included. A CPU has none."""
     if setup.kernels == "cpu":
         return 0
     t, p, d = setup.tensor, setup.pipeline, setup.replicas
@@ -142,8 +141,7 @@ def overhead_bytes(setup: Setup) -> int:
 
 
 def link_bytes(setup: Setup) -> int:
-    """Return bytes of a rank's communicators with one more rank of another node, one for each direction; inside a
-    node peer copies need none."""
+    """Return bytes of a rank's two communicators with one more rank; a node's peer copies need none."""
     return 0 if setup.kernels == "cpu" else 2 * COMMUNICATOR_OF_TWO_BYTES
 
 
@@ -179,8 +177,7 @@ def peak_bytes(setup: Setup) -> int:
 
 
 def state_bytes(setup: Setup) -> int:
-    """Return the weights, gradients, optimizer state and overhead of the rank with most parameters: it holds no less
-    than this."""
+    """Return the state and overhead of the rank with most parameters, a lower bound of what it holds."""
     return max(rank_states(setup))
 
 
@@ -203,8 +200,7 @@ def least_saved_bytes(setup: Setup) -> list[int]:
 
 
 def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return a lower bound for the fullest rank without a schedule: its state, or the first rank's or pair's
-    activations."""
+    """Return a lower bound for the fullest rank without a schedule: state, or the first rank's activations."""
     states, family = states or rank_states(setup), FAMILIES[setup.schedule]
     least = max(states)
     if family.ahead is None or (setup.slices > 1 and family.sliced_warm_up is not None):
@@ -301,8 +297,7 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
 
 
 def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return the least bytes held when backwards begin; 0 if the family does not say. No order has to be made for
-    it."""
+    """Return the least bytes held when backwards begin, without making an order; 0 if the family does not say."""
     told = _told(setup)
     if told is None:
         return 0
@@ -324,8 +319,7 @@ def _told(setup: Setup) -> WarmUp | None:
 
 
 class _Size(NamedTuple):
-    """Bytes of a stage: what a forward of one of `slices` of a micro-batch saves at least, and what is kept of a
-    micro-batch of which any slice is held."""
+    """Bytes of a stage: what a slice saves at least, and what is kept of a micro-batch while any slice is held."""
 
     saved: int
     kept: int
@@ -339,8 +333,8 @@ def _sizes(setup: Setup) -> list[list[_Size]]:
     """By rank and chunk."""
     saved = least_saved_bytes(setup)
     kept = [stage.keys_bytes for stage in kept_memory(setup)] or [0] * setup.num_stages
-    every = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
-    return [every[rank :: setup.pipeline] for rank in range(setup.pipeline)]
+    sizes = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
+    return [sizes[rank :: setup.pipeline] for rank in range(setup.pipeline)]
 
 
 def _held(sizes: Sequence[_Size], counts: Sequence[int]) -> int:

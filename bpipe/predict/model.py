@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,8 +40,6 @@ class Model:
     dropout: bool = True
     squared_relu: bool = False
     """Activation of an MLP without a gate."""
-    gated_gelu: bool = False
-    """The gate is a GELU."""
     qkv_bias: bool = False
     """Only the projections of Q, K and V have biases."""
     qk_norm: bool = False
@@ -51,12 +49,6 @@ class Model:
     window_pattern: tuple[int, ...] = EVERY_LAYER
     chunk: int | None = None
     """Tokens within which alone tokens attend; not modelled."""
-    post_norms: bool = False
-    """The outputs of attention and MLP are normed, too."""
-    capped_attention: bool = False
-    """Scores are capped by a tanh."""
-    capped_logits: bool = False
-    """Logits are capped by a tanh."""
     experts: Experts | None = None
     """Experts in place of the MLP, in some layers or all."""
     latent: Latent | None = None
@@ -71,78 +63,65 @@ class Model:
     """All further tokens are predicted by one layer, in turn."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "window_pattern", shortest(self.window_pattern))
         for name in self.__slots__:
             value = getattr(self, name)
             if type(value) is int and value < 1:
                 raise ValueError(f"model {self.name}: {name} is {value}, but must be at least 1")
-        if self.num_layers > MOST_LAYERS:
-            raise ValueError(f"model {self.name}: num_layers is {self.num_layers}, but must be at most {MOST_LAYERS}")
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} "
-                f"heads"
-            )
-        if self.squared_relu and self.gated:
-            raise ValueError(f"model {self.name}: SwiGLU and squared ReLU exclude each other: leave one of the two out")
-        if self.mtp_use_repeated_layer and self.mtp_num_layers is None:
-            raise ValueError(
-                f"model {self.name}: a repeated layer predicts further tokens, but there are none: give their number "
-                "(--mtp-num-layers), or leave --mtp-use-repeated-layer out"
-            )
-        if self.further and self.learned_positions:
-            raise ValueError(
-                f"model {self.name}: Megatron predicts further tokens with rotary positions or none: give "
-                "--position-embedding-type rope, or leave --mtp-num-layers out"
-            )
-        if self.no_positions and self.learned_positions:
-            raise ValueError(
-                f"model {self.name}: learned positions and no positions exclude each other: leave one of the two out"
-            )
-        object.__setattr__(self, "window_pattern", shortest(self.window_pattern))
-        self._check_parts()
-        self._check_hybrid()
+        for is_broken, text in self._rules():
+            if is_broken:
+                raise ValueError(f"model {self.name}: {text}")
 
-    def _check_parts(self) -> None:
-        patterns = {"experts": self.experts.pattern if self.experts else EVERY_LAYER, "windows": self.window_pattern}
-        for name, pattern in patterns.items():
-            if len(pattern) > self.num_layers:
-                raise ValueError(
-                    f"model {self.name}: {name} are given for {len(pattern)} layers, but there are {self.num_layers}"
-                )
-        if self.latent and (
-            self.num_query_groups != self.num_attention_heads or self.qk_norm or self.qkv_bias or self.window
-        ):
-            raise ValueError(
-                f"model {self.name}: latent attention has no query groups, windows, norms of heads or biases: leave "
-                f"one of them out"
-            )
-        if self.linear_bias and (self.latent or (self.experts and self.experts.shared_size)):
-            raise ValueError(
-                f"model {self.name}: with latent attention or shared experts no linear layer has a bias: leave one of "
-                f"them out"
-            )
-
-    def _check_hybrid(self) -> None:
+    def _rules(self) -> Iterator[tuple[object, str]]:
+        """Yield whether each rule is broken, and what to say if it is."""
+        experts, layers, groups, heads = self.experts, self.num_layers, self.num_query_groups, self.num_attention_heads
+        yield layers > MOST_LAYERS, f"num_layers is {layers}, but must be at most {MOST_LAYERS}"
+        yield heads % groups, f"{groups} query groups do not divide {heads} heads"
+        yield (
+            self.squared_relu and self.gated,
+            "SwiGLU and squared ReLU exclude each other: leave one of the two out",
+        )
+        yield (
+            self.mtp_use_repeated_layer and self.mtp_num_layers is None,
+            "a repeated layer predicts further tokens, but there are none: give their number (--mtp-num-layers), or "
+            "leave --mtp-use-repeated-layer out",
+        )
+        yield (
+            self.mtp_num_layers and self.learned_positions,
+            "Megatron predicts further tokens with rotary positions or none: give --position-embedding-type rope, or "
+            "leave --mtp-num-layers out",
+        )
+        yield (
+            self.no_positions and self.learned_positions,
+            "learned positions and no positions exclude each other: leave one of the two out",
+        )
+        for name, pattern in (("experts", experts.pattern if experts else ()), ("windows", self.window_pattern)):
+            yield len(pattern) > layers, f"{name} are given for {len(pattern)} layers, but there are {layers}"
+        yield (
+            self.latent and (groups != heads or self.qk_norm or self.qkv_bias or self.window),
+            "latent attention has no query groups, windows, norms of heads or biases: leave one of them out",
+        )
+        yield (
+            self.linear_bias and (self.latent or (experts and experts.shared_size)),
+            "with latent attention or shared experts no linear layer has a bias: leave one of them out",
+        )
         if self.hybrid is None:
             return
-        pattern = self.hybrid.pattern
-        if len(pattern) != self.num_layers:
-            raise ValueError(f"model {self.name}: the pattern has {len(pattern)} layers, not {self.num_layers}")
-        if (self.experts is not None) != (EXPERTS in pattern):
-            raise ValueError(
-                f"model {self.name}: layers with experts need {EXPERTS} in the pattern and their sizes: give both or "
-                "neither (--num-experts)"
-            )
-        if self.latent or self.post_norms or (self.experts and self.experts.pattern != EVERY_LAYER):
-            raise ValueError(
-                f"model {self.name}: hybrid layers have no latent attention, norms after attention or separate "
-                "pattern of experts: leave one of them out"
-            )
-        if self.mtp_num_layers is not None:
-            raise ValueError(
-                f"model {self.name}: multi-token prediction is not modelled for hybrid layers: leave "
-                f"--mtp-num-layers {self.mtp_num_layers} out to predict the run without it"
-            )
+        pattern_text = self.hybrid.pattern
+        yield len(pattern_text) != layers, f"the pattern has {len(pattern_text)} layers, not {layers}"
+        yield (
+            (experts is not None) != (EXPERTS in pattern_text),
+            f"layers with experts need {EXPERTS} in the pattern and their sizes: give both or neither (--num-experts)",
+        )
+        yield (
+            self.latent or (experts and experts.pattern != EVERY_LAYER),
+            "hybrid layers have no latent attention or separate pattern of experts: leave one of them out",
+        )
+        yield (
+            self.mtp_num_layers is not None,
+            f"multi-token prediction is not modelled for hybrid layers: leave --mtp-num-layers {self.mtp_num_layers} "
+            "out to predict the run without it",
+        )
 
     @property
     def is_uniform(self) -> bool:
@@ -191,16 +170,10 @@ class Model:
         layers = ((self.kind(0), self.num_layers),) if self.is_uniform else _kinds(self)
         return layers if self.further is None else (*layers, self.further)
 
-    def check_mambas(self, tensor: int, context: int, on_cpu: bool) -> None:
-        """Raise ValueError where Mamba layers are not cut so by Megatron, or not predicted so."""
-        refused = None if self.hybrid is None else self.hybrid.refused(tensor, context, on_cpu)
-        if refused is not None:
-            raise ValueError(f"{self.name}: {refused}")
-
     def check_attention(self, is_fused: bool, sequence: int) -> None:
         """Raise ValueError where attention over a sequence is not modelled."""
-        if not is_fused and (self.capped_attention or (self.window is not None and sequence > self.window)):
-            raise ValueError(f"{self.name}: windows and capped attention are modelled with attention flash only")
+        if not is_fused and self.window is not None and sequence > self.window:
+            raise ValueError(f"{self.name}: windows are modelled with attention flash only")
         if self.chunk is not None and sequence > self.chunk:
             raise ValueError(
                 f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, "
@@ -208,8 +181,7 @@ class Model:
             )
 
     def no_context(self, sequence: int, cp_comm_type: str) -> str | None:
-        """Return why Transformer Engine does not compute attention over context-parallel ranks in this way, and the
-        way out. None: it does."""
+        """Return why Transformer Engine lacks this attention over context-parallel ranks, and the way out; or None."""
         if cp_comm_type == "p2p" and self.window is not None and sequence > self.window:
             return (
                 f"{self.name} has windows, which a ring of context-parallel ranks cannot compute: give --cp-comm-type "
@@ -272,8 +244,7 @@ def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: 
 def gpt(
     name: str, num_layers: int, hidden_size: int, heads: int, vocabulary: int = 51200, sequence: int = 2048
 ) -> Model:
-    """Return a model as in the GPT-3 papers: full attention, MLP of four times the hidden size, biases, dropout,
-    tied embedding."""
+    """Return a GPT-3 model: full attention, MLP of 4 times the hidden size, biases, dropout, tied embedding."""
     return Model(
         name, num_layers, hidden_size, heads, heads, hidden_size // heads, 4 * hidden_size, vocabulary, sequence
     )
@@ -290,8 +261,7 @@ def llama(
     sequence: int,
     kv_channels: int = 128,
 ) -> Model:
-    """Return a model as in the LLaMA papers: SwiGLU, RMSNorm, rotary positions, no biases, no dropout, untied
-    embedding."""
+    """Return a LLaMA model: SwiGLU, RMSNorm, rotary positions, no biases or dropout, untied embedding."""
     sizes = (num_layers, hidden_size, heads, groups, kv_channels, ffn, vocabulary, sequence)
     return Model(name, *sizes, True, True, False, False, False, False)
 

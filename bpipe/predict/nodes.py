@@ -6,6 +6,7 @@ order of ranks tensor parallelism is innermost, then context, data and pipeline 
 
 from collections import Counter
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from bpipe.placement import Topology, pair_adjacent
@@ -35,62 +36,45 @@ class Places(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def places(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> Places:
-    """Return the places of ranks: pairs are adjacent in a balanced run; any other has Megatron's own order."""
-    nodes = nodes_of_copies(grid, adjacent, partners)
-    groups = [[nodes[rank, copy] for copy in range(grid.data * grid.context)] for rank in range(grid.pipeline)]
-    return Places(tuple(nodes[rank, 0] for rank in range(grid.pipeline)), *_spread(groups))
+def nodes_of_copies(
+    grid: Grid, adjacent: bool, partners: tuple[int, ...] | None, two_pipes: bool = False
+) -> dict[tuple[int, int], int]:
+    """Return the node of every rank and copy: in Megatron's own order, or with adjacent pairs, as in a balanced run.
 
-
-@lru_cache(maxsize=1024)
-def nodes_of_copies(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> dict[tuple[int, int], int]:
-    """Return the node of every rank and copy. Parts of one sequence are copies that follow each other."""
+    Parts of one sequence are copies that follow each other. Two pipes are to Megatron a pipeline of half as many ranks
+    with twice as many adjacent replicas: ranks r and p - 1 - r have the same weights, and those with the first stage
+    come last.
+    """
     tensor, context, pipeline, data, per_node, domain = grid
-    if adjacent:
+    if adjacent and not two_pipes:
         parts = pair_adjacent(Topology(tensor, context, pipeline, data, per_node), partners)
-        place_of = {
-            (part.stage, part.replica * context + part.context): place
+        return {
+            (part.stage, part.replica * context + part.context): place // domain
             for place, part in enumerate(parts)
             if part.tensor == 0
         }
-    else:
-        copies = data * context
-        place_of = {(rank, copy): (rank * copies + copy) * tensor for rank in range(pipeline) for copy in range(copies)}
-    return {key: place // domain for key, place in place_of.items()}
+    nodes, half = {}, pipeline // 2
+    for rank, copy in product(range(pipeline), range(data * context)):
+        replica, part = divmod(copy, context)
+        position = (half - 1 - min(rank, pipeline - 1 - rank)) * data + replica
+        number = 2 * position + (rank >= half) if two_pipes else rank * data + replica
+        nodes[rank, copy] = (number * context + part) * tensor // domain
+    return nodes
 
 
 @lru_cache(maxsize=1024)
-def paired_places(grid: Grid) -> Places:
-    """Return the places with two pipes: to Megatron a pipeline of half as many ranks with twice as many adjacent
-    replicas.
-
-    Ranks r and p - 1 - r have the same weights and are adjacent; those with the first stage come last.
-    """
-    tensor, context, pipeline, data, _, domain = grid
-    half = pipeline // 2
-    nodes: dict[tuple[int, int], int] = {}
-    for rank in range(pipeline):
-        position = half - 1 - min(rank, pipeline - 1 - rank)
-        for copy in range(data * context):
-            replica, part = divmod(copy, context)
-            place = (((position * data + replica) * 2 + (rank >= half)) * context + part) * tensor
-            nodes[rank, copy] = place // domain
-    groups = [
-        [nodes[partner, copy] for copy in range(data * context) for partner in (rank, pipeline - 1 - rank)]
-        for rank in range(half)
-    ]
-    return Places(tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups))
-
-
-def _spread(groups: list[list[int]]) -> tuple[bool, int]:
-    """Whether every group lies on one node, and the fewest copies of a group on any node."""
-    counts = [Counter(group) for group in groups]
-    return all(len(of_group) == 1 for of_group in counts), min(min(of_group.values()) for of_group in counts)
+def _places_of(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None, two_pipes: bool) -> Places:
+    nodes, copies, ranks = nodes_of_copies(grid, adjacent, partners, two_pipes), grid.data * grid.context, grid.pipeline
+    # With two pipes, two ranks have the same weights.
+    alike = [(rank, ranks - 1 - rank) if two_pipes else (rank,) for rank in range(ranks)]
+    counts = [Counter(nodes[rank, copy] for rank in of_group for copy in range(copies)) for of_group in alike]
+    share_node = all(len(of_group) == 1 for of_group in counts)
+    fewest = min(min(of_group.values()) for of_group in counts)
+    return Places(tuple(nodes[rank, 0] for rank in range(ranks)), share_node, fewest)
 
 
 def rank_nodes(setup: Setup) -> tuple[int, ...]:
-    """Return the node of every rank of the first pipeline, in reverse order of Megatron's if the last stage is not on
-    the last."""
+    """Return the node of every rank of the first pipeline, reversed if the last stage is on the first rank."""
     return _in_order(setup, _places(setup, setup.cluster.devices_per_node).first)
 
 
@@ -110,8 +94,7 @@ def replica_ports(setup: Setup) -> int:
 
 
 def copy_nodes(setup: Setup) -> tuple[int, ...]:
-    """Return the nodes, or domains, of the first rank's copies, in the order of these: of each replica all parts of
-    the sequence."""
+    """Return the domains of the first rank's copies: for each replica, all parts of the sequence."""
     nodes = nodes_of_copies(_grid(setup, setup.cluster.devices_per_domain), setup.balance is not None, setup.partners)
     return tuple(nodes[0, copy] for copy in range(setup.data * setup.context))
 
@@ -126,5 +109,4 @@ def _grid(setup: Setup, joined: int) -> Grid:
 
 
 def _places(setup: Setup, joined: int) -> Places:
-    grid = _grid(setup, joined)
-    return paired_places(grid) if setup.num_pipes > 1 else places(grid, setup.balance is not None, setup.partners)
+    return _places_of(_grid(setup, joined), setup.balance is not None, setup.partners, setup.num_pipes > 1)

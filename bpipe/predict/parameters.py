@@ -27,11 +27,14 @@ class LayerParameters(NamedTuple):
 @lru_cache(maxsize=1024)
 def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParameters:  # noqa: B008  (a frozen value)
     """Return the parameters of a layer of one kind, on any number of devices."""
-    if kind.is_mamba:
-        return _mamba(model)
+    if kind.is_mamba and model.hybrid is not None:
+        # Megatron's `MambaMixer` after a norm: its matrices have no biases.
+        hybrid = model.hybrid
+        matrices = model.hidden_size * (hybrid.projected_size + hybrid.inner_size)
+        return LayerParameters(matrices, hybrid.small_parameters, model.norm_parameters, 0)
     hidden, gates = model.hidden_size, 2 if model.gated else 1
     matrices, biases, replicated = _attention(model) if kind.attends else (0, 0, 0)
-    replicated += (2 if model.post_norms else 1) * kind.num_parts * model.norm_parameters
+    replicated += kind.num_parts * model.norm_parameters
     if kind.further:
         # A projection of two, a norm of each, and a final norm.
         matrices, replicated = matrices + 2 * hidden**2, replicated + 3 * model.norm_parameters
@@ -53,13 +56,6 @@ def _experts(model: Model, experts: Experts) -> tuple[int, int, int]:
         hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
     )
     return hidden * (1 + gates) * experts.shared_size, hidden * (experts.num_experts + experts.shared_gate), expert
-
-
-def _mamba(model: Model) -> LayerParameters:
-    """Megatron's `MambaMixer` after a norm: its matrices have no biases."""
-    assert model.hybrid is not None
-    matrices = model.hidden_size * (model.hybrid.projected_size + model.hybrid.inner_size)
-    return LayerParameters(matrices, model.hybrid.small_parameters, model.norm_parameters, 0)
 
 
 def _attention(model: Model) -> tuple[int, int, int]:

@@ -41,8 +41,7 @@ class HeldCounts:
         return max(sum(moment[: len(self.stages)]) for moment in self.moments)
 
     def num_bytes(self, saved: Sequence[int], after_input: Sequence[int], *kept: Sequence[int]) -> tuple[int, int]:
-        """Return bytes of own micro-batches at their peak, and of host buffers. Sizes are by stage; `kept`: keys and
-        gradients."""
+        """Return peak bytes of own micro-batches, and of host buffers. Sizes are by stage; `kept`: keys, gradients."""
         sizes = [of_all[stage] for of_all in (saved, after_input, *kept) for stage in self.stages]
         own = max(sum(map(mul, moment, sizes)) for moment in self.moments)
         return own, sum(count * max(saved[stage] for stage in stages) for count, stages in self.hosted)
@@ -62,8 +61,7 @@ def held_by(schedule: Schedule) -> tuple[HeldCounts, ...]:
 
 
 def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
-    """Return the counts of each rank of a schedule without transfers, from its orders alone: bubbles change nothing
-    that is held."""
+    """Return the counts of each rank without transfers, from its order alone: bubbles change nothing."""
     layout = config.layout
     return tuple(
         HeldCounts(own, _moments([(action,) for action in order], own, config.slices), ())

@@ -110,8 +110,7 @@ class Profile:
 
 
 def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
-    """A measured output layer is divided among the ranks, S and T in the predicted ratio; the embedding is looked
-    up."""
+    """Divide a measured output layer among the ranks, S and T in the predicted ratio; embeddings are looked up."""
     if output_s is not None:
         scale = output_s / setup.pipeline / (shard.forward_s + shard.backward_s)
         shard = replace(shard, forward_s=shard.forward_s * scale, backward_s=shard.backward_s * scale)
@@ -210,9 +209,7 @@ def _entry(path: str, index: int, stage: object) -> Entry:
         raise ValueError(f"{path}: stage {index} is {stage!r}, but must be an object")
     unknown = sorted(set(stage) - _KEYS)
     if unknown:
-        raise ValueError(
-            f"{path}: stage {index} has unknown keys {', '.join(unknown)}: choose from {', '.join(sorted(_KEYS))}"
-        )
+        raise ValueError(f"{path}: stage {index} has unknown keys {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
     for key, value in stage.items():
         if key in _WHOLE:
             a_whole(value, f"{path}: stage {index}: {key}", int(key != "saved_bytes"), LARGEST_BYTES)

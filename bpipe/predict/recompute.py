@@ -46,8 +46,7 @@ _BEHIND = LayerScope(whole=True, keeps_input=False)
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Parsed recomputation: `modules` of every layer, or whole layers by `method`, `num_layers` at once or of every
-    stage; neither: none."""
+    """Parsed recomputation: `modules` of every layer, or whole layers by `method` and `num_layers`, or nothing."""
 
     modules: tuple[str, ...] = ()
     method: str | None = None
@@ -85,8 +84,7 @@ class Recompute:
 
     @property
     def period(self) -> int:
-        """Number of layers of a stage after which scopes repeat; with `block`, after the first `num_layers` and
-        among these."""
+        """Number of layers of a stage after which scopes repeat; with `block`, on each side of `num_layers`."""
         return self.num_layers if self.method == "uniform" else 1
 
     def scope(self, place: int) -> LayerScope:
@@ -160,8 +158,7 @@ StageLayers = tuple[tuple[LayerKind, LayerScope, int], ...]
 def stage_layers(
     model: Model, recompute: Recompute, layers: tuple[int, ...], further_stage: int | None = None
 ) -> tuple[StageLayers, ...]:
-    """Return layer kinds and scopes of stages with these numbers of layers, in the model's order, one of which predicts
-    further tokens, too."""
+    """Return kinds and scopes of each stage's layers, in the model's order; one stage may predict further tokens."""
     if model.further is not None and further_stage is not None:
         kind, number = model.further
         stages = [*stage_layers(model, recompute, layers)]

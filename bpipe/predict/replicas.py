@@ -18,13 +18,15 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     its first stage. Of an update on the CPU only the transfers count.
     """
     device, d = setup.cluster.device, setup.replicas
-    weight, gradient, _, _ = parameter_bytes(setup)
-    parameter_bytes_moved = _updated_bytes(setup)
+    weight, gradient, state, _ = parameter_bytes(setup)
+    # Adam reads and writes main weight, moments, gradient and weight.
+    is_wide = setup.state_types.gradient_copy_bytes(setup.fp8)
+    parameter_bytes_moved = 2 * state + (4 if is_wide else gradient) + weight * (2 if setup.precision == "fp32" else 1)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
-    on_cpu = float(setup.state_types.on_cpu)
+    on_cpu, host_bytes_per_s = float(setup.state_types.on_cpu), device.host_among(setup.cluster.devices_per_node)
     bandwidth = _replicas_bytes_per_s(setup, replicas_share_nodes(setup), replica_ports(setup))
     expert_bandwidth = _replicas_bytes_per_s(setup, *replicas_of_experts(setup)) if setup.model.experts else bandwidth
-    rows, matrices = [], stage_matrices(setup)
+    rows, matrices, memory_bytes_per_s = [], stage_matrices(setup), device.memory_bytes_per_s * MEMORY_EFFICIENCY
     for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
         count = own - experts + (shard_parameters(setup) if stage < setup.pipeline else 0)
         sent = count * (d - 1) / d / bandwidth
@@ -35,19 +37,14 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
             own_count += experts / (copies if setup.distributed_optimizer else 1)
         reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
         gathered = weight * sent if gathers else 0.0
-        updated = parameter_bytes_moved * own_count * (1 - on_cpu) / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        updated = parameter_bytes_moved * own_count * (1 - on_cpu) / memory_bytes_per_s
         # Gradients go to the CPU, and weights come back; how long the CPU takes is not known.
-        updated += on_cpu * own_count * (gradient + weight) / (_host_bytes_per_s(setup) * LINK_EFFICIENCY)
+        updated += on_cpu * own_count * (gradient + weight) / (host_bytes_per_s * LINK_EFFICIENCY)
         if setup.fp8 is not None:
             gathered *= 1 - matrices[stage] / own * (1 - setup.fp8.gathered_bytes / weight)
             # Every iteration's first micro-batch writes the weights in 8 bit.
             written = weight + setup.fp8.copies(device.fp8_blocks) * float(setup.fp8.value_bytes)
-            updated += (
-                (not setup.fp8.param_gather)
-                * written
-                * matrices[stage]
-                / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
-            )
+            updated += (not setup.fp8.param_gather) * written * matrices[stage] / memory_bytes_per_s
         rows.append(
             (reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated)
         )
@@ -63,22 +60,6 @@ def stage_buckets(setup: Setup) -> tuple[int, ...]:
     size = max(LEAST_BUCKET, BUCKET_PER_REPLICA * setup.data * setup.context)
     first = max(1, stage_parameters(setup)[0] // size) if is_first and setup.switches.overlap_grad_reduce else 1
     return (first, *(1,) * (setup.num_stages - 1))
-
-
-def _updated_bytes(setup: Setup) -> int:
-    """Bytes of a parameter that Adam reads and writes: main weight, moments, gradient (32 bit, or as it is kept) and
-    weight."""
-    weight, gradient, state, _ = parameter_bytes(setup)
-    read = weight if setup.precision == "fp32" else 0
-    return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read
-
-
-def _host_bytes_per_s(setup: Setup) -> float:
-    """Bandwidth of a device to its node's memory, while all devices of the node use theirs."""
-    device = setup.cluster.device
-    shared = device.host_node_bytes_per_s
-    each = device.host_bytes_per_s if shared is None else shared / setup.cluster.devices_per_node
-    return min(device.host_bytes_per_s, each)
 
 
 def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:

@@ -62,8 +62,7 @@ def layers_bytes(setup: Setup) -> list[int]:
 
 
 def after_input_bytes(setup: Setup) -> tuple[int, ...]:
-    """Return, by stage, bytes held between dgrad and wgrad; 0 if no wgrad is deferred, as the output layer's never
-    is."""
+    """Return, by stage, bytes held between dgrad and wgrad; 0 if no wgrad is deferred."""
     if not setup.keeps_halves:
         return (0,) * setup.num_stages
     of_kind = {kind: total(layer_after_input(setup, kind)) for kind, _ in setup.model.kinds()}
@@ -78,8 +77,7 @@ def kept_share(setup: Setup) -> float:
 
 
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
-    """Return bytes that a transfer moves: storages of at least `minimum_bytes`, without what the pipeline's loop
-    holds."""
+    """Return bytes that a transfer moves: storages of at least `minimum_bytes` that the loop does not hold."""
     received = sent_bytes(setup) if stage and setup.layers[stage] and _shares_input(setup) else 0
     moved = total(tuple(row for row in stage_saved(setup, stage) if row.nbytes >= minimum_bytes))
     return moved - (received if received >= minimum_bytes else 0)
@@ -99,8 +97,7 @@ def saves_input(setup: Setup) -> bool:
 
 
 def again_bytes(setup: Setup, kinds: Sequence[LayerKind]) -> int:
-    """Return the peak of recomputation where layers are of these kinds: all but the input of layers recomputed
-    together, or the parts of one layer."""
+    """Return the peak bytes of recomputation for these kinds of layers."""
     together = setup.recomputed.together
     if together:
         # Megatron recomputes no layer for a further token if it recomputes some of the others.

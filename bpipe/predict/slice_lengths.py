@@ -20,8 +20,7 @@ class Growth(NamedTuple):
 
 
 def even_bounds(length: int, slices: int, unit: int = 1) -> tuple[int, ...]:
-    """Return the bounds of slices that are multiples of `unit` and differ by one unit at most. Raises ValueError if
-    there are none."""
+    """Return bounds of nearly even slices, multiples of `unit`. Raises ValueError if there are none."""
     units, left = divmod(length, unit)
     if left:
         raise ValueError(f"a sequence of {length} tokens is not a multiple of {unit}, but each slice must be one")
@@ -38,14 +37,10 @@ def listed_bounds(lengths: Sequence[int], length: int, slices: int, unit: int = 
     if len(lengths) != slices:
         raise ValueError(f"{len(lengths)} lengths for {slices} slices: give one for each")
     if sum(lengths) != length:
-        raise ValueError(
-            f"the lengths add up to {sum(lengths)} tokens, but a sequence has {length}: give lengths that add up to it"
-        )
+        raise ValueError(f"the lengths add up to {sum(lengths)} tokens, but a sequence has {length}")
     wrong = next((length_of_one for length_of_one in lengths if length_of_one % unit), None)
     if wrong is not None:
-        raise ValueError(
-            f"a slice of {wrong} tokens is not a multiple of {unit}, which tensor-parallel ranks need to share it"
-        )
+        raise ValueError(f"a slice of {wrong} tokens is not a multiple of {unit}, which tensor-parallel ranks need")
     return (0, *accumulate(lengths))
 
 
@@ -74,8 +69,7 @@ def work_of(share: float) -> Growth:
 
 
 def attention_share(length: int, hidden: int, queries: int, keys: int, ffn: int, matrices: int) -> float:
-    """Return attention's share of a layer's forward FLOPs. `ffn`: channels of all MLPs of a token, with `matrices`
-    each."""
+    """Return attention's share of a layer's forward FLOPs. `ffn`: channels of a token's MLPs, `matrices` each."""
     products = hidden * (2 * queries + 2 * keys) + hidden * ffn * matrices
     # Scores and sums of values, of half the tokens on average.
     attention = queries * length

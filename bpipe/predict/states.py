@@ -40,7 +40,12 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
         return traced.parameters
     model, t = setup.model, setup.tensor
     embedding = shard_size(setup.padded_vocabulary * model.hidden_size, t)
-    counts = _by_stage(setup, {kind: _layer_parameters(setup, kind) for kind, _ in model.kinds()})
+    layers = {kind: layer_parameters(model, kind) for kind, _ in model.kinds()}
+    of_kind = {
+        kind: shard_size(layer.matrices + layer.biases, t) + layer.replicated + _of_experts(setup, kind)
+        for kind, layer in layers.items()
+    }
+    counts = _by_stage(setup, of_kind)
     counts[0] += setup.sequence * model.hidden_size * model.learned_positions
     counts[setup.norm_stage] += model.norm_parameters
     if not setup.input_shards:
@@ -56,17 +61,8 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
 
 def _by_stage(setup: Setup, of_kind: Mapping[LayerKind, int]) -> list[int]:
     """Return the sums over each stage's layers."""
-    held = setup.model.num_held
-    return [sum(held(kind, number) * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
-
-
-def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
-    parameters = layer_parameters(setup.model, kind)
-    return (
-        shard_size(parameters.matrices + parameters.biases, setup.tensor)
-        + parameters.replicated
-        + _of_experts(setup, kind)
-    )
+    num_held = setup.model.num_held
+    return [sum(num_held(kind, number) * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers]
 
 
 def _of_experts(setup: Setup, kind: LayerKind) -> int:
@@ -92,8 +88,7 @@ def shard_parameters(setup: Setup) -> int:
 
 
 def stage_matrices(setup: Setup) -> tuple[int, ...]:
-    """Return how many parameters of every stage on one device belong to matrices that FP8 multiplies; none without
-    FP8."""
+    """Return the parameters of every stage on one device that FP8 multiplies; none without FP8."""
     if setup.fp8 is None:
         return (0,) * setup.num_stages
     model = setup.model

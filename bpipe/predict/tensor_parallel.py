@@ -39,8 +39,7 @@ class Exposed(NamedTuple):
 
 
 def gather_s(setup: Setup, low: bool = False) -> float:
-    """Return seconds of a gather over tensor-parallel ranks, or a scatter; an all-reduce takes twice that. `low`: maybe
-    in FP8."""
+    """Return seconds of a gather or scatter; an all-reduce takes twice that. `low`: in FP8 if that is on."""
     if setup.tensor == 1:
         return 0.0
     gathered = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
@@ -50,8 +49,7 @@ def gather_s(setup: Setup, low: bool = False) -> float:
 
 
 def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> Exposed:
-    """Return exposed seconds of a layer (default: the first); experts without shared ones count in `expert_parallel`
-    instead."""
+    """Return exposed seconds of a layer (default: the first), without those of routed experts."""
     if setup.tensor == 1:
         return Exposed(0.0, 0.0, 0.0)
     kind = setup.model.kind(0) if kind is None else kind
@@ -110,6 +108,5 @@ def _passing(setup: Setup, pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _beside(collective_s: float, product_s: float) -> float:
-    """What a collective adds to a concurrent product: what the product loses to it, or by what it outlasts the
-    product."""
+    """What a collective adds to a concurrent product: a share of its time, or by what it outlasts the product."""
     return max(HIDDEN_SHARE * collective_s, collective_s - product_s)

@@ -128,21 +128,14 @@ class Switches:
             ValueError: A switch is of something that the training does not do.
         """
         if self.overlap_param_gather and not training.distributed_optimizer:
-            raise ValueError(
-                "--overlap-param-gather needs the distributed optimizer, which gathers weights: give that, too, or "
-                "leave this out"
-            )
+            raise ValueError("--overlap-param-gather needs the distributed optimizer: give both, or neither")
         if self.grad_reduce_in_bf16 and training.precision != "bf16":
             raise ValueError(f"--grad-reduce-in-bf16 is for bf16, the precision is {training.precision}: leave it out")
         if self.tp_comm_overlap and not sequence_parallel:
-            raise ValueError(
-                "--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the "
-                "two out"
-            )
+            raise ValueError("--tp-comm-overlap is for sequence parallelism: give that, too, or leave this out")
 
     def with_overlaps(self, *, distributed_optimizer: bool) -> Switches:
-        """Return them with gradients reduced and, if the optimizer is distributed, weights gathered next to
-        computation."""
+        """Return them with gradients reduced and, if the optimizer is distributed, weights gathered meanwhile."""
         return replace(self, overlap_grad_reduce=True, overlap_param_gather=distributed_optimizer)
 
     @property
@@ -178,14 +171,9 @@ class Fp8:
     def check(self, device: DeviceKind, training: Training) -> None:
         """Raise ValueError for a device without such products, and for trainings that have no use for them."""
         if device.fp8_flops_per_s is None:
-            raise ValueError(
-                f"{device.name} has no known FP8 support: choose another device, or give fp8_tflops in a cluster file"
-            )
+            raise ValueError(f"{device.name} has no known FP8 support: choose another device, or give it fp8_tflops")
         if self.recipe == "mxfp8" and not device.fp8_blocks:
-            raise ValueError(
-                f"{device.name} has no mxfp8, which came with Blackwell: give --fp8-recipe tensorwise, delayed or "
-                f"blockwise"
-            )
+            raise ValueError(f"{device.name} has no mxfp8: give --fp8-recipe tensorwise, delayed or blockwise")
         if training.precision == "fp32" or training.kernels == "cpu":
             raise ValueError("FP8 is for training in bf16 or fp16 on GPUs: give --precision bf16 and kernels gpu")
         if self.param_gather and not training.distributed_optimizer:
@@ -197,8 +185,7 @@ class Fp8:
         return Fraction(33, 32) if self.recipe in _IN_BLOCKS else Fraction(1)
 
     def copies(self, multiplies_any_layout: bool) -> int:
-        """Return how many copies of an operand are kept: a transposed one, too, on devices (Hopper) that multiply in
-        one layout only."""
+        """Return the number of copies of an operand: two if a transposed one is kept, as on Hopper."""
         return 2 if self.recipe in _IN_BLOCKS or not multiplies_any_layout else 1
 
     @property
@@ -208,8 +195,7 @@ class Fp8:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of a weight that is gathered after an update: those in small blocks pass in 16 bit, through the
-        gradients' buffer."""
+        """Bytes of a weight that is gathered after an update: with mxfp8 it passes in 16 bit."""
         return 1 if self.param_gather and self.recipe != "mxfp8" else 2
 
 
@@ -237,9 +223,7 @@ class StateTypes:
                 f"--optimizer-offload-fraction {self.optimizer_offload_fraction:g} is no share: give a number from 0 to 1"
             )
         if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
-            raise ValueError(
-                "--optimizer-cpu-offload needs --use-precision-aware-optimizer: give that, too, or leave it out"
-            )
+            raise ValueError("--optimizer-cpu-offload needs --use-precision-aware-optimizer: give both, or neither")
         for name, choices in STATE_CHOICES.items():
             value = getattr(self, name)
             if value not in choices:

@@ -1,6 +1,6 @@
 """Questions to the table of features: which apply to settings, which are guarded, and why a run is refused."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from bpipe.config.flags.launches import SWITCHED_OFF, argument_of
 # Megatron's defaults that the table asks for.
 _DEFAULTS = {
     "add_bias_linear": True,
+    **dict.fromkeys(("bias_dropout_fusion", "bias_gelu_fusion", "bias_swiglu_fusion"), True),
     "ckpt_format": "torch_dist",
     "transformer_impl": "transformer_engine",
     "masked_softmax_fusion": True,
@@ -40,10 +41,13 @@ def _value(word: str) -> int | str | None:
     return int(word) if word.isdecimal() else None if word == "None" else word
 
 
+def _asked(balance: bool, executor: bool) -> list[Feature]:
+    return [row for row in FEATURES if (balance or not row.moving) and (executor or not row.own_loop)]
+
+
 def features_of(settings: object, balance: bool, executor: bool = False) -> list[Feature]:
     """Return the features that apply with `--bpipe`, in our loop, or with `--bpipe-report` alone, the worst first."""
-    asked = [row for row in FEATURES if (balance or not row.moving) and (executor or not row.own_loop)]
-    return by_state(feature for feature in asked if feature.applies(Settings(settings)))
+    return by_state(feature for feature in _asked(balance, executor) if feature.applies(Settings(settings)))
 
 
 def by_state(features: Iterable[Feature]) -> list[Feature]:
@@ -58,21 +62,12 @@ def reasons(settings: object, balance: bool, executor: bool = False, strict: boo
     `strict`: guarded features are refused too.
     """
     wanted = "--bpipe" if balance else asked_by(settings) if executor else "--bpipe-report"
-    return _lines(features_of(settings, balance, executor), wanted, strict)
+    return reasons_of(_asked(balance, executor), settings, wanted, strict)
 
 
 def sliced_reasons(settings: object, slices: int, strict: bool = False) -> list[str]:
     """Return why these settings cannot train in two or more slices, a line per reason."""
-    features = by_state(feature for feature in SLICED if feature.applies(Settings(settings)))
-    return _lines(features, f"--bpipe-slices {slices}", strict)
-
-
-def _lines(features: Sequence[Feature], wanted: str, strict: bool = False) -> list[str]:
-    lines = [f"{wanted}: {row.reason}; {row.remedy}" for row in features if row.state is State.REFUSED]
-    rows = [row for row in features if strict and row.state is State.GUARDED]
-    return lines + [
-        f"--bpipe-strict: {row.name} is guarded: {row.reason}; {row.remedy}, or drop --bpipe-strict" for row in rows
-    ]
+    return reasons_of(SLICED, settings, f"--bpipe-slices {slices}", strict)
 
 
 def guarded(settings: object, balance: bool, executor: bool = False) -> list[Feature]:
@@ -89,6 +84,12 @@ def asked_by(settings: object) -> str:
     return [*flags, "--bpipe-executor" if args.bpipe_executor else "--bpipe-schedule"][0]
 
 
-def reasons_of(features: Sequence[Feature], settings: object, wanted: str) -> list[str]:
+def reasons_of(features: Iterable[Feature], settings: object, wanted: str, strict: bool = False) -> list[str]:
     """Return why these settings cannot train with `wanted`, a flag and its value: a line per reason."""
-    return _lines([feature for feature in features if feature.applies(Settings(settings))], wanted)
+    rows = [row for row in features if row.applies(Settings(settings))]
+    lines = [f"{wanted}: {row.reason}; {row.remedy}" for row in rows if row.state is State.REFUSED]
+    return lines + [
+        f"--bpipe-strict: {row.name} is guarded: {row.reason}; {row.remedy}, or drop --bpipe-strict"
+        for row in rows
+        if strict and row.state is State.GUARDED
+    ]

@@ -31,11 +31,6 @@ def _graphs_an_iteration(settings: Settings) -> bool:
     )
 
 
-def _learns_a_budget(settings: Settings) -> bool:
-    memory = settings.bpipe_memory
-    return memory.startswith("auto") if isinstance(memory, str) else bool(getattr(memory, "learns", False))
-
-
 def _verifies_replays(settings: Settings) -> bool:
     """Whether transfers are to be checked in more iterations than run before a capture."""
     steps, wanted = settings.cuda_graph_warmup_steps, settings.bpipe_verify
@@ -51,6 +46,24 @@ def _graphs_whole_layers(settings: Settings) -> bool:
     modules = _modules(settings)
     rest = {"moe"} if has_experts(settings) else {"mlp"}
     return _graphs_layers(settings) and (not modules or {"attn"} | rest <= modules)
+
+
+def _has_expert_biases(settings: Settings) -> bool:
+    return has_experts(settings) and bool(settings.add_bias_linear)
+
+
+def _groups_experts(settings: Settings) -> bool:
+    """Whether experts are Transformer Engine's grouped matrices, which add their first bias themselves."""
+    return bool(settings.moe_grouped_gemm) and settings.transformer_impl == "transformer_engine"
+
+
+def _fuses_expert_activation(settings: Settings) -> bool:
+    """Whether experts have biases that their fused activation function does not take (`MLP.forward`, `TEGroupedMLP`)."""
+    if not _has_expert_biases(settings) or settings.quick_geglu:
+        return False
+    if settings.swiglu:
+        return bool(settings.bias_swiglu_fusion) and not _groups_experts(settings)
+    return bool(settings.bias_gelu_fusion)
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -72,7 +85,9 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "a learned budget with a CUDA graph of an iteration",
-        lambda s: _graphs_an_iteration(s) and _learns_a_budget(s),
+        lambda s: (
+            _graphs_an_iteration(s) and (str(s.bpipe_memory).startswith("auto") or getattr(s.bpipe_memory, "learns", 0))
+        ),
         "a budget that is learned changes the schedule after the first iteration",
         "give --bpipe-memory in GiB, or use no CUDA graphs",
         moving=True,
@@ -124,25 +139,18 @@ FEATURES: tuple[Feature, ...] = (
         "test_a_static_pool_stays",
         moving=True,
     ),
-    Feature(
-        "FP8",
-        lambda s: s.fp8 is not None,
-        "FP8 payloads and scales are ordinary storages and move, while the 8-bit copies of weights belong to their "
-        "modules and stay",
-        "drop --fp8-format",
-        State.GUARDED,
-        "test_eight_bit_payloads_and_their_scales_come_back",
-        moving=True,
-    ),
-    Feature(
-        "FP4",
-        lambda s: s.fp4 is not None,
-        "FP4 payloads, two numbers per byte, and scales are ordinary storages and move, while FP4 copies of weights "
-        "belong to their modules and stay",
-        "drop --fp4-format",
-        State.GUARDED,
-        "test_eight_bit_payloads_and_their_scales_come_back",
-        moving=True,
+    *(
+        Feature(
+            name,
+            lambda s, name=name: getattr(s, name.lower()) is not None,  # type: ignore[misc]
+            f"{name} payloads and scales are ordinary storages and move, while copies of weights in {name} belong to "
+            "their modules and stay",
+            f"drop --{name.lower()}-format",
+            State.GUARDED,
+            "test_eight_bit_payloads_and_their_scales_come_back",
+            moving=True,
+        )
+        for name in ("FP8", "FP4")
     ),
     Feature(
         "activation offloading",
@@ -254,6 +262,19 @@ FEATURES: tuple[Feature, ...] = (
         "use --disable-bias-linear, or drop mlp from --recompute-modules",
     ),
     Feature(
+        "experts with biases and a fused activation",
+        _fuses_expert_activation,
+        "in Megatron's first forward, the fused activation function of experts refuses biases, or it is a GELU, which "
+        "has no fused form there",
+        "use --disable-bias-linear, or --no-bias-swiglu-fusion with --swiglu and --no-bias-gelu-fusion without",
+    ),
+    Feature(
+        "grouped experts with biases and a fused dropout",
+        lambda s: _has_expert_biases(s) and _groups_experts(s) and s.bias_dropout_fusion,
+        "Megatron does not build grouped experts with biases if their sum is fused with the dropout",
+        "use --disable-bias-linear or --no-bias-dropout-fusion",
+    ),
+    Feature(
         "partial recomputation of micro-batches",
         lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
         "bpipe's own loop recomputes all micro-batches alike and cannot recompute some of them only",
@@ -322,22 +343,24 @@ def _predicts_apart(settings: Settings) -> bool:
     return bool(settings.mtp_num_layers) and any("m" in stage and "L" not in stage for stage in stages)
 
 
-# Features that a placement other than Megatron's cannot have: its ranks have other layers, and one has the first stage
-# and the last.
-PLACED: tuple[Feature, ...] = (
+_BY_RANK = (
     Feature(
         "checkpoints by rank",
-        lambda s: (s.save or s.load) and s.ckpt_format != "torch_dist",
-        "only torch_dist checkpoints store weights by layer, other formats store them by rank, and here ranks have "
-        "other layers than in Megatron",
+        lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
+        "only torch_dist checkpoints store weights by their place in the model, other formats store them by rank, and "
+        "here ranks have other weights than in Megatron",
         "use --ckpt-format torch_dist",
     ),
     Feature(
         "local checkpoints",
         lambda s: s.non_persistent_ckpt_type == "local",
-        "local checkpoints store weights by rank, and here ranks have other layers than in Megatron",
+        "local checkpoints store weights by rank, and here ranks have other weights than in Megatron",
         "use --non-persistent-ckpt-type global",
     ),
+)
+# Features that a placement other than Megatron's cannot have: a rank has the first and the last stage.
+PLACED: tuple[Feature, ...] = (
+    *_BY_RANK,
     Feature(
         "further tokens apart from the loss",
         _predicts_apart,
@@ -394,25 +417,8 @@ SHARDED: tuple[Feature, ...] = (
         "the vocabulary's rows are divided as soon as a model is built, but on the meta device it has no weights yet",
         "drop --init-model-with-meta-device",
     ),
-    Feature(
-        "checkpoints by rank of shards",
-        lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
-        "only torch_dist checkpoints store rows by their place in the vocabulary, other formats store them by rank",
-        "use --ckpt-format torch_dist",
-    ),
-    Feature(
-        "local checkpoints of shards",
-        lambda s: s.non_persistent_ckpt_type == "local",
-        "local checkpoints store weights by rank",
-        "use --non-persistent-ckpt-type global",
-    ),
+    *_BY_RANK,
 )
-
-
-def _routing(settings: Settings) -> tuple[str, ...]:
-    """Return how the router of experts balances loads: Megatron takes one way, or a list."""
-    types = settings.moe_router_load_balancing_type
-    return tuple(types) if isinstance(types, (list, tuple)) else (types,)
 
 
 def _has_auxiliary_losses(settings: Settings) -> bool:
@@ -503,7 +509,14 @@ SLICED: tuple[Feature, ...] = (
     ),
     Feature(
         "routing of a whole micro-batch",
-        lambda s: has_experts(s) and {"sinkhorn", "quantile_balancing", "global_aux_loss"} & set(_routing(s)),
+        # Megatron takes one way, or a list.
+        lambda s: (
+            has_experts(s)
+            and any(
+                name in (s.moe_router_load_balancing_type or ())
+                for name in ("sinkhorn", "quantile_balancing", "global_aux_loss")
+            )
+        ),
         "Sinkhorn and quantile balancing choose experts among all tokens of a micro-batch, and a global loss counts "
         "the tokens of several micro-batches",
         "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none",

@@ -8,9 +8,10 @@ from dataclasses import replace
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags import schedules
 from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
-from bpipe.config.flags.flag import Flag, Group, InLaunch, Read, number
+from bpipe.config.flags.flag import Flag, InLaunch, Read, group, number
 from bpipe.config.flags.parser import REST
 from bpipe.config.flags.values import (
+    counted,
     factor,
     fraction,
     layers,
@@ -19,7 +20,6 @@ from bpipe.config.flags.values import (
     seconds,
     slice_lengths,
     tokens,
-    whole,
 )
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
@@ -90,7 +90,10 @@ SIZES = (
     _size("kv_channels", "size of an attention head", "hidden size / heads"),
     _size("ffn_hidden_size", "hidden size of the MLP", "four times the hidden size"),
     _size(
-        "mtp_num_layers", "number of further tokens that are predicted (multi-token prediction)", "none", launched=whole
+        "mtp_num_layers",
+        "number of further tokens that are predicted (multi-token prediction)",
+        "none",
+        launched=counted,
     ),
 )
 MODEL_SWITCHES = (
@@ -105,10 +108,14 @@ MODEL_SWITCHES = (
     _switch("no_dropout", "no dropout, so no masks are saved", megatrons=False),
     _switch("mtp_use_repeated_layer", "with --mtp-num-layers: one layer predicts all further tokens, in turn"),
 )
-MODEL = Group(
+MODEL = group(
     "model",
-    (MODEL_NAME, SEQUENCE, VOCABULARY_SIZE, *SIZES, *MODEL_SWITCHES),
-    "a preset or a config.json, with sizes replaced by other flags; or all sizes by flags, without --model",
+    MODEL_NAME,
+    SEQUENCE,
+    VOCABULARY_SIZE,
+    *SIZES,
+    *MODEL_SWITCHES,
+    text="a preset or a config.json, with sizes replaced by other flags; or all sizes by flags, without --model",
 )
 
 # -- the training
@@ -212,87 +219,83 @@ STATE_TYPES = (
         launch=InLaunch(default=1.0),
     ),
 )
-TRAINING = Group(
+TRAINING = group(
     "training",
-    (
-        CLUSTER,
-        schedules.GLOBAL_BATCH,
-        ATTENTION_KIND,
-        CP_COMM,
-        PRECISION,
-        Flag(
-            "kernels",
-            "--kernels",
-            "kernels that decide what is saved; cpu: those of Megatron without a GPU, with nothing fused (default gpu)",
-            default="gpu",
-            choices=KERNELS,
-        ),
-        NO_DISTRIBUTED_OPTIMIZER,
-        Flag(
-            "fp8_format",
-            "--fp8-format",
-            "compute the layers' matrix products in FP8, in this format",
-            choices=FP8_FORMATS,
-            launch=InLaunch(),
-        ),
-        Flag(
-            "fp8_recipe",
-            "--fp8-recipe",
-            f"with --fp8-format: how scales are chosen (default {FP8_RECIPES[0]})",
-            choices=FP8_RECIPES,
-            launch=InLaunch(default=FP8_RECIPES[0], choices=(*FP8_RECIPES, "custom")),
-        ),
-        _switch("fp8_param_gather", "with --fp8-format: keep and gather weights in FP8 only"),
-        *STATE_TYPES,
-        *SWITCHES,
-        DIFFERING_SIZES,
-        Flag(
-            "flops_formula",
-            "--flops-formula",
-            "formula for the FLOPs that MFU counts (default megatron)",
-            default="megatron",
-            choices=FORMULAS,
-        ),
+    CLUSTER,
+    schedules.GLOBAL_BATCH,
+    ATTENTION_KIND,
+    CP_COMM,
+    PRECISION,
+    Flag(
+        "kernels",
+        "--kernels",
+        "kernels that decide what is saved; cpu: those of Megatron without a GPU, with nothing fused (default gpu)",
+        default="gpu",
+        choices=KERNELS,
+    ),
+    NO_DISTRIBUTED_OPTIMIZER,
+    Flag(
+        "fp8_format",
+        "--fp8-format",
+        "compute the layers' matrix products in FP8, in this format",
+        choices=FP8_FORMATS,
+        launch=InLaunch(),
+    ),
+    Flag(
+        "fp8_recipe",
+        "--fp8-recipe",
+        f"with --fp8-format: how scales are chosen (default {FP8_RECIPES[0]})",
+        choices=FP8_RECIPES,
+        launch=InLaunch(default=FP8_RECIPES[0], choices=(*FP8_RECIPES, "custom")),
+    ),
+    _switch("fp8_param_gather", "with --fp8-format: keep and gather weights in FP8 only"),
+    *STATE_TYPES,
+    *SWITCHES,
+    DIFFERING_SIZES,
+    Flag(
+        "flops_formula",
+        "--flops-formula",
+        "formula for the FLOPs that MFU counts (default megatron)",
+        default="megatron",
+        choices=FORMULAS,
     ),
 )
-EXPERTS = Group(
+EXPERTS = group(
     "experts",
-    (
-        number(
-            "expert",
-            "--expert-model-parallel-size --ep",
-            "expert-parallel size: number of devices that share a layer's experts (default 1; plan tries all)",
-            launch=InLaunch(default=1),
-        ),
-        number(
-            "expert_tensor",
-            "--expert-tensor-parallel-size --etp",
-            "number of devices that share each expert (default: the tensor-parallel size; in plan 1)",
-            launch=InLaunch(),
-        ),
-        Flag(
-            "dispatcher",
-            "--moe-token-dispatcher-type",
-            "how tokens reach their experts (default alltoall)",
-            choices=DISPATCHERS,
-            launch=InLaunch(default="allgather"),
-        ),
-        Flag(
-            "capacity_factor",
-            "--moe-expert-capacity-factor",
-            "an expert takes at most X times its even share of tokens (default: no limit)",
-            "X",
-            factor,
-            launch=InLaunch(),
-        ),
-        Flag(
-            "pad_to_capacity",
-            "--moe-pad-expert-input-to-capacity",
-            "with --moe-expert-capacity-factor: pad the tokens of every expert to its capacity",
-            launch=InLaunch(),
-        ),
+    number(
+        "expert",
+        "--expert-model-parallel-size --ep",
+        "expert-parallel size: number of devices that share a layer's experts (default 1; plan tries all)",
+        launch=InLaunch(default=1),
     ),
-    "for models with experts; tokens are assumed to be spread evenly",
+    number(
+        "expert_tensor",
+        "--expert-tensor-parallel-size --etp",
+        "number of devices that share each expert (default: the tensor-parallel size; in plan 1)",
+        launch=InLaunch(),
+    ),
+    Flag(
+        "dispatcher",
+        "--moe-token-dispatcher-type",
+        "how tokens reach their experts (default alltoall)",
+        choices=DISPATCHERS,
+        launch=InLaunch(default="allgather"),
+    ),
+    Flag(
+        "capacity_factor",
+        "--moe-expert-capacity-factor",
+        "an expert takes at most X times its even share of tokens (default: no limit)",
+        "X",
+        factor,
+        launch=InLaunch(),
+    ),
+    Flag(
+        "pad_to_capacity",
+        "--moe-pad-expert-input-to-capacity",
+        "with --moe-expert-capacity-factor: pad the tokens of every expert to its capacity",
+        launch=InLaunch(),
+    ),
+    text="for models with experts; tokens are assumed to be spread evenly",
 )
 
 # -- one configuration
@@ -371,48 +374,44 @@ LAYERS = Flag(
     "N,N,...",
     layers,
 )
-CONFIGURATION = Group(
+CONFIGURATION = group(
     "configuration",
-    (
-        TENSOR,
-        CONTEXT,
-        schedules.PIPELINE,
-        MICRO_BATCH,
-        RECOMPUTED,
-        schedules.SCHEDULE,
-        schedules.CHUNKS,
-        *schedules.ORDER,
-        SLICE_LENGTHS,
-        KEEP_WEIGHTS_HALVES,
-        schedules.BALANCE,
-        schedules.BOUND,
-        MEMORY,
-        schedules.HOSTS,
-        LAYERS,
-        schedules.VOCABULARY,
-        schedules.VOCABULARY_INPUT,
-        NO_SEQUENCE_PARALLEL,
-    ),
+    TENSOR,
+    CONTEXT,
+    schedules.PIPELINE,
+    MICRO_BATCH,
+    RECOMPUTED,
+    schedules.SCHEDULE,
+    schedules.CHUNKS,
+    *schedules.ORDER,
+    SLICE_LENGTHS,
+    KEEP_WEIGHTS_HALVES,
+    schedules.BALANCE,
+    schedules.BOUND,
+    MEMORY,
+    schedules.HOSTS,
+    LAYERS,
+    schedules.VOCABULARY,
+    schedules.VOCABULARY_INPUT,
+    NO_SEQUENCE_PARALLEL,
 )
-LAUNCHED = Group(
+LAUNCHED = group(
     "from a Megatron launch",
-    (
-        Flag(
-            "launch",
-            "--launch",
-            "file of a launch, as `bpipe capture` writes it ('-': standard input); of several, FILE:2 is the second",
-            "FILE",
-        ),
-        Flag(
-            REST,
-            "",
-            "after --: flags of pretrain_gpt.py, or a whole command such as torchrun ... script.py ...",
-            "FLAGS",
-            default=(),
-            count="*",
-        ),
+    Flag(
+        "launch",
+        "--launch",
+        "file of a launch, as `bpipe capture` writes it ('-': standard input); of several, FILE:2 is the second",
+        "FILE",
     ),
-    "its flags need not be repeated; flags given here replace them",
+    Flag(
+        REST,
+        "",
+        "after --: flags of pretrain_gpt.py, or a whole command such as torchrun ... script.py ...",
+        "FLAGS",
+        default=(),
+        count="*",
+    ),
+    text="its flags need not be repeated; flags given here replace them",
 )
 CALIBRATION = Flag("calibration", "--calibration", "correction for this cluster, as `bpipe calibrate` found it", "FILE")
 PROFILE = Flag(
@@ -422,7 +421,7 @@ PROFILE = Flag(
     "plan considers only what the times cover",
     "FILE",
 )
-MEASURED = Group("measurements", (CALIBRATION, PROFILE))
+MEASURED = group("measurements", CALIBRATION, PROFILE)
 
 # Defaults of predictions.
 DEFAULTS: dict[str, object] = {
@@ -441,53 +440,51 @@ DEFAULTS: dict[str, object] = {
 
 # -- what a search chooses from
 
-SEARCHED_FLAGS = Group(
+SEARCHED_FLAGS = group(
     "search space",
-    (
-        RECOMPUTED.several(
-            f"what the backward may compute again: one or more of {FORMS}, or {BLOCK}, the fewest layers of every "
-            f"stage with which it fits (default {' '.join(RECOMPUTE)})",
-            RECOMPUTE,
-            read=read_scope,
-        ),
-        TENSOR.several("tensor-parallel sizes, such as 4 8 or 4,8 (default: all that divide a node)"),
-        schedules.PIPELINE.several("numbers of pipeline ranks (default: all that divide the devices)"),
-        schedules.CHUNKS.several("model chunks per rank (default: all that the schedules allow, up to --max-chunks)"),
-        MICRO_BATCH.several("sequences per micro-batch (default: all that divide the batch)"),
-        schedules.SCHEDULE.several(f"schedules to try (default {' '.join(SEARCHED)})", SEARCHED, choices=FAMILIES),
-        schedules.BALANCE.several("try without balancing (none), with it (bpipe), or both (default both)", BALANCES),
-        replace(
-            MEMORY,
-            help="memory budget of a device in GiB; balanced rows evict only the excess (default: 95 % of the "
-            "device, as a fuller one may be slower than predicted)",
-            value="GIB|auto",
-        ),
-        schedules.HOSTS.several(
-            f"where the evicted activations of balanced rows may go. {schedules.HOSTS_SAID}", choices=ARRANGEMENTS
-        ),
-        CONTEXT.several("context-parallel sizes (default: 1, and larger ones from 32768 tokens on)"),
-        schedules.SLICES.several("numbers of slices per sequence (default: 1, and 2 4 8 from 8192 tokens on)"),
-        schedules.VOCABULARY.several(
-            "how to split the output layer over the pipeline ranks, with the embedding whole and, where that is "
-            "trained, in shards (default: none, and each that lowers the bound of the time where the output layer "
-            "makes the last rank slower)",
-            choices=tuple(kind.value for kind in Vocabulary),
-        ),
-        number("max_micro_batch", "--max-micro-batch", "largest micro-batch to consider (default 64)", default=64),
-        number("max_chunks", "--max-chunks", "largest number of model chunks per rank (default 8)", "V", 8),
-        Flag(
-            "time_limit",
-            "--time-limit",
-            "processor seconds after which the search ends, if it has a row, and says how fast what it has not looked at "
-            "may be (default 12)",
-            "SECONDS",
-            seconds,
-            12.0,
-        ),
-        Flag(
-            "even_layers",
-            "--even-layers",
-            "no stages with unequal layers (default: where layers do not divide, stages before the last get one more)",
-        ),
+    RECOMPUTED.several(
+        f"what the backward may compute again: one or more of {FORMS}, or {BLOCK}, the fewest layers of every "
+        f"stage with which it fits (default {' '.join(RECOMPUTE)})",
+        RECOMPUTE,
+        read=read_scope,
+    ),
+    TENSOR.several("tensor-parallel sizes, such as 4 8 or 4,8 (default: all that divide a node)"),
+    schedules.PIPELINE.several("numbers of pipeline ranks (default: all that divide the devices)"),
+    schedules.CHUNKS.several("model chunks per rank (default: all that the schedules allow, up to --max-chunks)"),
+    MICRO_BATCH.several("sequences per micro-batch (default: all that divide the batch)"),
+    schedules.SCHEDULE.several(f"schedules to try (default {' '.join(SEARCHED)})", SEARCHED, choices=FAMILIES),
+    schedules.BALANCE.several("try without balancing (none), with it (bpipe), or both (default both)", BALANCES),
+    replace(
+        MEMORY,
+        help="memory budget of a device in GiB; balanced rows evict only the excess (default: 95 % of the "
+        "device, as a fuller one may be slower than predicted)",
+        value="GIB|auto",
+    ),
+    schedules.HOSTS.several(
+        f"where the evicted activations of balanced rows may go. {schedules.HOSTS_SAID}", choices=ARRANGEMENTS
+    ),
+    CONTEXT.several("context-parallel sizes (default: 1, and larger ones from 32768 tokens on)"),
+    schedules.SLICES.several("numbers of slices per sequence (default: 1, and 2 4 8 from 8192 tokens on)"),
+    schedules.VOCABULARY.several(
+        "how to split the output layer over the pipeline ranks, with the embedding whole and, where that is "
+        "trained, in shards (default: none, and each that lowers the bound of the time where the output layer "
+        "makes the last rank slower)",
+        choices=tuple(kind.value for kind in Vocabulary),
+    ),
+    number("max_micro_batch", "--max-micro-batch", "largest micro-batch to consider (default 64)", default=64),
+    number("max_chunks", "--max-chunks", "largest number of model chunks per rank (default 8)", "V", 8),
+    Flag(
+        "time_limit",
+        "--time-limit",
+        "processor seconds after which the search ends, if it has a row, and says how fast what it has not looked at "
+        "may be (default 12)",
+        "SECONDS",
+        seconds,
+        12.0,
+    ),
+    Flag(
+        "even_layers",
+        "--even-layers",
+        "no stages with unequal layers (default: where layers do not divide, stages before the last get one more)",
     ),
 )

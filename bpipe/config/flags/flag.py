@@ -113,11 +113,11 @@ class Group(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Task of a command: an example, and the fields of the flags for it."""
+    """Task of a command: an example, and the fields of the flags for it, separated by spaces."""
 
     title: str
     example: str
-    fields: tuple[str, ...]
+    fields: str
 
 
 class Command(NamedTuple):
@@ -130,3 +130,14 @@ class Command(NamedTuple):
     def flags(self) -> tuple[Flag, ...]:
         """All of its groups."""
         return tuple(flag for group in self.groups for flag in group.flags)
+
+
+def group(title: str, *flags: Flag, text: str = "") -> Group:
+    """Return a group of flags, with a text under its title."""
+    return Group(title, flags, text)
+
+
+def command(*parts: Group | Task) -> Command:
+    """Return a command of its groups of flags and its tasks."""
+    groups = tuple(part for part in parts if isinstance(part, Group))
+    return Command(groups, tuple(part for part in parts if isinstance(part, Task)))

@@ -21,6 +21,8 @@ ARGUMENTS = {
 SWITCHED_OFF = {
     "--disable-bias-linear": "add_bias_linear",
     "--disable-mamba-mem-eff-path": "use_mamba_mem_eff_path",
+    "--no-bias-dropout-fusion": "bias_dropout_fusion",
+    "--no-bias-gelu-fusion": "bias_gelu_fusion",
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
     "--no-clone-scatter-output-in-embedding": "clone_scatter_output_in_embedding",
     "--no-fp8-wgrad": "fp8_wgrad",

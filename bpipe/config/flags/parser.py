@@ -86,12 +86,7 @@ class Parser(argparse.ArgumentParser):
     def declare(self, command: Command) -> None:
         """Add a command's flags, and its two pages of help: one screen by task, and all."""
         self.add_argument(
-            "-h",
-            "--help",
-            action=_FirstScreen,
-            nargs=0,
-            command=command,
-            help="the most common flags, with examples",
+            "-h", "--help", action=_FirstScreen, nargs=0, command=command, help="the most common flags, with examples"
         )
         self.add_argument("--help-all", action="help", help="all flags")
         for group in command.groups:
@@ -110,13 +105,13 @@ class Parser(argparse.ArgumentParser):
 
     def check_flags(self, arguments: Sequence[str]) -> None:
         """Exit with the nearest flag to the first unknown one: argparse itself would first miss a required flag."""
-        known = self._option_string_actions
+        actions = self._option_string_actions
         # A word with a space is a value that contains flags.
         words = (word for word in takewhile(lambda word: word != "--", arguments) if " " not in word)
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        wrong = next((flag for flag in flags if flag not in known), None)
+        wrong = next((flag for flag in flags if flag not in actions), None)
         if wrong is not None and not {*_HELP} & set(arguments):
-            meant = nearest(wrong, (flag for flag in known if flag.startswith("--")))
+            meant = nearest(wrong, (flag for flag in actions if flag.startswith("--")))
             self.error(f"unknown flag {wrong}{meant and ','}{meant}")
 
     def error(self, message: str) -> NoReturn:
@@ -151,7 +146,7 @@ def first_screen(parser: argparse.ArgumentParser, command: Command, columns: int
     flags = {flag.field: flag for flag in command.flags}
     for title, example, fields in command.tasks:
         lines += ["", f"{title}:", f"  {example}"]
-        for flag in map(flags.__getitem__, fields):
+        for flag in map(flags.__getitem__, fields.split()):
             # Its shortest name, and one or two lines of its help.
             value = flag.value or "|".join(flag.choices or ())
             head = f"{flag.name} {value}" if flag.names else value

@@ -6,16 +6,7 @@ from typing import Any
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags.flag import Flag, InLaunch, number
-from bpipe.config.flags.values import (
-    AUTO,
-    costs,
-    costs_in_training,
-    counted,
-    group_size,
-    hop,
-    numbers,
-    unit_costs,
-)
+from bpipe.config.flags.values import AUTO, costs, costs_in_training, counted, group_size, hop, unit_costs
 from bpipe.schedule.families.families import (
     DEFAULTS,
     FAMILIES,
@@ -25,6 +16,7 @@ from bpipe.schedule.families.families import (
     families_with_shards,
 )
 from bpipe.schedule.families.family import TAKEN
+from bpipe.schedule.files.text import read_numbers
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
 from bpipe.schedule.layout import TRAINED_SHARDS, Vocabulary
 from bpipe.schedule.program import Exchange
@@ -178,7 +170,7 @@ BOUND = Flag(
     "for each; only the excess is evicted (default: the smallest that all pairs can keep). Without --group, "
     f"{families_for_bounds()} makes its order for a bound that is equal on all ranks",
     "N|N,N,...",
-    numbers,
+    read_numbers,
     launch=InLaunch("--bpipe-bound"),
 )
 HOSTS = Flag(
@@ -199,13 +191,10 @@ PARTNERS = Flag(
     "--partners",
     "for each rank, the rank that hosts its activations (default: the fullest rank with the emptiest)",
     "N,N,...",
-    numbers,
+    read_numbers,
 )
 INPUT = Flag("input", "--input", "read the schedule from a CSV or JSON file ('-': standard input)", "FILE")
 ALIGN = Flag("align", "--align", "with --input: place computations on the unit grid anew, in each rank's order")
 SCHEDULE_FORMAT = Flag(
-    "format",
-    "--format",
-    "output format (default: by the output file's ending, else grid)",
-    choices=FORMATS,
+    "format", "--format", "output format (default: by the output file's ending, else grid)", choices=FORMATS
 )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 
 from bpipe.config.flags import configurations, schedules
-from bpipe.config.flags.flag import Flag, Group, InLaunch
+from bpipe.config.flags.flag import Flag, InLaunch, group
 from bpipe.config.flags.values import factor, iterations, positive, seconds
 from bpipe.placement import PLACEMENTS
 from bpipe.transport import AUTO, NAMES
@@ -38,123 +38,112 @@ MIN_BYTES = _flag(
     TransferConfig.minimum_bytes,
 )
 TRAINER = (
-    Group(
+    group(
         "balancing",
-        (
-            BPIPE,
-            configurations.MEMORY,
-            configurations.CLUSTER,
-            schedules.BOUND,
-            schedules.HOSTS,
-            _flag(
-                "--bpipe-transport",
-                f"how activations travel between the two ranks of a pair (default {AUTO}). nccl, gloo: both ranks "
-                "send and receive. peer: the evicting rank alone copies, into memory of its partner on the same "
-                "machine. host: it copies into its own node's CPU memory. auto: whichever is measured as the "
-                "fastest for the pair at the start",
-                default=AUTO,
-                choices=(AUTO, *NAMES),
-            ),
-            _flag(
-                "--bpipe-placement",
-                "adjacent: put the two stages of a pair on GPUs of one node where possible; none: keep Megatron's "
-                f"own rank order (default {PLACEMENTS[0]})",
-                default=PLACEMENTS[0],
-                choices=PLACEMENTS,
-            ),
-            MIN_BYTES,
-            configurations.DIFFERING_SIZES,
-            _flag(
-                "--bpipe-timeout",
-                f"seconds after which a transfer (default {TransferConfig.timeout_s:g}) or a message of this project's own loop "
-                "(default: Megatron's --distributed-timeout-minutes) ends the run with an error that names it. Not "
-                "for transfers on GPUs: there NCCL's watchdog ends the run and names the process group, and copies "
-                "by peer and host have no limit",
-                "SECONDS",
-                seconds,
-            ),
+        BPIPE,
+        configurations.MEMORY,
+        configurations.CLUSTER,
+        schedules.BOUND,
+        schedules.HOSTS,
+        _flag(
+            "--bpipe-transport",
+            f"how activations travel between the two ranks of a pair (default {AUTO}). nccl, gloo: both ranks "
+            "send and receive. peer: the evicting rank alone copies, into memory of its partner on the same "
+            "machine. host: it copies into its own node's CPU memory. auto: whichever is measured as the "
+            "fastest for the pair at the start",
+            default=AUTO,
+            choices=(AUTO, *NAMES),
+        ),
+        _flag(
+            "--bpipe-placement",
+            "adjacent: put the two stages of a pair on GPUs of one node where possible; none: keep Megatron's "
+            f"own rank order (default {PLACEMENTS[0]})",
+            default=PLACEMENTS[0],
+            choices=PLACEMENTS,
+        ),
+        MIN_BYTES,
+        configurations.DIFFERING_SIZES,
+        _flag(
+            "--bpipe-timeout",
+            f"seconds after which a transfer (default {TransferConfig.timeout_s:g}) or a message of this project's own loop "
+            "(default: Megatron's --distributed-timeout-minutes) ends the run with an error that names it. Not "
+            "for transfers on GPUs: there NCCL's watchdog ends the run and names the process group, and copies "
+            "by peer and host have no limit",
+            "SECONDS",
+            seconds,
         ),
     ),
-    Group(
+    group(
         "schedule",
-        (
-            schedules.SCHEDULE,
-            *schedules.ORDER,
-            configurations.SLICE_LENGTHS,
-            schedules.COSTS,
-            schedules.HOP,
-            configurations.KEEP_WEIGHTS_HALVES,
-            schedules.VOCABULARY,
-            schedules.VOCABULARY_INPUT,
-            _flag(
-                "--bpipe-executor",
-                "use this project's own loop also for schedules that Megatron's own loops run. Changes no result",
-            ),
+        schedules.SCHEDULE,
+        *schedules.ORDER,
+        configurations.SLICE_LENGTHS,
+        schedules.COSTS,
+        schedules.HOP,
+        configurations.KEEP_WEIGHTS_HALVES,
+        schedules.VOCABULARY,
+        schedules.VOCABULARY_INPUT,
+        _flag(
+            "--bpipe-executor",
+            "use this project's own loop also for schedules that Megatron's own loops run. Changes no result",
         ),
     ),
-    Group(
+    group(
         "recording",
-        (
-            _flag(
-                "--bpipe-report",
-                "record the run in this folder, for `bpipe report DIR`: what every stage really held and what was "
-                "predicted, each iteration's exact loss and gradient norm, and some iterations action by action. "
-                "Works with and without --bpipe",
-                "DIR",
-            ),
-            _flag(
-                "--bpipe-report-iterations",
-                "iterations to record action by action: a number, or two with a hyphen between them (default: the "
-                "third to the fifth that this program trains)",
-                "FIRST-LAST",
-            ),
-            _flag(
-                "--bpipe-peak-tflops",
-                "peak dense 16-bit TFLOP/s of one device, for the MFU (default: from a table of devices)",
-                "TFLOPS",
-                factor,
-            ),
+        _flag(
+            "--bpipe-report",
+            "record the run in this folder, for `bpipe report DIR`: what every stage really held and what was "
+            "predicted, each iteration's exact loss and gradient norm, and some iterations action by action. "
+            "Works with and without --bpipe",
+            "DIR",
+        ),
+        _flag(
+            "--bpipe-report-iterations",
+            "iterations to record action by action: a number, or two with a hyphen between them (default: the "
+            "third to the fifth that this program trains)",
+            "FIRST-LAST",
+        ),
+        _flag(
+            "--bpipe-peak-tflops",
+            "peak dense 16-bit TFLOP/s of one device, for the MFU (default: from a table of devices)",
+            "TFLOPS",
+            factor,
         ),
     ),
-    Group(
+    group(
         "debugging",
-        (
-            _flag(
-                "--bpipe-strict",
-                "also refuse guarded features: they should work by design, but never ran on this hardware, and are "
-                "checked in the first iterations",
-            ),
-            _flag(
-                "--bpipe-share-gpus",
-                "to try everything on fewer GPUs than ranks: the ranks of one node share its GPUs, round robin, and "
-                "NCCL talks through loopback sockets. Results are as with a GPU each; no time means anything. Works "
-                "with and without --bpipe",
-            ),
-            _flag(
-                "--bpipe-verify",
-                "in the first N iterations, compare checksums of everything that is evicted: before it is sent, "
-                "before its memory is freed, and before it is used again (default: 2 if anything is guarded, else "
-                "0). A difference is named, and ends the run before weights are updated",
-                "N|all",
-                iterations,
-            ),
-            _flag(
-                "--bpipe-poison",
-                "for debugging: fill memory with NaN before it is freed, and before activations are loaded into "
-                "it, so that a missing wait shows",
-            ),
-            _flag(
-                "--bpipe-sync-transfers",
-                "for measuring what overlap gains: wait for every transfer where it is issued",
-            ),
-            _flag(
-                "--terra-audit",
-                "before you use CUDA graphs: compare the operations of N micro-batches of each chunk in the second "
-                "iteration, forward and backward; the log names, by source line, what a capture of the stage would "
-                "freeze, lose or fail on. For Megatron's own loops only. Changes no result",
-                "N",
-                int,
-            ),
+        _flag(
+            "--bpipe-strict",
+            "also refuse guarded features: they should work by design, but never ran on this hardware, and are "
+            "checked in the first iterations",
+        ),
+        _flag(
+            "--bpipe-share-gpus",
+            "to try everything on fewer GPUs than ranks: the ranks of one node share its GPUs, round robin, and "
+            "NCCL talks through loopback sockets. Results are as with a GPU each; no time means anything. Works "
+            "with and without --bpipe",
+        ),
+        _flag(
+            "--bpipe-verify",
+            "in the first N iterations, compare checksums of everything that is evicted: before it is sent, "
+            "before its memory is freed, and before it is used again (default: 2 if anything is guarded, else "
+            "0). A difference is named, and ends the run before weights are updated",
+            "N|all",
+            iterations,
+        ),
+        _flag(
+            "--bpipe-poison",
+            "for debugging: fill memory with NaN before it is freed, and before activations are loaded into "
+            "it, so that a missing wait shows",
+        ),
+        _flag("--bpipe-sync-transfers", "for measuring what overlap gains: wait for every transfer where it is issued"),
+        _flag(
+            "--terra-audit",
+            "before you use CUDA graphs: compare the operations of N micro-batches of each chunk in the second "
+            "iteration, forward and backward; the log names, by source line, what a capture of the stage would "
+            "freeze, lose or fail on. For Megatron's own loops only. Changes no result",
+            "N",
+            int,
         ),
     ),
 )

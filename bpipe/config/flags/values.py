@@ -2,10 +2,12 @@
 
 import math
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 
 from bpipe.schedule.families.family import ALIKE, UnitCosts
-from bpipe.schedule.files.text import read_costs, read_numbers
+from bpipe.schedule.files.text import read_costs
 from bpipe.schedule.layout import EVEN, WORK, SliceLengths
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
@@ -39,36 +41,32 @@ def group_size(text: str) -> int | str:
     return text if text == AUTO else positive(text)
 
 
-def _real(text: str) -> float:
-    """Read a number; any other text is NaN, which is within no limits."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _real(text: str, is_within: Callable[[float], bool], wanted: str) -> float:
+    """Read a number. Raises ValueError for any other text, and for a number that is not within its limits."""
+    with suppress(ValueError):
+        if is_within(number := float(text)):
+            return number
+    raise ValueError(f"{text[:40]!r} must be {wanted}")
 
 
 def seconds(text: str) -> float:
     """Read a duration above 0."""
-    number = _real(text)
-    if not 0 < number <= LARGEST:
-        raise ValueError(f"{text[:40]!r} must be a number of seconds above 0")
-    return number
+    return _real(text, lambda number: 0 < number <= LARGEST, "a number of seconds above 0")
 
 
 def factor(text: str) -> float:
     """Read a number above 0."""
-    number = _real(text)
-    if not 0 < number < 1e6:
-        raise ValueError(f"{text!r} must be a number above 0 and below 1000000, such as 1.25")
-    return number
+    return _real(text, lambda number: 0 < number < 1e6, "a number above 0 and below 1000000, such as 1.25")
 
 
 def fraction(text: str) -> float:
     """Read a number from 0 to 1."""
-    number = _real(text)
-    if not 0 <= number <= 1:
-        raise ValueError(f"{text[:40]!r} must be a number from 0 to 1, such as 0.5")
-    return number
+    return _real(text, lambda number: 0 <= number <= 1, "a number from 0 to 1, such as 0.5")
+
+
+def tolerance(text: str) -> float:
+    """Read a relative tolerance: `1e-6`."""
+    return _real(text, lambda number: 0 <= number < 1, "a number from 0 to below 1, such as 1e-6")
 
 
 def counted(text: str) -> int:
@@ -115,30 +113,12 @@ def hop(text: str) -> Fraction:
     return read_costs(text, 1, 1)[0]
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Read `3` or `3,3,2,1`."""
-    return read_numbers(text)
-
-
 def layers(text: str) -> tuple[int, ...]:
     """Read `7,8,8,7`: the layers of every stage, of which the last may have none."""
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
         raise ValueError(f"{text!r} must be a list of numbers such as 7,8,8,7") from None
-
-
-def tolerance(text: str) -> float:
-    """Read a relative tolerance: `1e-6`."""
-    number = _real(text)
-    if not 0 <= number < 1:
-        raise ValueError(f"{text[:40]!r} must be a number from 0 to below 1, such as 1e-6")
-    return number
-
-
-def whole(text: str) -> int:
-    """Read a whole number from 0 on, however large."""
-    return 0 if text == "0" else positive(text)
 
 
 def slice_lengths(text: str) -> SliceLengths:

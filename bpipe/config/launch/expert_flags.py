@@ -74,10 +74,10 @@ def parts_of_flags(args: Options, ffn_hidden_size: int, notes: list[str]) -> dic
         notes.append("--moe-router-score-function sqrtsoftplus is predicted as sigmoid")
     if args.transformer_impl != "local" and not args.moe_grouped_gemm:
         notes.append("without --moe-grouped-gemm experts are computed one after the other: predicted as if all at once")
-    each = (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size or ffn_hidden_size)
+    sizes_of_experts = (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size or ffn_hidden_size)
     shared, sigmoid = args.moe_shared_expert_intermediate_size or 0, args.moe_router_score_function != "softmax"
     options["experts"] = Experts(
-        *each, shared, args.moe_shared_expert_gate, read_pattern(str(args.moe_layer_freq)), sigmoid
+        *sizes_of_experts, shared, args.moe_shared_expert_gate, read_pattern(str(args.moe_layer_freq)), sigmoid
     )
     parallel = (args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.moe_token_dispatcher_type)
     options["routing"] = Routing(*parallel, args.moe_expert_capacity_factor, args.moe_pad_expert_input_to_capacity)

@@ -47,27 +47,17 @@ def settle_pattern(args: Options, notes: list[str]) -> None:
             raise ValueError(f"{PATTERN} and {OLD_PATTERN} exclude each other: give the first")
         args.hybrid_layer_pattern = args.hybrid_override_pattern
     if args.spec is not None and (tuple(args.spec) not in _STACKS or args.hybrid_layer_pattern is None):
-        given = " ".join(args.spec)[:80]
-        raise ValueError(
-            f"--spec {given}: layers of a custom specification are not modelled; leave the flag out to predict the "
-            "run without it"
-        )
+        text = " ".join(args.spec)[:80]
+        raise ValueError(f"--spec {text}: layers of a custom specification are not modelled; leave the flag out")
     if args.hybrid_layer_pattern is None:
         if args.is_hybrid_model:
-            raise ValueError(
-                f"--is-hybrid-model does not say which layers the model has: give {PATTERN}, or leave it out"
-            )
+            raise ValueError(f"--is-hybrid-model does not say which layers the model has: give {PATTERN}, too")
         return
     if args.transformer_impl == "inference_optimized":
-        raise ValueError(
-            "--transformer-impl inference_optimized is for inference of hybrid models and not modelled; leave the "
-            "flag out"
-        )
+        raise ValueError("--transformer-impl inference_optimized is for inference and not modelled; leave the flag out")
     if not isinstance(args.hybrid_layer_pattern, str):
         # argparse takes the word `--` for the end of the flags, in Megatron's parser as well.
-        raise ValueError(
-            f"{PATTERN} --: two MLPs alone cannot be given, because -- ends the flags: give another pattern"
-        )
+        raise ValueError(f"{PATTERN} --: two MLPs alone cannot be given, because -- ends the flags: give another")
     symbols, _ = split_text(args.hybrid_layer_pattern)
     if args.num_layers not in (None, len(symbols)):
         notes.append(
@@ -91,10 +81,7 @@ def hybrid_of_flags(args: Options, position: str) -> dict[str, Any]:
     heads, inner = args.mamba_num_heads, 2 * args.hidden_size
     if heads is None:
         if inner % args.mamba_head_dim:
-            raise ValueError(
-                f"--mamba-head-dim {args.mamba_head_dim} does not divide 2 * --hidden-size = {inner}: give "
-                f"--mamba-num-heads"
-            )
+            raise ValueError(f"--mamba-head-dim {args.mamba_head_dim} does not divide {inner}: give --mamba-num-heads")
         heads = inner // args.mamba_head_dim
     symbols, _ = split_text(args.hybrid_layer_pattern)
     try:
@@ -115,14 +102,10 @@ def layers_of(args: Options, split: Split) -> tuple[int, ...]:
     others = [args.num_virtual_stages_per_pipeline_rank, split.layers_of_a_chunk, split.layout]
     others += [split.first, split.last] if stages is not None else []
     if any(value is not None for value in others) or split.count_embedding or split.count_loss:
-        raise ValueError(
-            f"with {PATTERN} stages begin where it has a |: drop the other flags that say where layers are"
-        )
+        raise ValueError(f"with {PATTERN} stages begin where it has a |: drop the other flags that place layers")
     if stages is None:
         return read_split(Split(first=split.first, last=split.last), len(symbols), pipeline)
     if len(stages) % pipeline:
-        raise ValueError(
-            f"{PATTERN} has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {pipeline}"
-        )
+        raise ValueError(f"{PATTERN} has {len(stages)} stages, not a multiple of the {pipeline} pipeline ranks")
     refuse_empty(stages)
     return stages

@@ -133,9 +133,9 @@ def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
     left = num_layers - sum(first) - sum(last) + split.count_embedding + split.count_loss
     ranks = pipeline - len(first) - len(last)
     if ranks < 0 or left < 0 or (not ranks and left) or (ranks and left % ranks):
-        given = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
-        given += [COUNT_EMBEDDING] * split.count_embedding + [COUNT_LOSS] * split.count_loss
-        besides = f" with {' '.join(given)}" if given else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
+        flags = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
+        flags += [COUNT_EMBEDDING] * split.count_embedding + [COUNT_LOSS] * split.count_loss
+        besides = f" with {' '.join(flags)}" if flags else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
         raise ValueError(
             f"--num-layers {num_layers} cannot be divided evenly over --pipeline-model-parallel-size {pipeline}{besides}"
         )
@@ -159,9 +159,7 @@ def _spelled(text: str) -> str:
         ]
         # Every layer may be followed by a |.
         if sum(lengths) > 2 * MOST_LAYERS:
-            raise ValueError(
-                f"{LAYOUT} {text[:40]} repeats more than {MOST_LAYERS} layers, the most that a model may have"
-            )
+            raise ValueError(f"{LAYOUT} {text[:40]} repeats more than {MOST_LAYERS} layers, the most of a model")
         spelled = re.sub(repeated, lambda match: match[1] * int(match[2]), spelled)
     return spelled
 
@@ -180,10 +178,7 @@ def _read_layout(text: str, num_layers: int, pipeline: int, further: int) -> tup
         )
     layers = [stage.count("t") for stage in spelled.split("|")]
     if len(layers) % pipeline:
-        raise ValueError(
-            f"{LAYOUT} {text[:60]} has {len(layers)} stages, not a multiple of --pipeline-model-parallel-size "
-            f"{pipeline}"
-        )
+        raise ValueError(f"{LAYOUT} {text[:60]} has {len(layers)} stages, not a multiple of the {pipeline} ranks")
     if sum(layers) != num_layers:
         raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, but --num-layers is {num_layers}")
     refuse_empty(layers, further_stage(Split(layout=text)))
@@ -194,6 +189,4 @@ def refuse_empty(layers: Sequence[int], mtp_stage: int | None = None) -> None:
     """Raise ValueError for a stage without a layer that needs one."""
     empty = without_layers(layers, mtp_stage)
     if empty is not None:
-        raise ValueError(
-            f"stage {empty} has no layer: stages without one are not modelled, except for the first and the last"
-        )
+        raise ValueError(f"stage {empty} has no layer, which is modelled of the first and the last stage only")

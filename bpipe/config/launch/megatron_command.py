@@ -150,8 +150,8 @@ def devices_of(launcher: Sequence[str]) -> tuple[int, int] | None:
         raise ValueError(
             f"{values['nnodes'][:40]} nodes of {values['nproc_per_node'][:40]} processes: give at most 99999 of each"
         )
-    nodes, each = int(values["nnodes"]), int(values["nproc_per_node"])
-    return (nodes, each) if nodes and each else None
+    nodes, per_node = int(values["nnodes"]), int(values["nproc_per_node"])
+    return (nodes, per_node) if nodes and per_node else None
 
 
 def _model(args: Options, notes: list[str]) -> dict[str, Any]:
@@ -226,9 +226,9 @@ def _context(args: Options) -> dict[str, Any]:
         return {}
     ways = set(args.cp_comm_type)
     if len(ways) > 1 or not ways <= set(CP_COMM_TYPES):
-        given = " ".join(args.cp_comm_type)[:60]
+        text = " ".join(args.cp_comm_type)[:60]
         raise ValueError(
-            f"--cp-comm-type {given}: only one of {', '.join(CP_COMM_TYPES)} for all layers is modelled; give one of "
+            f"--cp-comm-type {text}: only one of {', '.join(CP_COMM_TYPES)} for all layers is modelled; give one of "
             "them"
         )
     return {"context": args.context_parallel_size, "cp_comm_type": ways.pop()}
@@ -242,9 +242,7 @@ def _own_chunks(schedule: str | None) -> int | None:
     if schedule is None:
         return None
     if schedule not in FAMILIES:
-        raise ValueError(
-            f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} can be predicted, not a schedule from a file"
-        )
+        raise ValueError(f"--bpipe-schedule {schedule}: a file's cannot be predicted, only {', '.join(FAMILIES)}")
     family = FAMILIES[schedule]
     return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
 
@@ -296,9 +294,7 @@ def _recomputation(args: Options, notes: list[str]) -> tuple[str, dict[str, str]
     granularity, modules = args.recompute_granularity, args.recompute_modules or ["core_attn"]
     if args.recompute_activations:
         if granularity == "full":
-            raise ValueError(
-                "--recompute-activations and --recompute-granularity full exclude each other: give one of them"
-            )
+            raise ValueError("--recompute-activations and --recompute-granularity full exclude each other: give one")
         granularity = "selective"
     if granularity == "selective":
         return _recomputed_parts(modules, args.num_experts is not None, notes)

@@ -121,7 +121,7 @@ def _schedule_flags(setup: Setup) -> list[str]:
 
 
 def _memory(setup: Setup) -> list[str]:
-    fp8 = setup.fp8
+    fp8, types = setup.fp8, setup.state_types
     values = {
         "attention_backend": "flash" if setup.attention == "flash" else "unfused",
         "transformer_impl": "local" if setup.transformer_impl == "local" else None,
@@ -130,19 +130,14 @@ def _memory(setup: Setup) -> list[str]:
         "fp8_recipe": None if fp8 is None else fp8.recipe,
         "fp8_param_gather": fp8 is not None and fp8.param_gather,
         "use_distributed_optimizer": setup.distributed_optimizer,
-        **_of_states(setup.state_types),
+        # Only what is not Megatron's default.
+        **{name: value for name, value in asdict(types).items() if value != getattr(StateTypes(), name)},
         # One tensor-parallel rank has nothing to overlap, and Megatron refuses the flag.
         **{
             name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES
         },
     }
     return [*_recompute_flags(setup.recomputed), *words(values)]
-
-
-def _of_states(types: StateTypes) -> dict[str, object]:
-    """Return what is not Megatron's default."""
-    values, default = asdict(types), StateTypes()
-    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def _recompute_flags(recompute: Recompute) -> list[str]:

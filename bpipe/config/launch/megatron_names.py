@@ -24,8 +24,8 @@ def names() -> frozenset[str]:
 
 def unknown_flags(flags: Sequence[str]) -> list[str]:
     """Return the names of flags that neither Megatron nor this project has. Raises ValueError for one like ours."""
-    given = dict.fromkeys(word.partition("=")[0] for word in flags if word.startswith("--"))
-    unknown = [flag for flag in given if flag not in names()]
+    flag_names = dict.fromkeys(word.partition("=")[0] for word in flags if word.startswith("--"))
+    unknown = [flag for flag in flag_names if flag not in names()]
     for flag in unknown:
         if flag.startswith("--bpipe-"):
             meant = nearest(flag, [name for name in names() if name.startswith("--bpipe")], _TYPO_OF_OURS)

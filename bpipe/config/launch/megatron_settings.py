@@ -157,15 +157,11 @@ def read_log(text: str) -> LoggedLaunch:
             launches.append(MegatronSettings.from_args(SimpleNamespace(**block)))
             block = None
         elif block is not None and (match := _ARGUMENT.search(line)):
-            block[match[1]] = _literal(match[2].strip())
+            block[match[1]] = match[2].strip()
+            with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+                block[match[1]] = ast.literal_eval(match[2].strip())
         elif match := _PADDED.search(line):
             vocabulary = min(int(match[1]), LARGEST)
     if any(launch != launches[0] for launch in launches):
         raise ValueError("it has the arguments of several training runs, which differ: give the part of one run")
     return LoggedLaunch(launches[0] if launches else None, vocabulary)
-
-
-def _literal(text: str) -> object:
-    with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-        return ast.literal_eval(text)
-    return text

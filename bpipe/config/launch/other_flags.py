@@ -86,94 +86,22 @@ PREDICTED_WITHOUT = {
 }
 
 # Patterns of flags.
-WITHOUT_INFLUENCE = [
-    "--lr",
-    "--lr-*",
-    "--min-lr",
-    "--decoupled-*",
-    "--*weight-decay*",
-    "--adam-*",
-    "--sgd-momentum",
-    "--clip-grad",
-    "--seed",
-    "--init-method-*",
-    "--mtp-loss-scaling-factor",
-    "--train-iters",
-    "--train-samples",
-    "--eval-i*",
-    "--exit-*",
-    "--finetune",
-    "--skip-train",
-    "--norm-epsilon",
-    "--save",
-    "--save-interval",
-    "--save-retain-interval",
-    "--load",
-    "--no-load-*",
-    "--no-save-*",
-    "--ckpt-*",
-    "--dist-ckpt-*",
-    "--async-*",
-    "--auto-detect-ckpt-format",
-    "--use-dist-ckpt",
-    "--non-persistent-*",
-    "--override-opt*",
-    "--use-checkpoint-opt*",
-    "--data-path",
-    "--*-data-path",
-    "--data-args-path",
-    "--data-cache-path",
-    "--split",
-    "--mock-data",
-    "--num-workers",
-    "--dataloader-type",
-    "--no-mmap-bin-files",
-    "--num-dataset-builder-threads",
-    "--no-create-attention-mask-in-dataloader",
-    "--tokenizer-*",
-    "--vocab-file",
-    "--merge-file",
-    "--trust-remote-code",
-    "--null-tokenizer-*",
-    "--reset-*",
-    "--eod-mask-loss",
-    "--log-*",
-    "--tensorboard-*",
-    "--wandb-*",
-    "--timing-*",
-    "--one-logger-*",
-    "--no-one-logger",
-    "--app-tag-*",
-    "--logging-level",
-    "--profile*",
-    "--use-pytorch-profiler",
-    "--pytorch-profiler-*",
-    "--manual-gc*",
-    "--distributed-timeout-*",
-    "--distributed-backend",
-    "--loss-scale*",
-    "--initial-loss-scale",
-    "--min-loss-scale",
-    "--hysteresis",
-    "--rotary-base",
-    "--use-mcore-models",
-    "--rerun-mode",
-    "--no-check-for-nan-in-loss-and-grad",
-    "--disable-gloo-process-groups",
-    "--use-cpu-initialization",
-    "--no-initialization",
-    "--bpipe-report*",
-    "--bpipe-timeout",
-    "--bpipe-peak-tflops",
-    "--bpipe-executor",
-    "--local-rank",
-    "--ddp-average-in-collective",
-    "--fp8-margin",
-    "--fp8-amax-*",
-    "--bpipe-strict",
-    "--bpipe-verify",
-    "--mamba-inference-*",
-]
+WITHOUT_INFLUENCE = """
+    --*-data-path --*weight-decay* --adam-* --app-tag-* --async-* --auto-detect-ckpt-format --bpipe-executor
+    --bpipe-peak-tflops --bpipe-report* --bpipe-strict --bpipe-timeout --bpipe-verify --ckpt-*
+    --clip-grad --data-args-path --data-cache-path --data-path --dataloader-type --ddp-average-in-collective
+    --decoupled-* --disable-gloo-process-groups --dist-ckpt-* --distributed-backend --distributed-timeout-*
+    --eod-mask-loss --eval-i* --exit-* --finetune --fp8-amax-* --fp8-margin --hysteresis --init-method-*
+    --initial-loss-scale --load --local-rank --log-* --logging-level --loss-scale* --lr --lr-* --mamba-inference-*
+    --manual-gc* --merge-file --min-loss-scale --min-lr --mock-data --mtp-loss-scaling-factor
+    --no-check-for-nan-in-loss-and-grad --no-create-attention-mask-in-dataloader --no-initialization --no-load-*
+    --no-mmap-bin-files --no-one-logger --no-save-* --non-persistent-* --norm-epsilon --null-tokenizer-*
+    --num-dataset-builder-threads --num-workers --one-logger-* --override-opt* --profile* --pytorch-profiler-*
+    --rerun-mode --reset-* --rotary-base --save --save-interval --save-retain-interval --seed --sgd-momentum
+    --skip-train --split --tensorboard-* --timing-* --tokenizer-* --train-iters --train-samples --trust-remote-code
+    --use-checkpoint-opt* --use-cpu-initialization --use-dist-ckpt --use-mcore-models --use-pytorch-profiler
+    --vocab-file --wandb-*
+""".split()
 
 
 def refused_for(flag: str, value: str, own_group: str) -> str | None:

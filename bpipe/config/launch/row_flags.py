@@ -101,10 +101,12 @@ def difference(setup: Setup, reading: Reading) -> LaunchDifference:
     same = _equal_parts(setup, reading)
     before = {flag: values for flag, values in groups(reading.flags) if flag in _CHANGED and flag not in same}
     after = {flag: values for flag, values in groups(megatron_flags(setup)) if flag in _CHANGED and flag not in same}
-    given = [(flag, values) for flag, values in after.items() if not _means(before.get(flag, _default(flag)), values)]
+    replaced = [
+        (flag, values) for flag, values in after.items() if not _means(before.get(flag, _default(flag)), values)
+    ]
     kept = (*_KEPT, *(("--bpipe-cluster",) if "--bpipe-memory" in after else ()))
     left_out = [flag for flag in before if flag not in after and flag not in kept]
-    return LaunchDifference(_joined(given), tuple(left_out))
+    return LaunchDifference(_joined(replaced), tuple(left_out))
 
 
 def _means(words: tuple[str, ...] | None, values: tuple[str, ...]) -> bool:

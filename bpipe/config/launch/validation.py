@@ -65,12 +65,14 @@ def judge(flags: tuple[str, ...], devices: tuple[int, int] | None, is_whole: boo
     if not is_installed():
         lets = f"{install_command('megatron')} lets its own validation judge"
         return Judgement(f"judged without Megatron: it is not installed here; {lets}")
-    given = {word.partition("=")[0] for word in flags}
+    flag_names = {word.partition("=")[0] for word in flags}
     if not is_whole:
-        missing = [name for name in _SIZES if name not in given and not (name == _SIZES[0] and given & {*_PATTERNS})]
+        missing = [
+            name for name in _SIZES if name not in flag_names and not (name == _SIZES[0] and flag_names & {*_PATTERNS})
+        ]
         if missing:
             return Judgement(f"judged without Megatron: flags without {', '.join(missing)} are no whole launch")
-        flags += tuple(word for name, value in _ASSUMED.items() if name not in given for word in (name, value))
+        flags += tuple(word for name, value in _ASSUMED.items() if name not in flag_names for word in (name, value))
     print("asking Megatron's own parser and validation, about five seconds", file=sys.stderr, flush=True)
     try:
         ended = subprocess.run(

@@ -78,8 +78,7 @@ def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple
 
 
 def _with_kept(setup: Setup, rates: Rates, forward_s: float, backward_s: float) -> tuple[float, float]:
-    """Forward a slice's keys and values are copied; backward the gradients of all so far are added, and the slice's own
-    copied back."""
+    """A slice's keys and values are copied forward; backward all gradients so far are added, its own copied back."""
     element, size = element_bytes(setup), setup.model.key_value_size / setup.tensor
     own, every = num_tokens(setup) * size, num_keys(setup) * setup.micro_batch * size
     copied = 2 * element * own
@@ -137,8 +136,7 @@ def latent_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def projected_down(setup: Setup) -> tuple[Saved, ...]:
-    """Return the inputs of recomputed up projections; the rotating part of the keys is in them, gathered if they are
-    divided."""
+    """Return the inputs of recomputed up projections, with the rotating part of the keys, gathered if divided."""
     latent = setup.model.latent
     assert latent is not None
     tokens = element_bytes(setup) * num_tokens(setup)
@@ -215,8 +213,7 @@ def core_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def local_attention_saved(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
-    """Return what torch's own kernels save around the core: Q, K and V, as one storage where nothing changes them, and
-    what the projection reads."""
+    """Return what torch's kernels save around the core: Q, K and V, joint if unchanged, and the projection's input."""
     model, t = setup.model, setup.tensor
     per_width = element_bytes(setup) * num_tokens(setup)
     query = Saved("queries", shard_size(per_width * model.query_size, t))

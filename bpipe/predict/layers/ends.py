@@ -19,8 +19,6 @@ from bpipe.simulate.cost import ShardCost
 
 # Bytes for every logit: the loss in 32 bit and its gradient.
 LOSS_FORWARD, LOSS_BACKWARD = 38, 14
-# A tanh of each, between a division and a product, fused.
-CAPPED = 4
 # The same of a shard, which torch's own kernels go through in 32 bit and in place: statistics in S, the gradient in T,
 # and what of the input's gradient algorithm 2 computes in S.
 SHARD_STATISTICS, SHARD_GRADIENT, SHARD_EARLY = 32, 42, 36
@@ -47,9 +45,8 @@ def output_seconds(setup: Setup) -> tuple[float, float]:
     rows, memory = setup.padded_vocabulary / setup.tensor, Rates.of(setup).memory
     logits = num_tokens(setup) * rows
     product = matrix_products(setup, setup.model.hidden_size, rows)
-    capped = CAPPED * setup.model.capped_logits
-    forward = product.forward_s + (LOSS_FORWARD + capped) * logits / memory
-    backward = product.input_s + product.weight_s + (LOSS_BACKWARD + capped) * logits / memory
+    forward = product.forward_s + LOSS_FORWARD * logits / memory
+    backward = product.input_s + product.weight_s + LOSS_BACKWARD * logits / memory
     return setup.model.num_predictions * forward, setup.model.num_predictions * backward
 
 
@@ -80,8 +77,7 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def shard_saved(setup: Setup) -> tuple[Saved, ...]:
-    """Return what a shard of the output layer holds of a micro-batch from S to T, without what is on its way between
-    shards."""
+    """Return what a shard of the output layer holds of a micro-batch from S to T."""
     if not setup.is_sharded:
         return ()
     tokens = predicted_tokens(setup)
@@ -143,10 +139,7 @@ def _loss(setup: Setup) -> tuple[Saved, ...]:
     num_bytes = shard_size(LOSS_BYTES * tokens * setup.padded_vocabulary, setup.tensor)
     softmax = Saved("softmax of the logits", num_bytes, losses)
     if setup.kernels == "gpu":
-        capped = Saved(
-            "capped logits", shard_size(element_bytes(setup) * tokens * setup.padded_vocabulary, setup.tensor), losses
-        )
-        return (softmax, *((capped,) * setup.model.capped_logits))
+        return (softmax,)
     targets = (Saved("targets", TOKEN_BYTES * tokens, losses), Saved("mask of targets", MASK_BYTES * tokens, losses))
     further = (
         Saved("losses of further tokens, and their mask", LOSS_BYTES * tokens, 2 * (losses - 1)),

@@ -22,8 +22,7 @@ SCORE_BYTES, NUMBER_BYTES = 4, 8
 
 
 def experts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
-    """Return seconds of the forwards of a layer's experts that are computed again in its backward: all that is between
-    the norm and the sum, or parts of it."""
+    """Return seconds of recomputed forwards of a layer's experts: all between the norm and the sum, or parts."""
     memory, inside, seconds = Rates.of(setup).memory, experts_touched_bytes(setup), 0.0
     if "moe" in modules:
         products = layer_products(setup, kind)
@@ -49,8 +48,7 @@ def shared_inside_bytes(setup: Setup) -> float:
 
 
 def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
-    """Return what router, experts and shared experts save, without the norm's output. `recomputed`: parts
-    recomputed."""
+    """Return what router and experts save, without the norm's output. `recomputed`: parts recomputed."""
     experts = setup.model.experts
     assert experts is not None
     if "moe" in recomputed:
@@ -76,7 +74,7 @@ def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tup
 def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
     """Return the scores, weights and order of tokens."""
     tokens = local_tokens(setup)
-    chosen, every = tokens * experts.top_k, tokens * experts.num_experts
+    chosen, num_scores = tokens * experts.top_k, tokens * experts.num_experts
     scores = Saved("softmax of the chosen scores", SCORE_BYTES * chosen)
     if experts.sigmoid:
         # A score of 1 needs no division.
@@ -85,20 +83,20 @@ def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
             if experts.top_k > 1
             else ()
         )
-        rows: tuple[Saved, ...] = (Saved("sigmoids of all scores", SCORE_BYTES * every), *divided)
+        rows: tuple[Saved, ...] = (Saved("sigmoids of all scores", SCORE_BYTES * num_scores), *divided)
     else:
         rows = (scores,)
     rows = (*rows, Saved("numbers of the chosen experts", NUMBER_BYTES * chosen))
     weights = element_bytes(setup) * routed_tokens(setup)
     if setup.routing.dispatcher == "allgather":
-        all_tokens = every * setup.expert_tensor
+        all_tokens = num_scores * setup.expert_tensor
         mask, gathered = (
             Saved("mask of this device's tokens", all_tokens),
             Saved("their scores", element_bytes(setup) * all_tokens),
         )
         return (*rows, mask, gathered, *((Saved("weights of tokens", weights),) * (setup.kernels == "gpu")))
     # Where experts are padded to a capacity a list of the taken replaces one of all pairs of a token and an expert.
-    order = NUMBER_BYTES * (routed_tokens(setup) if setup.routing.padded else every)
+    order = NUMBER_BYTES * (routed_tokens(setup) if setup.routing.padded else num_scores)
     return (*rows, Saved("order of tokens by experts", order), Saved("weights of tokens", weights))
 
 
@@ -129,9 +127,9 @@ def experts_after_input(setup: Setup) -> tuple[Saved, ...]:
     )
     if not experts.shared_size:
         return rows
-    every = element_bytes(setup) * num_tokens(setup)
-    inside = Saved("inside of the shared experts", shard_size((1 + gates) * every * experts.shared_size, setup.tensor))
-    return (*rows, inside, Saved("gradient behind the shared experts", every * model.hidden_size))
+    dense = element_bytes(setup) * num_tokens(setup)
+    inside = Saved("inside of the shared experts", shard_size((1 + gates) * dense * experts.shared_size, setup.tensor))
+    return (*rows, inside, Saved("gradient behind the shared experts", dense * model.hidden_size))
 
 
 def experts_working_bytes(setup: Setup) -> int:
@@ -144,8 +142,7 @@ def experts_working_bytes(setup: Setup) -> int:
 
 
 def experts_touched_bytes(setup: Setup) -> float:
-    """Return bytes that experts' activation functions read and write, and that it takes to put tokens in the order of
-    their experts and back."""
+    """Return bytes read and written by experts' activation functions, and to order tokens by expert and back."""
     model, experts = setup.model, setup.model.experts
     assert experts is not None
     inside = (3 if model.gated else 2) * experts.ffn_hidden_size / setup.expert_tensor

@@ -75,7 +75,9 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope
     forward, backward = _between_matrices(setup, kind)
     casts, casts_back = cast_seconds(setup, kind)
     way = experts_way_s(setup) if kind.experts else 0.0
-    core_forward, core_backward = _core_seconds(setup, kind)
+    core_forward, core_backward = mamba.scan_seconds(setup) if kind.is_mamba else (0.0, 0.0)
+    if kind.attends:
+        core_forward, core_backward = core_seconds(setup, Rates.of(setup), kind.window)
     waits = exposed(setup, kind, scope)
     joining, joining_back = _joining_s(setup) if kind.further else (0.0, 0.0)
     forward += joining + casts + way + core_forward
@@ -113,11 +115,11 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
     """Seconds of a layer's products, norms, sums and activation functions, forward and backward."""
     rates, model, products = Rates.of(setup), setup.model, layer_products(setup, kind).total()
     per_width = element_bytes(setup) * num_tokens(setup)
-    between, inside = per_width * model.hidden_size / setup.sequence_shards, _touched_bytes(setup, kind)
-    # Norms of queries and keys read and write, as those behind attention and MLP; backward they read what went in and
-    # out, and write.
+    between = per_width * model.hidden_size / setup.sequence_shards
+    inside = experts_touched_bytes(setup) if kind.experts else mlp_touched_bytes(setup) if kind.has_mlp else 0.0
+    # Norms of queries and keys read and write; backward they read what went in and out, and write.
     normed = query_norms_bytes(setup) if kind.attends else 0.0
-    normed += 2 * between * model.post_norms + per_width * model.latent_ranks / setup.sequence_shards
+    normed += per_width * model.latent_ranks / setup.sequence_shards
     kernels, kernels_back = FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
     if kind.is_mamba:
         kernels, kernels_back = mamba.FORWARD_KERNELS, mamba.BACKWARD_KERNELS
@@ -128,18 +130,6 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
         products.forward_s + moved / rates.memory + kernels * KERNEL_S,
         products.input_s + products.weight_s + kernels_back * KERNEL_S + moved_back / rates.memory,
     )
-
-
-def _core_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    if kind.is_mamba:
-        return mamba.scan_seconds(setup)
-    return core_seconds(setup, Rates.of(setup), kind.window) if kind.attends else (0.0, 0.0)
-
-
-def _touched_bytes(setup: Setup, kind: LayerKind) -> float:
-    if kind.experts:
-        return experts_touched_bytes(setup)
-    return mlp_touched_bytes(setup) if kind.has_mlp else 0.0
 
 
 def _parts_again_s(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
@@ -231,8 +221,7 @@ def _fused_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: t
     """As Transformer Engine's layers keep it."""
     again = "mlp" in modules and kind.has_mlp and not kind.experts
     norms = 2 * kind.num_parts - again - norms_alone(setup, kind) * ("layernorm" in modules)
-    behind = (Saved("inputs of the norms behind attention and MLP", sent_bytes(setup), 2),) * setup.model.post_norms
-    around = (*norms_saved(setup, kind, norms), *behind, *dropout_saved(setup, kind.num_parts))
+    around = (*norms_saved(setup, kind, norms), *dropout_saved(setup, kind.num_parts))
     if kind.is_mamba:
         return (*around, *mamba.scan_saved(setup), *core)
     attention = attention_saved(setup, modules) if kind.attends else ()
@@ -277,8 +266,7 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
 
 
 def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
-    """Return the most that the backward of a layer's part makes: of a scan, an MLP, experts, or attention after the
-    MLP's is freed."""
+    """Return the largest temporaries of a backward: of a scan, MLP or experts, or of attention after the MLP."""
     if kind.is_mamba:
         return mamba.scan_working_bytes(setup)
     attention = attention_working_bytes(setup) + core_working_bytes(setup) if kind.attends else 0
@@ -299,8 +287,7 @@ CASTS = 2
 
 
 def cast_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    """Return seconds to write a layer's matrix inputs in 8 bit, forward, and the gradients of their outputs,
-    backward."""
+    """Return seconds to write inputs of matrices in 8 bit, forward, and gradients of their outputs, backward."""
     if setup.fp8 is None:
         return 0.0, 0.0
     model, tokens, experts = setup.model, num_tokens(setup), setup.model.experts

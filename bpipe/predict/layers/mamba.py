@@ -51,8 +51,7 @@ def scan_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def scan_working_bytes(setup: Setup) -> int:
-    """Return temporaries of a Mamba layer's backward: recomputed values, gradients, and the states of all chunks with
-    theirs."""
+    """Return temporaries of a Mamba layer's backward: recomputed values, gradients, and states of all chunks."""
     hybrid, tokens = _hybrid(setup), num_tokens(setup)
     values = hybrid.projected_size + 2 * hybrid.convolved_size + 2 * hybrid.inner_size
     wide = STATE_BYTES * hybrid.inner_size * hybrid.state_dim // CHUNK + WIDE_BYTES * hybrid.num_groups * CHUNK
@@ -60,8 +59,7 @@ def scan_working_bytes(setup: Setup) -> int:
 
 
 def scan_seconds(setup: Setup) -> tuple[float, float]:
-    """Return seconds of a Mamba layer's scan, forward and backward; its products are taken to be as fast as flash
-    attention's."""
+    """Return seconds of a scan, forward and backward; its products are as fast as flash attention's."""
     hybrid, rates = _hybrid(setup), Rates.of(setup)
     tokens, element = num_tokens(setup) / setup.tensor, element_bytes(setup)
     inner, keys, states = hybrid.inner_size, hybrid.key_size, hybrid.inner_size * hybrid.state_dim

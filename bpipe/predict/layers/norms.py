@@ -62,8 +62,7 @@ def dropout_saved(setup: Setup, num: int) -> tuple[Saved, ...]:
 
 
 def norms_alone(setup: Setup, kind: LayerKind) -> int:
-    """Return how many norms are modules of their own in Transformer Engine, which can be recomputed: those before
-    experts and latent attention."""
+    """Return how many norms are modules of their own in Transformer Engine, so that they can be recomputed."""
     return int(kind.experts) + (setup.model.latent is not None)
 
 

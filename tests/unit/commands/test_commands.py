@@ -28,20 +28,20 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(output(capsys, *arguments, "--format", "json"))
-    return found
+    result: dict[str, Any] = json.loads(output(capsys, *arguments, "--format", "json"))
+    return result
 
 
 def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys, *BALANCED)
+    result = document(capsys, *BALANCED)
     assert set("iteration_time_s mfu_percent bubble_percent exposed_transfer_s stages balanced fits".split()) <= set(
-        found
+        result
     )
-    assert found["balanced"] is True
-    assert found["fits"] is True
-    assert [stage["stage"] for stage in found["stages"]] == list(range(8))
-    assert {"stage", "weights_bytes", "activations_bytes", "peak_bytes", "fits"} <= set(found["stages"][0])
-    assert found["configuration"]["data"] == 1
+    assert result["balanced"] is True
+    assert result["fits"] is True
+    assert [stage["stage"] for stage in result["stages"]] == list(range(8))
+    assert {"stage", "weights_bytes", "activations_bytes", "peak_bytes", "fits"} <= set(result["stages"][0])
+    assert result["configuration"]["data"] == 1
     plain = document(capsys, *SIMULATE, "--precision", "fp16")
     assert (plain["fits"], plain["balanced"], plain["available_bytes_per_s"]) == (False, False, None)
 
@@ -51,10 +51,10 @@ def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -
     nodes."""
     flags = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:4x8", "--tp", "4", "--pp", "4", "--vp", "5"]
     flags += ["--gbs", "32"]
-    said = re.search(r"takes ([\d.]+) instead of ([\d.]+) s", output(capsys, *flags, "--balance", "bpipe"))
-    assert said is not None
+    times_printed = re.search(r"takes ([\d.]+) instead of ([\d.]+) s", output(capsys, *flags, "--balance", "bpipe"))
+    assert times_printed is not None
     times = [document(capsys, *flags, "--balance", one)["iteration_time_s"] for one in ("bpipe", "none")]
-    assert float(said[1]) - float(said[2]) == pytest.approx(times[0] - times[1], rel=0.1)
+    assert float(times_printed[1]) - float(times_printed[2]) == pytest.approx(times[0] - times[1], rel=0.1)
     assert "instead of" not in output(capsys, *flags)
     # Where replicas were apart before, balancing changes nothing of that.
     assert "replicas" not in output(capsys, *BALANCED)
@@ -75,16 +75,16 @@ def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFix
         event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "backward_weight"
     }
     assert names
-    found = document(capsys, *split)
-    assert found["configuration"]["keep_weights_halves"] == "linear"
+    result = document(capsys, *split)
+    assert result["configuration"]["keep_weights_halves"] == "linear"
     at_once = document(capsys, *split, "--keep-weights-halves", "none")
     assert at_once["configuration"]["keep_weights_halves"] == "none"
-    assert found["at_once"] == {
+    assert result["at_once"] == {
         "iteration_s": pytest.approx(at_once["iteration_time_s"]),
         "peak_bytes": max(stage["peak_bytes"] for stage in at_once["stages"]),
     }
     assert "at_once" not in at_once
-    assert max(stage["peak_bytes"] for stage in found["stages"]) > found["at_once"]["peak_bytes"]
+    assert max(stage["peak_bytes"] for stage in result["stages"]) > result["at_once"]["peak_bytes"]
 
 
 SLICED = (
@@ -95,12 +95,12 @@ SLICED = (
 
 def test_simulate_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "1f1b (4 slices of 16384 tokens), balance none" in output(capsys, *SLICED)
-    found = {
+    result = {
         name: document(capsys, *SLICED, "--slice-lengths", name) for name in ("even", "time", "28160,15872,11776,9728")
     }
-    assert found["even"]["configuration"]["slice_lengths"] == [16384] * 4
-    assert found["time"]["iteration_time_s"] < 0.9 * found["even"]["iteration_time_s"]
-    assert found["28160,15872,11776,9728"]["configuration"]["slice_lengths"] == [28160, 15872, 11776, 9728]
+    assert result["even"]["configuration"]["slice_lengths"] == [16384] * 4
+    assert result["time"]["iteration_time_s"] < 0.9 * result["even"]["iteration_time_s"]
+    assert result["28160,15872,11776,9728"]["configuration"]["slice_lengths"] == [28160, 15872, 11776, 9728]
     trace = tmp_path / "trace.json"
     output(capsys, *SLICED, "--trace", str(trace))
     assert '"0F15"' in trace.read_text()
@@ -118,14 +118,14 @@ def test_simulate_slices_within_a_budget(capsys: pytest.CaptureFixture[str], len
     alone = [stage["peak_bytes"] for stage in document(capsys, *sliced)["stages"]]
     budget = (max(alone) + min(alone)) / 2 / 2**30
     within = (*sliced, "--balance", "bpipe", "--hosts", "all", "--memory", f"{budget:.1f}")
-    found = document(capsys, *within)
-    assert max(stage["peak_bytes"] for stage in found["stages"]) <= budget * 2**30 + 2**27 < max(alone)
-    assert found["plan"]["moved_bytes"] > 0
-    said = output(capsys, *within)
-    assert "of its 32 slices of micro-batches, in" in said
+    result = document(capsys, *within)
+    assert max(stage["peak_bytes"] for stage in result["stages"]) <= budget * 2**30 + 2**27 < max(alone)
+    assert result["plan"]["moved_bytes"] > 0
+    printed = output(capsys, *within)
+    assert "of its 32 slices of micro-batches, in" in printed
     by_counts = output(capsys, *sliced, "--balance", "bpipe")
     assert ("slices of differing lengths are balanced by their number" in by_counts) is (lengths == "time")
-    assert "balanced by their number" not in said
+    assert "balanced by their number" not in printed
 
 
 def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,9 +134,9 @@ def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "grouped-interleaved (group 3), balance bpipe" in output(capsys, *grouped, "--group", "3")
     peaks = []
     for group in ("2", "4"):
-        found = document(capsys, *grouped, "--group", group)
-        assert found["configuration"]["group"] == int(group)
-        peaks.append(max(stage["peak_bytes"] for stage in found["stages"]))
+        result = document(capsys, *grouped, "--group", group)
+        assert result["configuration"]["group"] == int(group)
+        peaks.append(max(stage["peak_bytes"] for stage in result["stages"]))
     assert peaks[0] < peaks[1]
     assert document(capsys, *grouped)["configuration"]["group"] == 2
 
@@ -148,9 +148,9 @@ def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(
     """It asked for a flag that `bpipe schedule` did without: "schedule v-half needs at least 2 chunks per rank, not
     1"."""
     sizes = "simulate --model gpt3-13b --cluster a100-80g:8 --pp 4 --gbs 64 --format json".split()
-    found = json.loads(output(capsys, *sizes, "--schedule", schedule))
-    assert found["configuration"]["chunks"] == 2
-    assert found == json.loads(output(capsys, *sizes, "--schedule", schedule, "--vp", "2"))
+    result = json.loads(output(capsys, *sizes, "--schedule", schedule))
+    assert result["configuration"]["chunks"] == 2
+    assert result == json.loads(output(capsys, *sizes, "--schedule", schedule, "--vp", "2"))
     assert output(capsys, "schedule", "--schedule", schedule, "--pp", "4", "--microbatches", "8")
 
 
@@ -177,13 +177,13 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
     sizes = ["simulate", "--cluster", "a100-80g:1x4", "--vocab-size", "50257", "--format", "json"]
     launch = "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 --bf16".split()
     launch += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "8", "--bpipe"]
-    found = [
+    result = [
         json.loads(output(capsys, *sizes, *flags, "--", *launch, *more))
         for flags, more in ((["--bound", "4,2,4,1"], []), ([], ["--bpipe-bound", "4,2,4,1"]))
     ]
-    assert found[0] == found[1]
-    assert [stage["evictions"] for stage in found[0]["stages"]] == [0, 6, 0, 0]
-    assert found[0]["configuration"]["bound"] == [4, 2, 4, 1]
+    assert result[0] == result[1]
+    assert [stage["evictions"] for stage in result[0]["stages"]] == [0, 6, 0, 0]
+    assert result[0]["configuration"]["bound"] == [4, 2, 4, 1]
     assert "balance bpipe to 4,2,4,1" in output(capsys, *sizes[:-2], "--bound", "4,2,4,1", "--", *launch)
     assert main([*SIMULATE, "--bound", "4"]) == 2
     assert "--bound says how to balance: give --balance bpipe, too" in capsys.readouterr().err
@@ -200,14 +200,14 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
     most = max(stage["peak_bytes"] for stage in plain["stages"]) / 2**30
     evictions = []
     for budget in (most + 1, most - 0.1, max(stage["peak_bytes"] for stage in tightest["stages"]) / 2**30 + 0.1):
-        found = document(capsys, *BALANCED, "--memory", f"{budget:.2f}")
-        assert found["fits"]
-        assert [stage["peak_bytes"] for stage in found["stages"]] == found["plan"]["need_bytes"], (
+        result = document(capsys, *BALANCED, "--memory", f"{budget:.2f}")
+        assert result["fits"]
+        assert [stage["peak_bytes"] for stage in result["stages"]] == result["plan"]["need_bytes"], (
             "the table and the plan differ"
         )
-        assert {stage["limit_bytes"] for stage in found["stages"]} == set(found["plan"]["budget_bytes"])
-        sent = {host["rank"]: host["evictions"] for host in found["plan"]["hosts"]}
-        assert [stage["evictions"] for stage in found["stages"]] == [sent.get(rank, 0) for rank in range(8)]
+        assert {stage["limit_bytes"] for stage in result["stages"]} == set(result["plan"]["budget_bytes"])
+        sent = {host["rank"]: host["evictions"] for host in result["plan"]["hosts"]}
+        assert [stage["evictions"] for stage in result["stages"]] == [sent.get(rank, 0) for rank in range(8)]
         evictions.append(sum(sent.values()))
     assert 0 == evictions[0] < evictions[1] < evictions[2]
     text = output(capsys, *BALANCED, "--memory", f"{most - 0.1:.2f}")
@@ -224,11 +224,11 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something
 ) -> None:
     few = [*BALANCED, "--gbs", "32"]
     assert main([*few, "--memory", "30"]) == 2
-    said = capsys.readouterr().err
-    found = re.search(r"The smallest budget that one keeps is ([\d.]+) GiB. `bpipe fit` with the same launch", said)
-    assert found, said
-    assert main([*few, "--memory", found[1], "--format", "json"]) == 0
-    less = float(found[1]) - 0.2
+    printed = capsys.readouterr().err
+    result = re.search(r"The smallest budget that one keeps is ([\d.]+) GiB. `bpipe fit` with the same launch", printed)
+    assert result, printed
+    assert main([*few, "--memory", result[1], "--format", "json"]) == 0
+    less = float(result[1]) - 0.2
     assert main([*few, "--memory", f"{less:.1f}"]) == 2
     capsys.readouterr()
     for flags, reason in (
@@ -247,10 +247,10 @@ def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str],
     path = tmp_path / "profile.json"
     stage = {"forward_s": 0.14337, "backward_s": 0.2879, "transfer_s": 0.01563, "output_s": 0, "embedding_s": 0}
     path.write_text(json.dumps({"stages": [stage]}))
-    found = document(capsys, *BALANCED, "--profile", str(path), "--flops-formula", "papers")
-    assert found["mfu_percent"] == pytest.approx(50.64, rel=0.025)
-    assert found["exposed_transfer_s"] == 0
-    assert found["required_bytes_per_s"] == pytest.approx(24.25e9, rel=0.01)
+    result = document(capsys, *BALANCED, "--profile", str(path), "--flops-formula", "papers")
+    assert result["mfu_percent"] == pytest.approx(50.64, rel=0.025)
+    assert result["exposed_transfer_s"] == 0
+    assert result["required_bytes_per_s"] == pytest.approx(24.25e9, rel=0.01)
 
 
 def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -260,9 +260,9 @@ def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path
             {"stages": [{"micro_batch": b, "layers": 1, "forward_s": 0.01 * b, "backward_s": 0.02 * b} for b in (1, 2)]}
         )
     )
-    found = document(capsys, *SIMULATE, "--profile", str(path))
+    result = document(capsys, *SIMULATE, "--profile", str(path))
     # Ten layers per stage, 64 micro-batches and 7 more, and what the profile leaves out.
-    assert found["iteration_time_s"] == pytest.approx(71 * 10 * 0.06, rel=0.1)
+    assert result["iteration_time_s"] == pytest.approx(71 * 10 * 0.06, rel=0.1)
     assert main([*SIMULATE[:-1], "unfused", "--mbs", "4", "--profile", str(path)]) == 2
     assert "no stage of micro-batch size 4, only of [1, 2]" in capsys.readouterr().err
 
@@ -304,8 +304,8 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq 1024 --vocab-size 50257".split()
     rest = ["--cluster", "h100-80g:1x4", "--pp", "4", "--gbs", "16"]
-    found = document(capsys, "simulate", *sizes, *rest)
-    assert found["configuration"]["vocabulary"] == 50304
+    result = document(capsys, "simulate", *sizes, *rest)
+    assert result["configuration"]["vocabulary"] == 50304
     assert main(["simulate", *rest]) == 2
     assert "no --model, and --num-layers, --hidden-size" in capsys.readouterr().err
     assert "rank layers weights" in output(capsys, "simulate", *sizes, *rest)
@@ -320,32 +320,32 @@ PLAN = (
 def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--num-layers 16 --hidden-size 8192 --num-attention-heads 64 --seq 4096 --vocab-size 32000".split()
     small = ["plan", *sizes, "--cluster", "a100-80g:4", "--gbs", "16", "--max-micro-batch", "1", "--recompute", "none"]
-    found = document(capsys, *small, "--rows", "3")
-    families, first = found["families"], found["rows"][0]
+    result = document(capsys, *small, "--rows", "3")
+    families, first = result["families"], result["rows"][0]
     assert {one["schedule"] for one in families} == set(SEARCHED)
     assert families[0]["iteration_time_s"] == first["iteration_time_s"]
     assert families[0]["schedule"] == first["configuration"]["schedule"]
-    assert sum(one["fitting"] for one in families) == found["searched"]["fitting"]
-    splits = any(FAMILIES[one["configuration"]["schedule"]].splits for one in found["rows"])
-    assert any("Transformer Engine" in need for need in found["needs"]) is splits
+    assert sum(one["fitting"] for one in families) == result["searched"]["fitting"]
+    splits = any(FAMILIES[one["configuration"]["schedule"]].splits for one in result["rows"])
+    assert any("Transformer Engine" in need for need in result["needs"]) is splits
     text = output(capsys, *small, "--rows", "3")
-    assert all(words in text for words in (*found["needs"], *(f"{one['schedule']} {one['why']}" for one in families)))
+    assert all(words in text for words in (*result["needs"], *(f"{one['schedule']} {one['why']}" for one in families)))
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """What it takes is said first and last, and its rows are those of a program."""
     assert main(PLAN) == 0
     lines = capsys.readouterr().out.splitlines()
-    found = document(capsys, *PLAN, "--rows", "3")
-    rows, answer = found["rows"], found["answer"]
+    result = document(capsys, *PLAN, "--rows", "3")
+    rows, answer = result["rows"], result["answer"]
     first = next(line for line in lines if line.startswith("Use "))
     assert lines[-1] == first
     assert first.startswith(f"Use {answer['take']}: its iteration takes")
     figures = ["1", f"{rows[0]['iteration_time_s']:.3f}", f"{rows[0]['mfu_percent']:.2f}"]
     assert figures in [line.split()[:3] for line in lines]
     assert len(rows) == 3
-    assert found["verdict"]["kind"] == "gain"
-    assert found["searched"]["fitting"] > found["searched"]["only_balanced"] > 0
+    assert result["verdict"]["kind"] == "gain"
+    assert result["searched"]["fitting"] > result["searched"]["only_balanced"] > 0
     assert rows[0]["only_balanced"] is True
     assert rows[0]["unbalanced_peak_bytes"] > rows[0]["stages"][0]["limit_bytes"] > rows[0]["stages"][0]["peak_bytes"]
     assert "--pipeline-model-parallel-size" in rows[0]["megatron_flags"]
@@ -357,9 +357,9 @@ def test_a_plan_without_rows_has_a_status_of_its_own(capsys: pytest.CaptureFixtu
     nothing = ["plan", "--model", "llama3-405b", "--cluster", "a100-80g:8", "--gbs", "16"]
     assert main([*nothing, "--format", "json"]) == 3
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert (found["verdict"]["kind"], found["rows"]) == ("nothing-fits", [])
-    assert found["searched"]["cut"]["branches"] > found["searched"]["configurations"] == 0
+    result = json.loads(printed.out)
+    assert (result["verdict"]["kind"], result["rows"]) == ("nothing-fits", [])
+    assert result["searched"]["cut"]["branches"] > result["searched"]["configurations"] == 0
     assert printed.err == ""
     assert main([*nothing, "--model", "gpt5"]) == 2
 
@@ -367,14 +367,14 @@ def test_a_plan_without_rows_has_a_status_of_its_own(capsys: pytest.CaptureFixtu
 def test_many_micro_batches_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """65,536 took 40 seconds, ten million were refused."""
     many = ["simulate", "--model", "llama3-8b", "--cluster", "h100-80g:8", "--pp", "8", "--balance", "bpipe"]
-    found = document(capsys, *many, "--gbs", "65536")
-    assert found["simulated_microbatches"] == 72
+    result = document(capsys, *many, "--gbs", "65536")
+    assert result["simulated_microbatches"] == 72
     # What is drawn is simulated to its end.
     drawn = ("--trace", str(tmp_path / "trace.json"))
     few = document(capsys, *many, "--gbs", "2048", *drawn)
     assert few["simulated_microbatches"] == 2048
-    assert found["iteration_time_s"] == pytest.approx(few["iteration_time_s"] * 32, rel=0.01)
-    assert found["stages"][0]["peak_bytes"] == few["stages"][0]["peak_bytes"]
+    assert result["iteration_time_s"] == pytest.approx(few["iteration_time_s"] * 32, rel=0.01)
+    assert result["stages"][0]["peak_bytes"] == few["stages"][0]["peak_bytes"]
     assert "10000000 micro-batches" in output(capsys, *many, "--gbs", "10000000")
 
 
@@ -449,8 +449,8 @@ def test_profile_writes_what_simulate_reads(
     rest += ["--num-layers", "8"]
     predicted = document(capsys, "simulate", *model, *rest, "--kernels", "cpu")["stages"]
     assert predicted[1]["activations_bytes"] == 3 * 2 * stages[1]["saved_bytes"], "three micro-batches of two layers"
-    found = document(capsys, "simulate", *model, *rest, "--profile", str(path))
-    assert found["iteration_time_s"] > 16 * 2 * (stages[1]["forward_s"] + stages[1]["backward_s"])
+    result = document(capsys, "simulate", *model, *rest, "--profile", str(path))
+    assert result["iteration_time_s"] > 16 * 2 * (stages[1]["forward_s"] + stages[1]["backward_s"])
     assert main(["simulate", *model, *rest, "--profile", str(path), "--recompute", "full"]) == 2
     assert "measured with recompute none, but the setup has full" in capsys.readouterr().err
     assert main(["simulate", *model, *rest, "--profile", str(path), "--hidden-size", "128"]) == 2

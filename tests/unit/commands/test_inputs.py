@@ -15,33 +15,8 @@ from hypothesis import strategies as st
 from bpipe.cli import main
 from bpipe.schedule.files.document import write_json
 from bpipe.schedule.files.text import write_csv
+from tests.support.readers import judges
 from tests.support.readers.damage import damaged_json, damaged_text
-from tests.support.readers.judges import (
-    CALIBRATION,
-    CAPTURED,
-    SOUND_LAUNCH,
-    TRAINED,
-    balanced_texts,
-    cluster_texts,
-    config_texts,
-    damaged_cluster,
-    damaged_record,
-    judge_calibration,
-    judge_captured,
-    judge_cluster,
-    judge_config,
-    judge_launch,
-    judge_log,
-    judge_profile,
-    judge_record,
-    judge_report,
-    judge_schedule,
-    judge_trained,
-    log_texts,
-    profile_texts,
-    record_texts,
-    report_texts,
-)
 from tests.support.readers.outcome import Reader, Wrong
 from tests.unit.record.report.recorded import write_run
 
@@ -53,21 +28,8 @@ def test_a_node_of_many_devices_can_be_said(capsys: pytest.CaptureFixture[str]) 
 LAUNCH = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128".split()
 LAUNCH += ["--micro-batch-size", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
 LAYOUT = "--pipeline-model-parallel-layout"
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 8,
-    "hidden_size": 1024,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 4096,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "head_dim": 128,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 512,
-}
-GEMMA = {**CONFIG, "model_type": "gemma3_text", "num_experts": None, "sliding_window": 1024}
+CONFIG = judges.ROUTED
+WINDOWED = {**CONFIG, "sliding_window": 1024}
 SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8"]
 
 
@@ -83,10 +45,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         (
             [LAYOUT, "Et*99999999999999999999L"],
-            f"{LAYOUT} Et*99999999999999999999L repeats more than 10000 layers, the most that a model may have",
+            f"{LAYOUT} Et*99999999999999999999L repeats more than 10000 layers, the most of a model",
         ),
-        ([LAYOUT, "Et*1000000000L"], "repeats more than 10000 layers, the most that a model may have"),
-        ([LAYOUT, "E" + "t*9999" * 99 + "L"], "repeats more than 10000 layers, the most that a model may have"),
+        ([LAYOUT, "Et*1000000000L"], "repeats more than 10000 layers, the most of a model"),
+        ([LAYOUT, "E" + "t*9999" * 99 + "L"], "repeats more than 10000 layers, the most of a model"),
         ([LAYOUT, "(" * 100_000], "has 100000 characters, but a layout has at most 10000"),
         (["--num-layers", "1000000000"], "num_layers is 1000000000, but must be at most 10000"),
         (["--num-experts", "4", "--moe-layer-freq", "(" * 50_000 + "[1]" + ")" * 50_000], "is not a pattern of layers"),
@@ -106,15 +68,13 @@ def test_a_launch_beyond_any_model_is_a_limit_in_words(
         ({**CONFIG, "decoder_sparse_step": 10**9}, "is 1000000000, but must be a whole number from 1 to 10000"),
         ({**CONFIG, "decoder_sparse_step": 1e9}, "is 1000000000.0, but must be a whole number from 1 to 10000"),
         ({**CONFIG, "num_hidden_layers": 10**8}, "is 100000000, but must be a whole number from 1 to 10000"),
-        ({**GEMMA, "sliding_window_pattern": 10**8}, "is 100000000, but must be a whole number from 1 to 10000"),
-        ({**GEMMA, "tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
+        ({**WINDOWED, "tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
         (
-            {**GEMMA, "layer_types": ["full_attention", "linear_attention"] * 4},
+            {**WINDOWED, "layer_types": ["full_attention", "linear_attention"] * 4},
             "layer_types[1] is 'linear_attention': only full_attention and sliding_attention are modelled",
         ),
-        ({**GEMMA, "use_sliding_window": "no"}, "use_sliding_window is 'no', but must be true or false"),
-        ({**GEMMA, "attention_bias": 1}, "attention_bias is 1, but must be true or false"),
-        ({**GEMMA, "attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', but must be a number"),
+        ({**WINDOWED, "use_sliding_window": "no"}, "use_sliding_window is 'no', but must be true or false"),
+        ({**WINDOWED, "attention_bias": 1}, "attention_bias is 1, but must be true or false"),
     ],
 )
 def test_a_config_that_says_what_no_model_has_is_refused(
@@ -189,18 +149,18 @@ def test_an_error_shows_what_steers_a_terminal(capsys: pytest.CaptureFixture[str
 
 
 READERS = {
-    "csv": Reader(balanced_texts(write_csv), damaged_text, judge_schedule),
-    "json": Reader(balanced_texts(write_json), damaged_json, judge_schedule),
-    "record": Reader(record_texts, damaged_record, judge_record),
-    "iterations": Reader(report_texts, damaged_json, judge_report),
-    "log": Reader(log_texts, damaged_text, judge_log),
-    "profile": Reader(profile_texts, damaged_json, judge_profile),
-    "config": Reader(config_texts, damaged_json, judge_config),
-    "cluster": Reader(cluster_texts, damaged_cluster, judge_cluster),
-    "calibration": Reader(lambda _: [json.dumps(CALIBRATION)], damaged_json, judge_calibration),
-    "trained": Reader(lambda _: [TRAINED], damaged_text, judge_trained),
-    "captured": Reader(lambda _: [CAPTURED], damaged_json, judge_captured),
-    "launch": Reader(lambda _: [SOUND_LAUNCH], damaged_text, judge_launch),
+    "csv": Reader(judges.balanced_texts(write_csv), damaged_text, judges.judge_schedule),
+    "json": Reader(judges.balanced_texts(write_json), damaged_json, judges.judge_schedule),
+    "record": Reader(judges.record_texts, judges.damaged_record, judges.judge_record),
+    "iterations": Reader(judges.report_texts, damaged_json, judges.judge_report),
+    "log": Reader(judges.log_texts, damaged_text, judges.judge_log),
+    "profile": Reader(judges.profile_texts, damaged_json, judges.judge_profile),
+    "config": Reader(judges.config_texts, damaged_json, judges.judge_config),
+    "cluster": Reader(judges.cluster_texts, judges.damaged_cluster, judges.judge_cluster),
+    "calibration": Reader(lambda _: [json.dumps(judges.CALIBRATION)], damaged_json, judges.judge_calibration),
+    "trained": Reader(lambda _: [judges.TRAINED], damaged_text, judges.judge_trained),
+    "captured": Reader(lambda _: [judges.CAPTURED], damaged_json, judges.judge_captured),
+    "launch": Reader(lambda _: [judges.SOUND_LAUNCH], damaged_text, judges.judge_launch),
 }
 
 

@@ -170,7 +170,7 @@ def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixtur
     words = ["calibrate", folder, "--cluster", "a100-80g:4", "--vocab-size", "1000", "--warm-up", "0"]
     small = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--bpipe"]
     small += ["--pipeline-model-parallel-size", "4", "--global-batch-size"]
-    assert "the run had micro-batches 8, the given configuration has 5: give the one that ran" in refused(
+    assert "the run had micro-batches 8, not 5: give the configuration that ran" in refused(
         capsys, *words, "--", *small, "5"
     )
     # It was a CPU, and three iterations.

@@ -72,20 +72,20 @@ def setup(
 def cases() -> list[tuple[Setup, tuple[int, ...]]]:
     """Setups, and the stages of each to look at."""
     cuts = ((1, True), (2, True), (2, False))
-    found = [
+    result = [
         (setup(GPT, precision, recompute, t, sp, 2), (FIRST, INNER, LAST))
         for precision, recompute, (t, sp) in product(("fp32", "bf16"), ("none", "selective", "full"), cuts)
     ]
     for precision, recompute, (t, sp) in product(("fp32", "bf16"), ("none", "selective"), cuts[:2]):
-        found.append((setup(LLAMA, precision, recompute, t, sp, 1), (FIRST, INNER, LAST)))
+        result.append((setup(LLAMA, precision, recompute, t, sp, 1), (FIRST, INNER, LAST)))
     for model, recompute, micro_batch in product((GROUPED, ONE_GROUP, ROTARY), ("none", "selective"), (1, 2)):
-        found.append((setup(model, "fp32", recompute, 1, True, micro_batch), (INNER,)))
-    found += experts()
-    found += recomputed()
-    found += further()
-    found.append((setup(replace(LLAMA, dropout=True), "bf16", "full", 1, True, 2), (FIRST, LAST)))
-    found.append((setup(replace(GPT, gated=True, rms_norm=True), "bf16", "none", 1, True, 3, pipeline=1), (0,)))
-    return found
+        result.append((setup(model, "fp32", recompute, 1, True, micro_batch), (INNER,)))
+    result += experts()
+    result += recomputed()
+    result += further()
+    result.append((setup(replace(LLAMA, dropout=True), "bf16", "full", 1, True, 2), (FIRST, LAST)))
+    result.append((setup(replace(GPT, gated=True, rms_norm=True), "bf16", "none", 1, True, 3, pipeline=1), (0,)))
+    return result
 
 
 def experts() -> list[tuple[Setup, tuple[int, ...]]]:
@@ -100,15 +100,17 @@ def experts() -> list[tuple[Setup, tuple[int, ...]]]:
         (replace(made, shared_size=128), Routing()),
         (replace(made, shared_size=128, shared_gate=True), Routing()),
     ]
-    found = []
+    result = []
     for (one, routing), precision in product(every, ("fp32", "bf16")):
         made_setup = setup(LLAMA, precision, "none", 1, True, 2)
-        found.append((replace(made_setup, model=replace(LLAMA, name=f"{one}", experts=one), routing=routing), (INNER,)))
+        result.append(
+            (replace(made_setup, model=replace(LLAMA, name=f"{one}", experts=one), routing=routing), (INNER,))
+        )
     some = replace(LLAMA, name="some with experts", num_layers=8, experts=replace(made, pattern=(0, 1)))
-    found += [
+    result += [
         (setup(some, "bf16", recompute, 1, True, 1), (FIRST, LAST)) for recompute in ("none", "selective", "full")
     ]
-    return found
+    return result
 
 
 def further() -> list[tuple[Setup, tuple[int, ...]]]:
@@ -126,39 +128,39 @@ def further() -> list[tuple[Setup, tuple[int, ...]]]:
         ("bf16", "full:block:1", 1, True),
         ("bf16", "selective:layernorm", 2, True),
     )
-    found = [(setup(model, *kind, 2), (FIRST, LAST)) for model, kind in product(models, kinds)]
+    result = [(setup(model, *kind, 2), (FIRST, LAST)) for model, kind in product(models, kinds)]
     for layers, mtp_stage in (((2, 2, 0, 0), 2), ((2, 1, 1, 0), 2), ((1, 1, 2, 0), None)):
         one = setup(models[1], "bf16", "none", 1, True, 1)
-        found.append((replace(one, layers=layers, mtp_stage=mtp_stage), (FIRST, INNER, 2, LAST)))
-    return found
+        result.append((replace(one, layers=layers, mtp_stage=mtp_stage), (FIRST, INNER, 2, LAST)))
+    return result
 
 
 def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
     """Of three layers per stage some, or some at once; of layers parts, one or several."""
-    found = []
+    result = []
     for model, recompute in product(
         (GPT, LLAMA), ("full:block:1", "full:block:2", "full:block:5", "full:uniform:2", "full:uniform:3")
     ):
         deep = replace(model, name=f"{model.name} of 12", num_layers=12)
-        found.append((setup(deep, "bf16", recompute, 1, True, 2), (FIRST, INNER, LAST)))
-    found.append((setup(replace(GPT, num_layers=12), "fp32", "full:block:1", 2, True, 1), (FIRST, LAST)))
+        result.append((setup(deep, "bf16", recompute, 1, True, 2), (FIRST, INNER, LAST)))
+    result.append((setup(replace(GPT, num_layers=12), "fp32", "full:block:1", 2, True, 1), (FIRST, LAST)))
     plain, parts = (
         replace(GPT, name="gpt without biases", linear_bias=False),
         ("mlp", "layernorm", "core_attn+mlp+layernorm"),
     )
     for precision, part, (t, sp) in product(("fp32", "bf16"), parts, ((1, True), (2, True), (2, False))):
-        found.append((setup(plain, precision, f"selective:{part}", t, sp, 2), (INNER,)))
+        result.append((setup(plain, precision, f"selective:{part}", t, sp, 2), (INNER,)))
     for precision, part in product(("fp32", "bf16"), parts):
-        found.append((setup(LLAMA, precision, f"selective:{part}", 1, True, 2), (FIRST, LAST)))
-    found += [(setup(GPT, "bf16", "selective:layernorm", 2, True, 1), (FIRST, LAST))]
+        result.append((setup(LLAMA, precision, f"selective:{part}", 1, True, 2), (FIRST, LAST)))
+    result += [(setup(GPT, "bf16", "selective:layernorm", 2, True, 1), (FIRST, LAST))]
     made = Experts(8, 3, 96, shared_size=128, shared_gate=True)
     of_experts = ("moe", "shared_experts", "layernorm", "moe+layernorm", "core_attn+mlp+layernorm+shared_experts")
     for part, pattern in product(of_experts, ((1,), (0, 1))):
         model = replace(LLAMA, name=f"experts {pattern}", num_layers=8, experts=replace(made, pattern=pattern))
-        found.append((setup(model, "bf16", f"selective:{part}", 1, True, 2), (INNER,)))
+        result.append((setup(model, "bf16", f"selective:{part}", 1, True, 2), (INNER,)))
     some = replace(LLAMA, name="some with experts", num_layers=12, experts=Experts(8, 3, 96, pattern=(0, 1)))
     return [
-        *found,
+        *result,
         *(
             (setup(some, "bf16", recompute, 1, True, 1), (FIRST, INNER))
             for recompute in ("full:block:1", "full:uniform:2")
@@ -183,11 +185,11 @@ def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int, int]:
     with one_stage.chunks(args, stage) as (model,):
         runner = one_stage.Runner(args, model, args.micro_batch_size)
         output = runner.forward()
-        found = capture.find([output.grad_fn], runner.inputs, torch.device("cpu"))
+        result = capture.find([output.grad_fn], runner.inputs, torch.device("cpu"))
         received = {one.untyped_storage().data_ptr() for one in runner.inputs if one is not None}
-        saved = Counter(one.nbytes for one in found if one.alone or one.storage.data_ptr() in received)
+        saved = Counter(one.nbytes for one in result if one.alone or one.storage.data_ptr() in received)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return saved, sum(one.nbytes for one in found if one.alone), parameters
+        return saved, sum(one.nbytes for one in result if one.alone), parameters
 
 
 def main() -> int:
@@ -197,20 +199,19 @@ def main() -> int:
             args = one_stage.parse([*megatron_flags(one), "--vocab-size", str(one.model.vocabulary)], add_arguments)
         for stage in stages:
             with contextlib.redirect_stdout(io.StringIO()):
-                found, movable, parameters = saved_by_megatron(args, stage)
-            said: Counter[int] = Counter()
+                result, movable, parameters = saved_by_megatron(args, stage)
+            predicted: Counter[int] = Counter()
             for row in stage_saved(one, stage):
-                said[row.nbytes] += row.num
+                predicted[row.nbytes] += row.num
             num_cases += 1
             counts = movable == moved_bytes(one, stage, 1), parameters == stage_parameters(one)[stage]
-            if not agree(one, found, said) or counts != (True, True):
+            if not agree(one, result, predicted) or counts != (True, True):
                 num_wrong += 1
-                described = (
-                    f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}"
-                )
                 print(
-                    f"{described}: besides {dict(found - said)}, missing {dict(said - found)}, {movable} move, {parameters} parameters"
+                    f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}:"
                 )
+                print(f"  besides {dict(result - predicted)}, missing {dict(predicted - result)}")
+                print(f"  {movable} move, {parameters} parameters")
     print(f"{num_cases} cases, {num_wrong} differ")
     return 1 if num_wrong or not num_cases else 0
 

@@ -18,6 +18,9 @@ from typing import Any, Optional
 
 import pytest
 
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.megatron_settings import MegatronSettings
+
 
 def _training_folder() -> Path:
     spec = importlib.util.find_spec("megatron.training")
@@ -77,46 +80,21 @@ def megatron_args() -> Callable[[Any], SimpleNamespace]:
     """Megatron's arguments for a Setup."""
 
     def args(setup: Any) -> SimpleNamespace:
-        model = setup.model
-        experts, latent = model.experts, model.latent
-        return SimpleNamespace(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            group_query_attention=model.num_query_groups != model.num_attention_heads,
-            kv_channels=model.kv_channels,
-            ffn_hidden_size=model.ffn_hidden_size,
-            swiglu=model.gated,
-            normalization="RMSNorm" if model.rms_norm else "LayerNorm",
-            padded_vocab_size=setup.padded_vocabulary,
-            untie_embeddings_and_output_weights=not model.tied_embedding,
-            seq_length=setup.sequence,
-            micro_batch_size=setup.micro_batch,
-            tensor_model_parallel_size=setup.tensor,
-            pipeline_model_parallel_size=setup.pipeline,
-            virtual_pipeline_model_parallel_size=setup.num_chunks if setup.num_chunks > 1 else None,
-            data_parallel_size=setup.data,
-            world_size=setup.cluster.num_devices,
-            use_distributed_optimizer=setup.distributed_optimizer,
-            expert_tensor_parallel_size=setup.tensor,
-            expert_model_parallel_size=1,
-            add_bias_linear=model.linear_bias,
-            multi_latent_attention=latent is not None,
-            q_lora_rank=latent and latent.q_lora_rank,
-            kv_lora_rank=latent and latent.kv_lora_rank,
-            qk_head_dim=latent and latent.qk_head_dim,
-            qk_pos_emb_head_dim=latent and latent.qk_pos_emb_head_dim,
-            v_head_dim=latent and latent.v_head_dim,
-            attention_output_gate=False,
-            experimental_attention_variant=None,
-            num_experts=experts and experts.num_experts,
-            moe_layer_freq=[int(model.kind(layer).experts) for layer in range(model.num_layers)],
-            moe_ffn_hidden_size=experts and experts.ffn_hidden_size,
-            moe_router_topk=experts.top_k if experts else 0,
-            moe_latent_size=None,
-            moe_shared_expert_intermediate_size=(experts and experts.shared_size) or None,
-            mtp_num_layers=model.mtp_num_layers,
-        )
+        model, experts = setup.model, setup.model.experts
+        values = vars(MegatronSettings.from_flags(megatron_flags(setup)).values)
+        # What validation derives, and what no flag of ours says.
+        values |= {
+            "num_query_groups": model.num_query_groups,
+            "padded_vocab_size": setup.padded_vocabulary,
+            "virtual_pipeline_model_parallel_size": setup.num_chunks if setup.num_chunks > 1 else None,
+            "data_parallel_size": setup.data,
+            "world_size": setup.cluster.num_devices,
+            "expert_tensor_parallel_size": setup.tensor,
+            "add_bias_linear": model.linear_bias,
+            "moe_layer_freq": [int(model.kind(layer).experts) for layer in range(model.num_layers)],
+            "moe_router_topk": experts.top_k if experts else 0,
+            **dict.fromkeys(("moe_latent_size", "experimental_attention_variant", "attention_output_gate")),
+        }
+        return SimpleNamespace(**values)
 
     return args

@@ -34,13 +34,13 @@ def test_steps_of_a_ring_are_of_equal_work(context: int) -> None:
     """Of 2c parts a rank has one from the front and one from the back; pairs of tokens are counted one by one, half
     of the diagonal's."""
     size = 4
-    mine = [[one, 2 * context - 1 - one] for one in range(context)]
+    ours = [[one, 2 * context - 1 - one] for one in range(context)]
 
     def pairs(query: int, key: int) -> float:
         return size * size if key < query else size * size / 2 if key == query else 0
 
     work = {
-        (rank, step): sum(pairs(query, key) for query in mine[rank] for key in mine[(rank - step) % context])
+        (rank, step): sum(pairs(query, key) for query in ours[rank] for key in ours[(rank - step) % context])
         for rank in range(context)
         for step in range(context)
     }
@@ -52,16 +52,16 @@ def test_what_is_gathered_is_waited_for() -> None:
     core = core_seconds(replace(fast, context=1), Rates.of(fast))[0] / 4
     both, query = 2 * 2 * 32768 * 1024 // 2, 2 * 32768 * 4096 // 2
     link = fast.cluster.device.inside_bytes_per_s * LINK_EFFICIENCY
-    found = {how: core_seconds(replace(fast, cp_comm_type=how), Rates.of(fast))[0] - core for how in CP_COMM_TYPES}
-    assert found["all_gather"] == pytest.approx(3 * both / link + LINK_LATENCY_S)
-    assert found["a2a"] == pytest.approx(3 / 4 * (2 * query + both) / link + 2 * LINK_LATENCY_S)
-    assert found["p2p"] == pytest.approx(0.0, abs=1e-12)
+    result = {how: core_seconds(replace(fast, cp_comm_type=how), Rates.of(fast))[0] - core for how in CP_COMM_TYPES}
+    assert result["all_gather"] == pytest.approx(3 * both / link + LINK_LATENCY_S)
+    assert result["a2a"] == pytest.approx(3 / 4 * (2 * query + both) / link + 2 * LINK_LATENCY_S)
+    assert result["p2p"] == pytest.approx(0.0, abs=1e-12)
     # Two of four on another node: half of what leaves takes the port, and of what is gathered two parts come over two.
     apart = replace(fast, cluster=Cluster(fast.cluster.device, 16, 4))
     port = fast.cluster.device.between_bytes_per_s * LINK_EFFICIENCY
-    found = {how: core_seconds(replace(apart, cp_comm_type=how), Rates.of(apart))[0] - core for how in CP_COMM_TYPES}
-    assert found["all_gather"] == pytest.approx(both / port + LINK_LATENCY_S)
-    assert found["a2a"] == pytest.approx((2 * query + both) / 2 / port + 2 * LINK_LATENCY_S)
+    result = {how: core_seconds(replace(apart, cp_comm_type=how), Rates.of(apart))[0] - core for how in CP_COMM_TYPES}
+    assert result["all_gather"] == pytest.approx(both / port + LINK_LATENCY_S)
+    assert result["a2a"] == pytest.approx((2 * query + both) / 2 / port + 2 * LINK_LATENCY_S)
 
 
 @pytest.mark.parametrize("how", CP_COMM_TYPES)

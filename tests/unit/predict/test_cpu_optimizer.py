@@ -107,9 +107,9 @@ def test_only_transfers_are_timed_and_the_rest_is_named(capsys: pytest.CaptureFi
     words = megatron_flags(setup)
     assert setup_from(words, setup.cluster, setup.padded_vocabulary, "gpu").state_types == setup.state_types
     assert main(["simulate", "--cluster", "h100-80g:1x8", "--vocab-size", "128256", "--", *words]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "GiB of CPU memory for a device of rank 1, the most of all" in said
-    assert "how long the CPU takes for the update is not known" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "GiB of CPU memory for a device of rank 1, the most of all" in printed
+    assert "how long the CPU takes for the update is not known" in printed
 
 
 def test_fit_proposes_it_behind_what_is_timed() -> None:

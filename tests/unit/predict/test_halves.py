@@ -107,6 +107,6 @@ def test_what_is_held_is_what_the_memory_rule_says(schedule: Schedule, share: Fr
     saved = tuple(100 + 10 * stage for stage in range(schedule.num_stages))
     between = tuple(int(share * size) for size in saved)
     for rank, held in enumerate(held_by(schedule)):
-        mine = [stage in schedule.layout.stages_of(rank) for stage in range(schedule.num_stages)]
-        own = [[size * of for size, of in zip(sizes, mine, strict=True)] for sizes in (saved, between)]
+        ours = [stage in schedule.layout.stages_of(rank) for stage in range(schedule.num_stages)]
+        own = [[size * of for size, of in zip(sizes, ours, strict=True)] for sizes in (saved, between)]
         assert held.num_bytes(saved, between)[0] == max(live_bytes(schedule, rank, memory_of(own[0], None, own[1])))

@@ -70,12 +70,12 @@ def test_weights_and_optimizer_agree_with_megatron(
     megatron_args: Callable[[Setup], Any],
 ) -> None:
     model = replace(without_what_megatron_leaves_out(PRESETS[name]), tied_embedding=tied)
-    mine = setup(model, t, p, 1, distributed_optimizer=distributed)
-    theirs = megatron_memory.compute_weight_and_optimizer_memory(megatron_args(mine))
-    per_parameter = 6 + 12 / mine.data if distributed else 18
+    ours = setup(model, t, p, 1, distributed_optimizer=distributed)
+    theirs = megatron_memory.compute_weight_and_optimizer_memory(megatron_args(ours))
+    per_parameter = 6 + 12 / ours.data if distributed else 18
     # Megatron spreads the final norm over all stages; it is on the last.
     norm = model.norm_parameters * per_parameter * (1 / p if p > 1 else 0)
-    assert predict_memory(mine)[0].state_bytes == pytest.approx(theirs - norm, rel=1e-9, abs=4)
+    assert predict_memory(ours)[0].state_bytes == pytest.approx(theirs - norm, rel=1e-9, abs=4)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_activations_agree_with_megatron(
     t: int, p: int, b: int, m: int, megatron_memory: ModuleType, megatron_args: Callable[[Setup], Any]
 ) -> None:
     """Selective recomputation with sequence parallelism is what its estimate models, for the first stage."""
-    mine = setup(t=t, p=p, b=b, global_batch=m * b * (32 // (t * p)))
-    theirs = megatron_memory.compute_activation_memory(megatron_args(mine), m)
+    ours = setup(t=t, p=p, b=b, global_batch=m * b * (32 // (t * p)))
+    theirs = megatron_memory.compute_activation_memory(megatron_args(ours), m)
     # Megatron divides the token numbers, too; every device has them all.
-    tokens = 8 * mine.sequence * b * min(p, m) * (1 - 1 / t)
-    assert predict_memory(mine)[0].activations_bytes == pytest.approx(theirs + tokens, rel=1e-9)
+    tokens = 8 * ours.sequence * b * min(p, m) * (1 - 1 / t)
+    assert predict_memory(ours)[0].activations_bytes == pytest.approx(theirs + tokens, rel=1e-9)
 
 
 def test_activations_without_sequence_parallelism_agree_with_megatron(
@@ -97,23 +97,23 @@ def test_activations_without_sequence_parallelism_agree_with_megatron(
 ) -> None:
     """Its estimate adds 5 % and uses the factor 24 for GPT's layers: compared per layer, between two numbers of
     layers."""
-    mine = setup(sequence_parallel=False)
-    args = megatron_args(mine)
-    more = megatron_args(mine)
+    ours = setup(sequence_parallel=False)
+    args = megatron_args(ours)
+    more = megatron_args(ours)
     more.num_layers += 1
     estimate = megatron_memory.compute_activation_memory_without_sp
     layer = (estimate(more, 64) - estimate(args, 64)) / 1.05
-    assert layer_bytes(mine) == pytest.approx(layer)
+    assert layer_bytes(ours) == pytest.approx(layer)
 
 
 def test_a_layer_by_the_papers_formulas() -> None:
     """Korthikanti et al. 2022: s b h (34 + 5 a s / h) / t, 34 s b h / t, 2 s b h / t."""
-    mine = setup()
-    sbh = mine.sequence * mine.micro_batch * mine.model.hidden_size
-    assert layer_bytes(mine, "selective") == 34 * sbh // 4
-    assert layer_bytes(mine, "none") == (34 * sbh + 5 * 104 * mine.sequence**2 * mine.micro_batch) // 4
-    assert layer_bytes(mine, "full") == 2 * sbh // 4
-    assert core_bytes(replace(mine, attention="flash")) == 4 * 104 * mine.sequence * mine.micro_batch // 4
+    ours = setup()
+    sbh = ours.sequence * ours.micro_batch * ours.model.hidden_size
+    assert layer_bytes(ours, "selective") == 34 * sbh // 4
+    assert layer_bytes(ours, "none") == (34 * sbh + 5 * 104 * ours.sequence**2 * ours.micro_batch) // 4
+    assert layer_bytes(ours, "full") == 2 * sbh // 4
+    assert core_bytes(replace(ours, attention="flash")) == 4 * 104 * ours.sequence * ours.micro_batch // 4
 
 
 def test_the_published_grid_of_gpt3_96b() -> None:
@@ -140,8 +140,8 @@ def agrees(row: dict[str, str]) -> bool:
 
     def fits(recompute: str, balance: str) -> bool:
         t, p, b = int(row["tensor"]), int(row["pipeline"]), int(row["micro_batch"])
-        mine = setup(t=t, p=p, b=b, recompute=recompute, balance=named_balance(balance), precision="fp16")
-        return all(rank.fits for rank in predict_memory(mine))
+        ours = setup(t=t, p=p, b=b, recompute=recompute, balance=named_balance(balance), precision="fp16")
+        return all(rank.fits for rank in predict_memory(ours))
 
     if row["balanced"] == "yes":
         return fits(SCOPES[scope], "bpipe") and not fits(SCOPES[scope], "none")
@@ -160,8 +160,8 @@ def test_real_runs_on_eight_a100(vocabulary: int) -> None:
         if row["method"] == "baseline" and row["vocabulary"] == str(vocabulary)
     )
     model = replace(gpt("published", 32, 3072, 24, vocabulary), tied_embedding=False)
-    mine = setup(model, 1, 8, 1, "a100-80g:1x8", precision="fp16", recompute="none", attention="flash")
-    first = predict_memory(mine)[0]
+    ours = setup(model, 1, 8, 1, "a100-80g:1x8", precision="fp16", recompute="none", attention="flash")
+    first = predict_memory(ours)[0]
     allocated = first.state_bytes + first.activations_bytes + first.working_bytes
     assert allocated == pytest.approx(float(measured["memory_max_mb"]) * 2**20, rel=0.03)
 

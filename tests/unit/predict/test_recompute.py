@@ -30,18 +30,7 @@ from bpipe.predict.tensor_parallel import exposed, gather_s
 from bpipe.predict.training import Fp8
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
-BIASED = Setup(
-    PRESETS["gpt3-96b"],
-    parse_cluster("a100-80g:4x8"),
-    4,
-    8,
-    1,
-    128,
-    2048,
-    (10,) * 8,
-    recompute="none",
-    attention="unfused",
-)
+BIASED = Setup(*(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 4, 8, 1, 128, 2048, (10,) * 8, "none", "unfused"))
 MIXED = replace(
     LLAMA,
     model=replace(
@@ -135,8 +124,8 @@ def test_layers_of_a_stage_equal_a_count_one_by_one(
     model = replace(
         LLAMA.model, num_layers=60, experts=Experts(8, 2, 4096, pattern=experts), window=64, window_pattern=windows
     )
-    found, first = stage_layers(model, recompute, tuple(stages)), 0
-    for of_stage, number in zip(found, stages, strict=True):
+    result, first = stage_layers(model, recompute, tuple(stages)), 0
+    for of_stage, number in zip(result, stages, strict=True):
         every = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
         assert {(kind, scope): count for kind, scope, count in of_stage if count} == every
         first += number

@@ -85,9 +85,9 @@ def units(setup: Setup) -> tuple[float, float]:
 def test_between_the_halves_of_a_backward(setup: Setup, saved: float, after_input: float) -> None:
     """As a run on Megatron's layers measured it: .47 to .53 of what a forward saved, .89 to 1.0 without scores, .55
     of SwiGLU."""
-    found = units(setup)
-    assert found[0] == pytest.approx(saved, rel=0.025)
-    assert found[1] == pytest.approx(after_input, rel=1e-3)
+    result = units(setup)
+    assert result[0] == pytest.approx(saved, rel=0.025)
+    assert result[1] == pytest.approx(after_input, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -37,10 +37,10 @@ def setup(model: Model = UNTIED, t: int = 1, p: int = 8, **changes: Any) -> Setu
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_logits_are_on_all_ranks_and_on_the_last_no_loss(vocabulary: str) -> None:
     """2 n V / p bytes, where the last stage alone held 4 n V of softmax beside 6 n V that came and went."""
-    whole, mine = setup(vocabulary=Vocabulary.WHOLE, input_shards=False), setup(vocabulary=Vocabulary(vocabulary))
+    whole, ours = setup(vocabulary=Vocabulary.WHOLE, input_shards=False), setup(vocabulary=Vocabulary(vocabulary))
     tokens = 2048
-    assert stage_bytes(whole)[-1] - stage_bytes(mine)[-1] == 4 * tokens * 256000
-    names = {row.name: row.nbytes * row.num for row in shard_saved(mine)}
+    assert stage_bytes(whole)[-1] - stage_bytes(ours)[-1] == 4 * tokens * 256000
+    names = {row.name: row.nbytes * row.num for row in shard_saved(ours)}
     assert names["logits of the shard"] == 2 * tokens * 256000 // 8
     assert ("statistics of the shard" in names) == (vocabulary == "2")
     assert ("part of the input's gradient" in names) == (vocabulary == "2")
@@ -50,9 +50,9 @@ def test_logits_are_on_all_ranks_and_on_the_last_no_loss(vocabulary: str) -> Non
 @pytest.mark.parametrize("vocabulary", SPLIT)
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_activations_are_the_schedules_own_peak(vocabulary: str, balance: str) -> None:
-    mine = setup(vocabulary=Vocabulary(vocabulary), balance=named_balance(balance))
-    exact = peak_bytes(build(mine.program()), memory_of(stage_bytes(mine), shard_bytes=shard_bytes(mine)))
-    predicted = [rank.activations_bytes + rank.hosted_bytes + shard_bytes(mine) for rank in predict_memory(mine)]
+    ours = setup(vocabulary=Vocabulary(vocabulary), balance=named_balance(balance))
+    exact = peak_bytes(build(ours.program()), memory_of(stage_bytes(ours), shard_bytes=shard_bytes(ours)))
+    predicted = [rank.activations_bytes + rank.hosted_bytes + shard_bytes(ours) for rank in predict_memory(ours)]
     assert all(mine_bytes >= exact_bytes for mine_bytes, exact_bytes in zip(predicted, exact, strict=True))
     if balance == "none":
         # On the last ranks, and interlaced on all, the fullest moment need not be between S and T.
@@ -60,10 +60,10 @@ def test_activations_are_the_schedules_own_peak(vocabulary: str, balance: str) -
 
 
 def test_a_measured_output_layer_is_shared_out() -> None:
-    mine = setup()
-    predicted = predict_costs(mine)
+    ours = setup()
+    predicted = predict_costs(ours)
     measured = Profile("profile.json", (Entry(forward_s=1.0, backward_s=2.0, output_s=16.0, embedding_s=3.0),)).apply(
-        mine, predicted
+        ours, predicted
     )
     (shard,), (before,) = measured.shards, predicted.shards
     assert float(shard.forward_s + shard.backward_s) == pytest.approx(16 / 8)
@@ -74,22 +74,22 @@ def test_a_measured_output_layer_is_shared_out() -> None:
 
 @given(st.integers(1, 80), st.integers(2, 16), st.floats(0, 40))
 def test_fewer_layers_for_the_last_are_as_fast_as_any(num_layers: int, num_stages: int, output: float) -> None:
-    found = redistribute_layers(num_layers, num_stages, output)
+    result = redistribute_layers(num_layers, num_stages, output)
     others = num_stages - 1
     if num_layers < others:
-        assert found is None
+        assert result is None
         return
-    assert found is not None
-    assert (len(found), sum(found)) == (num_stages, num_layers)
-    assert 1 <= min(found[:-1]) <= max(found[:-1]) <= min(found[:-1]) + 1
-    slowest = max(max(found[:-1]), found[-1] + output)
+    assert result is not None
+    assert (len(result), sum(result)) == (num_stages, num_layers)
+    assert 1 <= min(result[:-1]) <= max(result[:-1]) <= min(result[:-1]) + 1
+    slowest = max(max(result[:-1]), result[-1] + output)
     assert all(
         slowest <= max(math.ceil((num_layers - last) / others), last + output)
         for last in range(num_layers - others + 1)
     )
     # With one more it would be slower.
-    assert found[-1] == num_layers - others or slowest < max(
-        math.ceil((num_layers - found[-1] - 1) / others), found[-1] + 1 + output
+    assert result[-1] == num_layers - others or slowest < max(
+        math.ceil((num_layers - result[-1] - 1) / others), result[-1] + 1 + output
     )
 
 

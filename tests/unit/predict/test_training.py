@@ -115,15 +115,15 @@ def test_values_that_do_not_exist_are_refused(kind: Any, values: dict[str, Any],
 
 
 def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    mine = replace(GPT, switches=Switches(**dict.fromkeys(SWITCHES, True)))
-    flags = megatron_flags(mine)
+    ours = replace(GPT, switches=Switches(**dict.fromkeys(SWITCHES, True)))
+    flags = megatron_flags(ours)
     options = read_command(flags).options
-    assert all(options[name] is True and configuration(mine)[name] is True for name in SWITCHES)
+    assert all(options[name] is True and configuration(ours)[name] is True for name in SWITCHES)
     with pytest.raises(SystemExit):
         main(["simulate", "--help-all"])
     offered = capsys.readouterr().out
-    assert all(flag in offered and flag in flags for flag in mine.switches.flags)
-    assert len(mine.switches.flags) == len(SWITCHES)
+    assert all(flag in offered and flag in flags for flag in ours.switches.flags)
+    assert len(ours.switches.flags) == len(SWITCHES)
     # Megatron refuses it where there is one tensor-parallel rank.
     alone = replace(GPT, switches=Switches(tp_comm_overlap=True), tensor=1)
     assert "--tp-comm-overlap" not in megatron_flags(alone)
@@ -235,10 +235,10 @@ def test_experts_and_latent_attention_keep_less_too(model: Any) -> None:
 def test_commands_take_fp8(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     common = ["--model", "llama3-8b", "--cluster", "h100-80g:8", "--gbs", "32"]
     assert main(["simulate", *common, "--tp", "2", "--pp", "2", "--fp8-format", "hybrid", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["peak_flops_per_s"] == 1979e12
+    result = json.loads(capsys.readouterr().out)
+    assert result["peak_flops_per_s"] == 1979e12
     wanted = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": False}
-    assert wanted.items() <= found["configuration"].items()
+    assert wanted.items() <= result["configuration"].items()
     assert main(["simulate", *common, "--pp", "4", "--fp8-format", "hybrid", "--balance", "bpipe"]) == 0
     assert "comes back unchanged (--bpipe-verify)" in " ".join(capsys.readouterr().out.split())
     assert main(["simulate", *common, "--pp", "2", "--fp8-param-gather"]) == 2

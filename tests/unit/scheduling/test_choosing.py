@@ -457,8 +457,8 @@ SPLIT: dict[str, dict[str, Any]] = {
     "variable lengths in shards": {"variable_seq_lengths": True},
     "deferred gradients of the output layer": {"defer_embedding_wgrad_compute": True},
     "models without weights at first": {"init_model_with_meta_device": True},
-    "checkpoints by rank of shards": {"load": "here", "ckpt_format": "torch"},
-    "local checkpoints of shards": {"non_persistent_ckpt_type": "local"},
+    "checkpoints by rank": {"load": "here", "ckpt_format": "torch"},
+    "local checkpoints": {"non_persistent_ckpt_type": "local"},
 }
 
 

@@ -30,6 +30,8 @@ BESIDE = {
     "combined 1F1B without a pipeline": ("combined 1F1B",),
     "fine-grained offloading in our loop": ("fine-grained activation offloading",),
 }
+BIASES = {"num_experts": 8, "add_bias_linear": True}
+GROUPED = {"moe_grouped_gemm": True, "transformer_impl": "transformer_engine"}
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "CUDA graphs of an iteration": [
@@ -96,6 +98,15 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "recomputation of the MLP with biases": [
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": True}
     ],
+    "experts with biases and a fused activation": [
+        {**BIASES, "bias_gelu_fusion": True},
+        {**BIASES, "bias_gelu_fusion": True, **GROUPED, "bias_dropout_fusion": False},
+        {**BIASES, "swiglu": True, "bias_swiglu_fusion": True, "bias_dropout_fusion": True},
+    ],
+    "grouped experts with biases and a fused dropout": [
+        {**BIASES, **GROUPED, "swiglu": True, "bias_swiglu_fusion": True, "bias_dropout_fusion": True},
+        {**BIASES, **GROUPED, "bias_gelu_fusion": False, "bias_dropout_fusion": True},
+    ],
     "partial recomputation of micro-batches": [{"num_microbatches_with_partial_activation_checkpoints": 0}],
     "overlapped tensor-parallel communication": [{"tp_comm_overlap": True}],
     "weights sharded beyond tensor parallelism": [{"gtp_weight_remat_size": 2}, {"expert_gtp_weight_remat_size": 2}],
@@ -122,6 +133,10 @@ ALLOWED: list[dict[str, Any]] = [
     {"recompute_granularity": "full", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": True},
     {"num_experts": None, "num_moe_experts": None, "moe_router_topk": 2, "moe_token_dispatcher_type": "flex"},
     {"num_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "alltoall"},
+    {**BIASES, "bias_gelu_fusion": False, "bias_dropout_fusion": True},
+    {**BIASES, "quick_geglu": True, "bias_gelu_fusion": True},
+    {**BIASES, **GROUPED, "swiglu": True, "bias_swiglu_fusion": True, "bias_dropout_fusion": False},
+    {**BIASES, "add_bias_linear": False, **GROUPED, "bias_gelu_fusion": False, "bias_dropout_fusion": True},
 ]
 
 

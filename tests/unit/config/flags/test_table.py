@@ -75,9 +75,9 @@ def test_the_reference_is_current(name: str) -> None:
 def test_completion_without_its_package_says_how_to_get_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.find_spec
+    result = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "shtab" else found(name, *more)
+        importlib.util, "find_spec", lambda name, *more: None if name == "shtab" else result(name, *more)
     )
     assert main(["--completion", "bash"]) == 2
     assert 'shtab, which is not installed: pip install -e ".[completion]"' in capsys.readouterr().err

@@ -146,16 +146,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def captured(script: str, *arguments: str, timeout_s: float = 50.0) -> tuple[list[str], Any]:
     Path("run.sh").write_text(f"#!/bin/bash\n{script}\n")
-    found = capture(["bash", "run.sh", *arguments], timeout_s)
-    return [shlex.join(one["words"]) for one in found.launches], found
+    result = capture(["bash", "run.sh", *arguments], timeout_s)
+    return [shlex.join(one["words"]) for one in result.launches], result
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_gives_its_launches_and_starts_none(name: str, place: Path) -> None:
     script, wanted = SCRIPTS[name]
-    launches, found = captured(script, "2")
+    launches, result = captured(script, "2")
     # Of nodes that are started together, any may be the last.
-    assert [re.sub(r"(?<=--node_rank )\d", "N", launch) for launch in launches] == wanted, found.last_lines
+    assert [re.sub(r"(?<=--node_rank )\d", "N", launch) for launch in launches] == wanted, result.last_lines
     assert not (place / "STARTED").exists()
     assert processes_of(place) == []
 
@@ -206,10 +206,10 @@ def test_a_job_of_slurm_runs_on_a_laptop(
     (place / "mix.txt").write_text("0.5 a 0.5 b\n")
     (place / "train.sbatch").write_text(SBATCH)
     assert main(["capture", "--output", "launch.json", "--", "train.sbatch"]) == 0
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     wanted = "torchrun --nnodes 8 --nproc-per-node 8 --rdzv-endpoint node0:20001 pretrain_gpt.py"
-    assert said.out == f"{wanted} {SIZES} --data-path 0.5 a 0.5 b\n"
-    assert "everything in the script runs, but torchrun" in said.err
+    assert printed.out == f"{wanted} {SIZES} --data-path 0.5 a 0.5 b\n"
+    assert "everything in the script runs, but torchrun" in printed.err
     (launch,) = json.loads(Path("launch.json").read_text())["launches"]
     assert launch["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "API_KEY" not in launch["environment"]
@@ -231,18 +231,18 @@ def test_a_script_without_a_launch_shows_what_it_printed_last(
 ) -> None:
     Path("run.sh").write_text(f"{script}\n")
     assert main(["capture", *more, "--", "bash", "run.sh"]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert re.search(r"^\| (hello|run.sh: line 3: UNSET_HERE: unbound variable)$", said, re.MULTILINE)
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert re.search(r"^\| (hello|run.sh: line 3: UNSET_HERE: unbound variable)$", printed, re.MULTILINE)
     assert processes_of(place) == []
 
 
 def test_what_ran_too_long_keeps_what_it_launched(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.sh").write_text(f"{TRAIN}\nsleep 50\n")
     assert main(["capture", "--timeout", "2", "--", "bash", "run.sh"]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"{TRAIN}\n"
-    assert "it ran longer than 2 s and was ended: further launches are not known" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == f"{TRAIN}\n"
+    assert "it ran longer than 2 s and was ended: further launches are not known" in printed.err
 
 
 def test_our_examples_are_captured_as_their_dry_run_prints_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

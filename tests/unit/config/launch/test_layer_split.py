@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.config.launch.layer_split import Split, further_stage, layout_text, read_split, split_flags
+from bpipe.config.launch.layer_split import Split, layout_text, read_split, split_flags
+from bpipe.config.launch.megatron_command import read_command
 from bpipe.predict.layer_counts import split_layers
 
+SIZES = "--hidden-size 64 --num-attention-heads 4 --seq-length 128 --position-embedding-type rope".split()
 
-def parsed(flags: list[str]) -> Split:
-    """The values, as the command line's reader would hand them over."""
-    names = {
-        "--num-layers-per-virtual-pipeline-stage": ("layers_of_a_chunk", int),
-        "--num-virtual-stages-per-pipeline-rank": ("chunks", int),
-        "--decoder-first-pipeline-num-layers": ("first", int),
-        "--decoder-last-pipeline-num-layers": ("last", int),
-        "--pipeline-model-parallel-layout": ("layout", str),
-    }
-    switches = {
-        "--account-for-embedding-in-pipeline-split": "count_embedding",
-        "--account-for-loss-in-pipeline-split": "count_loss",
-    }
-    values: dict[str, object] = {}
-    rest = list(flags)
-    while rest:
-        flag = rest.pop(0)
-        if flag in switches:
-            values[switches[flag]] = True
-        else:
-            name, kind = names[flag]
-            values[name] = kind(rest.pop(0))
-    return Split(**values)  # type: ignore[arg-type]
+
+def placed(flags: list[str], layers: tuple[int, ...], pipeline: int, further: int = 0) -> tuple[object, object]:
+    """The layers of every stage, and the stage of further tokens, as a launch with these flags has them."""
+    sizes = ["--num-layers", str(sum(layers)), "--pipeline-model-parallel-size", str(pipeline)]
+    more = ["--mtp-num-layers", str(further)] if further else []
+    options = read_command([*SIZES, *sizes, *flags, *more]).options
+    return options["layers"], options.get("mtp_stage")
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.data())
@@ -43,7 +27,7 @@ def test_there_and_back(pipeline: int, chunks: int, data: st.DataObject) -> None
     layers = tuple(data.draw(st.lists(st.integers(1, 3), min_size=pipeline * chunks, max_size=pipeline * chunks)))
     if len(layers) > 1 and data.draw(st.booleans()):
         layers = (*layers[:-1], 0)
-    assert read_split(parsed(split_flags(layers, pipeline)), sum(layers), pipeline) == layers
+    assert placed(split_flags(layers, pipeline), layers, pipeline) == (layers, None)
     assert read_split(Split(layout=layout_text(layers)), sum(layers), pipeline) == layers
 
 
@@ -55,11 +39,11 @@ def test_further_tokens_there_and_back(pipeline: int, chunks: int, further: int,
     if not sum(layers):
         layers = (1, *layers[1:])
         mtp_stage = None if len(layers) == 2 else mtp_stage
-    split = replace(parsed(split_flags(layers, pipeline, further, mtp_stage)), further=further)
-    assert read_split(split, sum(layers), pipeline) == layers
-    assert further_stage(split) == mtp_stage
-    laid = Split(layout=layout_text(layers, further, mtp_stage), further=further)
-    assert (read_split(laid, sum(layers), pipeline), further_stage(laid)) == (layers, mtp_stage)
+    for flags in (
+        split_flags(layers, pipeline, further, mtp_stage),
+        ["--pipeline-model-parallel-layout", layout_text(layers, further, mtp_stage)],
+    ):
+        assert placed(flags, layers, pipeline, further) == (layers, mtp_stage)
 
 
 @given(st.integers(1, 200), st.integers(1, 200))

@@ -27,9 +27,8 @@ from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
 from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.model import PRESETS, Model
+from bpipe.predict.model import Model
 from bpipe.predict.training import FP8_FORMATS, FP8_RECIPES, Fp8
 
 SMALL = ("--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 1000").split()
@@ -148,17 +147,6 @@ def test_two_pipes_of_arguments_are_counted_as_the_schedule_counts_them() -> Non
     assert read_settings(MegatronSettings.from_args(args)).options == by_flags
 
 
-def test_the_rows_of_the_presets_come_back() -> None:
-    model = PRESETS["llama3-405b"]
-    layers = split_layers(126, 64, allow_uneven=True)
-    assert layers is not None
-    cut = (parse_cluster("h100-80g:16x8"), 8, 16, 1, 64, 8192, layers, "full")
-    setup = Setup(model, *cut, schedule="interleaved-1f1b", num_chunks=4)
-    options = read_command([*megatron_flags(setup), "--vocab-size", "128256"]).options
-    assert options["layers"] == layers
-    assert (options["chunks"], options["num_query_groups"], options["ffn_hidden_size"]) == (4, 8, 53248)
-
-
 def test_shards_of_the_output_layer_are_read() -> None:
     assert read("--bpipe-vocabulary", "interlaced").options["vocabulary_parallel"] == "interlaced"
     assert "input_shards" not in read("--bpipe-vocabulary", "1").options
@@ -246,9 +234,9 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
         "--recompute-method block without --recompute-num-layers is not modelled: choose what to predict instead"
         in error
     )
-    said = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
-    assert main([*said, *launch, *uniform, "--my-own-flag"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    command = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
+    assert main([*command, *launch, *uniform, "--my-own-flag"]) == 0
+    result = json.loads(capsys.readouterr().out)
     wanted = {
         "recompute": "none",
         "micro_batch": 2,
@@ -257,15 +245,15 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
         "layers": [2, 2, 2, 2],
         "precision": "fp32",
     }
-    assert wanted.items() <= found["configuration"].items()
-    assert found["launch"] == {
+    assert wanted.items() <= result["configuration"].items()
+    assert result["launch"] == {
         "notes": [
             "--attention-backend auto is predicted as flash",
             "Megatron's parser does not know --my-own-flag; ignore this if your script adds it",
         ],
         "not_considered": ["--my-own-flag"],
     }
-    assert main([*said, "--pp", "8", *launch, *uniform]) == 0
+    assert main([*command, "--pp", "8", *launch, *uniform]) == 0
     assert json.loads(capsys.readouterr().out)["configuration"]["layers"] == [1] * 8, (
         "layers of 4 stages say nothing of 8"
     )
@@ -300,9 +288,9 @@ def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]
     assert "does not fit: rank 0 needs 81.4" in text
     assert "t=4 p=8 d=1 b=2 recompute selective 1f1b balanced" in text
     assert main([*arguments, "--format", "json", "--", *launch.split()]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["launch"]["as_it_stands"]["fits"] is False
-    assert found["rows"][0]["fits"] is True
+    result = json.loads(capsys.readouterr().out)
+    assert result["launch"]["as_it_stands"]["fits"] is False
+    assert result["rows"][0]["fits"] is True
     assert main(["plan", "--cluster", "a100-80g:3x8", "--rows", "1", "--schedule", "1f1b", "--", *launch.split()]) in (
         0,
         3,
@@ -343,8 +331,8 @@ def megatrons() -> dict[str, dict[str, Any]]:
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     line = next(line for line in ended.stdout.splitlines() if line.startswith("FLAGS "))
-    found: dict[str, dict[str, Any]] = json.loads(line.removeprefix("FLAGS "))
-    return found
+    result: dict[str, dict[str, Any]] = json.loads(line.removeprefix("FLAGS "))
+    return result
 
 
 @pytest.mark.timeout(120)
@@ -364,7 +352,7 @@ def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, 
         kind = getattr(action.type, "__name__", None)
         assert kind == "str" or theirs["type"] in (
             kind,
-            {"positive": "int", "whole": "int", "fraction": "float", "factor": "float", None: "str"}.get(kind),
+            {"positive": "int", "counted": "int", "fraction": "float", "factor": "float", None: "str"}.get(kind),
         ), flag
 
 

@@ -33,18 +33,8 @@ def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
     model = replace(PRESETS["gpt3-13b"], num_layers=sum(layers))
     chunks = len(layers) // pipeline
     schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
-    return Setup(
-        model,
-        parse_cluster(f"a100-80g:{pipeline}"),
-        1,
-        pipeline,
-        1,
-        32,
-        2048,
-        layers,
-        schedule=schedule,
-        num_chunks=chunks,
-    )
+    sizes = (model, parse_cluster(f"a100-80g:{pipeline}"), 1, pipeline, 1, 32, 2048, layers)
+    return Setup(*sizes, schedule=schedule, num_chunks=chunks)
 
 
 # Every way Megatron can be told, with one stage per rank and with chunks.
@@ -90,28 +80,22 @@ def rows_of_plans() -> list[Setup]:
     """The first rows of real searches: GPT and LLaMA, old and new attention, even and uneven layers, and balanced
     ones of their own."""
     spaces = [
-        Space(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 128, 2048, "unfused", precision="fp16"),
-        Space(
-            PRESETS["gpt3-13b"],
-            parse_cluster("a100-40g:1x8"),
-            32,
-            2048,
-            "unfused",
-            balances=("bpipe",),
-            precision="fp32",
-        ),
-        Space(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 256, 8192, max_micro_batch=4),
-        Space(PRESETS["llama-65b"], parse_cluster("a100-80g:4x8"), 128, 2048, balances=("bpipe",), max_micro_batch=4),
-        Space(
-            PRESETS["llama3-405b"],
-            parse_cluster("h100-80g:32x8"),
-            256,
-            8192,
-            max_micro_batch=2,
-            distributed_optimizer=False,
-        ),
+        Space(PRESETS[model], parse_cluster(cluster), batch, sequence, **more)
+        for model, cluster, batch, sequence, more in (
+            ("gpt3-96b", "a100-80g:4x8", 128, 2048, {"attention": "unfused", "precision": "fp16"}),
+            (
+                "gpt3-13b",
+                "a100-40g:1x8",
+                32,
+                2048,
+                {"attention": "unfused", "balances": ("bpipe",), "precision": "fp32"},
+            ),
+            ("llama3-70b", "h100-80g:8x8", 256, 8192, {"max_micro_batch": 4}),
+            ("llama-65b", "a100-80g:4x8", 128, 2048, {"balances": ("bpipe",), "max_micro_batch": 4}),
+            ("llama3-405b", "h100-80g:32x8", 256, 8192, {"max_micro_batch": 2, "distributed_optimizer": False}),
+        )
     ]
-    return [found.prediction.setup for space in spaces for found in search(space, num_rows=4).rows]
+    return [result.prediction.setup for space in spaces for result in search(space, num_rows=4).rows]
 
 
 @pytest.mark.slow
@@ -122,8 +106,8 @@ def test_megatron_validates_them_and_means_the_same() -> None:
     # Beside what a budget balances.
     assert {row.balance for row in rows if row.activation_budget is None} == {None, EVENLY}
     assert any(row.num_chunks > 1 for row in rows)
-    found = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
-    for row, args in zip(rows, found, strict=True):
+    result = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
+    for row, args in zip(rows, result, strict=True):
         assert args == expected(row), " ".join(megatron_flags(row))
 
 
