@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from bpipe.predict.hybrid import ATTENTION, EXPERTS, MOST_LAYERS, Hybrid
@@ -268,7 +268,8 @@ def llama(
 
 # GPT-3 13B, 96B, 134B: Kim et al. 2023 (BPipe), table of models; GPT-3 175B: Brown et al. 2020, vocabulary padded as
 # Megatron pads it. LLaMA 65B: Touvron et al. 2023; sequence 2048 as trained. LLaMA 3: Grattafiori et al. 2024, table 3;
-# sequence 8192.
+# sequence 8192. Mixtral: Jiang et al. 2024. DeepSeek-V3: DeepSeek-AI 2024, 4.2. Qwen3: Yang et al. 2025, table 2;
+# sequence 4096 as trained first.
 PRESETS = {
     model.name: model
     for model in (
@@ -280,5 +281,17 @@ PRESETS = {
         llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256, 8192),
         llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256, 8192),
         llama("llama3-405b", 126, 16384, 128, 8, 53248, 128256, 8192),
+        replace(llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096), experts=Experts(8, 2, 14336)),
+        replace(
+            llama("deepseek-v3", 61, 7168, 128, 128, 18432, 129280, 4096),
+            experts=Experts(256, 8, 2048, 2048, pattern=(0,) * 3 + (1,) * 58, sigmoid=True),
+            latent=Latent(1536, 512, 128, 64, 128),
+        ),
+        replace(
+            llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 768)
+        ),
+        replace(
+            llama("qwen3-235b-a22b", 94, 4096, 64, 4, 12288, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 1536)
+        ),
     )
 }

@@ -21,11 +21,11 @@ from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.costs import links, predict_costs
 from bpipe.predict.flops import mfu, training_flops
 from bpipe.predict.layer_counts import split_layers
-from bpipe.predict.layer_variants import Experts, Latent, Routing
+from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layers.ends import output_seconds
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.memory import predict_memory
-from bpipe.predict.model import PRESETS, Model, gpt, llama
+from bpipe.predict.model import PRESETS, Model, gpt
 from bpipe.predict.replicas import update_seconds
 from bpipe.predict.saved_tensors import moved_bytes, saves_input
 from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, sent_bytes
@@ -401,17 +401,6 @@ def _recomputed_flops(setup: Setup) -> float:
 
 BIG_SCIENCE = "BigScience 2022, before BLOOM"
 # Sizes by their authors' config.json.
-EXPERT_MODELS = {
-    "mixtral-8x7b": replace(llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096), experts=Experts(8, 2, 14336)),
-    "qwen3-235b-a22b": replace(
-        llama("qwen3-235b-a22b", 94, 4096, 64, 4, 12288, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 1536)
-    ),
-    "deepseek-v3": replace(
-        llama("deepseek-v3", 61, 7168, 128, 128, 18432, 129280, 4096),
-        experts=Experts(256, 8, 2048, 2048, pattern=(0,) * 3 + (1,) * 58, sigmoid=True),
-        latent=Latent(1536, 512, 128, 64, 128),
-    ),
-}
 
 
 @cache
@@ -453,7 +442,7 @@ def in_fp8() -> tuple[Row, ...]:
 
 def _bridge_setup(row: dict[str, str], dispatcher: str, **others: Any) -> Setup:
     """Return a run of NVIDIA's. Where its source is silent: nothing recomputed, reductions and gathers overlapped."""
-    model, chunks = {**PRESETS, **EXPERT_MODELS}[row["model"]], int(row["chunks"])
+    model, chunks = PRESETS[row["model"]], int(row["chunks"])
     t, p, b, batch = (int(row[name]) for name in ("tensor", "pipeline", "micro_batch", "global_batch"))
     return setup_of(
         *(model, row["cluster"], t, p, b, batch, "none"),

@@ -26,6 +26,8 @@ def checkout(folder: Path) -> Path:
     folder.mkdir()
     (folder / "pyproject.toml").write_text(PROJECT)
     (folder / "setup.py").write_text("")
+    (folder / "terra").mkdir()
+    (folder / "terra/pyproject.toml").write_text("")
     return folder
 
 

@@ -8,20 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.predict.hybrid import Hybrid
-from bpipe.predict.layer_variants import Experts, Latent
-from bpipe.predict.model import Model, llama
+from bpipe.predict.layer_variants import Experts
+from bpipe.predict.model import PRESETS, Model, llama
 
-# Jiang et al. 2024, "Mixtral of Experts": 46.7 billion parameters, 12.9 of them for a token.
-MIXTRAL_8X7B = replace(llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096), experts=Experts(8, 2, 14336))
-# DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 4.2: 671 and 37 billion.
-DEEPSEEK_V3 = replace(
-    llama("deepseek-v3", 61, 7168, 128, 128, 18432, 129280, 4096),
-    experts=Experts(256, 8, 2048, 2048, pattern=(0,) * 3 + (1,) * 58, sigmoid=True),
-    latent=Latent(1536, 512, 128, 64, 128),
-)
-# Yang et al. 2025, "Qwen3 Technical Report": 30.5 and 3.3 billion.
-QWEN3_30B = replace(
-    llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 768)
+MIXTRAL_8X7B, DEEPSEEK_V3, QWEN3_30B, QWEN3_235B = (
+    PRESETS[name] for name in ("mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b", "qwen3-235b-a22b")
 )
 
 

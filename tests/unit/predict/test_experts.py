@@ -13,7 +13,17 @@ from bpipe.predict.expert_parallel import exchange
 from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, Routing, read_pattern, write_pattern
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
-from tests.unit.predict.published import DEEPSEEK_V3, MIXTRAL_8X7B
+from bpipe.predict.parameters import num_parameters
+from tests.unit.predict.published import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_30B, QWEN3_235B
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [(MIXTRAL_8X7B, 46.7), (DEEPSEEK_V3, 671.0), (QWEN3_30B, 30.5), (QWEN3_235B, 235.1)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_preset_has_as_many_parameters_as_published(model: Model, billions: float) -> None:
+    assert num_parameters(model) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def setup_of(model: Model, t: int = 1, p: int = 4, devices: str = "h100-80g:4x8", **changes: Any) -> Setup:
