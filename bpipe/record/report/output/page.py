@@ -1,7 +1,6 @@
-"""Write a view, the plain values of a run's or a simulation's page, as one HTML file, and make that of a run.
+"""Write a view, the plain values of a run's page, as one HTML file, and make that of a run.
 
-A simulation (`is_run` false) has no measured side: ranks have names for what is `under` their activations, and stages
-say what they hold in `parts`. The page loads nothing from the network: it has its styles, scripts and data. Actions
+The page loads nothing from the network: it has its styles, scripts and data. Actions
 are columns of whole numbers (ticks of 0.1 microseconds), each as its differences, because the timeline of a large
 pipeline has a hundred thousand of them.
 """
@@ -41,14 +40,10 @@ def render(view: Mapping[str, Any]) -> str:
 
     def packed(rank: Mapping[str, Any]) -> dict[str, Any]:
         sides = {side: places.get(id(rank[side])) for side in ("measured", "simulated")}
-        return {name: rank[name] for name in ("rank", "label", "bound_bytes")} | {
-            "under": rank.get("under", []),
-            **sides,
-        }
+        return {name: rank[name] for name in ("rank", "label", "bound_bytes")} | sides
 
     data = {
         "title": view["title"],
-        "is_run": view.get("is_run", True),
         **{name: view[name] for name in ("figures", "facts", "answers", "bottleneck", "stages", "differences")},
         "tick_s": TICK_S,
         "kinds": _KINDS,
@@ -162,8 +157,8 @@ def _measured(lane: Lane) -> dict[str, Any]:
     }
 
 
-def simulated_track(simulation: Simulation, rank: int, levels: Iterable[Level], under: int = 0) -> dict[str, Any]:
-    """Return one rank's actions and what it holds over time, in addition to `under` bytes that it always holds."""
+def simulated_track(simulation: Simulation, rank: int, levels: Iterable[Level]) -> dict[str, Any]:
+    """Return one rank's actions and what it holds over time."""
     size_of = simulation.costs.of
     rows: list[list[Any]] = []
     for timed in simulation.computations[rank]:
@@ -175,5 +170,5 @@ def simulated_track(simulation: Simulation, rank: int, levels: Iterable[Level], 
         rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, buffer])
     return {
         "actions": sorted(rows, key=lambda row: (row[1], row[2])),
-        "memory": [[float(level.start_s), under + level.held_bytes] for level in levels],
+        "memory": [[float(level.start_s), level.held_bytes] for level in levels],
     }

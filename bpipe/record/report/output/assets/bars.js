@@ -10,7 +10,7 @@ function niceStep(size, count) {
 }
 
 function barTitle(stage, text, bytes) {
-  return drawing("title", {}, `${stage.parts ? "rank" : "stage"} ${stage.stage}, ${text}: ${bytesText(bytes)}`);
+  return drawing("title", {}, `stage ${stage.stage}, ${text}: ${bytesText(bytes)}`);
 }
 
 // The legend, in as many lines as its entries need; `lines` says how many.
@@ -46,27 +46,6 @@ function legendOf(entries, width) {
   return { group, lines };
 }
 
-// The parts of a run that has not been, one on the other, under the device's limit.
-function stackLegend(parts, width) {
-  const entries = parts.map(([text], index) => [text, [["rect", { class: `part-${index}` }]]]);
-  return legendOf([...entries, ["limit of the device", [["line", { class: "bound", x1: -1, x2: 17, y1: 6, y2: 6 }]]]], width);
-}
-
-function stackedBars(stage, x, room, y) {
-  const group = drawing("g");
-  const width = Math.min(44, room * 0.6);
-  const left = x + (room - width) / 2;
-  let held = 0;
-  stage.parts.forEach(([text, bytes], index) => {
-    const shape = { x: left, y: y(held + bytes), width, height: Math.max(0, y(held) - y(held + bytes)), class: `part-${index}` };
-    group.append(drawing("rect", shape, barTitle(stage, text, bytes)));
-    held += bytes;
-  });
-  const height = y(stage.bound_bytes);
-  group.append(drawing("line", { class: "bound", x1: left - 3, x2: left + width + 3, y1: height, y2: height }, barTitle(stage, "limit", stage.bound_bytes)));
-  return group;
-}
-
 function stageBars(stage, x, room, y) {
   const group = drawing("g");
   const width = Math.min(34, room * 0.36);
@@ -98,22 +77,17 @@ function stageBars(stage, x, room, y) {
 }
 
 function fillBars(stages) {
-  const stacked = stages.length > 0 && stages.every((stage) => stage.parts);
-  const total = (stage) => stage.parts.reduce((sum, [, bytes]) => sum + bytes, 0);
-  const sizes = stages.flatMap((stage) => stacked
-    ? [total(stage), stage.bound_bytes] : [stage.baseline_bytes ?? stage.unbalanced_bytes, stage.measured_bytes, stage.predicted_bytes, stage.bound_bytes]);
+  const sizes = stages.flatMap((stage) => [stage.baseline_bytes ?? stage.unbalanced_bytes, stage.measured_bytes, stage.predicted_bytes, stage.bound_bytes]);
   const top = Math.max(1, ...sizes.filter((size) => size !== null)) * 1.04;
   const { height, left, right, bottom } = BARS;
   const width = Math.min(BARS.widest, Math.max(BARS.narrowest, byId("bars").clientWidth));
   const balanced = stages.some((stage) => stage.evictions > 0);
-  const legend = stacked ? stackLegend(stages[0].parts, width) : barLegend(balanced, stages.some((stage) => stage.bound_bytes !== null), stages.some((stage) => (stage.baseline_bytes ?? null) !== null), width);
+  const legend = barLegend(balanced, stages.some((stage) => stage.bound_bytes !== null), stages.some((stage) => (stage.baseline_bytes ?? null) !== null), width);
   const y = (bytes) => height - bottom - (bytes / top) * (height - bottom - BARS.top - legend.lines * BARS.line);
-  const size = (stage) => (stacked ? total(stage) : stage?.measured_bytes ?? 0);
+  const size = (stage) => stage?.measured_bytes ?? 0;
   const most = stages.reduce((found, stage) => (size(stage) > (found ? size(found) : 0) ? stage : found), null);
-  const what = stacked ? "of everything that devices hold at their fullest, predicted, " : "of saved activations, ";
-  const each = stacked ? "rank" : "stage";
-  const summary = `Bars ${what}${stages.length} ${each}s${stacked ? "" : ", without balancing and in this run"}.`
-    + (most ? ` The most, ${bytesText(size(most))}, is on ${each} ${most.stage}.` : "") + ` The same numbers are in the table of ${each}s.`;
+  const summary = `Bars of saved activations, ${stages.length} stages, without balancing and in this run.`
+    + (most ? ` The most, ${bytesText(size(most))}, is on stage ${most.stage}.` : "") + " The same numbers are in the table of stages.";
   const stripes = drawing("pattern", { id: "stripes", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
     drawing("line", { class: "stripes", x1: 0, y1: 0, x2: 0, y2: 6 }));
   const picture = drawing("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": summary }, drawing("defs", {}, stripes));
@@ -129,10 +103,10 @@ function fillBars(stages) {
   const room = (width - left - right) / Math.max(1, stages.length);
   const every = Math.ceil(18 / room);
   stages.forEach((stage, index) => {
-    picture.append((stacked ? stackedBars : stageBars)(stage, left + index * room, room, y));
+    picture.append(stageBars(stage, left + index * room, room, y));
     if (index % every === 0) write(left + (index + 0.5) * room, height - bottom + 16, String(stage.stage), { "text-anchor": "middle" });
   });
-  write(left + (width - left - right) / 2, height - 5, stacked ? "rank" : "stage", { "text-anchor": "middle", class: "quiet" });
+  write(left + (width - left - right) / 2, height - 5, "stage", { "text-anchor": "middle", class: "quiet" });
   picture.append(legend.group);
   byId("bars").replaceChildren(picture);
 }

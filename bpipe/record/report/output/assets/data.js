@@ -95,7 +95,6 @@ function unpackIteration(data, iteration) {
     rank: rank.rank,
     label: rank.label,
     bound: rank.bound_bytes,
-    under: rank.under,
     measured: unpack(rank.measured),
     simulated: unpack(rank.simulated),
   }));

@@ -57,10 +57,9 @@ function describeWait(track, band, columns, place) {
 
 function describeMemory(timeline, track, time) {
   const facts = [["at", timeline.timeText(time)]];
-  for (const side of track.under.length ? ["simulated"] : ["measured", "simulated"]) facts.push([side, track[side] ? bytesText(heldAt(track[side].memory, time)) : "no record"]);
-  facts.push([track.under.length ? "limit" : "bound", bytesText(track.bound)]);
-  for (const [name, bytes] of track.under) facts.push([name, bytesText(bytes)]);
-  return { title: `${track.label}: ${track.under.length ? "memory" : "activations"} held`, facts };
+  for (const side of ["measured", "simulated"]) facts.push([side, track[side] ? bytesText(heldAt(track[side].memory, time)) : "no record"]);
+  facts.push(["bound", bytesText(track.bound)]);
+  return { title: `${track.label}: activations held`, facts };
 }
 
 function showTip(content, x, y) {

@@ -22,10 +22,9 @@ function drawLegend({ colours, ratio, data }) {
     ["eviction, return", (g) => paintPointed(g, 0, 28, area, 3, colours)],
     ["load, hosting", (g) => paintPointed(g, 0, 28, area, 4, colours)],
     ["exposed transfer time", (g) => fill(g, colours.barrier, 0, 0, 28, 13)],
-    ...(data.is_run ? [["measured memory", (g) => { fill(g, colours.held, 0, 3, 28, 10); fill(g, colours["held-line"], 0, 3, 28, 1); }]] : []),
+    ["measured memory", (g) => { fill(g, colours.held, 0, 3, 28, 10); fill(g, colours["held-line"], 0, 3, 28, 1); }],
     ["simulated memory", (g) => fill(g, colours.predicted, 0, 6, 28, 2)],
-    [data.is_run ? "bound" : "limit of the device", (g) => { fill(g, colours.bound, 0, 6, 11, 2); fill(g, colours.bound, 16, 6, 12, 2); }],
-    ...(data.iterations[0]?.ranks[0]?.under ?? []).map(([text], index) => [text, (g) => fill(g, colours.parts[index], 0, 0, 28, 13)]),
+    ["bound", (g) => { fill(g, colours.bound, 0, 6, 11, 2); fill(g, colours.bound, 16, 6, 12, 2); }],
   ];
   byId("legend").replaceChildren(...entries.map(([text, paint]) => {
     const canvas = element("canvas", { width: 28 * ratio, height: 13 * ratio, style: "width:28px;height:13px", "aria-hidden": "true" });
@@ -103,20 +102,11 @@ function main() {
   const begun = performance.now();
   const data = JSON.parse(byId("data").textContent);
   fillHead(data);
-  if (data.is_run) {
-    fillDifferences(data.differences);
-    fillStages(data.stages);
-  } else {
-    byId("differences").closest("section").hidden = true;
-    byId("sides-label").hidden = true;
-    byId("bars-title").textContent = "Memory of each rank";
-    byId("stages-title").textContent = "Ranks";
-    fillParts(data.stages);
-  }
+  fillDifferences(data.differences);
+  fillStages(data.stages);
   // As wide as its section is by now.
   fillBars(data.stages);
   const timeline = new Timeline(data);
-  if (!data.is_run) timeline.options.sides = "simulated";
   const most = Math.max(0, ...data.iterations.map(({ ranks }) => ranks.length));
   timeline.options.size = most <= MOST_LARGE ? "large" : most <= MOST_MEDIUM ? "medium" : "small";
   timeline.options.curves = most <= MOST_MEDIUM;

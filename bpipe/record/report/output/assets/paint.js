@@ -1,8 +1,6 @@
 // Colours of the page for a canvas, and what lies around the lanes: waits, curves, the axis. Knows no pointer and no data of the page.
 
 const SHADES = ["card", "text", "muted", "line", "lane", "grid", "held", "held-line", "predicted", "bound", "wait", "wait-line", "on-action", "pick"];
-// Of what lies under activations, from the floor up.
-const PARTS = ["part-0", "part-1", "part-2", "part-3"];
 // How much of its colour a simulated action keeps: it is the same, less real.
 const PALE = 0.62;
 
@@ -19,7 +17,7 @@ function readLooks(ratio) {
     const patterns = [...groups];
     patterns[1] = stripes(groups[1], lines[1], { size: 7, thickness: 1.1, alpha: 0.55 }, ratio);
     patterns[2] = stripes(groups[2], lines[2], { size: 4, thickness: 1, alpha: 0.6 }, ratio);
-    return { ...shades, groups, lines, patterns, parts: PARTS.map(read) };
+    return { ...shades, groups, lines, patterns };
   };
   const barrier = stripes(shades.wait, shades["wait-line"], { size: 8, thickness: 3, alpha: 1 }, ratio);
   return { measured: { ...make(1), barrier }, simulated: { ...make(PALE), barrier } };
@@ -110,17 +108,6 @@ function paintCurve(g, memory, area, view, top, { fill, line, width }) {
     g.fillStyle = fill;
     g.fill();
   }
-}
-
-// What lies under the activations all the time, one part on the other from the floor up.
-function paintUnder(g, under, area, top, colours) {
-  let floor = area.y + area.height;
-  under.forEach(([, bytes], index) => {
-    const height = (bytes / top) * area.height;
-    floor -= height;
-    g.fillStyle = colours[index % colours.length];
-    g.fillRect(area.left, floor, area.right - area.left, height);
-  });
 }
 
 // Times that divide the span well: 1, 2 or 5 times a power of ten, about one every 110 pixels.

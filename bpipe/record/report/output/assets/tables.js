@@ -5,7 +5,7 @@ function fillHead(data) {
   byId("answers").append(...data.answers.map((answer) => element("li", {}, answer)));
   byId("facts").append(...data.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
   const missing = new Set();
-  for (const iteration of data.is_run ? data.iterations : []) for (const rank of iteration.ranks) if (rank.measured === null) missing.add(rank.label);
+  for (const iteration of data.iterations) for (const rank of iteration.ranks) if (rank.measured === null) missing.add(rank.label);
   if (missing.size) {
     const names = [...missing];
     const shown = names.slice(0, 8).join(", ") + (names.length > 8 ? ` and ${names.length - 8} more` : "");
@@ -55,30 +55,6 @@ function fillStages(stages) {
   });
   const caption = "Peaks of saved activations, measured and predicted; transfers of one iteration. Bold: the stage that holds most.";
   byId("stages").append(makeTable(caption, STAGE_TITLES.map((title) => [title, ""]), rows));
-}
-
-// Of a run that has not been: what each stage holds, part by part.
-function fillParts(stages) {
-  const total = (stage) => stage.parts.reduce((sum, [, bytes]) => sum + bytes, 0);
-  const most = Math.max(...stages.map(total));
-  const sameLimit = stages.every((stage) => stage.bound_bytes === stages[0].bound_bytes);
-  const rows = stages.map((stage) => {
-    const whole = cell(bytesText(total(stage)));
-    if (total(stage) > stage.bound_bytes) {
-      whole.classList.add("over");
-      whole.title = "more than the device has";
-    }
-    const row = element("tr", {},
-      element("th", { scope: "row" }, String(stage.stage)),
-      ...stage.parts.map(([, bytes]) => cell(bytesText(bytes))),
-      whole,
-      ...(sameLimit ? [] : [cell(bytesText(stage.bound_bytes))]),
-      ...[cell(shareText(stage.bubble)), cell(secondsText(stage.exposed_s)), cell(countText(stage.evictions))]);
-    if (total(stage) === most) row.className = "peak";
-    return row;
-  });
-  const titles = ["Rank", ...stages[0].parts.map(([text]) => text), "Peak", ...(sameLimit ? [] : ["Limit"]), "Bubble", "Exposed transfers", "Evictions"];
-  byId("stages").append(makeTable(`Predicted, at each rank's fullest.${sameLimit ? ` Limit: ${bytesText(stages[0].bound_bytes)}.` : ""} Bold: the rank that holds most.`, titles.map((title) => [title, ""]), rows));
 }
 
 function fillDifferences(differences) {

@@ -179,9 +179,7 @@ class Timeline {
     if (track.measured) {
       paintCurve(g, track.measured.memory, area, this.view, top, { fill: colours.held, line: colours["held-line"], width: 1 });
     }
-    const fill = track.under.length ? colours.held : undefined;
-    if (track.simulated) paintCurve(g, track.simulated.memory, area, this.view, top, { fill, line: colours.predicted, width: 1.75 });
-    paintUnder(g, track.under, area, top, colours.parts);
+    if (track.simulated) paintCurve(g, track.simulated.memory, area, this.view, top, { line: colours.predicted, width: 1.75 });
     if (track.bound !== null) {
       const y = area.y + area.height * (1 - track.bound / top);
       g.strokeStyle = colours.bound;
