@@ -18,7 +18,7 @@ SUMS = {
     "product": ("bpipe", "megatron", "scripts", "examples", "pretrain_gpt.py", "setup.py"),
     "terra": ("terra/terra",),
     "tests": ("tests",),
-    "tests of terra": ("terra/tests",),
+    "terra-tests": ("terra/tests",),
 }
 WORDS = "words"
 PAGES = ("README.md", "CONTRIBUTING.md", "docs", "examples", "terra/README.md")

@@ -191,7 +191,7 @@ def test_a_search_that_ends_early_says_what_nothing_else_is_faster_than(number: 
     if best:
         found_s = early.rows[0].iteration_s / INDISTINCT
         assert best[0].iteration_s >= min(found_s, early.unseen_s or found_s) * (1 - 1e-6)
-        assert early.num_simulated == 1
+        assert early.num_simulated <= 2, "one of the space, and what Megatron does alone"
 
 
 @pytest.mark.parametrize("number", [*range(8), *(pytest.param(one, marks=pytest.mark.slow) for one in range(8, 400))])
