@@ -92,13 +92,17 @@ def _tell(now: Candidate, ways: Sequence[Candidate], launch: Reading) -> None:
     peak, seconds = f"{gib_text(now.peak_bytes)} of {gib_text(now.limit_bytes)} GiB", f"{now.iteration_s:.3f} s"
     measured = range_words(now.setup.error_bars, now.iteration_s)
     tell(f"{describe(now.setup)}: {peak}, {fits}; {seconds}{measured and f' ({measured})'}")
+    # More than two changes may be needed.
+    others = "bpipe plan searches all cuts of the devices"
     if not ways:
-        tell("nothing that was tried helps")
+        tell(f"nothing that was tried helps{'' if now.fits else f': {others}'}")
         return
     numbered = [[str(number), *values] for number, values in enumerate(cells(_COLUMNS, ways, now), 1)]
     flags = (f"{number}. {difference(way.setup, launch).text}" for number, way in enumerate(ways, 1))
     tell(table(("", *_COLUMNS), numbered), *map(Flags, flags))
     tell(f"{legend([now.setup])}; saved, ratio: compared with the launch as it is")
+    if not (now.fits or any(way.can_run for way in ways)):
+        tell(f"None of these makes it fit: {others}.")
 
 
 def _values(row: Candidate) -> dict[str, Any]:
