@@ -1,10 +1,10 @@
-"""Bound the seconds of configurations from below, many of one space.
+"""Lower bounds of iteration times, for many configurations of one space.
 
-In: Setups, a Profile. Out: seconds no iteration is shorter than.
+In: Setups, a Profile. Out: seconds that no iteration is shorter than.
 
-No pipeline is faster than a rank's own work, what comes before its first computation and after its last, and the
-update. Setups of one `Space` share most of it: layers take as long whatever the schedule, updates whatever the
-micro-batch, so each is asked for once. Makes no schedule, and knows no memory.
+An iteration takes at least a rank's own work, what precedes its first computation and follows its last, and the update.
+Setups of one `Space` share most of it: a layer's time does not depend on the schedule, nor an update's on the
+micro-batch, so each is computed once. No schedule is built, and memory is ignored.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,9 @@ _NO_SHARDS = ShardCost()
 
 
 class _Work(NamedTuple):
-    """By stage a micro-batch's forward and backward, and whatever rank its shards.
+    """Seconds of a micro-batch: forward and backward by stage, and its shards, the same on every rank.
 
-    `begins`: the forward that comes first, of the first slice; `ends`: the backward that comes last, of the first
-    slice, too.
+    `begins`: forwards of the first slice, which run first; `ends`: backwards of the first slice, which run last.
     """
 
     forwards: Sequence[float]
@@ -43,15 +42,15 @@ class _Work(NamedTuple):
 
 
 def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
-    """Return a lower bound for one setup."""
+    """Return a lower bound of the seconds of one setup's iteration."""
     return _bound(setup, _work_of(setup, profile)) + _update_s(setup, profile)
 
 
 def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
-    """Return another lower bound, by Little's law, of a setup without balancing; 0 where it says nothing.
+    """Return another lower bound, by Little's law, for a setup without balancing; 0 if the law does not apply.
 
-    A rank holds a micro-batch of a stage from its forward to its backward, at least as long as all later stages take in
-    both directions, and no more of them at a time than its order says.
+    A rank holds a stage's micro-batch from forward to backward, at least as long as all later stages take in both
+    directions, and never more micro-batches at a time than its order allows.
     """
     if setup.balance is not None or setup.slices > 1 or setup.num_pipes > 1 or FAMILIES[setup.schedule].fill is None:
         return 0.0
@@ -68,7 +67,7 @@ def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
 
 
 def last_load(setup: Setup, profile: Profile | None = None) -> float:
-    """Return how many times as long as the mean of the others the last stage's rank computes, on one micro-batch."""
+    """Return the computing time of the last stage's rank per micro-batch, as a multiple of the other ranks' mean."""
     return _load(setup, _work_of(setup, profile))
 
 
@@ -85,7 +84,7 @@ def _work_of(setup: Setup, profile: Profile | None) -> _Work:
 def _together(of_slices: Sequence[Sequence[tuple[float, float]]], shard: ShardCost) -> _Work:
     """Add up the forwards and backwards of every stage, slice by slice."""
     first, *later = of_slices
-    forwards, backwards = [one for one, _ in first], [one for _, one in first]
+    forwards, backwards = [forward for forward, _ in first], [backward for _, backward in first]
     begins, ends = tuple(forwards), tuple(backwards)
     for part in later:
         for stage, (forward, backward) in enumerate(part):
@@ -100,20 +99,20 @@ def _update_s(setup: Setup, profile: Profile | None) -> float:
 
 
 class Bounds:
-    """Lower bounds of setups that differ only in what a `Space` varies; equal to `lower_bound_s` to the bit."""
+    """Lower bounds of setups that differ only in what a `Space` varies; bit-identical to `lower_bound_s`."""
 
     def __init__(self, profile: Profile | None = None) -> None:
         self._profile = profile
         self._parts = PartsOfSetups()
         self._stages: dict[object, tuple[float, float]] = {}
         self._updates: dict[object, float] = {}
-        self._known: dict[object, tuple[float, float]] = {}
+        self._pipelines: dict[object, tuple[float, float]] = {}
 
     def seconds(self, setup: Setup) -> float:
         return self.pipeline_s(setup) + self._update(setup)
 
     def pipeline_s(self, setup: Setup) -> float:
-        """Return the same without the update."""
+        """Return the bound without the update."""
         return self._pipeline(setup)[0]
 
     def load(self, setup: Setup) -> float:
@@ -121,16 +120,16 @@ class Bounds:
         return self._pipeline(setup)[1]
 
     def _pipeline(self, setup: Setup) -> tuple[float, float]:
-        # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they
-        # compute.
-        elsewhere = setup.balance if setup.model.experts is not None or setup.context > 1 else None
-        size = _grid(setup), elsewhere, _size(setup)
+        # Balanced ranks are on other devices, which matters only to experts and parts of a sequence: these communicate
+        # during computations.
+        balance = setup.balance if setup.model.experts is not None or setup.context > 1 else None
+        size = _grid(setup), balance, _size(setup)
         key = size, _cut(setup)
-        if key not in self._known:
-            # What a profile says of a stage is not made of parts.
+        if key not in self._pipelines:
+            # A profile measures whole stages, so they are not added up from parts.
             work = self._work(setup, size) if self._profile is None else _work_of(setup, self._profile)
-            self._known[key] = _bound(setup, work), _load(setup, work)
-        return self._known[key]
+            self._pipelines[key] = _bound(setup, work), _load(setup, work)
+        return self._pipelines[key]
 
     def _update(self, setup: Setup) -> float:
         """Return the longest update of a rank."""
@@ -150,15 +149,15 @@ class Bounds:
         return _together(of_slices, shard)
 
     def _stages_of(self, setup: Setup, size: object) -> list[tuple[float, float]]:
-        """By stage, the forward and backward of a micro-batch, or of one slice."""
+        """Return each stage's forward and backward of a micro-batch, or of one slice."""
         layers, last = setup.stage_layers, setup.num_stages - 1
         parts = self._parts.of(setup)
         stage = partial(self._stage, setup, size, parts)
-        between = {of_stage: stage(of_stage, False, False) for of_stage in set(layers)}
-        both = [between[of_stage] for of_stage in layers]
-        both[last] = stage(layers[last], False, not setup.is_sharded)
-        both[0] = stage(layers[0], not setup.input_shards, last == 0 and not setup.is_sharded)
-        return both
+        inner_seconds = {counts: stage(counts, False, False) for counts in set(layers)}
+        seconds = [inner_seconds[counts] for counts in layers]
+        seconds[last] = stage(layers[last], False, not setup.is_sharded)
+        seconds[0] = stage(layers[0], not setup.input_shards, last == 0 and not setup.is_sharded)
+        return seconds
 
     def _stage(
         self, setup: Setup, size: object, parts: PartSeconds, layers: StageLayers, first: bool, last: bool
@@ -171,13 +170,13 @@ class Bounds:
 
 
 def _grid(setup: Setup) -> object:
-    # What our loop runs has no overlapped gathers.
+    # Our own loop does not overlap gathers.
     gathers = setup.tensor, setup.switches.tp_comm_overlap
     return gathers, setup.context, setup.pipeline, setup.routing, setup.vocabulary, setup.input_shards
 
 
 def _cut(setup: Setup) -> object:
-    # Groups change the order of what is computed, and nothing of the bound.
+    # Groups change the order of computations, but not the bound.
     return setup.schedule, setup.num_chunks, setup.layers
 
 
@@ -196,41 +195,41 @@ def _longest(setup: Setup, updates: Sequence[float]) -> float:
 
 
 def _load(setup: Setup, work: _Work) -> float:
-    own = [
+    rank_seconds = [
         sum(work.forwards[stage] + work.backwards[stage] for stage in setup.stages_of(rank))
         for rank in range(setup.pipeline)
     ]
-    last = {placement[-1] for placement in setup.placements}
-    others = [seconds for rank, seconds in enumerate(own) if rank not in last]
-    return max(own[rank] for rank in last) * len(others) / sum(others) if others else 1.0
+    last_ranks = {placement[-1] for placement in setup.placements}
+    others = [seconds for rank, seconds in enumerate(rank_seconds) if rank not in last_ranks]
+    return max(rank_seconds[rank] for rank in last_ranks) * len(others) / sum(others) if others else 1.0
 
 
 def _bound(setup: Setup, work: _Work) -> float:
-    """Return a rank's own work, and what comes before its first computation and after its last."""
+    """Return the longest rank's own work plus what precedes its first computation and follows its last."""
     forwards, backwards, shard, begins, ends = work
     p, m, pipes = setup.pipeline, setup.num_microbatches, setup.placements
-    within = float(shard.forward_s + shard.backward_s)
-    # Of algorithm 2 T may wait until everything has gone back. Input shards come before a rank's first forward, and
-    # behind its backward.
-    until_back = float(shard.forward_s) if setup.vocabulary is Vocabulary.TWO else within
-    since_begun = within + float(shard.input_backward_s)
-    throughout = since_begun + float(shard.input_forward_s)
+    shard_s = float(shard.forward_s + shard.backward_s)
+    # With algorithm 2, T may wait until all backwards have run. Input shards precede a rank's first forward and follow
+    # its last backward.
+    shard_before_end_s = float(shard.forward_s) if setup.vocabulary is Vocabulary.TWO else shard_s
+    shard_after_start_s = shard_s + float(shard.input_backward_s)
+    all_shards_s = shard_after_start_s + float(shard.input_forward_s)
     bound = 0.0
-    for mine in _stages_by_pipe(pipes, p):
-        own = sum(forwards[stage] + backwards[stage] for of_pipe in mine for stage in of_pipe)
-        # Whichever pipe comes first, and goes last.
-        before = min(sum(begins[: of_pipe[0]]) for of_pipe in mine)
-        # Of a split backward the last weights' halves may run beside what follows elsewhere.
-        after = 0.0 if setup.splits else min(sum(ends[: of_pipe[0]]) for of_pipe in mine)
-        bound = max(bound, before + m / len(pipes) * (own + until_back) + after)
+    for rank_pipes in _stages_by_pipe(pipes, p):
+        own_s = sum(forwards[stage] + backwards[stage] for of_pipe in rank_pipes for stage in of_pipe)
+        # Whichever pipe starts first, and whichever ends last.
+        before_s = min(sum(begins[: of_pipe[0]]) for of_pipe in rank_pipes)
+        # The last weights' halves of a split backward may run while other ranks compute what follows.
+        after_s = 0.0 if setup.splits else min(sum(ends[: of_pipe[0]]) for of_pipe in rank_pipes)
+        bound = max(bound, before_s + m / len(pipes) * (own_s + shard_before_end_s) + after_s)
         if setup.is_sharded:
-            bound = max(bound, before + m * (own + since_begun), m * (own + throughout))
+            bound = max(bound, before_s + m * (own_s + shard_after_start_s), m * (own_s + all_shards_s))
     return bound
 
 
 @lru_cache(maxsize=1024)
 def _stages_by_pipe(pipes: tuple[tuple[int, ...], ...], num_ranks: int) -> list[list[list[int]]]:
-    """Of every rank, by pipe, the stages it computes."""
+    """Return the stages that each rank computes, by pipe."""
     return [
         [[stage for stage, owner in enumerate(placement) if owner == rank] for placement in pipes]
         for rank in range(num_ranks)

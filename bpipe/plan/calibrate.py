@@ -1,7 +1,7 @@
-"""Calibrations: by how much a cluster is slower than its prediction.
+"""Calibrations: how much slower a cluster is than predicted.
 
-One factor covers computations and messages alike, because one run does not tell them apart. Refused are runs that say
-nothing of the cluster: too few iterations, unsteady ones, more FLOPs than the devices can do.
+One factor covers computations and messages alike, because one run cannot tell them apart. Runs that say nothing about
+the cluster are refused: those with too few or unsteady iterations, or with more FLOPs than the devices can do.
 """
 
 import json
@@ -21,8 +21,7 @@ from bpipe.predict.layout import Setup
 from bpipe.values import a_number, a_text, an_object, load_json
 
 FORMAT, VERSION = "bpipe-calibration", 1
-# Predictions of published runs are 23 % wrong at most. Twice or half of one is another configuration, or another
-# device.
+# Predictions of published runs are off by at most 23 %. A factor of two means another configuration or device.
 SLOWEST = 2.0
 
 
@@ -38,7 +37,7 @@ class Calibration:
     source: str
     """Name of the run."""
     configuration: dict[str, Any]
-    """How it was cut."""
+    """Configuration of the run, as JSON values."""
 
     def __post_init__(self) -> None:
         if not 1 / SLOWEST <= self.factor <= SLOWEST:
@@ -49,7 +48,7 @@ class Calibration:
             )
 
     def of(self, cluster: Cluster) -> Cluster:
-        """Return the cluster, calibrated. Raises ValueError for another device than the one that was measured."""
+        """Return the cluster, calibrated. Raises ValueError if its device is not the measured one."""
         if cluster.device.name != self.device:
             raise ValueError(
                 f"it is for {self.device}, but the cluster has {cluster.device.name}: calibrate with a run on that "
@@ -87,7 +86,7 @@ def read_calibration(path: str) -> Calibration:
 
 
 FEWEST = 3
-# Where the middle half of the iterations is wider apart, something else took the time.
+# If the middle half of the iterations spreads wider than this, something else took the time.
 LARGEST_SPREAD = 0.1
 
 
@@ -100,7 +99,7 @@ class Ran(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """Median of lines after the warm-up, and the bounds of their middle half in seconds."""
+    """Median of the times after the warm-up, and the bounds of their middle half in seconds."""
 
     num: int
     left_out: int
@@ -110,21 +109,21 @@ class Steady(NamedTuple):
 
 
 def steady(ran: Sequence[Ran], warm_up: int = WARM_UP_ITERATIONS) -> Steady:
-    """Return the steady state: all but what began in the first `warm_up` iterations."""
-    kept = [line.seconds for line in ran if line.first >= ran[0].first + warm_up]
-    if len(kept) < FEWEST:
+    """Return the steady state: the times of all iterations but the first `warm_up`."""
+    seconds = [line.seconds for line in ran if line.first >= ran[0].first + warm_up]
+    if len(seconds) < FEWEST:
         raise ValueError(
-            f"{len(kept)} of {len(ran)} measured times are left after {warm_up} iterations of warm-up: a median "
+            f"{len(seconds)} of {len(ran)} measured times are left after {warm_up} iterations of warm-up: a median "
             f"needs {FEWEST}; train longer, log more often, or give another --warm-up"
         )
-    low, median, high = statistics.quantiles(kept, n=4, method="inclusive")
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
     if high - low > LARGEST_SPREAD * median:
         raise ValueError(
-            f"the middle half of {len(kept)} iterations took {low:.4g} to {high:.4g} s, more than "
+            f"the middle half of {len(seconds)} iterations took {low:.4g} to {high:.4g} s, more than "
             f"{100 * LARGEST_SPREAD:.0f} % apart: the run is not steady. Give a steady part of the log, or a longer "
             "--warm-up"
         )
-    return Steady(len(kept), len(ran) - len(kept), median, low, high)
+    return Steady(len(seconds), len(ran) - len(seconds), median, low, high)
 
 
 def calibrate(setup: Setup, measured_s: float, source: str) -> Calibration:
@@ -133,10 +132,10 @@ def calibrate(setup: Setup, measured_s: float, source: str) -> Calibration:
         raise ValueError(f"{source}: an iteration took {measured_s:g} s, but must take more than 0")
     device, count = setup.cluster.device, setup.cluster.num_devices
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, vocabulary=setup.padded_vocabulary)
-    reached = mfu(flops, measured_s, count, setup.peak_flops_per_s)
-    if reached >= 1:
+    usage = mfu(flops, measured_s, count, setup.peak_flops_per_s)
+    if usage >= 1:
         raise ValueError(
-            f"{source}: {measured_s:.4g} s would be {100 * reached:.0f} % of what {count} {device.name} can compute: "
+            f"{source}: {measured_s:.4g} s would be {100 * usage:.0f} % of what {count} {device.name} can compute: "
             f"is this the configuration and the device of the run?"
         )
     predicted = steady_timing(setup, costs_of(setup)).iteration_s

@@ -1,4 +1,4 @@
-"""Configurations with their predictions, and the columns of tables of them."""
+"""Configurations with their predictions, and the columns of their tables."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +42,7 @@ EXPOSED = "exposed: time in which computation waits for evictions and loads"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A configuration with its prediction, and what is known of it besides."""
+    """A configuration with its prediction, and what else is known about it."""
 
     prediction: SetupPrediction
     name: str = ""
@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def is_tight(self) -> bool:
-        """Whether it can run, and a device is so full that it may take longer than is predicted."""
+        """Whether it can run, but a device is so full that it may take longer than predicted."""
         return self.can_run and self.prediction.is_tight
 
     @property
@@ -106,7 +106,7 @@ class Candidate:
         return ", ".join(words for words, holds in states.items() if holds)
 
 
-# By title, the cell of a row; the second row is the one that it is compared with.
+# The cell of a row by column title; the second argument is the row to compare with.
 COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "": lambda row, base: row.name,
     "what": lambda row, base: row.name,
@@ -142,7 +142,7 @@ def _of_bandwidth(row: Candidate, name: str, decimals: int) -> str:
 
 
 def is_level(seconds: float, other: float) -> bool:
-    """Whether predictions cannot tell that it takes longer than the other."""
+    """Whether predictions cannot tell `seconds` to be longer than `other`."""
     return seconds < CLEARLY * other
 
 
@@ -176,5 +176,5 @@ def describe(setup: Setup) -> str:
 
 def legend(setups: Iterable[Setup]) -> str:
     """Return the meaning of the letters in the descriptions of these configurations."""
-    used = re.findall(r"\b([a-z]+)=", " ".join(map(describe, setups)))
-    return ", ".join(f"{letter}: {_LETTERS[letter]}" for letter in _LETTERS if letter in used)
+    letters = re.findall(r"\b([a-z]+)=", " ".join(map(describe, setups)))
+    return ", ".join(f"{letter}: {_LETTERS[letter]}" for letter in _LETTERS if letter in letters)
