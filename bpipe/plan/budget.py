@@ -1,4 +1,4 @@
-"""Plans of what leaves each device so that every one keeps its budget, with predicted or measured bytes.
+"""Plans of what to evict so that every device keeps its budget, from predicted or measured bytes.
 
 A budget is all that a device may hold: weights, gradients, optimizer state, activations, temporaries, overhead.
 """
@@ -41,52 +41,50 @@ from bpipe.simulate.cost import Costs, durations
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
-# Planning and simulating that many takes about fifteen seconds of one core. Longer iterations are planned without, and that
-# is said.
+# Planning and simulating this many computations takes about 15 seconds on one core. Plans of longer iterations are not
+# simulated, and the output says so.
 MOST_COMPUTATIONS = 200_000
 
 
 def windows_of(costs: Costs, num_ranks: int) -> Windows:
     """Return the durations that the simulator charges without waits for transfers or shared ports."""
-    lasts = durations(costs, num_ranks)
+    seconds = durations(costs, num_ranks)
     links, stages = costs.links, costs.stages
-    inside, between, own = (
+    inside, between, host = (
         tuple(link.seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s for cost in stages)
         for link in (links.inside, links.between, links.host)
     )
     hop = max(links.inside.message_s(cost.sent_bytes) for cost in stages)
     return Windows(
-        tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE),
+        tuple((kind, tuple(seconds[kind])) for kind in seconds if kind in COMPUTE),
         hop,
         inside,
         between,
         links.nodes,
-        own,
+        host,
         costs.slices,
     )
 
 
 def in_time(fit: Fit, plain: Schedule, costs: Costs) -> Fit:
-    """Return the plan with transfers that end in time, if that shortens waits, and its waits. `plain`: the unplanned
-    schedule."""
+    """Return the plan with its waits, its transfers in time if that shortens them. `plain`: the unplanned schedule."""
     if not fit.moved_bytes:
         return fit
     count = sum(len(slot.computations) for row in plain.ranks for slot in row)
     if count > MOST_COMPUTATIONS:
         return replace(fit, unjudged=f"{count} computations of an iteration are more than {MOST_COMPUTATIONS}")
-    now = simulate(fit.schedule, costs)
-    if any(now.exposed_s):
-        how = replace(fit.how, windows=windows_of(costs, plain.num_ranks))
-        schedule = balanced(plain, how)
-        tried = simulate(schedule, costs)
-        if _helps(now, tried):
-            return replace(fit, how=how, schedule=schedule, exposed_s=_exposed(tried))
-    return replace(fit, exposed_s=_exposed(now))
+    simulation = simulate(fit.schedule, costs)
+    if any(simulation.exposed_s):
+        config = replace(fit.how, windows=windows_of(costs, plain.num_ranks))
+        schedule = balanced(plain, config)
+        retimed = simulate(schedule, costs)
+        if _helps(simulation, retimed):
+            return replace(fit, how=config, schedule=schedule, exposed_s=_exposed(retimed))
+    return replace(fit, exposed_s=_exposed(simulation))
 
 
 def waits_less(fit: Fit, now: Fit, costs: Costs) -> bool:
-    """Whether one plan waits less for transfers than the other, in no longer an iteration; False if that was not
-    simulated."""
+    """Whether `fit` waits less for transfers than `now` in no longer an iteration; False if `fit` was not simulated."""
     if fit.exposed_s is None:
         return False
     before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, fit))
@@ -105,9 +103,9 @@ def _exposed(simulation: Simulation) -> tuple[float, ...]:
     return tuple(float(seconds) for seconds in simulation.exposed_s)
 
 
-# Where a node's memory takes what leaves, a first plan keeps such a part of the budget free for what prediction does
-# not know: what was measured is within 3 % of it (docs/validation.md). With as much as can leaving, a node would
-# need memory that no later plan asks for.
+# Part of the budget that a first plan into node memory keeps free for errors of prediction, which measurements differ
+# from by up to 3 % (docs/validation.md). A plan that evicts all it can would take node memory that no later plan
+# needs.
 _CUSHION = Fraction(1, 8)
 
 
@@ -124,17 +122,17 @@ class Devices:
     budget_bytes: tuple[int, ...]
     """Bytes that a device of each rank may hold."""
     moving: DeviceBesides | None = None
-    """Other memory once anything moves, as groups for transfers take some."""
+    """Other memory once anything moves: process groups for transfers take some."""
     hosts: str = PAIR
     """Who may host (`schedule.hosts`)."""
     nodes: tuple[int, ...] = ()
     """Nodes of ranks, if there are several."""
     link_bytes: int = 0
-    """Memory per rank of another node with which one transfers, but for the first."""
+    """Memory that a rank takes per link to a rank of another node, after the first link."""
     parts: tuple[tuple[int, ...], ...] = ()
-    """By stage, the bytes of a micro-batch that may leave, ascending to all; empty: all leave."""
+    """By stage, choices of bytes of a micro-batch to evict, ascending to all; empty: whole micro-batches leave."""
     linked: frozenset[Pair] | None = None
-    """Links that measured memory includes already."""
+    """Links that measured memory already includes."""
 
     def activation_budget(self, more_bytes: int = 0, moving: bool = True) -> ActivationBudget:
         """Return the memory to balance within, for budgets larger by `more_bytes`."""
@@ -145,7 +143,7 @@ class Devices:
         return ActivationBudget(activation_budget, self.memory)
 
     def need_bytes(self, schedule: Schedule, moving: bool = True) -> tuple[int, ...]:
-        """Return all that a device of each rank then holds."""
+        """Return the bytes that a device of each rank holds with this schedule."""
         besides = self.moving or self.besides if moving else self.besides
         held_bytes = (
             sum(allocated_bytes(schedule, rank, self.memory)) + self.links_bytes(schedule, rank)
@@ -158,22 +156,22 @@ class Devices:
         if not self.nodes or not self.link_bytes:
             return 0
         others = {*device_ranks(hosts_of(schedule, rank).values()), *guests_of(schedule, rank)}
-        apart = [other for other in others if self.nodes[other] != self.nodes[rank]]
+        remote_ranks = [other for other in others if self.nodes[other] != self.nodes[rank]]
         if self.linked is None:
-            return self.link_bytes * max(0, len(apart) - 1)
-        return self.link_bytes * sum(not {(rank, other), (other, rank)} & self.linked for other in apart)
+            return self.link_bytes * max(0, len(remote_ranks) - 1)
+        return self.link_bytes * sum(not {(rank, other), (other, rank)} & self.linked for other in remote_ranks)
 
 
 class OverBudget(ValueError):
     """No plan keeps the budgets.
 
-    `smallest_bytes`: by rank, budgets that a plan keeps, each larger by the same amount; `pair`: who lacks most.
+    `smallest_bytes`: by rank, budgets that a plan keeps, all larger by the same amount; `pair`: who lacks most.
     """
 
     def __init__(self, smallest_bytes: tuple[int, ...], pair: Pair, budget_bytes: tuple[int, ...]) -> None:
-        who = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
+        ranks = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
         super().__init__(
-            f"no plan keeps {who} within {budget_text(budget_bytes)} GiB per device. The smallest budget that one "
+            f"no plan keeps {ranks} within {budget_text(budget_bytes)} GiB per device. The smallest budget that one "
             f"keeps is {budget_text(smallest_bytes)} GiB"
         )
         self.smallest_bytes, self.pair = smallest_bytes, pair
@@ -185,33 +183,32 @@ def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
     if fit is not None:
         return fit
     _, choices = _possible(devices, partners)
-    more, worst = min(_more(devices, chosen) for chosen in choices)
-    raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
+    extra_bytes, pair = min(_more(devices, choice) for choice in choices)
+    raise OverBudget(tuple(budget + extra_bytes for budget in devices.budget_bytes), pair, devices.budget_bytes)
 
 
 def within_or_none(devices: Devices, partners: Sequence[int] | None = None) -> Fit | None:
-    """Return the plan that sends only what must leave, or None.
+    """Return the plan that evicts as little as possible, or None if none keeps the budgets.
 
-    Hosts are the usual partners, or pairs of the device that lacks most with the one that has most to spare; in a pool
-    all.
+    Hosts are the usual partners, or pairs that match who lacks most with who has most to spare; in a pool, all ranks.
     """
     activation_budget, choices = _possible(devices, partners)
-    for chosen in choices:
+    for choice in choices:
         with suppress(BudgetTooSmall):
-            return _fit(devices, activation_budget, chosen)
+            return _fit(devices, activation_budget, choice)
     return None
 
 
 def _possible(devices: Devices, partners: Sequence[int] | None) -> tuple[ActivationBudget, list[Partners]]:
-    """Room for activations, and the choices of partners to try in order."""
-    alone = devices.need_bytes(devices.schedule, moving=False)
+    """Return the room for activations, and the choices of partners in the order to try."""
+    needs = devices.need_bytes(devices.schedule, moving=False)
     activation_budget = devices.activation_budget(
-        moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True))
+        moving=any(need > budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
     )
     return activation_budget, [tuple(partners)] if partners else _choices(devices, activation_budget)
 
 
-# The other of each one's pair; None: other hosts than pairs.
+# The partner of each rank; None if hosts are not partners.
 Partners = tuple[int, ...] | None
 
 
@@ -221,57 +218,55 @@ def _choices(devices: Devices, activation_budget: ActivationBudget) -> list[Part
     )
     if devices.hosts == PAIR:
         return pairs
-    # Where a rank's further links take memory, pairs may keep what no larger pool does.
+    # Further links take memory, so pairs may keep budgets that a larger pool does not.
     return [None, *pairs] if devices.hosts == POOL else [None]
 
 
 def _more(devices: Devices, partners: Partners) -> tuple[int, Pair]:
-    """By how much all budgets would have to grow for all pairs, and the pair that needs most."""
+    """Return the bytes by which all budgets would have to grow for all pairs, and the pair that needs most."""
     levels = _levels(devices, partners)
     worst = max(levels, key=lambda pair: levels[pair])
     return levels[worst], worst
 
 
 def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
-    """Return the plan whose fuller devices are as far below their budgets as possible, with whole micro-batches, to be
-    measured.
+    """Return the plan to measure: whole micro-batches leave, and fuller devices are as far below budgets as possible.
 
-    If they leave for a node's memory, an eighth below the budget is enough.
+    If the host is node memory, an eighth below the budget is enough.
     """
     devices = replace(devices, parts=())
-    chosen = (
+    choice = (
         tuple(partners)
         if partners
         else min(
             _choices(devices, devices.activation_budget()), key=lambda partners_tried: _more(devices, partners_tried)
         )
     )
-    if chosen is None:
-        more = _more(devices, None)[0]
-        fit = _fit(devices, devices.activation_budget(more), None)
-        return _looser(devices, fit, more) if devices.hosts in IN_NODES else fit
+    if choice is None:
+        extra_bytes = _more(devices, None)[0]
+        fit = _fit(devices, devices.activation_budget(extra_bytes), None)
+        return _looser(devices, fit, extra_bytes) if devices.hosts in IN_NODES else fit
     activation_budget = list(devices.activation_budget().room_bytes)
-    for pair, more in _levels(devices, chosen).items():
+    for pair, extra_bytes in _levels(devices, choice).items():
         for rank in pair:
-            activation_budget[rank] = devices.activation_budget(more).room_bytes[rank]
-    return _fit(devices, ActivationBudget(tuple(activation_budget), devices.memory), chosen)
+            activation_budget[rank] = devices.activation_budget(extra_bytes).room_bytes[rank]
+    return _fit(devices, ActivationBudget(tuple(activation_budget), devices.memory), choice)
 
 
 def _looser(devices: Devices, tight: Fit, more: int) -> Fit:
-    """Return the budgets less an eighth if the tightest plan, for budgets larger by `more`, is lower, to ask less of
-    nodes.
+    """Return the plan for the budgets less an eighth, if the tightest one (budgets larger by `more`) is below that.
 
-    Every sender of that plan still sends something, so that the moved part of its micro-batches can be measured.
+    Every sender of the tightest plan still sends something, so the moved part of its micro-batches can be measured.
     """
     activation_budget = devices.activation_budget(max(more, -int(_CUSHION * min(devices.budget_bytes))))
     ranks = range(devices.schedule.num_ranks)
-    alone = (sum(allocated_bytes(devices.schedule, rank, devices.memory)) for rank in ranks)
+    alone_bytes = (sum(allocated_bytes(devices.schedule, rank, devices.memory)) for rank in ranks)
     sends = (num_transfers(tight.schedule, rank).evictions > 0 for rank in ranks)
-    less = (
+    rooms = (
         min(room, held_bytes - 1) if send else room
-        for room, held_bytes, send in zip(activation_budget.room_bytes, alone, sends, strict=True)
+        for room, held_bytes, send in zip(activation_budget.room_bytes, alone_bytes, sends, strict=True)
     )
-    return _fit(devices, ActivationBudget(tuple(less), activation_budget.memory), None)
+    return _fit(devices, ActivationBudget(tuple(rooms), activation_budget.memory), None)
 
 
 def _fit(devices: Devices, activation_budget: ActivationBudget, partners: Partners) -> Fit:
@@ -283,19 +278,21 @@ def _fit(devices: Devices, activation_budget: ActivationBudget, partners: Partne
     sizes = enumerate(zip(activation_budget.memory.stages, devices.memory.stages, strict=True))
     slices = devices.memory.slices
     parts = tuple(
-        dict.fromkeys(place // slices for place, (part, whole) in sizes if part.moved_bytes < whole.moved_bytes)
+        dict.fromkeys(index // slices for index, (part, whole) in sizes if part.moved_bytes < whole.moved_bytes)
     )
     hosts, nodes = (devices.hosts, devices.nodes or None) if partners is None else (PAIR, None)
-    how = BalanceConfig(partners=partners, activation_budget=activation_budget, hosts=hosts, nodes=nodes, parts=parts)
-    fitted = balanced(devices.schedule, how)
-    moves = any(num_transfers(fitted, rank).evictions for rank in range(fitted.num_ranks))
-    alone = devices.need_bytes(devices.schedule, moving=False)
-    needs = replace(devices, memory=activation_budget.memory).need_bytes(fitted, moves)
-    return Fit(how, fitted, activation_budget.memory, devices.budget_bytes, alone, needs)
+    config = BalanceConfig(
+        partners=partners, activation_budget=activation_budget, hosts=hosts, nodes=nodes, parts=parts
+    )
+    schedule = balanced(devices.schedule, config)
+    moves = any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
+    alone_bytes = devices.need_bytes(devices.schedule, moving=False)
+    needs = replace(devices, memory=activation_budget.memory).need_bytes(schedule, moves)
+    return Fit(config, schedule, activation_budget.memory, devices.budget_bytes, alone_bytes, needs)
 
 
 def _pooled(devices: Devices, activation_budget: ActivationBudget) -> ActivationBudget:
-    """For hosts other than pairs: the parts that move the fewest bytes, if there is room. Raises BudgetTooSmall."""
+    """Return the room with the parts that move the fewest bytes, for hosts other than pairs. Raises BudgetTooSmall."""
     if devices.parts:
         with suppress(BudgetTooSmall):
             return _with_links(
@@ -310,24 +307,24 @@ def _arranged(devices: Devices, activation_budget: ActivationBudget) -> Schedule
 
 def _with_links(devices: Devices, activation_budget: ActivationBudget) -> ActivationBudget:
     """Reduce the room by a pool's further links. Raises BudgetTooSmall."""
-    taken = [0] * len(activation_budget.room_bytes)
+    links_bytes = [0] * len(activation_budget.room_bytes)
     while True:
-        less = ActivationBudget(
-            tuple(room - more for room, more in zip(activation_budget.room_bytes, taken, strict=True)),
+        remainder = ActivationBudget(
+            tuple(room - more for room, more in zip(activation_budget.room_bytes, links_bytes, strict=True)),
             activation_budget.memory,
         )
-        fitted = _arranged(devices, less)
-        needed = [max(before, devices.links_bytes(fitted, rank)) for rank, before in enumerate(taken)]
-        if needed == taken:
-            return less
-        taken = needed
+        schedule = _arranged(devices, remainder)
+        needed_bytes = [max(before, devices.links_bytes(schedule, rank)) for rank, before in enumerate(links_bytes)]
+        if needed_bytes == links_bytes:
+            return remainder
+        links_bytes = needed_bytes
 
 
 def _levels(devices: Devices, partners: Partners) -> dict[Pair, int]:
-    """By pair, by how much its budgets have to grow at least; negative if they may shrink. A pool has one number."""
+    """Return by pair the least growth of its budgets in bytes, negative if they may shrink. A pool has one number."""
     highest = max(devices.budget_bytes)
-    alone = devices.need_bytes(devices.schedule)
-    upper = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
+    alone_bytes = devices.need_bytes(devices.schedule)
+    upper = highest + max(0, *(need - budget for need, budget in zip(alone_bytes, devices.budget_bytes, strict=True)))
     if partners is None:
         level, worst = smallest_level(lambda level: _pooled(devices, devices.activation_budget(level - highest)), upper)
         return {worst: level - highest}
@@ -346,14 +343,14 @@ def _levels(devices: Devices, partners: Partners) -> dict[Pair, int]:
 
 
 def smallest_bytes(devices: Devices) -> int:
-    """Return the smallest budget, the same for all, that a plan keeps."""
-    alone = devices.need_bytes(devices.schedule)
-    even = replace(devices, budget_bytes=(max(alone),) * devices.schedule.num_ranks)
-    return max(alone) + min(_more(even, partners)[0] for partners in _choices(even, even.activation_budget()))
+    """Return the smallest budget that a plan keeps, the same for all devices."""
+    alone_bytes = devices.need_bytes(devices.schedule)
+    even = replace(devices, budget_bytes=(max(alone_bytes),) * devices.schedule.num_ranks)
+    return max(alone_bytes) + min(_more(even, partners)[0] for partners in _choices(even, even.activation_budget()))
 
 
 def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> tuple[Fit | None, list[str]]:
-    """Return a plan to replace what runs `now`, or None, and lines that say why. `costs`: seconds, if known."""
+    """Return a plan to replace the running one, `now`, or None, and lines that say why. `costs`: seconds, if known."""
     needs = devices.need_bytes(now)
     fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
     holds = f"as measured, devices need {budget_text(needs)} GiB now"
@@ -361,21 +358,21 @@ def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> 
         fit = within(devices, now.partners if devices.hosts == PAIR else None)
     except OverBudget as error:
         return None, [f"{holds}; {error}: the plan stays; recompute more, or put fewer layers on the fullest rank"]
-    unknown = sorted(_sent_stages(fit.schedule) - _sent_stages(now))
-    if unknown:
-        stages = " and ".join(map(str, unknown))
+    unmeasured_stages = sorted(_sent_stages(fit.schedule) - _sent_stages(now))
+    if unmeasured_stages:
+        stages = " and ".join(map(str, unmeasured_stages))
         return None, [
             f"{holds}; a plan that keeps the budget would send from stage {stages}, whose sizes are not measured "
             "yet: the plan stays"
         ]
     running = replace(fit, schedule=now, memory=devices.memory)
-    sent = running.moved_bytes
+    sent_bytes = running.moved_bytes
     if costs is not None:
         fit = in_time(fit, devices.schedule, costs.holding(fit.memory))
-    holds = f"{holds}, and {budget_text([sent])} GiB are evicted per iteration"
-    if not fits or fit.moved_bytes < sent:
+    holds = f"{holds}, and {budget_text([sent_bytes])} GiB are evicted per iteration"
+    if not fits or fit.moved_bytes < sent_bytes:
         return fit, [f"{holds}; changing the plan:", *plan_lines(fit, "as measured")]
-    if costs is not None and fit.moved_bytes == sent and waits_less(fit, running, costs):
+    if costs is not None and fit.moved_bytes == sent_bytes and waits_less(fit, running, costs):
         return fit, [
             f"{holds}, and a plan that sends as much waits less for it; changing the plan:",
             *plan_lines(fit, "as measured"),
@@ -395,8 +392,7 @@ def one_budget_a_rank(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int,
 
 
 def plan_in_time(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None = None) -> Fit:
-    """Return the plan with its transfers where they end in time on the setup's cluster, if it waits less for them,
-    and how long it waits."""
+    """Return the plan with its waits on the setup's cluster, its transfers in time if that shortens them."""
     return in_time(fit, devices.schedule, balanced_costs(setup, devices, fit, profile)) if fit.moved_bytes else fit
 
 
@@ -435,8 +431,7 @@ def within_budget(
 
 
 def within_budget_or_none(setup: Setup, budget_bytes: Sequence[int], profile: Profile | None = None) -> Setup | None:
-    """Return the setup balanced within budgets, None where no plan keeps them: which budget would be enough takes ten
-    times as long to say."""
+    """Return the setup balanced within budgets, or None. To find a budget that is enough takes ten times as long."""
     devices = predicted_devices(setup, budget_bytes)
     fit = within_or_none(devices)
     return None if fit is None else _in_time(setup, devices, fit, profile)[0]
@@ -450,7 +445,7 @@ def _in_time(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None) 
 
 
 def within_prediction(devices: Devices) -> Fit:
-    """Return the plan within budgets. Raises ValueError where there is none, with where to look for other ways."""
+    """Return the plan within budgets. Raises ValueError if there is none, naming the command that lists other ways."""
     try:
         return within(devices)
     except OverBudget as error:

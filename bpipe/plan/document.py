@@ -13,7 +13,7 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import PAIR
 
-# What is said of every rank's memory.
+# Fields of every rank's memory.
 _OF_MEMORY = (
     *("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "hosted_bytes", "working_bytes"),
     *("fragmentation_bytes", "overhead_bytes", "peak_bytes", "limit_bytes", "fits", "is_tight"),
@@ -21,7 +21,7 @@ _OF_MEMORY = (
 
 
 def configuration(setup: Setup) -> dict[str, Any]:
-    """Return the configuration, named as the command's flags are; what only some have is there where they do."""
+    """Return the configuration, named as the command's flags are, without what does not apply to it."""
     cluster, family, hybrid = setup.cluster, FAMILIES[setup.schedule], setup.model.hybrid
     bounds = None if setup.balance is None else setup.balance.bounds
     experts, routing = setup.model.experts, {**asdict(setup.routing), "expert_tensor": setup.expert_tensor}

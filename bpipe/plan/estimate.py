@@ -52,13 +52,13 @@ def estimate(batch: int, pipeline: int, x: int, y: int, stage_mfu_x: float, stag
     )
 
 
-# Where the authors measured both sizes (GPT-3 96B), the formula says 1.39 with recomputed and 1.03 with flash
-# attention, the clock said 1.35 and 0.99.
+# The authors measured both sizes (GPT-3 96B): 1.35 with recomputed and 0.99 with flash attention. The formula gives 1.39
+# and 1.03.
 ERROR = 0.04
 
 
 def verdict(result: Estimate, x: int, y: int, stage_mfu_x: float, stage_mfu_y: float) -> str:
-    """Whether size x is worth what it takes to make it fit, and why."""
+    """Return a sentence that says whether size x is worth making it fit, and why."""
     stage = f"a stage is {stage_mfu_x / stage_mfu_y:.3f} times as fast"
     reason = f"{stage}, the bubble goes from {100 * result.bubble_y:.1f} to {100 * result.bubble_x:.1f} %"
     if result.ratio > 1 + ERROR:

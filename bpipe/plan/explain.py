@@ -1,4 +1,4 @@
-"""Say in words what balancing buys, or what left nothing.
+"""Sentences on what balancing gains, or why nothing fits.
 
 In: the Outcome of a search. Out: a `Verdict`. Predicts nothing itself.
 """
@@ -27,7 +27,7 @@ from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
 
-# A share of an iteration that is worth a word.
+# Share of an iteration from which on a cost is worth a remark.
 NOTICED = 0.01
 
 
@@ -47,7 +47,7 @@ def only_balanced(row: Candidate) -> str | None:
 
 
 def cpu_optimizer(setup: Setup) -> str | None:
-    """Return what the optimizer takes of CPU memory, and what of its time is not known; None where it takes none."""
+    """Return how much CPU memory the optimizer takes, and what is unknown about its time; None if it takes none."""
     if not setup.state_types.on_cpu:
         return None
     sizes = cpu_optimizer_bytes(setup)
@@ -59,10 +59,9 @@ def cpu_optimizer(setup: Setup) -> str | None:
 
 
 def uneven_by_counts(setup: Setup) -> str | None:
-    """Say that slices of differing lengths are balanced by their number, and the way out; None where they are
-    not."""
-    counted = setup.balance is not None and setup.activation_budget is None
-    if setup.slices == 1 or setup.slice_lengths == EVEN or not counted:
+    """Return a warning that slices of different lengths are balanced by number, with the remedy; None if not."""
+    is_counted = setup.balance is not None and setup.activation_budget is None
+    if setup.slices == 1 or setup.slice_lengths == EVEN or not is_counted:
         return None
     return (
         "slices of differing lengths are balanced by their number, and host buffers are as large as the largest: "
@@ -71,7 +70,7 @@ def uneven_by_counts(setup: Setup) -> str | None:
 
 
 def transfer_rates(prediction: SetupPrediction) -> str | None:
-    """Return what transfers need and what their link has; None where nothing moves."""
+    """Return the bandwidth that transfers need and that of their link; None if nothing moves."""
     bandwidth = prediction.bandwidth
     if bandwidth is None:
         return None
@@ -83,9 +82,9 @@ def transfer_rates(prediction: SetupPrediction) -> str | None:
 
 
 def remarks(row: Candidate, apart: str | None = None) -> list[str]:
-    """Return remarks on a row, a sentence each. `apart`: that of `pairs_apart`."""
+    """Return remarks on a row, one sentence each. `apart`: the remark of `pairs_apart`."""
     prediction = row.prediction
-    every = (
+    sentences = (
         transfer_rates(prediction),
         only_balanced(row),
         costly_halves(prediction),
@@ -96,7 +95,7 @@ def remarks(row: Candidate, apart: str | None = None) -> list[str]:
         apart,
         *refusals(row),
     )
-    return [remark for remark in every if remark]
+    return [remark for remark in sentences if remark]
 
 
 def refusals(row: Candidate) -> list[str]:
@@ -104,7 +103,7 @@ def refusals(row: Candidate) -> list[str]:
 
 
 def costly_halves(prediction: SetupPrediction) -> str | None:
-    """Return what deferred wgrads cost, and the way out; None where that is little or nothing."""
+    """Return what deferred wgrads cost, and the remedy; None if that is little or nothing."""
     if prediction.at_once is None:
         return None
     setup, other = prediction.setup, prediction.at_once
@@ -118,7 +117,7 @@ def costly_halves(prediction: SetupPrediction) -> str | None:
 
 
 def tightness_warning(prediction: SetupPrediction) -> str | None:
-    """Return a warning where all fits, and hardly."""
+    """Return a warning if the setup barely fits, else None."""
     worst = max(prediction.memory, key=lambda rank: rank.peak_bytes)
     if not prediction.is_tight:
         return None
@@ -130,7 +129,7 @@ def tightness_warning(prediction: SetupPrediction) -> str | None:
 
 
 def calibration_lines(cluster: Cluster) -> list[str]:
-    """Return lines that say times are calibrated, or that they never were where others of their kind are."""
+    """Return lines that say that times are calibrated, or that no run has confirmed their constants."""
     lines = (
         [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times those of the formulas"]
     )
@@ -143,8 +142,7 @@ def calibration_lines(cluster: Cluster) -> list[str]:
 
 
 def replicas_apart(setup: Setup) -> str | None:
-    """Return what it costs that pairs share nodes where replicas of a rank otherwise would; None where it costs
-    nothing."""
+    """Return the cost of pairs sharing nodes that replicas of a rank would share otherwise; None if there is none."""
     if setup.balance is None or replicas_share_nodes(setup):
         return None
     plain = replace(setup, balance=None, budget_bytes=None)
@@ -165,40 +163,41 @@ def replicas_apart(setup: Setup) -> str | None:
 
 
 def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> str | None:
-    """Say that pairs lie on two nodes, why, what it costs, and what else to take; None where every pair that moves
-    something shares one."""
+    """Return why pairs span two nodes, what it costs, and alternatives; None if all pairs that transfer share one."""
     setup = prediction.setup
     if setup.balance is None or setup.hosts != PAIR or not any(prediction.transfers):
         return None
-    joined, hosts = links(setup), hosts_of(setup)
-    moving = (rank for rank, count in enumerate(prediction.transfers) if count)
-    if not any(joined.crosses(rank, host.rank) for rank in moving for host in hosts[rank]):
+    pair_links, hosts = links(setup), hosts_of(setup)
+    senders = (rank for rank, count in enumerate(prediction.transfers) if count)
+    if not any(pair_links.crosses(rank, host.rank) for rank in senders for host in hosts[rank]):
         return None
     cluster, per_rank = setup.cluster, setup.tensor * setup.context
     fills = 2 * per_rank > cluster.devices_per_domain
-    why = (
+    reason = (
         f"a rank has {per_rank} of {cluster.domain}'s {cluster.devices_per_domain} devices"
         if fills
         else "ranks do not fill nodes in pairs"
     )
-    slow, fast, host = (float(link.bytes_per_s or 0) / 1e9 for link in (joined.between, joined.inside, joined.host))
+    slow, fast, host = (
+        float(link.bytes_per_s or 0) / 1e9 for link in (pair_links.between, pair_links.inside, pair_links.host)
+    )
     text = (
-        f"pairs span two nodes, because {why}: transfers go through each device's port of {slow:.0f} GB/s; links inside "
+        f"pairs span two nodes, because {reason}: transfers go through each device's port of {slow:.0f} GB/s; links inside "
         f"a node have {fast:.0f}"
     )
     plain = replace(setup, balance=None, budget_bytes=None)
-    longer = prediction.timing.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
-    if longer < NOTICED:
+    slowdown = prediction.timing.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
+    if slowdown < NOTICED:
         return f"{text}; here computations hide them"
     *ways, last = _ways_together(setup, fills, host if host > slow else None)
     return (
-        f"{text}. An iteration takes {100 * longer:.0f} % longer than without balancing. Use {'; '.join(ways)}; or "
+        f"{text}. An iteration takes {100 * slowdown:.0f} % longer than without balancing. Use {'; '.join(ways)}; or "
         f"{last}"
     )
 
 
 def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
-    """Alternatives to pairs on two nodes, which ranks may fill. `host`: GB/s to a node's memory, if that is faster."""
+    """Return alternatives to pairs on two nodes. `fills`: a pair exceeds a node; `host`: GB/s to CPU memory, if faster."""
     devices = setup.cluster.devices_per_domain
     fewer = max((size for size in divisors(setup.tensor) if 2 * size * setup.context <= devices), default=None)
     ways = [f"--tp {fewer}, so that pairs share a node"] if fills and fewer else []
@@ -212,8 +211,8 @@ def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
 
 
 def verdict(outcome: Outcome) -> Verdict:
-    """Return the gain, or why there is none; of a search for one kind only, no comparison; where there are no rows,
-    what cut them."""
+    """Return the gain, or why there is none. A search of one kind has no comparison, and one without rows says what cut
+    them."""
     if not outcome.num_configurations and outcome.closest is None:
         return Verdict("no-configuration", f"There is no configuration. {_what_cut(outcome)}")
     if not outcome.num_fitting:
@@ -235,12 +234,12 @@ def verdict(outcome: Outcome) -> Verdict:
     is_cut = outcome.cuts.keys() & {"slower", "skipped"} or unseen_s < inf
     compared_s = min(COMPARED / INDISTINCT * outcome.rows[-1].iteration_s, unseen_s) if is_cut else None
     if outcome.balanced is None:
-        only = (
+        condition = (
             "fits only because of it"
             if compared_s is None
             else f"that fits only because of it takes less than {compared_s:.3g} s"
         )
-        return Verdict("no-gain", f"Balancing does not help: no configuration {only}.")
+        return Verdict("no-gain", f"Balancing does not help: no configuration {condition}.")
     count = f"{outcome.num_only_balanced} of the {outcome.num_fitting} configurations that fit need it"
     balanced = outcome.balanced.prediction
     if outcome.plain is None:
@@ -253,30 +252,30 @@ def verdict(outcome: Outcome) -> Verdict:
     plain = outcome.plain.prediction
     gain = plain.timing.iteration_s / balanced.timing.iteration_s
     ours = f"{balanced.timing.iteration_s:.2f} s ({describe(balanced.setup)})"
-    against = (
+    comparison = (
         f"{ours} against {plain.timing.iteration_s:.2f} s ({describe(plain.setup)}): "
         f"{describe_change(plain, balanced)}."
     )
     if gain >= CLEARLY:
-        return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, and the best of them takes {against}")
+        return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, and the best of them takes {comparison}")
     if gain > 1:
         doubt = f"Balancing does not clearly help, as {gain:.3f}x is within the error of predictions"
-        return Verdict("no-clear-gain", f"{doubt}: {count}, and the best of them takes {against}")
-    return Verdict("no-gain", f"Balancing does not help here: {count}, but the best of them takes {against}")
+        return Verdict("no-clear-gain", f"{doubt}: {count}, and the best of them takes {comparison}")
+    return Verdict("no-gain", f"Balancing does not help here: {count}, but the best of them takes {comparison}")
 
 
 def _nothing(outcome: Outcome) -> Verdict:
     if outcome.closest is None:
-        # Only where balanced ones alone were asked for.
+        # Possible only if nothing but balanced configurations was searched.
         text = "Nothing fits only because of balancing: what was searched fits without it. Give --balance none bpipe."
         return Verdict("not-needed", f"{text} {_what_cut(outcome)}")
-    asked = {
+    scopes = {
         "none": "without balancing (with it was not searched)",
         "bpipe": "with balancing (without it was not searched)",
     }
-    looked = asked[outcome.space.balances[0]] if len(set(outcome.space.balances)) == 1 else "with balancing or without"
+    scope = scopes[outcome.space.balances[0]] if len(set(outcome.space.balances)) == 1 else "with balancing or without"
     return Verdict(
-        "nothing-fits", f"Nothing fits, {looked}: {_closest(outcome.closest, outcome.space)}. {_what_cut(outcome)}"
+        "nothing-fits", f"Nothing fits, {scope}: {_closest(outcome.closest, outcome.space)}. {_what_cut(outcome)}"
     )
 
 

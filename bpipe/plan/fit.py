@@ -26,20 +26,20 @@ class Fit:
     """A plan within budgets."""
 
     how: BalanceConfig
-    """Balances the schedule so."""
+    """Configuration that balances the schedule."""
     schedule: Schedule
     """The balanced schedule."""
     memory: Memory
     """Memory of a micro-batch of every stage, with the part that moves."""
     budget_bytes: tuple[int, ...]
     alone_bytes: tuple[int, ...]
-    """Need of each device if nothing left."""
+    """Bytes that each device would need without evictions."""
     need_bytes: tuple[int, ...]
-    """Need of each device."""
+    """Bytes that each device needs."""
     exposed_s: tuple[float, ...] | None = None
     """Seconds per iteration that each rank waits for transfers, if costs are known."""
     unjudged: str | None = None
-    """Why that was not simulated nonetheless."""
+    """Why waits were not simulated although costs are known."""
 
     @property
     def moved_bytes(self) -> int:
@@ -99,12 +99,12 @@ def plan_lines(fit: Fit, basis: str = "by prediction") -> list[str]:
             f"{head}: nothing has to leave, rank {fullest} is the fullest with "
             f"{budget_text([fit.alone_bytes[fullest]])} GiB"
         ]
-    told = [f"{head}: {budget_text([fit.moved_bytes])} GiB are evicted per iteration"]
-    return [*told, *(_hosting(fit, rank) for rank in senders), *_waiting(fit)]
+    summary = [f"{head}: {budget_text([fit.moved_bytes])} GiB are evicted per iteration"]
+    return [*summary, *(_hosting(fit, rank) for rank in senders), *_waiting(fit)]
 
 
 def _part(fit: Fit, residencies: Sequence[Residency]) -> str:
-    """Bytes of each part; nothing if all of a micro-batch moves."""
+    """Return the size of each part as text; empty if whole micro-batches move."""
     sizes = {fit.memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies}
     if not {residency.stage for residency in residencies} & set(fit.how.parts):
         return ""
@@ -126,19 +126,19 @@ def _waiting(fit: Fit) -> list[str]:
 
 def _hosting(fit: Fit, rank: int) -> str:
     schedule, by_host = fit.schedule, residencies_by_host(fit.schedule, rank)
-    every = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
+    total = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
     counted = "micro-batches" if schedule.layout.slices == 1 else "slices of micro-batches"
     parts = []
     for host, residencies in by_host.items():
         if host.on_device:
-            where, count = f"rank {host.rank}", num_buffers_for(schedule, host.rank)[rank]
-            taken = buffer_bytes(schedule, host_buffers(schedule, host.rank), fit.memory, rank)
+            place, count = f"rank {host.rank}", num_buffers_for(schedule, host.rank)[rank]
+            size_bytes = buffer_bytes(schedule, host_buffers(schedule, host.rank), fit.memory, rank)
         else:
-            where, count, taken = "its own node", num_host_memory_buffers(schedule, rank), fit.own_bytes[rank]
+            place, count, size_bytes = "its own node", num_host_memory_buffers(schedule, rank), fit.own_bytes[rank]
         parts.append(
-            f"{where} hosts {_part(fit, residencies)}{len(residencies)} of its {every} {counted}, in "
-            f"{count} host buffer{'s' * (count > 1)} of {budget_text([taken])} GiB in all"
+            f"{place} hosts {_part(fit, residencies)}{len(residencies)} of its {total} {counted}, in "
+            f"{count} host buffer{'s' * (count > 1)} of {budget_text([size_bytes])} GiB in all"
         )
     needs = [budget_text([fit.need_bytes[holder]]) for holder in (rank, *device_ranks(by_host))]
-    then = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"
-    return f"rank {rank} would need {budget_text([fit.alone_bytes[rank]])} GiB; {', '.join(parts)}: {then}"
+    need = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"
+    return f"rank {rank} would need {budget_text([fit.alone_bytes[rank]])} GiB; {', '.join(parts)}: {need}"

@@ -1,8 +1,8 @@
-"""The Pareto front of a space: what is fastest for every amount of memory.
+"""The Pareto front of a space: the fastest configuration for every amount of memory.
 
-A configuration is on it if none that takes no longer needs less memory. The device's own memory only says which point
-wins. Configurations come by the lower bounds of their times, and what bounds alone rule out is not predicted: the
-result is that of predicting everything.
+A configuration is on it if no other that is at least as fast needs less memory. The device's own memory only determines
+which point wins. Configurations are tried by rising lower bounds of their times, and those that bounds rule out are not
+predicted: the result is the same as if all were.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Front:
     """Configurations that were searched."""
     num_simulated: int
     stock: Candidate | None = None
-    """The fastest that Megatron runs alone and that fits."""
+    """The fastest configuration of stock Megatron that fits."""
     not_searched: tuple[str, ...] = ()
-    """What may beat a point."""
+    """What was left out and may beat a point."""
 
     @property
     def winner(self) -> int | None:
-        """The place of the fastest that fits; None where nothing does."""
-        fitting = [place for place, point in enumerate(self.points) if point.peak_bytes <= self.limit_bytes]
+        """Index of the fastest point that fits; None if none does."""
+        fitting = [index for index, point in enumerate(self.points) if point.peak_bytes <= self.limit_bytes]
         return fitting[-1] if fitting else None
 
 
@@ -86,13 +86,12 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
 
 
 def not_searched(space: Space) -> tuple[str, ...]:
-    """Name what a space leaves out that may need less memory or take less time, each with the flag that searches it,
-    if there is one."""
+    """Return what a space leaves out that may need less memory or time, each with the flag that searches it, if any."""
     moves = set(space.balances) != {BALANCES[0]}
     families = [FAMILIES[name] for name in space.schedules]
     hosts, scopes = _but(ARRANGEMENTS, space.hosts), _but(SEARCHED_SCOPES, space.recompute)
     others, shards = _but(SEARCHED, space.schedules), _but(VOCABULARIES, space.vocabularies)
-    every = (
+    omissions = (
         (
             space.vocabulary_parallel is None,
             f"shards of the vocabulary that save only memory ({_SHARDS} {' '.join(VOCABULARIES)})",
@@ -120,15 +119,15 @@ def not_searched(space: Space) -> tuple[str, ...]:
         (space.max_chunks < space.model.num_layers, f"more than {space.max_chunks} chunks per rank (--max-chunks)"),
         (space.contexts == (1,), "sequences in parts (--cp 1 2 ...)"),
     )
-    return tuple(text for is_left_out, text in every if is_left_out)
+    return tuple(text for is_left_out, text in omissions if is_left_out)
 
 
-def _but(every: Iterable[str], excluded: Collection[str]) -> list[str]:
-    return [choice for choice in every if choice not in excluded]
+def _but(choices: Iterable[str], excluded: Collection[str]) -> list[str]:
+    return [choice for choice in choices if choice not in excluded]
 
 
 def _needs_unless_beaten(unbeaten: _Unbeaten, setup: Setup, bound_s: float, largest: int) -> int | None:
-    """Return its need, None if that is too much or a known point beats it. Cheap bounds come first."""
+    """Return the bytes a setup needs; None if they exceed `largest` or a row beats it. Cheap bounds come first."""
     needs = 0
     for needs in _rising(setup):
         if needs > largest or unbeaten.beats(needs, bound_s):
@@ -144,35 +143,35 @@ def _rising(setup: Setup) -> Iterable[int]:
 
 
 class _Unbeaten:
-    """What nothing beats so far, by rising memory."""
+    """Configurations that no other beats so far, by rising memory."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, Timing, Setup]] = []
         self.num_added = 0
 
     def beats(self, needs: int, seconds: float) -> bool:
-        """Whether something known needs no more and takes no longer."""
+        """Whether a row needs no more memory and takes no longer."""
         return any(peak <= needs and timing.iteration_s <= seconds for peak, timing, _ in self.rows)
 
     def add(self, needs: int, timing: Timing, setup: Setup) -> None:
         self.num_added += 1
         seconds = timing.iteration_s
         if not self.beats(needs, seconds):
-            kept = [row for row in self.rows if not (needs <= row[0] and seconds <= row[1].iteration_s)]
-            self.rows = sorted((*kept, (needs, timing, setup)), key=lambda row: row[0])
+            rest = [row for row in self.rows if not (needs <= row[0] and seconds <= row[1].iteration_s)]
+            self.rows = sorted((*rest, (needs, timing, setup)), key=lambda row: row[0])
 
 
 def standing(front: Front) -> str:
-    """Return which point wins at the device's memory, and how far its neighbours are."""
-    winner, has = front.winner, f"{gib_text(front.limit_bytes)} GiB"
+    """Return which point wins at the device's memory, and how far away its neighbours are."""
+    winner, memory = front.winner, f"{gib_text(front.limit_bytes)} GiB"
     if winner is None:
         first = front.points[0]
         return (
-            f"Nothing fits into {has}: the smallest configuration needs {gib_text(first.peak_bytes)} GiB, "
+            f"Nothing fits into {memory}: the smallest configuration needs {gib_text(first.peak_bytes)} GiB, "
             f"{_apart(first, front.limit_bytes)} more."
         )
     best = front.points[winner]
-    parts = [f"With {has} row {winner + 1} wins (*): {best.iteration_s:.3f} s in {gib_text(best.peak_bytes)} GiB."]
+    parts = [f"With {memory} row {winner + 1} wins (*): {best.iteration_s:.3f} s in {gib_text(best.peak_bytes)} GiB."]
     if winner + 1 < len(front.points):
         above = front.points[winner + 1]
         gain = 100 * (1 - above.iteration_s / best.iteration_s)
@@ -183,9 +182,9 @@ def standing(front: Front) -> str:
         parts.append("Nothing that was searched with more memory is faster.")
     if winner:
         below = front.points[winner - 1]
-        more = 100 * (below.iteration_s / best.iteration_s - 1)
+        loss = 100 * (below.iteration_s / best.iteration_s - 1)
         parts.append(
-            f"The one before needs {gib_text(best.peak_bytes - below.peak_bytes)} GiB less and takes {more:.1f} % "
+            f"The one before needs {gib_text(best.peak_bytes - below.peak_bytes)} GiB less and takes {loss:.1f} % "
             "more time."
         )
     return " ".join(parts)
