@@ -1,7 +1,7 @@
 """Which configurations of a space fit, and how many.
 
-Cheap bounds decide first: weights alone, what the first rank holds, what ranks hold when their backwards begin. What is
-too large by a bound is predicted exactly only at the end, if its need is reported.
+Cheap bounds decide first: weights alone, what the first rank holds, what ranks hold when their backwards begin. A setup
+that is too large by a bound is predicted exactly only at the end, if its need is reported.
 """
 
 from collections import Counter
@@ -26,15 +26,14 @@ from bpipe.predict.memory import (
 from bpipe.predict.recompute import BLOCK
 from bpipe.schedule.hosts import PAIR
 
-# A plan by a budget takes a second for that many forwards.
+# Planning by a budget takes a second for this many forwards.
 _FORWARDS_PLANNED = 10_000
-# Host buffers of an even plan are larger by up to this than a budget needs.
+# Host buffers of an even plan are larger than a budget needs by up to this ratio.
 _NEARLY = 1.03
 
 
 class Closest(NamedTuple):
-    """The setup that needs the fewest bytes on its fullest rank; one whose activations alone are too much comes
-    first."""
+    """The setup that needs the fewest bytes on its fullest rank, preferably one whose state fits."""
 
     is_state: bool
     """Whether weights, gradients and optimizer state alone are too much."""
@@ -51,27 +50,25 @@ class FamilyResult:
     num_large: int = 0
     """Configurations that need too much memory."""
     least_bytes: int | None = None
-    """Bytes that these need at least on their fullest rank."""
+    """Fewest bytes that any of these needs on its fullest rank."""
     bound_s: float | None = None
-    """Lower bound of the seconds of all that was not simulated."""
+    """Lower bound of the seconds of every configuration that was not simulated."""
     fastest: Candidate | None = None
     """The fastest that was simulated."""
 
     def left(self, bound_s: float) -> None:
-        """Note one that is not simulated and takes at least this long."""
+        """Record a configuration that is not simulated and takes at least this long."""
         self.bound_s = bound_s if self.bound_s is None else min(self.bound_s, bound_s)
 
     def needs(self, num_bytes: int) -> None:
-        """Note one that does not fit and needs at least this much."""
+        """Record a configuration that does not fit and needs at least this many bytes."""
         self.least_bytes = num_bytes if self.least_bytes is None else min(self.least_bytes, num_bytes)
 
 
 class Judge:
-    """Judges and counts which setups fit.
+    """Judge of which setups fit, with counts.
 
-    `needs_bytes`: what the last fitting balanced one would need without balancing.
-
-    `closest` is there where none fits.
+    `needs_bytes`: bytes that the last balanced setup that fits would need without balancing.
     """
 
     def __init__(self, space: Space, cuts: Counter[str]) -> None:
@@ -81,9 +78,9 @@ class Judge:
         self.needs_bytes: int | None = None
         self.num_only_balanced = 0
         self._states: dict[object, tuple[int, ...]] = {}
-        self._asked: dict[Setup, tuple[int, bool]] = {}
+        self._needs_by_setup: dict[Setup, tuple[int, bool]] = {}
         self._large: list[Closest] = []
-        # By family, what is too much by the bound of its warm-up: it needs more than that.
+        # By family, setups that are too large by a lower bound, with that bound.
         self._by_bound: dict[str, list[tuple[int, Setup]]] = {}
 
     @property
@@ -101,7 +98,7 @@ class Judge:
         return nearest
 
     def standings(self) -> tuple[FamilyResult, ...]:
-        """Return every family's, in the space's order. Of one without a row it is said what the least of it needs."""
+        """Return every family's result, in the space's order. A family without a row gets its least need in bytes."""
         for name, family in self.families.items():
             for bound, setup in (
                 sorted(self._by_bound.get(name, ()), key=lambda entry: entry[0]) if family.fastest is None else ()
@@ -118,7 +115,7 @@ class Judge:
         self.families[setup.schedule].left(bound_s)
 
     def skip_branch(self, bound_s: float) -> None:
-        """Skip a branch of which nothing can be among the rows."""
+        """Skip a branch none of whose setups can be among the rows."""
         self.cuts["skipped"] += 1
         for family in self.families.values():
             family.left(bound_s)
@@ -131,8 +128,7 @@ class Judge:
         self._large.append(Closest(is_state, max(self._states_of(plainest)) if is_state else least_bytes, plainest))
 
     def fitting(self, setup: Setup) -> Setup | None:
-        """Return the setup if it fits; if the number of layers that it recomputes is open, with as few as that
-        takes. None: it does not."""
+        """Return the setup if it fits, else None. An open number of recomputed layers becomes the least that fits."""
         if BLOCK not in self._recompute or setup.recompute != OPEN:
             return self._fitted(setup)
         num_layers, self.needs_bytes = max(setup.layers), None
@@ -146,22 +142,22 @@ class Judge:
         return self._fitted(with_block(setup, number or num_layers))
 
     def _is_enough(self, setup: Setup) -> bool:
-        return self._known(setup)[0] <= self._limit
+        return self._need_or_bound(setup)[0] <= self._limit
 
     def _fitted(self, setup: Setup) -> Setup | None:
         """Return the setup if it fits, balanced by a budget if even shares are not enough."""
         self.needs_bytes = None
-        peak, is_bound = self._known(setup if setup.balance is None else replace(setup, balance=None))
+        peak, is_bound = self._need_or_bound(setup if setup.balance is None else replace(setup, balance=None))
         if setup.balance is not None:
             # What fits without balancing gains nothing from it.
             if peak <= self._limit:
                 self.cuts["unneeded"] += 1
                 return None
-            needs, judged = peak, self._balanced(setup)
-            if judged is None:
+            needs, result = peak, self._balanced(setup)
+            if result is None:
                 self.cuts["pairs"] += 1
                 return None
-            peak, is_bound, setup = judged
+            peak, is_bound, setup = result
             self.needs_bytes = needs
         if peak <= self._limit and stands_still(setup):
             self.cuts["queues"] += 1
@@ -173,14 +169,14 @@ class Judge:
         self._is_large(setup, peak, is_bound)
         return None
 
-    def _known(self, setup: Setup) -> tuple[int, bool]:
-        """Return its need, or a lower bound that is too much already, and whether that bound may be asked for more."""
-        if setup not in self._asked:
-            self._asked[setup] = self._needs(setup)
-        return self._asked[setup]
+    def _need_or_bound(self, setup: Setup) -> tuple[int, bool]:
+        """Return the bytes needed, or a lower bound above the limit, and whether an exact prediction may follow."""
+        if setup not in self._needs_by_setup:
+            self._needs_by_setup[setup] = self._needs(setup)
+        return self._needs_by_setup[setup]
 
     def _states_of(self, setup: Setup) -> tuple[int, ...]:
-        """Bytes that every rank holds throughout, whatever the micro-batch, recomputation and groups."""
+        """Return each rank's bytes held throughout, which do not depend on micro-batch, recomputation and groups."""
         grid = setup.tensor, setup.context, setup.pipeline, setup.routing
         key = (
             grid,
@@ -209,12 +205,12 @@ class Judge:
         return warm if warm > self._limit or not setup.is_sharded else least_sharded_bytes(setup, states)
 
     def _balanced(self, setup: Setup) -> tuple[int, bool, Setup] | None:
-        """Return the same of a balanced setup, and the setup as it is balanced; None if nothing would move."""
+        """Return the same as `_needs` for a balanced setup, and that setup as planned; None if nothing would move."""
         states = self._states_of(setup)
         least = least_bytes(setup, states)
         if least > self._limit:
             return least, False, setup
-        # Nothing has to be balanced to say that half of it is too much.
+        # Nothing has to be balanced to tell that a lower bound is above the limit.
         bound = self._bound(setup, states)
         if bound > self._limit:
             return bound, True, setup
@@ -225,17 +221,17 @@ class Judge:
             return None
         peaks = [rank.peak_bytes for rank in predict_memory(setup)]
         even = max(peaks)
-        # If all ranks together have no room, or the fullest and the emptiest as a pair, no plan has.
+        # No plan fits if the mean of all ranks, or of the fullest and emptiest pair, is clearly above the limit.
         mean = max(sum(peaks) / len(peaks), (even + min(peaks)) / 2 if setup.hosts == PAIR else 0)
         is_planned = even > self._limit and mean <= _NEARLY * self._limit
         forwards = setup.num_stages * setup.num_microbatches * setup.slices
         # Even shares of micro-batches are not even shares of memory, because the last rank also has logits.
-        planned = (
+        plan = (
             within_budget_or_none(setup, (self._limit,), self._profile)
             if is_planned and forwards <= _FORWARDS_PLANNED
             else None
         )
-        return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
+        return (even, False, setup) if plan is None else (peak_bytes(plan), False, plan)
 
     def _is_large(self, setup: Setup, peak: int, is_bound: bool) -> None:
         family = self.families[setup.schedule]

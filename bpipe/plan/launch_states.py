@@ -13,7 +13,7 @@ from bpipe.plan.space import is_in_order
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.program import Exchange
 
-# What was trained by stock Megatron and with this project, bit by bit: tests/gloo has the proof.
+# Features that train bit-identically with stock Megatron and with this project (tests/gloo).
 _PARTS, _FOUND = "every rank moves its own part", "its storages are found as any others"
 _KEPT, _SIZES = "what is kept moves, what is computed again does not", "the size of each micro-batch travels with it"
 SUPPORTED: tuple[Feature, ...] = tuple(
@@ -73,13 +73,13 @@ def states_of_launch(flags: Sequence[str]) -> list[Feature]:
     ours = any(flag.startswith("--bpipe") for flag in flags)
     balance = bool(settings.bpipe) or not ours
     slices = _whole(settings.bpipe_slices)
-    sharded = settings.bpipe_vocabulary is not None
-    placed, own = _loop_of(settings)
+    is_sharded = settings.bpipe_vocabulary is not None
+    is_placed, needs_loop = _loop_of(settings)
     features = [
-        *features_of(settings, balance, own or sharded or slices > 1 or bool(settings.bpipe_executor)),
+        *features_of(settings, balance, needs_loop or is_sharded or slices > 1 or bool(settings.bpipe_executor)),
         *(
             feature
-            for table, wanted in ((PLACED, placed), (SHARDED, sharded), (SLICED, slices > 1), (SUPPORTED, True))
+            for table, wanted in ((PLACED, is_placed), (SHARDED, is_sharded), (SLICED, slices > 1), (SUPPORTED, True))
             if wanted
             for feature in table
             if feature.applies(settings)
@@ -100,7 +100,7 @@ def worst(features: Sequence[Feature]) -> State:
 
 
 def _loop_of(settings: Settings) -> tuple[bool, bool]:
-    """Whether stages lie otherwise than in Megatron, and whether the schedule needs our own loop."""
+    """Whether stages are placed differently from Megatron's, and whether the schedule needs our own loop."""
     ranks = _whole(settings.pipeline_model_parallel_size)
     chunks = _whole(settings.num_virtual_stages_per_pipeline_rank)
     if settings.num_layers_per_virtual_pipeline_stage:

@@ -29,7 +29,7 @@ from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
 from bpipe.schedule.program import Exchange
 
-# Fields of a Model, and what a switch makes of them.
+# Fields of a Model that switches set, with the values that they set.
 MODEL_SWITCHES = {
     "swiglu": ("gated", True),
     "rms_norm": ("rms_norm", True),
@@ -44,17 +44,17 @@ MODEL_SWITCHES = {
 }
 _SIZES = tuple(flag.field for flag in SIZES)
 _SETUP_FIELDS = {field.name for field in fields(Setup)}
-# What a launch alone can say of a model, by the names of its fields.
+# Fields of a Model that only a launch can set.
 PARTS = ("window", "window_pattern", "experts", "latent", "hybrid", "no_positions")
-# How tokens come to experts: options, and fields of `Routing`.
+# Routing of tokens to experts: options, and fields of `Routing`.
 ROUTING = {
     "expert": "expert",
     "expert_tensor": "expert_tensor",
     "dispatcher": "dispatcher",
     "capacity_factor": "capacity",
 }
-# Every field of a configuration as it is when unset.
-_UNSAID = {
+# Every field of a configuration with its value when unset.
+_UNSET = {
     flag.field: False if flag.is_switch else None
     for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
     for flag in group.flags
@@ -62,7 +62,7 @@ _UNSAID = {
 
 
 def model_of(options: Options) -> Model:
-    """Return the model the flags describe. Raises ValueError where they describe none."""
+    """Return the model that the flags describe. Raises ValueError if they describe none."""
     changes: dict[str, Any] = {
         name: getattr(options, name)
         for name in (*_SIZES, "sequence", "vocabulary")
@@ -118,7 +118,7 @@ def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -
 
 
 def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the launch says; if the options have other stages, nothing about layers and chunks."""
+    """Return the options of the launch, without layers and chunks if `values` set other stages."""
     rest = dict(launch)
     for name in ("pipeline", "chunks"):
         if values.get(name) is not None and values[name] != rest.get(name):
@@ -134,16 +134,16 @@ def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any
     return rest
 
 
-def _fewest_chunks(own: object, launched: object, chunks: int) -> int:
-    """Return the fewest chunks of the schedule if it cannot have `chunks`.
+def _fewest_chunks(override: object, launched: object, chunks: int) -> int:
+    """Return `chunks`, or the schedule's fewest chunks if it cannot have that many.
 
-    What the trainer refuses in the launch itself stays: a wrong number of chunks, or Megatron's interleaved schedule
-    without.
+    What the trainer refuses in the launch itself stays as it is: a wrong number of chunks, or Megatron's interleaved
+    schedule with one chunk.
     """
-    family = FAMILIES.get(str(own or launched))
+    family = FAMILIES.get(str(override or launched))
     if family is None or chunks in family.chunks(chunks):
         return chunks
-    if own is None and (chunks > 1 or family.exchange is not Exchange.POSTED):
+    if override is None and (chunks > 1 or family.exchange is not Exchange.POSTED):
         return chunks
     return family.min_chunks
 
@@ -161,7 +161,7 @@ def routing_of(options: Options) -> Routing:
 
 
 def fp8_of(options: Options) -> Fp8 | None:
-    """Return FP8 settings, None where no format is given. Raises ValueError for settings without a format."""
+    """Return FP8 settings, or None without a format. Raises ValueError for settings without a format."""
     recipe, gathers = getattr(options, "fp8_recipe", None), getattr(options, "fp8_param_gather", False)
     if getattr(options, "fp8_format", None) is None:
         if gathers:
@@ -171,7 +171,7 @@ def fp8_of(options: Options) -> Fp8 | None:
 
 
 def training_of(options: Options) -> dict[str, Any]:
-    """Return what options say of a `Training` in other words than its fields."""
+    """Return the fields of a `Training` that options name differently."""
     types = {name: getattr(options, name, None) for name in STATE_FIELDS}
     return {
         "distributed_optimizer": not options.no_distributed_optimizer,
@@ -190,10 +190,10 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
     stages = options.pipeline * options.chunks
     layers = options.layers or split_layers(model.num_layers, stages, allow_uneven=True)
     if layers is None:
-        of = f"--pp {options.pipeline} with {options.chunks} chunks"
-        raise ValueError(f"{of} makes {stages} stages for {model.num_layers} layers: every stage needs one")
+        sizes = f"--pp {options.pipeline} with {options.chunks} chunks"
+        raise ValueError(f"{sizes} makes {stages} stages for {model.num_layers} layers: every stage needs one")
     replicas = max(1, cluster.num_devices // (options.tensor * options.context * options.pipeline))
-    # What the options call otherwise than a setup. A launch by itself splits nothing.
+    # Fields of a setup that options name differently.
     others = {
         "model": model,
         "cluster": cluster,
@@ -233,11 +233,11 @@ def _words(hosts: str | Sequence[str]) -> str:
 def setup_from(
     launch: Sequence[str] | MegatronSettings, cluster: str | Cluster, vocabulary: int, kernels: str
 ) -> Setup:
-    """Return the setup of a launch's own words or settings on this cluster, as `bpipe simulate -- WORDS` predicts it.
+    """Return the setup of a launch's words or settings on this cluster, as `bpipe simulate -- WORDS` predicts it.
 
-    Raises ValueError for what it does not.
+    Raises ValueError for what cannot be predicted.
     """
     settings = launch if isinstance(launch, MegatronSettings) else MegatronSettings.from_flags(split_command(launch)[1])
-    given = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
-    options = filled(Options(**given), read_settings(settings.without(OF_A_CPU if kernels == "cpu" else ())), ())
+    values = {**_UNSET, "vocabulary": vocabulary, "kernels": kernels}
+    options = filled(Options(**values), read_settings(settings.without(OF_A_CPU if kernels == "cpu" else ())), ())
     return setup_of(options, parse_cluster(cluster) if isinstance(cluster, str) else cluster)

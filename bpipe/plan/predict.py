@@ -22,7 +22,7 @@ from bpipe.simulate.report import Simulation
 
 # Ratio of activations from which on deferred weights' halves are reported.
 CLEARLY_MORE = 1.05
-# Evictions of that many forwards are counted in a second; beyond, those of these numbers of steps are.
+# Evictions of this many forwards take a second to count. For more, those of these numbers of steps are counted.
 _FORWARDS_ASKED = 100_000
 _STEPS_ASKED = (6, 18)
 
@@ -50,7 +50,7 @@ class AtOnce:
 
 @dataclass(frozen=True, slots=True)
 class SetupPrediction:
-    """Prediction of a setup. `at_once` is given where deferring wgrads clearly costs memory."""
+    """Prediction of a setup. `at_once` is set if deferring wgrads clearly costs memory."""
 
     setup: Setup
     formula: str
@@ -67,7 +67,7 @@ class SetupPrediction:
 
     @property
     def is_tight(self) -> bool:
-        """Whether it fits, and a device has so little to spare that the allocator may have to ask again."""
+        """Whether it fits, but leaves so little memory that the allocator may have to free and allocate again."""
         return self.fits and any(rank.is_tight for rank in self.memory)
 
     @property
@@ -96,7 +96,7 @@ def predict(
     formula: str = "megatron",
     timing: Timing | None = None,
 ) -> SetupPrediction:
-    """Predict everything about one setup, by a `simulation` of all micro-batches, a known `timing`, or the steady
+    """Predict everything about one setup, from a `simulation` of all micro-batches, a known `timing`, or the steady
     phase."""
     costs = costs_of(setup, profile) if simulation is None else simulation.costs
     if timing is None:
@@ -135,8 +135,8 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
     """Return each rank's evictions per iteration, extrapolated for many forwards: transfers and computations have
     different periods."""
-    fills = FAMILIES[setup.schedule].fill is not None
-    if setup.balance is None or not (fills or setup.activation_budget is not None or keeps_own(setup)):
+    has_fill = FAMILIES[setup.schedule].fill is not None
+    if setup.balance is None or not (has_fill or setup.activation_budget is not None or keeps_own(setup)):
         return (0,) * setup.pipeline
 
     def count(microbatches: int | None = None) -> list[int]:
@@ -146,16 +146,16 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
     m, step = setup.num_microbatches, setup.stride
     few, many = (steps * step + m % step for steps in _STEPS_ASKED)
     are_few = m <= many or m * setup.slices * setup.num_stages <= _FORWARDS_ASKED
-    if are_few or not fills or setup.activation_budget is not None:
+    if are_few or not has_fill or setup.activation_budget is not None:
         return tuple(count())
-    times = Fraction(m - few, many - few)
-    return tuple(less + int(times * (more - less)) for less, more in zip(count(few), count(many), strict=True))
+    ratio = Fraction(m - few, many - few)
+    return tuple(less + int(ratio * (more - less)) for less, more in zip(count(few), count(many), strict=True))
 
 
 def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:
     if not any(moves):
         return None
-    # As many micro-batches as fill the pipeline tell who hosts for whom.
+    # The micro-batches that fill the pipeline show who hosts for whom.
     count = setup.num_microbatches if setup.activation_budget else min(setup.num_microbatches, setup.pipeline)
     hosts = unchecked(setup.program(count)).hosts or ()
     needs = [

@@ -1,4 +1,4 @@
-"""What of configurations the trainer refuses, asked of its table (`bpipe.config.features`) with their flags."""
+"""The trainer's reasons against configurations, from its table (`bpipe.config.features`) and their flags."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,14 +13,14 @@ from bpipe.predict.layout import Setup
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.program import Exchange
 
-# Flags of a launch that no option says, each with its first value or ``.
+# Flags of a launch that no option covers, each with its first value or an empty string.
 Others = Sequence[tuple[str, str]]
-# With it the trainer's table refuses what is guarded, too.
+# With this flag the trainer's table also refuses what is guarded.
 _STRICT = ("--bpipe-strict", "")
 
 
 def runs_ours(setup: Setup) -> bool:
-    """Whether anything but Megatron's own loops and nothing else would run."""
+    """Whether anything other than Megatron's own loops would run."""
     return setup.balance is not None or _has_own_loop(setup)
 
 
@@ -29,31 +29,30 @@ def _has_own_loop(setup: Setup) -> bool:
 
 
 def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
-    """Return the trainer's reasons against this setup, a line each; none for what Megatron's own loops run without
-    balancing."""
+    """Return the trainer's reasons against this setup, one per line; none if only Megatron's own loops run."""
     if not runs_ours(setup):
         return ()
     flags = [word for pair in others for word in pair if word]
     settings = Settings(settings_of([*flags, *megatron_flags(setup)]))
-    own = _has_own_loop(setup)
-    against = reasons(settings, setup.balance is not None, own, bool(settings.bpipe_strict))
-    if own and not is_in_order(setup.schedule, setup.pipeline, setup.num_chunks):
-        against += reasons_of(PLACED, settings, asked_by(settings))
+    has_loop = _has_own_loop(setup)
+    objections = reasons(settings, setup.balance is not None, has_loop, bool(settings.bpipe_strict))
+    if has_loop and not is_in_order(setup.schedule, setup.pipeline, setup.num_chunks):
+        objections += reasons_of(PLACED, settings, asked_by(settings))
     if setup.is_sharded:
-        against += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary.value}")
+        objections += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary.value}")
     if setup.slices > 1:
-        against += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
-    return tuple(against)
+        objections += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
+    return tuple(objections)
 
 
 def refused_launch(setup: Setup, reading: Reading | None) -> tuple[str, ...]:
-    """Return the trainer's reasons against a launch as it is: those of the table, and what it was asked itself."""
+    """Return the trainer's reasons against a launch as it is: those of the table, and those of the trainer itself."""
     reasons = refused(setup, () if reading is None else reading.others)
     return (*reasons, *(reason for reason in (reading.trainer if reading else ()) if reason not in reasons))
 
 
 def guarded(setup: Setup, others: Others = ()) -> bool:
-    """Whether the trainer takes it and checks it as it runs, because it never ran on a GPU."""
+    """Whether the trainer accepts the setup but checks it during the run, because it never ran on a GPU."""
     return not refused(setup, others) and bool(refused(setup, (*others, _STRICT)))
 
 
@@ -63,17 +62,16 @@ def without_overlap(setup: Setup) -> Setup:
 
 
 class Launchable:
-    """Setups of one space as the trainer takes them."""
+    """Setups of one space as the trainer accepts them."""
 
     def __init__(self, others: Others) -> None:
         self._others = others
-        # By all that the table asks for and setups of one space differ in: whether it is refused as it is, and without
-        # the overlap.
+        # Whether a setup is refused as it is, and without the overlap, by all that the table reads and that differs in
+        # one space.
         self._refused: dict[object, tuple[bool, bool]] = {}
 
     def of(self, setup: Setup) -> Setup | None:
-        """Return the setup, without `--tp-comm-overlap` where it is refused with that alone; None where it is
-        refused at all."""
+        """Return the setup, without `--tp-comm-overlap` if only that is refused; None if it is refused anyway."""
         if not runs_ours(setup):
             return setup
         runs = (

@@ -1,4 +1,4 @@
-"""With which shards of the vocabulary a configuration can be trained (docs/vocabulary.md)."""
+"""Shards of the vocabulary with which a configuration can be trained (docs/vocabulary.md)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,9 +11,9 @@ from bpipe.schedule.check.rules import ScheduleError, check_waits
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 
-# Steps of the steady phase within which ranks that ever wait for each other do.
+# Steps of the steady phase within which ranks deadlock if they ever do.
 _STEPS = 4
-# From this generation of devices on Megatron does not ask for CUDA_DEVICE_MAX_CONNECTIONS=1 beside either.
+# From this generation on Megatron does not want CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism.
 _MANY_QUEUES = ("b200", "gb200")
 
 
@@ -29,15 +29,14 @@ def with_shards(setup: Setup, algorithms: Sequence[str]) -> Iterator[Setup]:
         if algorithm is Vocabulary.WHOLE or (algorithm is Vocabulary.INTERLACED and not family.interlaces):
             continue
         if algorithm is Vocabulary.TWO and one_queue:
-            # Every rank would wait after its S for all others'.
+            # Every rank would wait for all others after its S.
             continue
         for inputs in (False,) if one_queue else (False, True):
             yield replace(setup, vocabulary=algorithm, input_shards=inputs)
 
 
 def has_one_queue(setup: Setup) -> bool:
-    """Whether a device's streams share one queue, as Megatron wants with tensor or context parallelism: no algorithm 2
-    then."""
+    """Whether a device's streams share one queue, as Megatron wants with tensor or context parallelism."""
     return (
         setup.kernels == "gpu"
         and max(setup.tensor, setup.context) > 1
@@ -46,13 +45,12 @@ def has_one_queue(setup: Setup) -> bool:
 
 
 def stands_still(setup: Setup) -> bool:
-    """Whether ranks would wait for each other in one queue, by sends ahead of their receivers, as the trainer finds at
-    its start."""
+    """Whether ranks would deadlock in one queue, as sends precede their receivers; the trainer checks this at start."""
     if not (has_one_queue(setup) and (setup.is_sharded or setup.num_pipes > 1)):
         return False
-    alone = replace(setup, balance=None)
+    plain = replace(setup, balance=None)
     return _waits(
-        alone.program(
+        plain.program(
             setup.num_microbatches if setup.num_pipes > 1 else min(setup.num_microbatches, _STEPS * setup.stride)
         )
     )

@@ -1,7 +1,7 @@
-"""In which slices a configuration can be trained.
+"""Slices in which a configuration can be trained.
 
-Slices of one length are tried, and of long sequences those of equal seconds, too, which are a list of lengths to the
-trainer. The latter only without balancing, which by counts would be uneven (`--memory` balances bytes).
+Slices of equal length are tried, and for long sequences also slices of equal seconds, which the trainer takes as a list
+of lengths. The latter are tried only without balancing, which counts slices, not bytes (`--memory` balances bytes).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ NUMBERS = (1, 2, 4, 8)
 
 
 def usual_slices(sequence: int) -> tuple[int, ...]:
-    """Return the numbers of slices searched by default: 1, and more where each has a good part of a long sequence."""
+    """Return the numbers of slices searched by default: 1, and more if each has a good part of a long sequence."""
     if sequence < SLICED_SEQUENCE:
         return (1,)
     return tuple(number for number in NUMBERS if number * SHORTEST <= sequence)
 
 
 class Slicer:
-    """Cuts setups of one space, whose layers of one kind take equally long whatever the schedule."""
+    """Cutter of one space's setups, whose layers of one kind take equally long in every schedule."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = [number for number in numbers if number > 1]
@@ -41,7 +41,7 @@ class Slicer:
             return
         sizes = setup.schedule, setup.pipeline, setup.num_microbatches
         if setup.group_size != groups(*sizes)[0]:
-            # Of all groups of whole ones, slices are tried once.
+            # Slices are tried once for all groups of whole sequences.
             return
         for number in self._numbers:
             try:

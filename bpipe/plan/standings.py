@@ -8,7 +8,7 @@ from bpipe.plan.judge import FamilyResult
 from bpipe.plan.search import Outcome
 from bpipe.predict.layout import Setup
 
-# What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
+# What a row's schedule needs that the trainer cannot do or has never done (docs/supported.md).
 HALVES = (
     "split backward passes (dgrad and wgrad apart) have never run with Transformer Engine's layers, which runs on GPUs "
     "usually have: check with scripts/gpu_check.py --only halves"
@@ -29,12 +29,12 @@ HYBRID = (
 )
 TWO_PIPES = "bidirectional pipelines have run on CPUs only"
 
-# A bound that is hardly lower says nothing.
+# A bound above this share of the fastest time tells nothing.
 _CLEARLY = 0.99
 
 
 def family_rows(outcome: Outcome) -> list[tuple[str, str]]:
-    """Return each family and what became of it; none without rows or with one family."""
+    """Return each family with its result in words; empty without rows or with one family."""
     if not outcome.rows or len(outcome.families) < 2:
         return []
     return [(family.schedule, _words(family, outcome)) for family in _ordered(outcome)]
@@ -91,7 +91,7 @@ def _words(family: FamilyResult, outcome: Outcome) -> str:
     best = outcome.rows[0]
     if family.fastest is not None:
         seconds, bound = family.fastest.iteration_s, family.bound_s
-        # Only rows are certainly the fastest there are.
+        # Only the rows are certain to be the fastest.
         others = (
             ""
             if bound is None or bound > _CLEARLY * seconds
@@ -101,9 +101,9 @@ def _words(family: FamilyResult, outcome: Outcome) -> str:
     parts = []
     if family.num_large:
         least, limit = family.least_bytes, best.limit_bytes
-        asked = " that could be among the rows" if family.bound_s is not None else ""
+        condition = " that could be among the rows" if family.bound_s is not None else ""
         parts.append(
-            f"{family.num_large} configurations{asked} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+            f"{family.num_large} configurations{condition} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
             if least is not None
             else ""
         )
