@@ -52,8 +52,8 @@ def estimate(batch: int, pipeline: int, x: int, y: int, stage_mfu_x: float, stag
     )
 
 
-# The authors measured both sizes (GPT-3 96B): 1.35 with recomputed and 0.99 with flash attention. The formula gives 1.39
-# and 1.03.
+# The authors measured both sizes (GPT-3 96B): 1.35 with recomputed and 0.99 with flash attention. The formula gives
+# 1.39 and 1.03.
 ERROR = 0.04
 
 

@@ -197,7 +197,7 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
 
 
 def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
-    """Return alternatives to pairs on two nodes. `fills`: a pair exceeds a node; `host`: GB/s to CPU memory, if faster."""
+    """Return alternatives to pairs on two nodes. `fills`: a pair exceeds a node; `host`: GB/s to CPU memory if faster."""
     devices = setup.cluster.devices_per_domain
     fewer = max((size for size in divisors(setup.tensor) if 2 * size * setup.context <= devices), default=None)
     ways = [f"--tp {fewer}, so that pairs share a node"] if fills and fewer else []

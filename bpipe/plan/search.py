@@ -2,14 +2,14 @@
 
 In: the Space. Out: counts, and the best `Candidate`s, fastest first.
 
-Best first, by lower bounds of the iteration's time: of a whole branch (`plan.branches`), and of a configuration (no
-pipeline is faster than its slowest rank's work between the first arrival and the last departure). A branch is opened
-only while its bound is below the time of the slowest row, and its least memory within that time fits; a configuration
-is asked for its memory and simulated only then, too. What can be faster than the slowest row by no more than predictions
-can tell (`INDISTINCT`) is passed over: so no row is slower by more than that than the same row of simulating everything.
-What Megatron does alone is searched first, because it is quick and its times cut off most of the rest; then all
-schedules in cuts near its fastest ones, where the fastest of all mostly is. A search that ends early says what it has
-not looked at. Knows no command line.
+The search is best-first, by lower bounds of the iteration's time: of a whole branch (`plan.branches`), and of a
+configuration (no pipeline is faster than its slowest rank's work between the first arrival and the last departure). A
+branch is opened only if its bound is below the time of the slowest row and its least memory within that time fits; the
+same holds for predicting a configuration's memory and simulating it. What can be faster than the slowest row by no more
+than predictions can tell (`INDISTINCT`) is skipped, so no row is slower by more than that than if all were simulated.
+Stock Megatron is searched first, because that is quick and its times cut off most of the rest; then all schedules in
+cuts near its fastest ones, which usually include the fastest of all. A search that ends early bounds the time of what
+it has not tried. It does not depend on the command line.
 """
 
 import heapq
@@ -39,13 +39,12 @@ from bpipe.schedule.layout import Vocabulary
 
 Progress = Callable[[str, int, int], None]
 
-# Ratio of two times up to which the slower one does as well: half of what predictions can tell apart. To look for what
-# is closer took a plan for 256 devices a third longer.
+# Ratio of two times up to which the slower one is as good: half of what predictions can tell apart. A search for closer
+# times took a third longer for 256 devices.
 INDISTINCT = (1 + CLEARLY) / 2
-# The fastest with balancing, and the fastest without, are looked for among what does not clearly take longer than the
-# slowest row.
+# The fastest with and without balancing are sought among configurations not clearly slower than the slowest row.
 COMPARED = CLEARLY
-# Product of the ratios of their sizes up to which a cut is near another one.
+# Product of the ratios of sizes up to which two cuts are near each other.
 _NEAR = 2
 
 
@@ -57,51 +56,51 @@ class Outcome:
     rows: tuple[Candidate, ...]
     """The fastest, fastest first."""
     stock: Candidate | None
-    """The fastest that Megatron runs alone; None if none fits."""
+    """The fastest of stock Megatron; None if none fits."""
     plain: Candidate | None
     """The fastest without balancing, unless it takes more than `COMPARED` times as long as the slowest row."""
     balanced: Candidate | None
     """The fastest that fits only balanced, likewise."""
     closest: Closest | None
-    """What needs least memory, if nothing fits."""
+    """The setup closest to fitting, if nothing fits."""
     families: tuple[FamilyResult, ...]
     """Result of each family of schedules, in the space's order."""
     num_configurations: int
-    """Configurations that were looked at; what was not is slower than the slowest row, or indistinctly faster."""
+    """Configurations that were tried; all others are slower than the slowest row, or indistinctly faster."""
     num_fitting: int
     num_only_balanced: int
-    """Of those that fit, the ones that do so only balanced."""
+    """Configurations that fit only balanced."""
     num_simulated: int
     unseen_s: float | None
-    """If the search ended early, seconds that nothing of what it has not looked at is faster than."""
+    """If the search ended early, a lower bound of the seconds of all that it did not try."""
     cuts: dict[str, int]
-    """Numbers of what was dropped, by the names of `space.CUTS`."""
+    """Counts of what was dropped, by the names of `space.CUTS`."""
 
 
 class Members:
-    """Configurations of a space's branches: all that the profile covers and the trainer takes."""
+    """Configurations of a space's branches: all that the profile covers and the trainer accepts."""
 
     def __init__(self, space: Space, bounds: Bounds, cuts: Counter[str]) -> None:
         self._space, self._bounds, self._cuts = space, bounds, cuts
         self._launchable, self._slicer = Launchable(space.others), Slicer(space.slices)
 
     def of(self, branch: Branch) -> Iterator[Setup]:
-        """Yield each, with shards of the vocabulary after the one that is whole."""
+        """Yield each configuration, first with the whole vocabulary, then with its shards."""
         return filter(None, map(self.taken, self.covered(branch)))
 
     def taken(self, setup: Setup) -> Setup | None:
-        """Return one that is covered as the trainer takes it; None if it is refused, or its shards promise nothing."""
+        """Return a covered setup as the trainer accepts it; None if it is refused, or its shards promise no gain."""
         if setup.is_sharded and self._space.vocabulary_parallel is None:
-            # Unless they were asked for, shards have to promise something.
+            # Shards that were not asked for have to promise a gain.
             whole = replace(setup, vocabulary=Vocabulary.WHOLE, input_shards=False)
             if self._bounds.seconds(setup) >= self._bounds.seconds(whole):
                 return None
-        taken = self._launchable.of(setup)
-        self._cuts["refused"] += taken is None
-        return taken
+        launchable = self._launchable.of(setup)
+        self._cuts["refused"] += launchable is None
+        return launchable
 
     def covered(self, branch: Branch) -> Iterator[Setup]:
-        """Yield all that the profile covers."""
+        """Yield all configurations that the profile covers."""
         space = self._space
         for setup in setups_of(space, branch, self._cuts):
             if space.profile is not None and space.profile.conflict(setup) is not None:
@@ -131,7 +130,7 @@ def by_bound(space: Space) -> list[tuple[float, Setup]]:
 
 
 def stock_space(space: Space) -> Space:
-    """Return what Megatron does alone of the same model, cluster and choices."""
+    """Return the space of stock Megatron with the same model, cluster and choices."""
     return replace(
         space,
         schedules=DEFAULTS,
@@ -153,30 +152,39 @@ def search(
 
     Args:
         space: What to search.
-        num_rows: Number of rows.
-        progress: Called with what is done, the number of branches done and that of all.
-        sending: Balances a configuration that fits anew, before it is simulated.
+        num_rows: Number of rows to return.
+        progress: Called with the name of the phase, the number of branches done, and the number of all.
+        sending: Balances a fitting configuration anew before it is simulated.
         most_s: Processor seconds after which the search ends, unless it has no row.
     """
     end_s = time.process_time() + most_s
     cuts: Counter[str] = Counter()
     branches = list(enumerate_branches(space, cuts))
-    bounded: list[BranchBounds] = []
-    bound = Bounder(space)
+    branch_bounds: list[BranchBounds] = []
+    bounder = Bounder(space)
     for branch in branches:
-        progress("bounds", len(bounded), len(branches))
-        bounded.append(bound.of(branch))
-    found = _Search(space, num_rows, cuts, sending, end_s)
-    alone, ours = Members(stock_space(space), found.bounds, Counter()), Members(space, found.bounds, cuts)
-    queue = [_Open(False, bounds.seconds, number) for number, bounds in enumerate(bounded)]
-    found.take(queue, branches, bounded, alone, _STOCK, lambda done: progress("stock Megatron", done, len(branches)))
-    leaders = [row.setup for row in found.rows if is_level(row.iteration_s, found.rows[0].iteration_s)]
+        progress("bounds", len(branch_bounds), len(branches))
+        branch_bounds.append(bounder.of(branch))
+    state = _Search(space, num_rows, cuts, sending, end_s)
+    stock_members, members = Members(stock_space(space), state.bounds, Counter()), Members(space, state.bounds, cuts)
+    queue = [_Open(False, bounds.seconds, number) for number, bounds in enumerate(branch_bounds)]
+    state.take(
+        queue,
+        branches,
+        branch_bounds,
+        stock_members,
+        _STOCK,
+        lambda done: progress("stock Megatron", done, len(branches)),
+    )
+    leaders = [row.setup for row in state.rows if is_level(row.iteration_s, state.rows[0].iteration_s)]
     queue = [
         candidate._replace(is_later=not any(_is_near(branches[candidate.number], leader) for leader in leaders))
         for candidate in queue
     ]
-    found.take(queue, branches, bounded, ours, _OURS, lambda done: progress("all schedules", done, len(branches)))
-    return found.outcome()
+    state.take(
+        queue, branches, branch_bounds, members, _OURS, lambda done: progress("all schedules", done, len(branches))
+    )
+    return state.outcome()
 
 
 def _is_near(branch: Branch, setup: Setup) -> bool:
@@ -185,7 +193,7 @@ def _is_near(branch: Branch, setup: Setup) -> bool:
 
 
 def _takes_long(setup: Setup) -> bool:
-    """Whether making its order takes long: there is no closed form for it, and there are many parts."""
+    """Whether its order takes long to make, because it has no closed form and many parts."""
     return setup.is_sharded or (setup.slices > 1 and FAMILIES[setup.schedule].sliced_warm_up is None)
 
 
@@ -193,12 +201,12 @@ def _is_stock(setup: Setup) -> bool:
     return setup.schedule in DEFAULTS and not runs_ours(setup)
 
 
-# Kinds of rows: those that what Megatron does alone may be among, and those of the rest.
+# Kinds of rows that stock Megatron may be among, and kinds of rows of the rest.
 _STOCK, _OURS = ("stock", "all", "plain"), ("all", "plain", "balanced")
 
 
 class _Open(NamedTuple):
-    """What is still to be taken: a branch, by its number, or a configuration. No iteration is shorter than `bound_s`."""
+    """Entry of the queue: a branch, by its number, or a configuration. No iteration is shorter than `bound_s`."""
 
     is_later: bool
     """Whether others come first, whatever their bounds."""
@@ -206,14 +214,14 @@ class _Open(NamedTuple):
     number: int
     setup: Setup | None = None
     needs_bytes: int | None = None
-    """What it would need without balancing, if it is known to fit with it."""
+    """Bytes that it would need without balancing, if it is known to fit balanced."""
     is_taken: bool = False
-    """Whether the trainer is known to take the configuration, and the bound holds its update, too."""
+    """Whether the trainer is known to accept the configuration, and the bound includes its update."""
     fits: bool = False
 
 
 class _Search:
-    """A search as far as it has come."""
+    """State of a search."""
 
     def __init__(
         self, space: Space, num_rows: int, cuts: Counter[str], sending: Callable[[Setup], Setup], end_s: float
@@ -222,7 +230,7 @@ class _Search:
         self._unseen_s = inf
         self._limit = space.cluster.limit_bytes
         self.bounds, self._judge = Bounds(space.profile), Judge(space, cuts)
-        # Of what Megatron does alone some may not be of the space: it fits or not, and is not counted.
+        # Configurations of stock Megatron may lie outside the space: these are judged, but not counted.
         self._judge_apart = Judge(stock_space(space), Counter())
         self._has_plain = (
             BALANCES[0] in space.balances and Vocabulary.WHOLE.value in space.vocabularies and 1 in space.slices
@@ -259,9 +267,9 @@ class _Search:
                 self._end_early([candidate, *heap], bounded, kinds)
                 break
             if candidate.setup is not None:
-                again = self._take(candidate, candidate.setup, members)
-                if again is not None:
-                    heapq.heappush(heap, again)
+                entry = self._take(candidate, candidate.setup, members)
+                if entry is not None:
+                    heapq.heappush(heap, entry)
                 continue
             progress(done)
             done += 1
@@ -273,9 +281,9 @@ class _Search:
                     bound_s = max(candidate.bound_s, self.bounds.pipeline_s(setup))
                     heapq.heappush(heap, _Open(candidate.is_later or _takes_long(setup), bound_s, number, setup))
 
-    def _end_early(self, left: list[_Open], bounded: list[BranchBounds], kinds: tuple[str, ...]) -> None:
-        """Note what nothing is faster than of all that is left and may fit."""
-        for candidate in left:
+    def _end_early(self, entries: list[_Open], bounded: list[BranchBounds], kinds: tuple[str, ...]) -> None:
+        """Record the lower bound of all remaining entries that may fit."""
+        for candidate in entries:
             setup = candidate.setup
             if setup is None and bounded[candidate.number].bytes_within() > self._limit:
                 continue
@@ -292,7 +300,7 @@ class _Search:
         is_large = least > self._limit
         if not is_large and branch.seconds < limit_s and branch.bytes_within(limit_s) <= self._limit:
             return True
-        # What Megatron does alone comes first, and every branch once more.
+        # Every branch is visited twice, first for stock Megatron, and counted on the second visit.
         if kinds is _OURS and is_large:
             self._judge.cut_branch(branch.setup, least, branch.state_bytes > self._limit)
         elif kinds is _OURS:
@@ -300,32 +308,31 @@ class _Search:
         return False
 
     def _take(self, candidate: _Open, setup: Setup, members: Members) -> _Open | None:
-        """Ask whether the trainer takes it, then for its memory, and simulate it at last; return it if it is to come up
-        again, with a higher bound."""
+        """Take one step: the trainer's rules, memory, or simulation. Return the entry with a new bound if more follow."""
         kinds = self._kinds(setup)
-        is_asked = "all" in kinds
+        is_counted = "all" in kinds
         if candidate.bound_s >= self._fastest.limit_s(kinds) / INDISTINCT:
-            if is_asked:
+            if is_counted:
                 self._judge.is_slower(setup, candidate.bound_s)
             return None
         if not candidate.is_taken:
             taken = members.taken(setup)
             if taken is None:
                 return None
-            self._num_configurations += is_asked
+            self._num_configurations += is_counted
             bound_s = max(candidate.bound_s, self.bounds.seconds(taken))
             return candidate._replace(bound_s=bound_s, setup=taken, is_taken=True)
         if not candidate.fits:
-            judge = self._judge if is_asked else self._judge_apart
+            judge = self._judge if is_counted else self._judge_apart
             chosen = judge.fitting(setup)
             if chosen is None:
                 return None
             bound_s = candidate.bound_s if chosen == setup else self.bounds.seconds(chosen)
-            # What it holds at most, which is known now, bounds its time once more.
+            # The most that it holds is known now, and gives another bound of its time.
             bound_s = max(bound_s, resident_seconds(chosen, self._space.profile))
             return candidate._replace(bound_s=bound_s, setup=chosen, needs_bytes=judge.needs_bytes, fits=True)
         self._num_simulated += 1
-        self._simulate(candidate, setup, kinds, self._judge.families[setup.schedule] if is_asked else None)
+        self._simulate(candidate, setup, kinds, self._judge.families[setup.schedule] if is_counted else None)
         return None
 
     def _simulate(self, candidate: _Open, setup: Setup, kinds: tuple[str, ...], family: FamilyResult | None) -> None:
@@ -340,17 +347,18 @@ class _Search:
         if timing is None:
             return
         place, leads = (timing.iteration_s, candidate.number), family is not None and timing.iteration_s < fastest_s
-        kept = self._fastest.kinds_with_room(kinds, place)
-        if not kept and not leads:
+        open_kinds = self._fastest.kinds_with_room(kinds, place)
+        if not open_kinds and not leads:
             return
-        # To tell that it was too much a part of it may have been enough.
-        whole = None if candidate.needs_bytes is None else peak_bytes(replace(setup, balance=None))
+        # Its need so far may be a lower bound, which was enough to tell that it does not fit.
+        unbalanced_bytes = None if candidate.needs_bytes is None else peak_bytes(replace(setup, balance=None))
         row = Candidate(
-            predict(setup, self._space.profile, formula=self._space.formula, timing=timing), unbalanced_bytes=whole
+            predict(setup, self._space.profile, formula=self._space.formula, timing=timing),
+            unbalanced_bytes=unbalanced_bytes,
         )
         if family is not None and leads:
             family.fastest = row
-        self._fastest.keep(kept, place, row)
+        self._fastest.keep(open_kinds, place, row)
 
     def outcome(self) -> Outcome:
         judge, rows = self._judge, self._fastest.rows
@@ -363,7 +371,7 @@ class _Search:
             closest=judge.closest,
             families=judge.standings(),
             num_configurations=self._num_configurations,
-            num_fitting=sum(one.num_fitting for one in judge.families.values()),
+            num_fitting=sum(family.num_fitting for family in judge.families.values()),
             num_only_balanced=judge.num_only_balanced,
             num_simulated=self._num_simulated,
             unseen_s=None if self._unseen_s == inf else self._unseen_s,
@@ -382,12 +390,12 @@ class _Fastest:
         return tuple(row for _, row in self._rows[kind])
 
     def limit_s(self, kinds: Iterable[str]) -> float:
-        """Return the seconds from which on nothing is among the rows of these kinds."""
+        """Return the seconds from which on a configuration is in no rows of these kinds."""
         return max(map(self._limit_of, kinds))
 
     def _limit_of(self, kind: str) -> float:
-        own = self._slowest_s(kind)
-        return own if kind in ("all", "stock") else min(own, COMPARED * self._slowest_s("all"))
+        slowest_s = self._slowest_s(kind)
+        return slowest_s if kind in ("all", "stock") else min(slowest_s, COMPARED * self._slowest_s("all"))
 
     def _slowest_s(self, kind: str) -> float:
         rows, size = self._rows[kind], self._sizes[kind]
@@ -396,7 +404,7 @@ class _Fastest:
         return rows[-1][0][0] if len(rows) == size else inf
 
     def kinds_with_room(self, kinds: Iterable[str], place: tuple[float, int]) -> list[str]:
-        """Return those of these kinds among whose rows this place is."""
+        """Return the kinds whose rows include this place."""
         return [
             kind
             for kind in kinds
@@ -405,5 +413,5 @@ class _Fastest:
 
     def keep(self, kinds: Iterable[str], place: tuple[float, int], row: Candidate) -> None:
         for kind in kinds:
-            rows = sorted([*self._rows[kind], (place, row)], key=lambda kept: kept[0])
+            rows = sorted([*self._rows[kind], (place, row)], key=lambda entry: entry[0])
             self._rows[kind] = rows[: self._sizes[kind]]

@@ -1,4 +1,4 @@
-"""The configurations of a search, and what cut the others. What needs too much memory is still among them."""
+"""The configurations of a search, and counts of what cut the others. Memory is not checked here."""
 
 import math
 from collections import Counter
@@ -32,8 +32,7 @@ def with_block(setup: Setup, num_layers: int) -> Setup:
 
 
 def fewest_layers(upper: int, is_enough: Callable[[int], bool]) -> int | None:
-    """Return the smallest number from 1 to `most` that is enough, where more are, too; None where not even `most`
-    is."""
+    """Return the smallest number up to `upper` that is enough, if larger ones are, too; None if `upper` is not."""
     if upper < 1 or not is_enough(upper):
         return None
     low, high = 1, upper
@@ -45,7 +44,7 @@ def fewest_layers(upper: int, is_enough: Callable[[int], bool]) -> int | None:
 
 SEARCHED_SCOPES = RECOMPUTE
 VOCABULARIES = tuple(mode.value for mode in Vocabulary)
-# What a space and its setups have in common.
+# Fields that a space shares with its setups.
 _SHARED = ("model", "cluster", "global_batch", "sequence", "attention", *(field.name for field in fields(Training)))
 
 
@@ -129,8 +128,7 @@ class Space(Training):
 
 
 def with_free_switches(space: Space) -> Space:
-    """Return the space with all flags of Megatron that cost nothing: what is sent, reduced, gathered and scattered
-    overlaps with computation."""
+    """Return the space with all of Megatron's overlaps of communication with computation, which cost nothing."""
     switches = replace(
         space.switches.with_overlaps(distributed_optimizer=space.distributed_optimizer),
         no_overlap_p2p_communication=False,
@@ -140,10 +138,10 @@ def with_free_switches(space: Space) -> Space:
 
 
 # Tokens from which on activations of a sequence may not fit and attention may hide an exchange of keys and values; and the
-# fewest tokens of a device.
+# fewest tokens per device.
 LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
-# What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.
+# Reasons that cut candidates, in the order of the checks, and what each counts: for grids, a whole t*p*d at once.
 CUTS = {
     "asked": "grids, micro-batch sizes and numbers of chunks: excluded by flags (--tp, --pp, --mbs, --vp)",
     "mamba": "grids: t does not divide heads or groups of Mamba layers, or c is more than 1",
@@ -172,7 +170,7 @@ CUTS = {
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending, in as many steps as the square root."""
+    """Return all divisors in ascending order, in O(sqrt(number)) steps."""
     low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return low + [number // divisor for divisor in reversed(low) if divisor * divisor != number]
 
@@ -249,13 +247,13 @@ def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
 
 
 def num_grids(space: Space) -> int:
-    """Return the ways to write the devices as t*c*p*d with t inside a node."""
+    """Return the number of ways to write the devices as t*c*p*d with t inside a node."""
     return sum(map(len, (pipelines for *_, pipelines in _with_pipelines(space))))
 
 
 def usual_contexts(sequence: int, devices: int) -> tuple[int, ...]:
-    """Return the context-parallel sizes searched by default: 1, and with long sequences more, while each device
-    keeps a good part."""
+    """Return the context-parallel sizes searched by default: 1, and for long sequences more, as long as each
+    device keeps a good part."""
     if sequence < LONG_SEQUENCE:
         return (1,)
     return tuple(size for size in divisors(devices) if size * LEAST_PART <= sequence)
@@ -319,7 +317,7 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
     for schedule in space.schedules:
         family = FAMILIES[schedule]
         if family.splits and pipeline == 1:
-            # Nobody to wait for: it would be 1F1B.
+            # A single rank never waits: it would be 1F1B.
             continue
         cut = _cut_of(family, space, pipeline, num_microbatches)
         if cut is not None:
@@ -340,7 +338,7 @@ def _cut_of(family: Family, space: Space, pipeline: int, num_microbatches: int) 
         if space.model.experts is not None:
             return "experts"
         if pipeline < 4 or pipeline % 2:
-            # To Megatron it is half as many ranks, which have to be a pipeline still.
+            # Megatron sees half the ranks, which still have to form a pipeline.
             return "pipes"
         return "micro_batches" if num_microbatches % pipeline else None
     if family.max_chunks == 1:
@@ -355,7 +353,7 @@ def _in_chunks(
     schedule: str, space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]
 ) -> Iterator[_Choice]:
     family, num_layers = FAMILIES[schedule], space.model.num_layers
-    # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
+    # If the ranks divide the layers, chunks that do not would only make some ranks slower.
     uneven = space.uneven and num_layers % pipeline != 0
     for chunks in family.chunks(max(space.max_chunks, *(space.chunk_counts or (1,)))):
         if not _is_asked(space.chunk_counts, chunks):
@@ -366,21 +364,21 @@ def _in_chunks(
             cuts["chunks"] += 1
             continue
         if chunks == 1 and family.takes_groups:
-            # Of one chunk there are no groups: it would be 1F1B in halves.
+            # One chunk has no groups: it would be 1F1B in halves.
             continue
         for group in groups(schedule, pipeline, num_microbatches):
             yield _Choice(schedule, chunks, layers, group)
 
 
 def is_in_order(schedule: str, pipeline: int, chunks: int) -> bool:
-    """Whether stages go over ranks as in Megatron: down all of them, and again for the next chunks."""
+    """Whether stages are placed as in Megatron: over all ranks in order, and again for the next chunks."""
     family = FAMILIES[schedule]
     in_order = (tuple(stage % pipeline for stage in range(pipeline * chunks)),)
     return family.num_pipes == 1 and family.layout(pipeline, chunks).placements == in_order
 
 
 def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneven: bool) -> tuple[int, ...] | None:
-    """None if the layers cannot be split so. A rank with both ends needs layers in them: others were never trained."""
+    """Return layers by stage, or None. A rank with both ends needs layers in both: others were never trained."""
     layers = split_layers(num_layers, pipeline * chunks, uneven)
     placements = FAMILIES[schedule].layout(pipeline, chunks).placements
     ends_meet = len(placements) > 1 or placements[0][0] == placements[0][-1]
@@ -388,16 +386,16 @@ def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneve
 
 
 def groups(schedule: str, pipeline: int, num_microbatches: int, slices: int = 1) -> tuple[int | None, ...]:
-    """Return the fewest micro-batches that keep the pipeline busy, and as many as there are ranks: less memory, or
-    less time. In slices, of as many of these, too."""
+    """Return group sizes: the fewest micro-batches that keep the pipeline busy (less memory), and one per rank (less
+    time). With slices, also those of the micro-batches whose slices fill the ranks."""
     family = FAMILIES[schedule]
     if not (family.takes_groups and family.splits):
         return (None,)
-    as_many = (pipeline, microbatches_of(pipeline, slices))
-    return tuple(sorted({min(size, num_microbatches) for p in as_many for size in (family.usual_group(p), p)}))
+    counts = (pipeline, microbatches_of(pipeline, slices))
+    return tuple(sorted({min(size, num_microbatches) for p in counts for size in (family.usual_group(p), p)}))
 
 
 def _scopes(space: Space) -> tuple[str, ...]:
     """With flash attention, selective recomputation frees nothing, so it is tried only if it is the only choice."""
-    asked = tuple(dict.fromkeys(OPEN if scope == BLOCK else scope for scope in space.recompute))
-    return tuple(scope for scope in asked if not (scope == "selective" and space.attention == "flash")) or asked
+    scopes = tuple(dict.fromkeys(OPEN if scope == BLOCK else scope for scope in space.recompute))
+    return tuple(scope for scope in scopes if not (scope == "selective" and space.attention == "flash")) or scopes

@@ -1,11 +1,11 @@
-"""Time many micro-batches from the first ones.
+"""Iteration times of many micro-batches, extrapolated from the first ones.
 
 In: a Setup and its costs. Out: `Timing`.
 
-Of few micro-batches all are simulated. Of many as few as show that they repeat themselves: in the middle of every rank's
-order stand two steps in which it computes the same, micro-batches apart, and computation by computation as much later.
-What does so once does so again, so every further step adds as much. Where nothing repeats, twice as many are simulated,
-and so on; what never does is continued by what the last ones added. Knows no memory.
+A few micro-batches are all simulated. Of many, only enough are simulated to show a repetition: in the middle of every
+rank's order, two steps in a row compute the same for other micro-batches, each computation later by the same seconds.
+Every further step then adds these seconds. If nothing repeats, about twice as many are simulated, and so on; if nothing
+ever repeats, the last increase is extrapolated. Memory is ignored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bpipe.simulate.cost import Costs, Number
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed, bubble
 
-# What differs by less is rounded.
+# A relative difference below this is due to rounding.
 _ROUNDED = 1e-9
-# What ranks ahead of the slowest do may never repeat exactly: it is enough that further steps add as much within this share.
+# Ranks ahead of the slowest may never repeat exactly: it is enough that steps add the same time within this share.
 _EVEN = 1e-3
-# Steps simulated beyond those in which the pipeline fills, until some repeat. What has not repeated after the last is
-# continued nonetheless.
+# Steps simulated beyond those that fill the pipeline, until some repeat. After the last number, times are extrapolated
+# anyway.
 _FURTHER = (1, 3, 7, 15, 31)
-# Of a family whose ranks hold ever more nothing repeats, and each step adds as much from the first on.
+# Nothing repeats in a family whose ranks hold ever more, but each step adds the same time from the first on.
 _WITHOUT_END = (4, 5)
 
 
@@ -39,8 +39,8 @@ _WITHOUT_END = (4, 5)
 class Timing:
     """Seconds of one iteration.
 
-    `exposed_s[rank]` is what the rank stands still for transfers. `simulated` micro-batches were, the rest continues
-    the steady phase.
+    `exposed_s[rank]` is the time that the rank waits for transfers. `simulated` counts micro-batches that were
+    simulated; the rest is extrapolated.
     """
 
     iteration_s: float
@@ -58,7 +58,7 @@ class Timing:
 
 class _Totals(NamedTuple):
     """Seconds of an iteration or of a step: of the iteration, of the pipeline, that all ranks compute, from their first
-    computations to their last, and that each stands still for transfers."""
+    computations to their last, and that each waits for transfers."""
 
     iteration_s: float
     pipeline_s: float
@@ -67,13 +67,13 @@ class _Totals(NamedTuple):
     exposed_s: tuple[float, ...]
 
     def plus(self, step: _Totals, times: float) -> _Totals:
-        """Return these and so many times those of a step."""
+        """Return these totals plus `times` those of a step."""
         return _Totals(
             self.iteration_s + times * step.iteration_s,
             self.pipeline_s + times * step.pipeline_s,
             self.busy_s + times * step.busy_s,
             self.span_s + times * step.span_s,
-            tuple(one + times * other for one, other in zip(self.exposed_s, step.exposed_s, strict=True)),
+            tuple(total + times * part for total, part in zip(self.exposed_s, step.exposed_s, strict=True)),
         )
 
 
@@ -82,14 +82,14 @@ def whole_timing(simulation: Simulation) -> Timing:
 
 
 def steady_timing(setup: Setup, costs: Costs) -> Timing:
-    """Return the timing of all its micro-batches."""
+    """Return the timing of all micro-batches of a setup."""
     timing = timing_within(setup, costs, inf)
     assert timing is not None, "nothing takes longer than for ever"
     return timing
 
 
 def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
-    """Return the same, or None where the first micro-batches tell that it is longer than `most_s`.
+    """Return the timing, or None if the first micro-batches show that it is longer than `most_s`.
 
     In the steady phase no micro-batch adds less than the busiest rank computes for it.
     """
@@ -101,15 +101,15 @@ def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
         try:
             latest = simulate(unchecked(setup.program(count)), costs)
         except BudgetTooSmall:
-            # Rooms that are planned for all micro-batches need not do for the order of fewer.
+            # Room that is planned for all micro-batches may be too small for the order of fewer.
             return _whole(setup, costs)
         added = _repeated(latest, step)
         if added is not None:
             return _timing(_totals(latest).plus(added, (m - count) // step), count)
-        busiest = max(float(latest.busy_s(rank)) for rank in range(setup.pipeline)) / count
-        # What is level with `most_s` may be rounded to either side of it.
+        busiest_s = max(float(latest.busy_s(rank)) for rank in range(setup.pipeline)) / count
+        # A time equal to `most_s` may be rounded to either side of it.
         # Passes of shards overlap, so with them a step may add less than all that a rank computes.
-        least_s = (float(latest.makespan_s) + (m - count) * busiest) * (1 - _ROUNDED)
+        least_s = (float(latest.makespan_s) + (m - count) * busiest_s) * (1 - _ROUNDED)
         if least_s > most_s and not setup.is_sharded:
             return None
         simulated.append(latest)
@@ -120,11 +120,11 @@ def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
 
 
 def _adds_evenly(simulated: Sequence[Simulation]) -> bool:
-    """Whether each micro-batch adds as much from the second to the third simulation as from the first to the second."""
+    """Whether a micro-batch adds as much from the second to the third simulation as from the first to the second."""
     if len(simulated) < 3:
         return False
     before, now = ((added.iteration_s, *added.exposed_s) for added in map(_added, simulated, simulated[1:]))
-    return all(abs(other - one) <= _EVEN * now[0] for one, other in zip(before, now, strict=True))
+    return all(abs(later - earlier) <= _EVEN * now[0] for earlier, later in zip(before, now, strict=True))
 
 
 def _added(less: Simulation, more: Simulation) -> _Totals:
@@ -148,7 +148,7 @@ def _counts(setup: Setup) -> Iterator[int]:
     """
     step, fill = setup.stride, FAMILIES[setup.schedule].fill
     further = 0 if setup.slices == 1 else -(-2 // step)
-    for steps in _WITHOUT_END if fill is None else (fill + one for one in _FURTHER):
+    for steps in _WITHOUT_END if fill is None else (fill + number for number in _FURTHER):
         yield (steps + further) * step + setup.num_microbatches % step
 
 
@@ -158,20 +158,22 @@ def _repeated(simulation: Simulation, step: int) -> _Totals | None:
     added = None
     busy, exposed = 0.0, []
     for rank, row in enumerate(simulation.computations):
-        each = len(row) * step // _num(simulation)
-        first = (len(row) - 2 * each) // 2
-        if first < 0 or not each:
+        length = len(row) * step // _num(simulation)
+        first = (len(row) - 2 * length) // 2
+        if first < 0 or not length:
             return None
-        once, again = row[first : first + each], row[first + each : first + 2 * each]
-        begins = once[0].start_s
-        added = again[0].start_s - begins if added is None else added
-        moves = simulation.transfers[rank]
-        moved, moved_again = _within(moves, begins, added), _within(moves, begins + added, added)
-        if not (_is_later(once, again, number, added) and _is_later(moved, moved_again, number, added)):
+        first_step, second_step = row[first : first + length], row[first + length : first + 2 * length]
+        begins = first_step[0].start_s
+        added = second_step[0].start_s - begins if added is None else added
+        transfers = simulation.transfers[rank]
+        first_moves, second_moves = _within(transfers, begins, added), _within(transfers, begins + added, added)
+        if not (
+            _is_later(first_step, second_step, number, added) and _is_later(first_moves, second_moves, number, added)
+        ):
             return None
-        busy += sum(float(one.end_s - one.start_s) for one in once)
+        busy += sum(float(timed.end_s - timed.start_s) for timed in first_step)
         exposed.append(
-            sum(float(one.seconds) for one in simulation.waits[rank] if begins < one.end_s <= begins + added)
+            sum(float(wait.seconds) for wait in simulation.waits[rank] if begins < wait.end_s <= begins + added)
         )
     assert added is not None
     seconds = float(added)
@@ -179,16 +181,16 @@ def _repeated(simulation: Simulation, step: int) -> _Totals | None:
 
 
 def _within(row: Sequence[Timed], begins: Number, seconds: Number) -> list[Timed]:
-    return [one for one in row if begins <= one.start_s < begins + seconds]
+    return [timed for timed in row if begins <= timed.start_s < begins + seconds]
 
 
-def _is_later(once: Sequence[Timed], again: Sequence[Timed], step: int, seconds: Number) -> bool:
-    """Whether the same actions of later micro-batches follow, all by the same seconds later."""
+def _is_later(first: Sequence[Timed], second: Sequence[Timed], step: int, seconds: Number) -> bool:
+    """Whether the second row has the first's actions for later micro-batches, all later by the same seconds."""
     rounded = _ROUNDED * float(seconds)
-    return len(once) == len(again) and all(
-        abs(float(other.start_s - one.start_s - seconds)) <= rounded
-        and other.action == of_microbatch(one.action, one.action.microbatch + step)
-        for one, other in zip(once, again, strict=True)
+    return len(first) == len(second) and all(
+        abs(float(later.start_s - earlier.start_s - seconds)) <= rounded
+        and later.action == of_microbatch(earlier.action, earlier.action.microbatch + step)
+        for earlier, later in zip(first, second, strict=True)
     )
 
 

@@ -23,7 +23,7 @@ from bpipe.schedule.layout import TRAINED_SHARDS
 
 # Fewer layers for the last stage.
 REDISTRIBUTE = "redistribute"
-# Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
+# Below this ratio, the last rank's extra time or a remedy's gain is within the error of predictions.
 HURTS = 1.05
 
 
@@ -51,15 +51,15 @@ class Burden:
 def burden(
     prediction: SetupPrediction, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
 ) -> Burden | None:
-    """Return the vocabulary's burden; None if it is small or nothing clearly helps. `algorithms`: shards that count."""
+    """Return the vocabulary's burden; None if it is small or nothing clearly helps. `algorithms`: shards to try."""
     setup = prediction.setup
     if setup.is_sharded or setup.pipeline < 2:
         return None
     load = last_load(setup, profile)
     if load < HURTS:
         return None
-    every = ((name, _within(other, profile)) for name, other in alternatives(setup, profile, algorithms).items())
-    remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in every if other is not None}
+    pairs = ((name, _within(other, profile)) for name, other in alternatives(setup, profile, algorithms).items())
+    remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in pairs if other is not None}
     result = Burden(prediction, load, remedies)
     return result if remedies and result.gain(result.best) >= HURTS else None
 
@@ -78,7 +78,7 @@ def alternatives(
 
 
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:
-    """Plan anew within the budget, if there is one, because ranks hold something else; None if no plan keeps it."""
+    """Return the setup, planned anew if it has a budget, as memory has changed; None if no plan keeps the budget."""
     if setup.activation_budget is None or setup.budget_bytes is None:
         return setup
     plain = replace(setup, balance=BalanceConfig(hosts=setup.hosts))
@@ -89,8 +89,7 @@ def _within(setup: Setup, profile: Profile | None) -> Setup | None:
 
 
 def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:
-    """Only with one stage per rank, as chunks of other ranks would lie between; the trainer does not choose it for
-    patterns."""
+    """Return layers with fewer on the last stage. None for chunks, which alternate with other ranks', and patterns."""
     if setup.model.hybrid is not None or setup.num_chunks > 1 or not setup.layers[-1]:
         return None
     cost = costs_of(setup, profile).stages[-1]
@@ -100,7 +99,7 @@ def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | N
 
 
 def burden_text(result: Burden, row: int) -> str:
-    """Return in a sentence how much the vocabulary hurts in that row."""
+    """Return a sentence that says how much the vocabulary hurts in this row."""
     return (
         f"The vocabulary hurts in row {row}: with {result.prediction.setup.padded_vocabulary} tokens the last stage's rank "
         f"computes {result.load:.2f} times as long as the others, which wait for it. Remedies:"

@@ -39,49 +39,49 @@ class _Change(NamedTuple):
     apply: Callable[[], Setup]
     """Return the changed configuration. Raises ValueError if there is none."""
     unplanned: Callable[[], Setup] | None = None
-    """The same without a plan by bytes, which takes long, for bounds of its time; None if nothing is planned."""
+    """Like `apply`, but without the slow plan by bytes, for bounds of its time; None if nothing is planned."""
     hosts: str = PAIR
-    """Who hosts by that plan."""
+    """Hosts of that plan."""
 
     def plain(self) -> Setup:
         return (self.unplanned or self.apply)()
 
 
-# What needs hardly less is no help.
+# Ratio of memory needs up to which a change helps.
 HELPFUL = 0.99
-# How many chunks per rank schedules are tried with that are made for a bound.
+# Chunks per rank tried for schedules that are made for a bound.
 _CHUNKS = range(2, 9)
-# Who hosts where no memory of a node does.
+# Hosts other than node memory.
 _DEVICES = (PAIR, POOL)
-# So many changes of each sort are tried in pairs: the fastest that fit, and of others the fastest and the smallest.
+# Changes of each sort tried in pairs: the fastest that fit, and the fastest and the smallest of the others.
 _SEEDS = 4
 
 
 def ways_to_fit(
     setup: Setup, others: Others = (), profile: Profile | None = None, planned: Callable[[Setup], Setup] | None = None
 ) -> list[Candidate]:
-    """Return every change, alone or with another one, that helps: first those that fit, the fastest first, those that
-    are tight after the others, then what does not fit, by what it needs.
+    """Return every change that helps, alone or with another one: first those that fit, the fastest first and tight ones
+    last, then those that do not fit, by the bytes that they need.
 
     A change alone helps if it needs clearly less memory, or fits and takes less time; a pair only if it is faster than
-    all single changes. Of changes with the same figures, as hosts have if pairs have room, the first stands for all.
+    all single changes. Of changes with the same figures (hosts, if pairs have room), the first is returned.
 
     Args:
         setup: The configuration as it is.
         others: Flags of the launch that the trainer may refuse.
         profile: Measured costs of its stages, if there are any.
-        planned: How the launch plans what moves by its budget; every change does so, too.
+        planned: Plans evictions within the launch's budget; it is applied to every change, too.
     """
-    tried = _Tried(setup, others, profile, planned)
+    record = _Tried(setup, others, profile, planned)
     for change in _changes(setup, profile):
-        tried.take(change)
-    # Who hosts for whom among many ranks takes long to plan.
+        record.take(change)
+    # Planning who hosts for whom among many ranks takes long.
     has_pairs = planned is None or setup.hosts in (PAIR, HOST)
-    for trial in tried.seeds() if has_pairs else ():
+    for trial in record.seeds() if has_pairs else ():
         for change in _changes(trial.changed, profile):
             if change.unplanned is None or change.hosts in (PAIR, HOST):
-                tried.take(change, after=trial)
-    return sorted((trial.row for trial in tried.trials if tried.helps(trial.row)), key=_place)
+                record.take(change, after=trial)
+    return sorted((trial.row for trial in record.trials if record.helps(trial.row)), key=_place)
 
 
 class _Trial(NamedTuple):
@@ -89,7 +89,7 @@ class _Trial(NamedTuple):
 
     row: Candidate
     kind: str
-    """What the change changes, of a pair the second one."""
+    """What the change affects; for a pair, what the second one does."""
     changed: Setup
     """The changed configuration, before it is planned."""
 
@@ -106,8 +106,8 @@ class _Tried:
         self.trials: list[_Trial] = []
 
     def seeds(self) -> list[_Trial]:
-        """Return changes that others are tried after: of those that fit the fastest, and of those that do not the
-        fastest and the smallest. What a plan balances has no other change after it."""
+        """Return the changes to combine with others: the fastest that fit, and the fastest and smallest that do not.
+        A change with a plan is not combined."""
         trials = [trial for trial in self.trials if trial.changed.activation_budget is None]
         able, unable = ([trial for trial in trials if trial.row.can_run is can_run] for can_run in (True, False))
         sorts = (
@@ -119,24 +119,24 @@ class _Tried:
         return list(by_name.values())
 
     def helps(self, row: Candidate) -> bool:
-        """Whether it needs clearly less, or fits and takes less time. A plan fills its budget."""
+        """Whether it needs clearly less memory, or fits and takes less time. A plan always fills its budget."""
         is_less = self._planned is not None or row.peak_bytes <= HELPFUL * self._now.peak_bytes
         return is_less or (row.can_run and row.iteration_s < self._now.timing.iteration_s)
 
     def _fastest_s(self, setup: Setup) -> float:
-        """Return the time of the fastest that a pair has to beat: what the CPU updates is compared only with its like."""
+        """Return the time that a pair has to beat. Rows updated by the CPU count only for setups that are, too."""
         now_s = self._now.timing.iteration_s if self._now.fits and not self._now.is_tight else inf
         rows = (trial.row for trial in self.trials)
         alike = (row for row in rows if row.can_run and not (row.is_tight or _on_cpu(row.setup) > _on_cpu(setup)))
         return min((row.iteration_s for row in alike), default=now_s)
 
     def take(self, change: _Change, after: _Trial | None = None) -> None:
-        """Predict a change, alone or after another one; of a pair only if it may be the fastest."""
+        """Predict a change, alone or after another one; a pair only if it may be the fastest."""
         if after is not None and after.kind == change.kind:
             return
         try:
-            bounded = None if after is None else change.plain()
-            if bounded is not None and lower_bound_s(bounded, self._profile) >= self._fastest_s(bounded):
+            unplanned = None if after is None else change.plain()
+            if unplanned is not None and lower_bound_s(unplanned, self._profile) >= self._fastest_s(unplanned):
                 return
             plain = change.apply()
             changed = plain if self._planned is None else self._planned(plain)
@@ -158,12 +158,12 @@ class _Tried:
 
 
 def _place(row: Candidate) -> tuple[int, float]:
-    """Sort key: the time of what takes longer than is predicted is not compared with the others'."""
+    """Return the sort key: rows that take longer than predicted come after the others that can run."""
     return (int(_is_slower(row)), row.iteration_s) if row.can_run else (2, row.peak_bytes)
 
 
 def _is_slower(row: Candidate) -> bool:
-    """Whether it takes longer than is predicted: it is tight, or the CPU updates weights."""
+    """Whether it takes longer than predicted, because it is tight or the CPU updates weights."""
     return row.is_tight or _on_cpu(row.setup)
 
 
@@ -172,12 +172,12 @@ def _on_cpu(setup: Setup) -> bool:
 
 
 def _stands_for(row: Candidate, other: Candidate) -> bool:
-    """Whether one has the other's figures, or none worse if they differ only in how devices share."""
-    own, its = ((row_of.iteration_s, row_of.peak_bytes, row_of.can_run) for row_of in (row, other))
+    """Whether `row` has the figures of `other`, or no worse ones if they differ only in the devices that host."""
+    figures, others = ((row_of.iteration_s, row_of.peak_bytes, row_of.can_run) for row_of in (row, other))
     plain = {replace(row_of.setup, balance=None, budget_bytes=None) for row_of in (row, other)}
     are_balanced = all(row_of.setup.balance is not None and row_of.setup.hosts in _DEVICES for row_of in (row, other))
     alike = len(plain) == 1 and are_balanced
-    return own == its or (alike and row.can_run and own[0] <= its[0] and own[1] <= its[1])
+    return figures == others or (alike and row.can_run and figures[0] <= others[0] and figures[1] <= others[1])
 
 
 def _changes(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
@@ -300,7 +300,7 @@ def _layer_moved(setup: Setup) -> Iterator[_Change]:
 
 
 def _schedules(setup: Setup) -> Iterator[_Change]:
-    """Other numbers of chunks, and of each family made for a bound the number that needs least."""
+    """Other numbers of chunks, and each family made for a bound with the number that needs least memory."""
     own = FAMILIES[setup.schedule]
     if own.num_pipes > 1:
         return
@@ -327,7 +327,7 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
 
 
 def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
-    # The order is chosen anew; slices stay.
+    # Options of the order are reset; slices stay.
     options: dict[str, Any] = {option: field.default for option, field in TAKEN.items() if option != "slices"}
     options |= {"schedule": name, "num_chunks": chunks}
     return lambda: replace(setup, layers=_layers_over(setup, setup.pipeline, chunks), mtp_stage=None, **options)
@@ -355,7 +355,7 @@ def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
 
 
 def _limits(setup: Setup) -> Iterator[tuple[int, ...]]:
-    """Yield the budgets; without them what leaves room, and then all memory."""
+    """Yield the budgets; without budgets, limits that leave room, and then all memory."""
     if setup.budget_bytes is None:
         yield (roomy_bytes(setup.cluster, setup.kernels),) * setup.pipeline
     yield setup.limit_bytes
