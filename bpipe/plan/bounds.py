@@ -62,7 +62,7 @@ def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
     )
     stays = [*accumulate(passes)][::-1]
     return setup.num_microbatches * max(
-        sum(stays[stage] for stage in held.stages) / held.most_saved for held in held_of(setup)
+        sum(stays[stage] for stage in residency.stages) / residency.most_saved for residency in held_of(setup)
     )
 
 

@@ -107,14 +107,14 @@ def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -
             if values.get(name) is None:
                 raise ValueError(f"{feature} is not modelled: choose what to predict instead with {_name(name)}")
     launch = _said(values, {} if reading is None else reading.options)
-    every = {
+    result = {
         **DEFAULTS,
         **launch,
         **{name: value for name, value in values.items() if value is not None and value is not False},
     }
-    if reading and options.model is None and "vocabulary" not in every:
+    if reading and options.model is None and "vocabulary" not in result:
         raise ValueError("only the tokenizer of the launch knows the size of the vocabulary: give --vocab-size N")
-    return Options(**{**values, **every})
+    return Options(**{**values, **result})
 
 
 def _said(values: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:

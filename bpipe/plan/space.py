@@ -189,7 +189,7 @@ class Branch(NamedTuple):
 
 
 def enumerate_branches(space: Space, cuts: Counter[str]) -> Iterator[Branch]:
-    """Yield every branch, counting what is impossible in `cuts`; one with `OPEN` stands for all numbers of layers."""
+    """Yield every branch, counting what is impossible in `cuts`; one with `OPEN` represents all numbers of layers."""
     for tensor, context, pipeline, data in _grids(space, cuts):
         per_replica = space.global_batch // data
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
@@ -215,7 +215,7 @@ def setups_of(space: Space, branch: Branch, cuts: Counter[str]) -> Iterator[Setu
 
 
 def plainest(space: Space, branch: Branch) -> Setup:
-    """Return a branch's configuration with 1F1B and nothing of ours, which stands for all of them in bounds."""
+    """Return a branch's configuration with 1F1B and nothing of ours, which represents all of them in bounds."""
     layers = split_layers(space.model.num_layers, branch.pipeline, allow_uneven=True)
     return _setup(space, branch, schedule=default_family(1), layers=layers)
 

@@ -67,7 +67,7 @@ def burden(
 def alternatives(
     setup: Setup, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
 ) -> dict[str, Setup]:
-    """Return the setup with every remedy that it can take; shards of both layers where the trainer has them."""
+    """Return the setup with every remedy that it can take; shards of both layers if the trainer has them."""
     setups: dict[str, Setup] = {}
     layers = _redistributed(setup, profile)
     if layers is not None and layers != setup.layers:

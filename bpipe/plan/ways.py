@@ -301,13 +301,13 @@ def _layer_moved(setup: Setup) -> Iterator[_Change]:
 
 def _schedules(setup: Setup) -> Iterator[_Change]:
     """Other numbers of chunks, and each family made for a bound with the number that needs least memory."""
-    own = FAMILIES[setup.schedule]
-    if own.num_pipes > 1:
+    current = FAMILIES[setup.schedule]
+    if current.num_pipes > 1:
         return
     layers = setup.model.num_layers
     even = [chunks for chunks in _CHUNKS if layers % (setup.pipeline * chunks) == 0]
     for chunks in even or _CHUNKS:
-        name = setup.schedule if chunks in own.chunks(_CHUNKS[-1]) else default_family(chunks)
+        name = setup.schedule if chunks in current.chunks(_CHUNKS[-1]) else default_family(chunks)
         if chunks != setup.num_chunks and FAMILIES[name].max_chunks != 1:
             yield _Change("schedule", f"{name} with {chunks} chunks", _in_chunks(setup, name, chunks))
     if setup.num_chunks > 1:
