@@ -29,6 +29,7 @@ _NUMBER = re.compile(r"(-|[-+]?\d[\d.,]*( to \d[\d.,]*)?( ?[x%])?)?")
 _SHORT = 24
 # Seconds between updates of the progress, which a search reports millions of times.
 _EVERY_S = 0.1
+_LINE_EVERY_S = 5
 
 Progress = Callable[[str, int, int], None]
 
@@ -114,9 +115,17 @@ def tell(*parts: str | Table) -> None:
 
 @contextmanager
 def progress_of(what: str) -> Iterator[Progress]:
-    """Show elapsed time and progress on stderr, if that is a terminal, until the block ends."""
+    """Show progress on stderr until the block ends: on a terminal as a bar, elsewhere as a line every few seconds."""
+    shown_at = time.monotonic()
     if not sys.stderr.isatty():
-        yield lambda what, done, total: None
+
+        def write(now_at: str, done: int, total: int) -> None:
+            nonlocal shown_at
+            if time.monotonic() - shown_at > _LINE_EVERY_S:
+                shown_at = time.monotonic()
+                print(f"{what}: {now_at}, {done} of {total}", file=sys.stderr, flush=True)
+
+        yield write
         return
     from rich.progress import Progress, TimeElapsedColumn
 

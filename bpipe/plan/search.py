@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 from typing import NamedTuple
 
@@ -167,23 +168,19 @@ def search(
         branch_bounds.append(bounder.of(branch))
     state = _Search(space, num_rows, cuts, sending, end_s)
     stock_members, members = Members(stock_space(space), state.bounds, Counter()), Members(space, state.bounds, cuts)
+
+    def tell(what: str, done: int) -> None:
+        fastest = f", {state.rows[0].iteration_s:.3f} s so far" if state.rows else ""
+        progress(what + fastest, done, len(branches))
+
     queue = [_Open(False, bounds.seconds, number) for number, bounds in enumerate(branch_bounds)]
-    state.take(
-        queue,
-        branches,
-        branch_bounds,
-        stock_members,
-        _STOCK,
-        lambda done: progress("stock Megatron", done, len(branches)),
-    )
+    state.take(queue, branches, branch_bounds, stock_members, _STOCK, partial(tell, "stock Megatron"))
     leaders = [row.setup for row in state.rows if is_level(row.iteration_s, state.rows[0].iteration_s)]
     queue = [
         candidate._replace(is_later=not any(_is_near(branches[candidate.number], leader) for leader in leaders))
         for candidate in queue
     ]
-    state.take(
-        queue, branches, branch_bounds, members, _OURS, lambda done: progress("all schedules", done, len(branches))
-    )
+    state.take(queue, branches, branch_bounds, members, _OURS, partial(tell, "all schedules"))
     return state.outcome()
 
 

@@ -163,5 +163,5 @@ def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
 def moved_of(outcome: Outcome, name: str, rank: int) -> dict[int, int]:
     """By stage, what this rank measured that leaves with one micro-batch."""
     path = sorted(Path(outcome.report_folder(f"{name}_part")).glob("record_*.jsonl"))[rank]
-    (found,) = (line for line in map(json.loads, path.read_text().splitlines()) if "moved_bytes" in line)
-    return {int(stage): size for stage, size in found["moved_bytes"].items()}
+    (iteration,) = (line for line in map(json.loads, path.read_text().splitlines()) if "actions" in line)
+    return {int(stage): size for stage, size in iteration.get("moved_bytes", {}).items()}

@@ -4,6 +4,7 @@ import io
 import re
 import shlex
 import sys
+import time
 
 import pytest
 
@@ -76,3 +77,13 @@ def test_progress_is_for_terminals_and_leaves_nothing(is_terminal: bool, monkeyp
         progress("memory", 1, 4)
     assert ("memory" in stream.getvalue() and "25%" in stream.getvalue()) is is_terminal
     assert stream.getvalue().endswith("\x1b[2K") is is_terminal
+
+
+def test_in_a_pipe_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, clock = Stream(False), iter((0.0, 4.0, 5.1, 5.1, 6.0))
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with progress_of("plan") as progress:
+        for done in (1, 2, 3):
+            progress("memory", done, 4)
+    assert stream.getvalue() == "plan: memory, 2 of 4\n"
