@@ -295,7 +295,8 @@ def _closest(closest: Closest, space: Space) -> str:
         return f"the least is {describe(setup)}, which needs {needs}; with --memory {gib_text(device)} it fits, barely"
     if closest.is_state:
         cut = f"{needs} of a device ({grid_of(setup)})"
-        return f"weights, gradients and optimizer state alone need at least {cut}: {_more_ranks(setup, space)}"
+        fewer = "bpipe fit tries state in 16 bits and the optimizer on the CPU"
+        return f"weights, gradients and optimizer state alone need at least {cut}: {_more_ranks(setup, space)}; {fewer}"
     return f"the least is {describe(setup)}, which needs {needs}: {_fewer_activations(setup, space)}"
 
 

@@ -375,7 +375,7 @@ def test_nothing_fits_is_said_with_the_least() -> None:
     assert text.startswith(
         "Nothing fits, with balancing or without: weights, gradients and optimizer state alone need at least 8"
     )
-    assert "of 79.2 GiB of a device (t=8 p=1 d=1): use more devices." in text
+    assert "of 79.2 GiB of a device (t=8 p=1 d=1): use more devices; bpipe fit tries" in text
     assert f"{found.cuts['branches']} {CUTS['branches']}" in text
     # Weights fit here, and what one micro-batch saves does not, whatever is recomputed.
     long = search(Space(PRESETS["llama3-8b"], parse_cluster("a100-80g:2"), 16, 2**20, recompute=("full",)))
