@@ -173,11 +173,11 @@ def search(
         fastest = f", {state.rows[0].iteration_s:.3f} s so far" if state.rows else ""
         progress(what + fastest, done, len(branches))
 
-    queue = [_Open(False, bounds.seconds, number) for number, bounds in enumerate(branch_bounds)]
+    queue = [_Open(0, bounds.seconds, number) for number, bounds in enumerate(branch_bounds)]
     state.take(queue, branches, branch_bounds, stock_members, _STOCK, partial(tell, "stock Megatron"))
     leaders = [row.setup for row in state.rows if is_level(row.iteration_s, state.rows[0].iteration_s)]
     queue = [
-        candidate._replace(is_later=not any(_is_near(branches[candidate.number], leader) for leader in leaders))
+        candidate._replace(turn=0 if any(_is_near(branches[candidate.number], leader) for leader in leaders) else 2)
         for candidate in queue
     ]
     state.take(queue, branches, branch_bounds, members, _OURS, partial(tell, "all schedules"))
@@ -205,8 +205,9 @@ _STOCK, _OURS = ("stock", "all", "plain"), ("all", "plain", "balanced")
 class _Open(NamedTuple):
     """Entry of the queue: a branch, by its number, or a configuration. No iteration is shorter than `bound_s`."""
 
-    is_later: bool
-    """Whether others come first, whatever their bounds."""
+    turn: int
+    """Lower turns come first, whatever the bounds: 0 near the leaders, 1 if its order takes long to make, 2 elsewhere,
+    3 if it cannot be the fastest."""
     bound_s: float
     number: int
     setup: Setup | None = None
@@ -263,6 +264,9 @@ class _Search:
             if time.process_time() > self._end_s and self.rows:
                 self._end_early([candidate, *heap], bounded, kinds)
                 break
+            if candidate.turn < 3 and self.rows and candidate.bound_s >= self.rows[0].iteration_s / INDISTINCT:
+                heapq.heappush(heap, candidate._replace(turn=3))
+                continue
             if candidate.setup is not None:
                 entry = self._take(candidate, candidate.setup, members)
                 if entry is not None:
@@ -276,7 +280,7 @@ class _Search:
                 number += 1
                 if kinds is _STOCK or not _is_stock(setup):
                     bound_s = max(candidate.bound_s, self.bounds.pipeline_s(setup))
-                    heapq.heappush(heap, _Open(candidate.is_later or _takes_long(setup), bound_s, number, setup))
+                    heapq.heappush(heap, _Open(candidate.turn or int(_takes_long(setup)), bound_s, number, setup))
 
     def _end_early(self, entries: list[_Open], bounded: list[BranchBounds], kinds: tuple[str, ...]) -> None:
         """Record the lower bound of all remaining entries that may fit."""
