@@ -26,6 +26,8 @@ class Writers:
     def __init__(self, positions: Positions, interval: int | None) -> None:
         self._positions, self._interval = positions, interval
         self._guard = Guard("logging to TensorBoard and Weights & Biases")
+        # Of the CUDA graph of an iteration: replays do not change it, and to ask for it walks all of the allocator's memory.
+        self._pool_bytes: int | None = None
 
     def look(self) -> bool:
         """Whether there are any. Collective over the world if an interval is set."""
@@ -60,10 +62,10 @@ class Writers:
     def write_replay(self, iteration: int, elapsed_s: float) -> None:
         """Write what is known of an iteration that is captured into a CUDA graph or replays one, if this is one.
         Collective as `gathered`."""
-        pool_bytes = graph_pool_bytes()
-        if pool_bytes is not None:
+        self._pool_bytes = self._pool_bytes or graph_pool_bytes()
+        if self._pool_bytes is not None:
             self._tell_all(
-                iteration, {"bpipe-graph-pool-bytes": float(pool_bytes)}, {"bpipe-replay-ms": 1e3 * elapsed_s}
+                iteration, {"bpipe-graph-pool-bytes": float(self._pool_bytes)}, {"bpipe-replay-ms": 1e3 * elapsed_s}
             )
 
     def _tell_all(self, iteration: int, own: dict[str, float], whole: dict[str, float]) -> None:
