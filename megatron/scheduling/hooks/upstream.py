@@ -97,11 +97,11 @@ _CONFIGURATION = """
 """.split()
 
 
-def require(config: object, reader: str) -> None:
+def require(config: object) -> None:
     """Raise Unfit if a model's configuration lacks what an iteration reads."""
     lacking = [name for name in _CONFIGURATION if not hasattr(config, name)]
     if lacking:
-        raise unfit(f"bpipe's {reader}: its configuration has no {', '.join(lacking)}")
+        raise unfit(f"bpipe's driver: its configuration has no {', '.join(lacking)}")
 
 
 def unfit(reason: str) -> Unfit:

@@ -124,7 +124,7 @@ class Driver:
         """
         if not self._engines:
             # Settings that only the model's configuration has; the arguments were checked at the start.
-            upstream.require(config, "driver")
+            upstream.require(config)
             upstream.say_absent(config, configuration=True)
         refuse(config, self._config.balance is not None, self._config.own is not None, self._config.strict)
         first = not self._engines

@@ -280,4 +280,4 @@ def check_the_tested_version_lacks_no_setting() -> None:
             if name:
                 setattr(source, name, 2)
             assert upstream.absent(source, configuration=source is configuration) == [], name
-    upstream.require(configuration, "driver")
+    upstream.require(configuration)
