@@ -340,6 +340,14 @@ LINE = (
 )
 
 
+# What a line of a run's report may hold under each key; a number of the training, under any other, is hexadecimal.
+REPORT_TYPES: dict[str, tuple[type, ...]] = {
+    "iteration": (int,),
+    "skipped": (int, type(None)),
+    "elapsed_s": (int, float, type(None)),
+}
+
+
 def report_texts(_: Path) -> list[str]:
     lines = [
         {"iteration": number, "lm loss": loss.hex(), "grad_norm": (0.3).hex(), "skipped": 0, "elapsed_s": 0.5}
@@ -365,13 +373,7 @@ def judge_report(path: Path, text: str, _: random.Random) -> bool:
     for line in text.splitlines():
         found = json.loads(line)
         for name, value in found.items():
-            wanted = (
-                int
-                if name in ("iteration", "skipped")
-                else (int, float, type(None))
-                if name == "elapsed_s"
-                else (str, type(None))
-            )
+            wanted = REPORT_TYPES.get(name, (str, type(None)))
             if (
                 isinstance(value, bool)
                 or not isinstance(value, wanted)
