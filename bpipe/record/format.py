@@ -342,7 +342,7 @@ class RunInfo:
     num_pipelines: int | None = None
     balanced: bool = False
     synchronous: bool = False  # whether every transfer was waited for as soon as it was started
-    captured: int | None = None  # the first iteration that a CUDA graph replays
+    captured: int | None = None  # the first iteration that a CUDA graph replays, or later if the plan changes before it
     device: str | None = None
     torch: str | None = None
     megatron_core: str | None = None

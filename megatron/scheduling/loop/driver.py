@@ -246,7 +246,7 @@ class Driver:
         if self.changed_over and is_capturing(self.device):
             raise RuntimeFault(
                 f"rank {dist.get_rank()}: a CUDA graph captures an iteration of {program.num_microbatches} micro-batches "
-                "that has not run before: keep the number of micro-batches, and use --cuda-graph-warmup-steps 1 or more"
+                "that has not run before: use --cuda-graph-warmup-steps 1 or more"
             )
         if self._program is not None and self.changed_over:
             # All ranks change programs at once, so host buffers for one program are enough.
@@ -423,7 +423,7 @@ class Driver:
                 predicted_bytes=kept_peak(engine.schedule, self.rank, self.slicing.kept_memory),
                 memory=self._by_slice(engine, self._meter),
             )
-        summary = summary_of(
+        return summary_of(
             engine,
             self._meter,
             self.rank,
@@ -435,7 +435,6 @@ class Driver:
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
             slices=kept,
         )
-        return replace(summary, graph_pool_bytes=measurements.graph_pool_bytes())
 
     def _by_slice(self, engine: Engine, meter: Meter) -> Memory:
         """Return the memory rule for the slices of the last iteration, which may differ in size."""

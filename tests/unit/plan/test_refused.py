@@ -25,12 +25,6 @@ FLAGS = {
         "full_iteration",
         "--bpipe-differing-sizes",
     ),
-    "a learned budget with a CUDA graph of an iteration": (
-        *("--cuda-graph-impl", "full_iteration", "--bpipe-memory", "auto:10"),
-    ),
-    "a batch that grows with a CUDA graph of an iteration": (
-        *("--cuda-graph-impl", "full_iteration", "--step-batch-size-schedule", "0:8"),
-    ),
     "checks of replays": ("--cuda-graph-impl", "full_iteration", "--bpipe-verify", "all"),
     "shards of the vocabulary or slices in a CUDA graph of an iteration": (
         *("--cuda-graph-impl", "full_iteration", "--bpipe-slices", "2"),
