@@ -61,6 +61,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
 # Whose layers: Megatron's --transformer-impl.
 IMPLEMENTATIONS = ("transformer_engine", "local")
+# What is captured in CUDA graphs: nothing, or an iteration, by Megatron's --cuda-graph-impl.
+CUDA_GRAPHS = ("none", "full_iteration")
 # Which weights' halves of split backwards are deferred: the trainer's `--bpipe-keep-weights-halves`.
 KEPT_HALVES = ("linear", "none")
 # How attention reaches the parts of a sequence on other context-parallel ranks: Megatron's --cp-comm-type.
@@ -298,6 +300,8 @@ class Training:
     """Fused kernels of a GPU, or plain torch's, with which Megatron runs on a CPU."""
     transformer_impl: str = IMPLEMENTATIONS[0]
     """Whose softmax unfused attention has on a GPU: Transformer Engine's or Megatron's own; layers are alike."""
+    cuda_graph_impl: str = CUDA_GRAPHS[0]
+    """What is captured in a CUDA graph: its memory is not shared with the update of weights."""
     switches: Switches = Switches()
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     """How tokens come to experts; loads are taken to be even."""

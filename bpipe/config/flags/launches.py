@@ -83,6 +83,7 @@ _TRAINING = (
         default="transformer_engine",
         choices=("local", "transformer_engine", "inference_optimized"),
     ),
+    *_of(str, "--cuda-graph-impl", default="none", choices=("none", "local", "transformer_engine", "full_iteration")),
     *_of(str, "--recompute-granularity", choices=("full", "selective")),
     *_of(str, "--recompute-method", choices=("uniform", "block")),
     *_of(str, "--recompute-modules", count="+"),

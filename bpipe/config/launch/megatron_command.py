@@ -20,9 +20,17 @@ from bpipe.config.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_
 from bpipe.config.launch.layer_split import Split, further_stage
 from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
 from bpipe.config.launch.megatron_settings import MegatronSettings
-from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
+from bpipe.config.launch.other_flags import GRAPHS, PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.predict.recompute import MODULES, Recompute
-from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, flag_of
+from bpipe.predict.training import (
+    CP_COMM_TYPES,
+    CUDA_GRAPHS,
+    FP8_RECIPES,
+    IMPLEMENTATIONS,
+    STATE_FIELDS,
+    SWITCHES,
+    flag_of,
+)
 from bpipe.schedule.families.families import FAMILIES
 
 # Fields whose values a launch gives unchanged.
@@ -258,6 +266,11 @@ def _training(args: Options, notes: list[str]) -> dict[str, Any]:
         switches["tp_comm_overlap"] = False
     if args.fp8_format is not None and args.fp8_recipe == "custom":
         raise ValueError(f"--fp8-recipe custom is not modelled: give one of {', '.join(FP8_RECIPES)}")
+    if args.cuda_graph_impl not in CUDA_GRAPHS:
+        raise ValueError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} is not modelled: {GRAPHS}; leave the flag out to predict the run "
+            "without it"
+        )
     attention = _attention(args, notes)
     differing = [flag_of(name) for name in _DIFFERING if getattr(args, name)]
     if differing:
@@ -268,6 +281,7 @@ def _training(args: Options, notes: list[str]) -> dict[str, Any]:
         "transformer_impl": "local"
         if "local" in (args.transformer_impl, args.attention_backend)
         else IMPLEMENTATIONS[0],
+        "cuda_graph_impl": args.cuda_graph_impl,
         "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
         "no_distributed_optimizer": not args.use_distributed_optimizer,
         **switches,

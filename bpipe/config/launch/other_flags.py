@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 _OFFLOAD, _FSDP = "offloading", "sharding by FSDP"
 _LOW = "4-bit training, or 8-bit training of only some layers or of more than matrices"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
-_GRAPHS = "CUDA graphs, which keep what they capture in memory of their own"
+GRAPHS = "CUDA graphs, which keep what they capture in memory of their own"
 # Values with which a refused flag may be given; further ones by flag.
 _NEUTRAL = ("0", "None", "none")
 _NEUTRAL_OF = {
@@ -45,9 +45,7 @@ REFUSED = {
     GROUP: "larger groups of micro-batches",
     "--optimizer": "an optimizer other than Adam, whose state has another size",
     "--muon-scalar-optimizer": "Muon, whose state has another size",
-    **dict.fromkeys(
-        ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"), _GRAPHS
-    ),
+    **dict.fromkeys(("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"), GRAPHS),
     "--cross-entropy-fusion-impl": "another loss, which keeps no softmax in 32 bit",
     "--fp16-lm-cross-entropy": "a loss in 16 bit",
     # `MLP.forward` adds an offset to the one half, which makes a tensor of it, too.
@@ -89,7 +87,7 @@ PREDICTED_WITHOUT = {
 WITHOUT_INFLUENCE = """
     --*-data-path --*weight-decay* --adam-* --app-tag-* --async-* --auto-detect-ckpt-format --bpipe-executor
     --bpipe-peak-tflops --bpipe-report* --bpipe-strict --bpipe-timeout --bpipe-verify --ckpt-*
-    --clip-grad --data-args-path --data-cache-path --data-path --dataloader-type --ddp-average-in-collective
+    --clip-grad --cuda-graph-warmup-steps --data-args-path --data-cache-path --data-path --dataloader-type --ddp-average-in-collective
     --decoupled-* --disable-gloo-process-groups --dist-ckpt-* --distributed-backend --distributed-timeout-*
     --eod-mask-loss --eval-i* --exit-* --finetune --fp8-amax-* --fp8-margin --hysteresis --init-method-*
     --initial-loss-scale --load --local-rank --log-* --logging-level --loss-scale* --lr --lr-* --mamba-inference-*

@@ -184,6 +184,20 @@ def test_what_does_not_divide_is_refused_with_the_numbers(sizes: dict[str, Any],
         setup(**sizes)
 
 
+def test_a_graph_of_an_iteration_shares_no_memory_with_the_update() -> None:
+    """Gradients in 16 bits are copied to 32 for the update, in memory that no micro-batch needs by then."""
+    eager = setup(precision="fp16")
+    for without, within in zip(
+        *(predict_memory(each) for each in (eager, replace(eager, cuda_graph_impl="full_iteration"))), strict=True
+    ):
+        assert without.update_bytes > 0
+        assert within.state_bytes == without.state_bytes
+        pipeline = (
+            without.activations_bytes + without.hosted_bytes + without.working_bytes + without.fragmentation_bytes
+        )
+        assert within.peak_bytes == without.state_bytes + without.overhead_bytes + pipeline + without.update_bytes
+
+
 @pytest.mark.parametrize(("mtp_stage", "own"), [(None, 7), (6, 6)])
 def test_further_tokens_take_time_where_their_layer_is_and_on_the_last_stage(mtp_stage: int | None, own: int) -> None:
     """Their layer with its embedding on one stage, a second loss on the last; the others are as without them, except
