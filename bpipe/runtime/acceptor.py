@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from bpipe.runtime.errors import TransferError, advance
-from bpipe.runtime.streams import Streams
 from bpipe.schedule.action import Action
-from bpipe.transport.base import Done, Pending
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.one_sided import OneSidedCopies, Transport
+from bpipe.transport.streams import Done, Pending, Streams
 
 
 class HostBufferState(enum.Enum):

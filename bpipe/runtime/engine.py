@@ -19,14 +19,13 @@ from bpipe.runtime.ranges import Ranges
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Kept, Share
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.streams import Streams, synchronize
 from bpipe.schedule.action import READING, Action, Kind
 from bpipe.schedule.host_buffers import Residencies, Residency
 from bpipe.schedule.program import Step, one_by_one, steps
 from bpipe.schedule.schedule import Schedule, computed_together
-from bpipe.transport.base import Pending
 from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Pending, Streams, synchronize
 
 # Names of the timers of an engine's own time: issuing each kind of transfer, and waiting for one.
 WAITING = "bpipe-wait"

@@ -30,11 +30,10 @@ from bpipe.runtime.graph import Pieces, hiding, plain_tensors
 from bpipe.runtime.retention import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.streams import Streams, used_here, used_on
 from bpipe.schedule.action import Action, Key
-from bpipe.transport.base import Done, Pending
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Done, Pending, Streams, used_here, used_on
 
 # Waits for a transfer of an action; the text is its state, for errors.
 Wait = Callable[[Pending, Action, str], None]

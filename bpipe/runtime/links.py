@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.schedule.host_buffers import links_of, num_buffers_for, num_host_memory_buffers, residencies_by_host
 from bpipe.schedule.hosts import Pair, device_ranks, uses_host_memory
 from bpipe.schedule.memory import peak_counts
@@ -15,6 +14,7 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
 from bpipe.transport.host_memory import Buffers
+from bpipe.transport.streams import Device, total_bytes
 from bpipe.transport.table import describe
 
 
@@ -45,7 +45,7 @@ def connect_pairs(
     stages = {pair: places for pair, places in stages_of_pairs(schedule, pipelines).items() if pair not in known}
     if not stages:
         return {}, [], ""
-    rank, copying = dist.get_rank(), copying_on(device)
+    rank, copying = dist.get_rank(), Device(device)
     pipeline = list(next(ranks for ranks in pipelines if rank in ranks))
     here = pipeline.index(rank)
     pairs, own = sorted(pair for pair in stages if pair[0] != pair[1]), uses_host_memory(schedule.hosts)

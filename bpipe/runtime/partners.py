@@ -15,7 +15,6 @@ from bpipe.runtime.evictor import Evictor, Wait
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.retention import Kept
 from bpipe.runtime.sizing import Sizing, Unmoved, together
-from bpipe.runtime.streams import Streams
 from bpipe.schedule.action import TRANSFER, Action, Key, Kind
 from bpipe.schedule.host_buffers import (
     Residency,
@@ -29,6 +28,7 @@ from bpipe.schedule.host_buffers import (
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Streams
 
 
 class Partners:

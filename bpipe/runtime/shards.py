@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from bpipe.runtime.stage import Tensors
-from bpipe.runtime.streams import used_here
 from bpipe.runtime.vocabulary.output import (
     SoftmaxTotals,
     early_part,
@@ -24,6 +23,7 @@ from bpipe.runtime.vocabulary.output import (
     totals,
 )
 from bpipe.schedule.action import Action
+from bpipe.transport.streams import used_here
 
 
 class _BetweenPasses(NamedTuple):

@@ -19,8 +19,8 @@ from bpipe.runtime.measurements import DifferingSums, iteration_of, summary_of
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.run_record import RunRecord, peak_of
-from bpipe.runtime.streams import Clock, peak_allocated_on, total_bytes
 from bpipe.transport.connect import MeasuredLink
+from bpipe.transport.streams import Clock, peak_allocated_on, total_bytes
 
 
 class StepRecord:

@@ -25,7 +25,6 @@ from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.links import connect_pairs, disconnect
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.streams import allocated_on
 from bpipe.schedule.action import Action
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.files.text import write_csv
@@ -50,6 +49,7 @@ from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import allocated_on
 
 logger = logging.getLogger(__name__)
 

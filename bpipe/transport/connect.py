@@ -25,10 +25,10 @@ from bpipe.transport.distributed import (
     part,
 )
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, memory_limits, read_link, read_text
-from bpipe.transport.lanes import CopyLane
-from bpipe.transport.memory import Device, DeviceMemory, SharedMemory
+from bpipe.transport.memory import DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, Peer, Transport
 from bpipe.transport.probe import measure, measure_alone
+from bpipe.transport.streams import CopyLane, Device
 
 TWO_SIDED = ("nccl", "gloo")
 # A one-sided copy takes no compute unit and no time of the partner: worth a somewhat slower link.
@@ -190,7 +190,7 @@ class OwnMemory:
 
     def __init__(self, device: Device, budget: Budget, timeout_s: float) -> None:
         self._device, self._budget = device, budget
-        self._lanes = device.lanes(device.device, timeout_s)
+        self._lanes = device.lanes(timeout_s)
         rank = dist.get_rank()
         self.link = MeasuredLink((rank, rank), "host", {"host": measure_alone(self.transport(), device)})
 
@@ -247,7 +247,7 @@ def _connected(
         if control is not None:
             partner = high if rank == low else low
             own = {name: pair for name, pair in groups.items() if pair is not None}
-            lanes = device.lanes(device.device, timeout_s)
+            lanes = device.lanes(timeout_s)
             connections[partner] = Connection(partner, control, own, device, lanes, timeout_s)
     return dict(sorted(connections.items()))
 

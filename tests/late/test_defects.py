@@ -19,9 +19,9 @@ import torch
 
 from bpipe.runtime import evictor, graph
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.streams import Streams
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.program import Exchange
+from bpipe.transport.streams import Streams
 from megatron.scheduling.loop.measurements import FirstMeasured
 from megatron.scheduling.loop.watermark import Besides
 from megatron.scheduling.replanning import ProcessMemory, measure_process

@@ -33,7 +33,6 @@ from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Share
-from bpipe.runtime.streams import Clock, Streams, allocated_on
 from bpipe.schedule.action import Action, Key, Kind
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.host_buffers import links_of
@@ -42,6 +41,7 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Clock, Streams, allocated_on
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves, Keep

@@ -21,7 +21,6 @@ from bpipe.config.features.queries import reasons_of
 from bpipe.config.features.table import SHARDED, SLICED
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
-from bpipe.runtime.streams import beside
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
@@ -30,7 +29,7 @@ from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.edges import Edges
-from bpipe.transport.lanes import CopyLane
+from bpipe.transport.streams import CopyLane, beside
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.loop.driver import Driver

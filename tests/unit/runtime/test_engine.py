@@ -24,7 +24,6 @@ from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.ranges import name_of
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.streams import Clock
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
@@ -33,6 +32,7 @@ from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
 from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.layout import Sizes
+from bpipe.transport.streams import Clock
 from tests.unit.runtime.loop import WIDTH, gradient, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")

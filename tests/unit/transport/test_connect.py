@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.runtime.streams import copying_on
 from bpipe.transport import AUTO, NAMES, connect
 from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
+from bpipe.transport.streams import Device
 from bpipe.transport.table import describe, sufficiency
 from tests.unit.transport.loopback import controls, together
 
@@ -67,8 +67,8 @@ def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(mon
 
 
 def test_a_connection_makes_the_transport_its_link_chose() -> None:
-    device = copying_on(torch.device("cpu"))
-    lanes = device.lanes(device.device, 1.0)
+    device = Device(torch.device("cpu"))
+    lanes = device.lanes(1.0)
     groups = {"gloo": PairGroups(1, None, None)}  # type: ignore[arg-type]
     connection = Connection(1, None, groups, device, lanes, 1.0)  # type: ignore[arg-type]
     connection.link = MeasuredLink((0, 1), "peer", {})
@@ -87,8 +87,8 @@ def test_a_connection_that_ends_destroys_what_its_link_used(
     chosen: str, tried: list[str], gone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And never a group that failed when it was tried: that may take for ever."""
-    device, (control, _) = copying_on(torch.device("cpu")), controls()
-    lanes = device.lanes(device.device, 1.0)
+    device, (control, _) = Device(torch.device("cpu")), controls()
+    lanes = device.lanes(1.0)
     groups = {name: PairGroups(1, None, None) for name in tried}  # type: ignore[arg-type]
     parted: list[Any] = []
     monkeypatch.setattr(connect, "part", lambda control, groups: parted.append((control, groups)))
@@ -115,7 +115,7 @@ def test_groups_that_lost_are_destroyed_once_the_link_is_chosen(
     groups = {"nccl": PairGroups(1, "nccl up", "nccl down")}  # type: ignore[arg-type]
     destroyed: list[PairGroups] = []
     monkeypatch.setattr(connect, "destroy_groups", destroyed.append)
-    connection = Connection(1, None, groups, copying_on(torch.device("cpu")), (None, None), 1.0)  # type: ignore[arg-type]
+    connection = Connection(1, None, groups, Device(torch.device("cpu")), (None, None), 1.0)  # type: ignore[arg-type]
     connection.settle(MeasuredLink((0, 1), chosen, measured))
     assert destroyed == [groups[name] for name in gone]
     assert isinstance(connection.transport(), Distributed if chosen == "nccl" else OneSidedCopies)
