@@ -7,7 +7,7 @@ nothing. The next iteration has room for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -34,14 +34,9 @@ class Unmoved:
     passed_bytes: int = 0
     """The same in bytes."""
 
-    def with_here(self, sizes: Sequence[int]) -> Unmoved:
-        """Return the record after a computation during which micro-batches of these sizes were here and should not."""
-        passed = max(self.passed_microbatches, len(sizes)), max(self.passed_bytes, sum(sizes))
-        return replace(self, passed_microbatches=passed[0], passed_bytes=passed[1])
-
 
 class Sizing:
-    """Sizes of one evictor."""
+    """Sizes of what leaves one rank; every host of a stage has the same room for its micro-batches."""
 
     def __init__(self, differing: bool) -> None:
         self.differing = differing
@@ -90,10 +85,11 @@ class Sizing:
         if (stage, microbatch) in self._staying:
             self._at_home[stage, microbatch] = self._staying.pop((stage, microbatch))
 
-    @property
-    def at_home(self) -> list[int]:
-        """The bytes of each micro-batch that should be away and is here."""
-        return list(self._at_home.values())
+    def computes(self) -> None:
+        """Note that a computation begins next to the micro-batches that should be away and are here."""
+        sizes = self._at_home.values()
+        passed = max(self.stayed.passed_microbatches, len(sizes)), max(self.stayed.passed_bytes, sum(sizes))
+        self.stayed = replace(self.stayed, passed_microbatches=passed[0], passed_bytes=passed[1])
 
     def back(self, stage: int, microbatch: int) -> None:
         """Note that a micro-batch should be here again."""
@@ -133,27 +129,3 @@ class Sizing:
 
     def _saw(self, stage: int, lengths: tuple[int, ...]) -> None:
         self.most_bytes[stage] = max(self.most_bytes.get(stage, 0), allocated_bytes(lengths))
-
-
-def together(several: Iterable[Sizing], passed: Unmoved) -> Sizing:
-    """Combine the sizes of one rank's evictors: the largest buffers, and all that stayed.
-
-    `passed`: the most by which all of them exceeded the bound at once.
-    """
-    total = Sizing(differing=False)
-    total.stayed = passed
-    for sizing in several:
-        total.differing = sizing.differing
-        total.stayed = replace(
-            total.stayed,
-            microbatches=total.stayed.microbatches + sizing.stayed.microbatches,
-            nbytes=total.stayed.nbytes + sizing.stayed.nbytes,
-        )
-        total.moved_each |= sizing.moved_each
-        # Once per iteration at most, whichever of them grew.
-        total.num_grown = max(total.num_grown, sizing.num_grown)
-        for sizes, others in ((total.moved_bytes, sizing.moved_bytes), (total.most_bytes, sizing.most_bytes)):
-            sizes.update({stage: max(size, sizes.get(stage, 0)) for stage, size in others.items()})
-        for stage, room in sizing.announced.items():
-            total.announced[stage] = max(room, total.announced.get(stage, ()), key=allocated_bytes)
-    return total
