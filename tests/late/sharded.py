@@ -16,7 +16,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
 from bpipe.runtime.stage import Messages, Part, Shards, TorchStages
-from bpipe.runtime.vocabulary.embedding import embedded
+from bpipe.runtime.vocabulary import embedded
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, Collectives, EdgesAndCollectives, SecondStep, SharedGroups

@@ -256,7 +256,7 @@ class Loop:
         inputs = input_shard(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
         return ShardedStages(part, layer, early, inputs)
 
-    def _collectives(self, schedule: Schedule, shard: OutputShard | EarlyShard) -> Collectives:
+    def _collectives(self, schedule: Schedule, shard: OutputShard) -> Collectives:
         """Return the collectives over shards. Collective over the world the first time."""
         timeout_s, device = self._config.message_timeout_s, self._driver.device
         if self._shared is None:

@@ -24,8 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 
-from bpipe.runtime.vocabulary.embedding import embedded, rows_gradient
-from bpipe.runtime.vocabulary.rows import Rows
+from bpipe.runtime.vocabulary import Rows, embedded, rows_gradient
 from megatron.scheduling.loop.chunks import Call
 
 _DROP = "train without --bpipe-vocabulary-input"

@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import reasons_of
 from bpipe.config.features.table import SHARDED
-from bpipe.runtime.vocabulary.rows import Rows
+from bpipe.runtime.vocabulary import Rows
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight
 from megatron.scheduling.placement import checkpoints, embeddings
