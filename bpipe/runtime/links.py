@@ -1,6 +1,8 @@
-"""Connect the pairs of every pipeline of the world that move anything, and disconnect them after the run."""
+"""Connect the pairs of every pipeline of the world that move anything, describe their links, and disconnect them after
+the run."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +17,6 @@ from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.streams import Device, total_bytes
-from bpipe.transport.table import describe
 
 
 def connect_pairs(
@@ -130,3 +131,37 @@ def stages_of_pairs(schedule: Schedule, pipelines: Sequence[Sequence[int]]) -> d
             low, high = sorted(ranks)
             stages[low, high] = (stage, host) if ranks == (low, high) else (host, stage)
     return stages
+
+
+def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:
+    """Describe each pair of stages in one line: the transport, what its links measured, and what else was tried."""
+    of_stages: dict[Pair, list[MeasuredLink]] = defaultdict(list)
+    for link in links:
+        low, high = sorted(stages[link.ranks])
+        of_stages[low, high].append(link)
+    lines = ["links, measured in both directions:"]
+    for pair, same in sorted(of_stages.items()):
+        who = f"stages {pair[0]} and {pair[1]}" if pair[0] != pair[1] else f"stage {pair[0]} and its node's CPU memory"
+        for name in sorted({link.transport for link in same}):
+            lines.append(f"  {who}{_chosen(name, [link for link in same if link.transport == name])}")
+    return "\nbpipe: ".join(lines)
+
+
+def _chosen(name: str, links: Sequence[MeasuredLink]) -> str:
+    """Describe links of the same stages: their transport, their speed, and what else was tried on the first of them."""
+    of = "ranks" if links[0].ranks[0] == links[0].ranks[1] else "pairs of ranks"
+    count = "" if len(links) == 1 else f", {len(links)} {of}"
+    tried = [
+        f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}"
+        for other in links[0].bytes_per_s
+        if other != name
+    ]
+    tried += [f"{other} not usable: {why}" for other, why in links[0].refused.items()]
+    also = f" ({'; '.join(tried)})" if tried else ""
+    return f"{count}: {name} {_range(link.bytes_per_s[name] for link in links)}{also}"
+
+
+def _range(bytes_per_s: Iterable[float]) -> str:
+    speeds = sorted(speed / 1e9 for speed in bytes_per_s)
+    low, high = f"{speeds[0]:.3g}", f"{speeds[-1]:.3g}"
+    return f"{low} GB/s" if low == high else f"{low} to {high} GB/s"

@@ -23,7 +23,7 @@ from bpipe.schedule.memory import num_transfers
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.one_sided import Transport
 from bpipe.transport.streams import CopyLane, Device
-from megatron.scheduling.start.gpu_sharing import make_node_of_its_own
+from megatron.scheduling.start.startup import make_node_of_its_own
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import Result
 from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of

@@ -44,10 +44,10 @@ from bpipe.transport.one_sided import Transport
 from bpipe.transport.streams import Clock, Streams, allocated_on
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
-from megatron.scheduling.loop.halves import Halves, Keep
+from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say
 from megatron.scheduling.loop.measurements import FirstMeasured, OwnTime, Waiting, Weighing
-from megatron.scheduling.loop.transfer_waits import refuse_standstill, without_p2p_sync
+from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.pipelines import pipelines
@@ -70,7 +70,7 @@ class Driver:
         """`watermark` records whenever more is held than before."""
         self._config, self._transfers, self._watermark = config, config.transfers, watermark
         # What our own loop keeps of micro-batches besides their graphs.
-        self.halves = Halves(Keep(config.keep_weights_halves))
+        self.halves = Halves(defers=config.keep_weights_halves != "none")
         own = config.own
         self.slicing = None if own is None or own.slices == 1 else Slicing(own.slices, config.slice_lengths)
         self._between: Waiting = _nothing
@@ -277,7 +277,7 @@ class Driver:
                 waiting=self._waiting,
                 between=lambda shard: self._between(shard),
                 timed=self._own_time.of,
-                shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
+                shared=lambda storage: self.slicing is not None and self.slicing.kept.holds(storage),
                 verifier=self._verifier,
                 beside=functools.partial(_streams_of_layers, config),
                 links={place: to.link.transport for place, to in self._connections.items() if to.link},
@@ -317,7 +317,13 @@ class Driver:
         if links:
             say(table)
         if not self.links:
-            say(without_p2p_sync(config))
+            # By default Megatron waits for the whole device after every message, which would end all overlap, and has no
+            # flag for it.
+            config.batch_p2p_sync = False
+            say(
+                "batch_p2p_sync is off in this run: Megatron does not wait for the whole device after every message "
+                "between stages; to compare speed, turn it off in the run without --bpipe too"
+            )
         self.links += links
         used = {frozenset(pair) for pair in links_of(schedule)}
         return {
@@ -368,7 +374,7 @@ class Driver:
         kept: Mapping[int, KeptMemory] = {}
         peak, sizing, slicing = meter.peak_bytes, engine.sizing, self.slicing
         if slicing is not None:
-            k, kept = slicing.number, slicing.kept_memory
+            k, kept = slicing.number, slicing.kept.memory
             by_place = measurements.most_by_place if self.differing else measurements.latest_by_place
             saved = by_place(meter.each_bytes, k)
             moved_each = {} if sizing is None else sizing.moved_each
@@ -419,8 +425,8 @@ class Driver:
         engine, kept = self._engines[self._program], None
         if self.slicing is not None:
             kept = KeptBySlices(
-                peak_bytes=self.slicing.peak_kept_bytes,
-                predicted_bytes=kept_peak(engine.schedule, self.rank, self.slicing.kept_memory),
+                peak_bytes=self.slicing.kept.peak_bytes,
+                predicted_bytes=kept_peak(engine.schedule, self.rank, self.slicing.kept.memory),
                 memory=self._by_slice(engine, self._meter),
             )
         summary = summary_of(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from bpipe.config.features.feature import Settings
@@ -26,7 +28,6 @@ from bpipe.schedule.families.interleaved import COMBINED, INTERLEAVED
 from bpipe.schedule.families.one_f_one_b import ONE_F_ONE_B
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
-from megatron.scheduling.loop.links import make_communicators
 
 # Its hooks of autograd hold what they are given, or keep it on the host.
 OFFLOADING = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
@@ -134,6 +135,35 @@ class Hooks:
             driver.after(forward, outputs, as_list(arguments["input_tensor"]), _pieces_of(outputs[0]))
         driver.sent(first)
         return result
+
+
+def make_communicators(config: Any, communicator: Any, is_ring: bool) -> None:
+    """Exchange one number with both neighbours by Megatron's own messages, to make the communicators of its loop.
+
+    NCCL makes a communicator at its first use. If messages pass in batches (`batch_isend_irecv`), all ranks of the
+    pipeline do that together, and a rank that first waits for its partner's sizes never comes: a deadlock from 8 stages
+    on. Collective over the pipeline.
+
+    Args:
+        config: The model's configuration.
+        communicator: What Megatron's loop was called with, or None.
+        is_ring: Whether the last rank sends to the first, too.
+
+    Raises:
+        ValueError: Messages go between several modules.
+    """
+    if communicator is None:
+        communicator = P2PCommunicator(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
+    elif not isinstance(communicator, P2PCommunicator):
+        raise ValueError(
+            f"--bpipe balances the stages of one module, but messages go through a {type(communicator).__name__}: "
+            "train without --bpipe"
+        )
+    number = torch.zeros((1, 1, 1), dtype=config.pipeline_dtype, device=torch.cuda.current_device())
+    has_before, has_after = is_ring or not communicator.is_pp_first_stage, is_ring or not communicator.is_pp_last_stage
+    communicator.send_forward_backward_recv_forward_backward(
+        number if has_after else None, number if has_before else None, has_before, has_after, tuple(number.shape)
+    )
 
 
 @contextlib.contextmanager

@@ -177,9 +177,9 @@ def config_from_args(args: Any) -> SchedulingConfig:
     transfers = TransferConfig(**{name: value for name, value in values.items() if value is not None})
     return SchedulingConfig(
         balance=asked.config.balance,
-        plan=asked.lines,
+        plan=asked.plan.lines,
         memory=args.bpipe_memory,
-        costs=asked.costs,
+        costs=asked.plan.costs,
         transfers=replace(transfers, differing=transfers.differing or differing),
         message_timeout_s=args.bpipe_timeout or 60.0 * args.distributed_timeout_minutes,
         guarded=tuple(feature.name for feature in guarded(args, args.bpipe, own is not None)),

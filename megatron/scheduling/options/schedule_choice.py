@@ -28,10 +28,9 @@ from bpipe.schedule.layout import EVEN, Vocabulary
 from bpipe.schedule.memory import plain
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
-from megatron.scheduling.options.budgets import first_plan
-from megatron.scheduling.options.derived_flags import of_file
+from megatron.scheduling.options.budgets import FirstPlan, first_plan
+from megatron.scheduling.options.flags import of_file
 from megatron.scheduling.options.sizes import Sizes
 from megatron.scheduling.placement.positions import Positions
 
@@ -52,11 +51,8 @@ class Requested(NamedTuple):
     own_loop: bool
     """Whether our own loop runs it, and not Megatron's."""
 
-    lines: tuple[str, ...] = ()
-    """Lines for the log that explain a budget's balance."""
-
-    costs: Costs | None = None
-    """Costs of a plan in time once bytes are measured."""
+    plan: FirstPlan = FirstPlan()
+    """The balance within a budget."""
 
     @property
     def own(self) -> ScheduleConfig | None:
@@ -85,7 +81,7 @@ def requested(args: Any) -> Requested:
             "shards: use --bpipe-bound, which counts slices of a chunk, or leave out one of the three"
         )
     plan = first_plan(args, config)
-    return Requested(replace(config, balance=plan.balance), own_loop, plan.lines, plan.costs)
+    return Requested(replace(config, balance=plan.balance), own_loop, plan)
 
 
 def first_schedule(args: Any) -> Schedule:

@@ -16,6 +16,7 @@ import torch
 
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Key
+from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.slices.cuts import Cutting
 
 
@@ -54,8 +55,13 @@ class KeptKeys:
         self.keys_bytes: dict[int, int] = {}
         self.gradients_bytes: dict[int, int] = {}
 
+    @property
+    def memory(self) -> dict[int, KeptMemory]:
+        """By stage, the memory kept of one micro-batch."""
+        return {stage: KeptMemory(size, self.gradients_bytes.get(stage, 0)) for stage, size in self.keys_bytes.items()}
+
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage has keys or values that are kept."""
+        """Whether a storage has keys or values that are kept, which all slices of a micro-batch share."""
         return storage.data_ptr() in self._addresses
 
     def mask(self, device: torch.device) -> torch.Tensor:

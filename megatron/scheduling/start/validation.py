@@ -39,9 +39,8 @@ from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling import cpu
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.transfer_waits import refuse_standstill
-from megatron.scheduling.options import derived_flags
 from megatron.scheduling.options.arguments import SchedulingConfig, config_from_args
-from megatron.scheduling.options.flags import add_arguments
+from megatron.scheduling.options.flags import add_arguments, complete
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup, tokenizer
 from megatron.scheduling.start.exchanges import loops_of
@@ -175,7 +174,7 @@ class _Launch:
         startup.assume_device("cpu" if args.distributed_backend == "gloo" else "cuda")
         if args.bpipe_memory is not None and args.bpipe_memory.budget_bytes is None and not startup.is_cpu():
             args.bpipe_memory = args.bpipe_cluster = None
-        derived_flags.complete(args)
+        complete(args)
         with self._refusing():
             arguments.validate_args(args, {})
         for check, *names in _CHECKS:

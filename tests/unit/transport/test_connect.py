@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpipe.runtime.links import describe
 from bpipe.transport import AUTO, NAMES, connect
 from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from bpipe.transport.streams import Device
-from bpipe.transport.table import describe, sufficiency
 from tests.unit.transport.loopback import controls, together
 
 HERE = Location("boot-1", "pid:[1]", "node-a")
@@ -137,18 +137,6 @@ def test_pairs_of_the_same_stages_share_a_line() -> None:
         "pinned memory)",
         "  stages 1 and 2: nccl 20 GB/s (peer not usable: a and b are different machines)",
     ]
-
-
-def test_a_link_that_keeps_up_and_one_that_does_not() -> None:
-    enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 25e9)
-    assert enough
-    assert sentence == (
-        "stage 0 moves 3000 MB to stage 7 and back while a micro-batch computes, about 300 ms: 20 GB/s of the link's "
-        "25 GB/s, enough"
-    )
-    enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 12.5e9)
-    assert not enough
-    assert "20 GB/s of the link's 12.5 GB/s, NOT enough: transfers will delay the computation" in sentence
 
 
 SIZES = st.dictionaries(
