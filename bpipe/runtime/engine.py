@@ -25,7 +25,7 @@ from bpipe.schedule.program import Step, one_by_one, steps
 from bpipe.schedule.schedule import Schedule, computed_together
 from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
-from bpipe.transport.streams import Pending, Streams, synchronize
+from bpipe.transport.streams import Pending, Streams, allocated_on, synchronize
 
 # Names of the timers of an engine's own time: issuing each kind of transfer, and waiting for one.
 WAITING = "bpipe-wait"
@@ -72,7 +72,7 @@ class Engine:
         self.ended_well = True
         self._residencies = Residencies()
         self._ranges = Ranges(schedule.layout.slices)
-        self._kept = Kept(config.transfers.minimum_bytes, config.allocated, config.shared)
+        self._kept = Kept(config.transfers.minimum_bytes, allocated_on(config.device), config.shared)
         # By stage that is evicted, what part of it leaves; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
         self._first_iteration = True

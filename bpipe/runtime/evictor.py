@@ -25,7 +25,7 @@ import torch
 from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
-from bpipe.runtime.errors import RuntimeFault, advance
+from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import Pieces, hiding, plain_tensors
 from bpipe.runtime.retention import Kept
 from bpipe.runtime.retrace import Retrace
@@ -86,8 +86,15 @@ class Activations:
     action: Action | None = None
 
     def move(self, state: ActivationsState, action: Action) -> None:
-        self.state = advance(self.state, state, f"activations of {self.forward}", action)
-        self.action = action
+        """Go to `state` because of `action`. Raises RuntimeFault for any but the next state of the diagram."""
+        states = list(ActivationsState)
+        following = states[(states.index(self.state) + 1) % len(states)]
+        if following is not state:
+            raise RuntimeFault(
+                f"activations of {self.forward}: {self.state.name} -> {state.name} on {action}, but only "
+                f"{following.name} may follow {self.state.name}; is a wait missing?"
+            )
+        self.state, self.action = state, action
 
 
 class Evictor:

@@ -31,7 +31,7 @@ from bpipe.transport.distributed import Distributed, Headed, pair_groups, try_ou
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.memory import DeviceMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer, Transport
-from bpipe.transport.streams import Device, allocated_on, current
+from bpipe.transport.streams import Device, current
 from tests.late.devices import DIRECTED, DRAWN, TYPE, Draw, begin, device, extension
 from tests.late.group import join
 from tests.late.hosts import run_hosts
@@ -154,7 +154,6 @@ class Rank:
                 differing=pipeline.differing,
                 synchronous=pipeline.synchronous,
             ),
-            allocated=allocated_on(here),
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
             beside=lambda: pipeline.beside(self.rank),

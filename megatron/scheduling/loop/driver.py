@@ -41,7 +41,7 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
-from bpipe.transport.streams import Clock, Streams, allocated_on
+from bpipe.transport.streams import Clock, Streams
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves
@@ -273,7 +273,6 @@ class Driver:
                 transfers=transfers,
                 parts={} if program.balance is None else program.balance.part_bytes,
                 at_once=program.passing.is_megatron,
-                allocated=allocated_on(self.device),
                 waiting=self._waiting,
                 between=lambda shard: self._between(shard),
                 timed=self._own_time.of,
