@@ -14,7 +14,6 @@ from bpipe.config.features.queries import asked_by, reasons_of, sliced_reasons
 from bpipe.config.features.table import PLACED, SHARDED
 from bpipe.config.flags import schedules
 from bpipe.predict.slice_lengths import even_bounds, listed_bounds
-from bpipe.runtime.vocabulary import Rows
 from bpipe.schedule.check.rules import check_microbatch_order
 from bpipe.schedule.families.families import (
     FAMILIES,
@@ -158,6 +157,9 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     """Return why these arguments do not fit the schedule's placement of stages and shards, a line per reason."""
     problems = [] if Positions.of(own.layout).native else reasons_of(PLACED, args, asked_by(args))
     if own.vocabulary is not Vocabulary.WHOLE:
+        # Not at the top: reading the flags needs no torch.
+        from bpipe.runtime.vocabulary import Rows
+
         problems += reasons_of(SHARDED, args, f"--bpipe-vocabulary {args.bpipe_vocabulary}")
         try:
             if args.padded_vocab_size is not None:
