@@ -7,7 +7,7 @@ nothing. The next iteration has room for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,6 +17,17 @@ from bpipe.transport.layout import aligned, allocated_bytes
 
 # Number of parts of a micro-batch that a plan can choose from.
 STEPS = 8
+
+
+def parts_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the bytes that could leave of storages of these lengths, ascending; the last is all.
+
+    An evictor takes them from the end of the walk.
+    """
+    sums = list(accumulate(reversed(lengths)))
+    minima = (sums[-1] * step // STEPS for step in range(1, STEPS)) if sums else ()
+    smaller = {next(nbytes for nbytes in sums if nbytes >= least) for least in minima} - set(sums[-1:])
+    return *sorted(smaller), *sums[-1:]
 
 
 @dataclass(frozen=True)
@@ -106,17 +117,9 @@ class Sizing:
     def parts(self) -> dict[int, tuple[int, ...]]:
         """Return by stage the bytes that could leave of a micro-batch instead of all, ascending; the last is all.
 
-        An evictor takes them from the end of the walk. If sizes differ, there are none.
+        If sizes differ, there are none.
         """
-        parts = {}
-        for stage, lengths in ({} if self.differing else self.announced).items():
-            sums = list(accumulate(reversed(lengths)))
-            minima = (sums[-1] * step // STEPS for step in range(1, STEPS)) if sums else ()
-            parts[stage] = (
-                *sorted({next(nbytes for nbytes in sums if nbytes >= least) for least in minima} - set(sums[-1:])),
-                *sums[-1:],
-            )
-        return parts
+        return {stage: parts_of(lengths) for stage, lengths in ({} if self.differing else self.announced).items()}
 
     def release(self) -> None:
         """Drop announced sizes, so that they are announced anew. The most that was seen stays known."""

@@ -26,7 +26,7 @@ from bpipe.plan.fit import Fit
 from bpipe.predict.memory import DeviceBesides
 from bpipe.runtime.capture import Claims, find
 from bpipe.runtime.graph import plain_tensors
-from bpipe.runtime.sizing import Sizing
+from bpipe.runtime.sizing import parts_of
 from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
 from bpipe.schedule.memory import Memory as SizesOfStages
 from bpipe.schedule.memory import memory_of, moves_anything
@@ -52,8 +52,10 @@ class StageSizes:
     lengths: tuple[int, ...]
     """Of the storages that can leave, in the order of the walk."""
 
-    parts: tuple[int, ...]
-    """Bytes that can leave instead of all, ascending; the last is all."""
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes that can leave instead of all, ascending; the last is all."""
+        return parts_of(self.lengths) or (0,)
 
     @property
     def moved_bytes(self) -> int:
@@ -97,14 +99,7 @@ def _weighed(
         # What both saved is known only while both are there.
         alive.append((outputs, received))
         del saved, own, movable
-    return sizes_of(index, saved_bytes, lengths)
-
-
-def sizes_of(stage: int, saved_bytes: int, lengths: Sequence[int]) -> StageSizes:
-    """Return the sizes of a stage whose micro-batches save these bytes, in storages of these lengths that can leave."""
-    sizing = Sizing(differing=False)
-    sizing.first(stage, tuple(lengths))
-    return StageSizes(stage, saved_bytes, tuple(lengths), sizing.parts()[stage] or (0,))
+    return StageSizes(index, saved_bytes, lengths)
 
 
 def everywhere(local: Sequence[StageSizes]) -> dict[int, StageSizes]:

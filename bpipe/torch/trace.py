@@ -27,7 +27,7 @@ from bpipe.runtime.graph import nodes_of, saved_names, saved_tensors
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.schedule import Schedule
-from bpipe.torch.memory_budget import Memory, RankBudgets, StageSizes, need_bytes, sizes_of
+from bpipe.torch.memory_budget import Memory, RankBudgets, StageSizes, need_bytes
 from bpipe.torch.orders import Source, config_of, refuse_unrunnable
 
 # What two micro-batches both save is neither's own.
@@ -78,7 +78,7 @@ def trace_stages(
             own = _own_bytes(module, ran, of_user)
             moved = [nbytes for nbytes in own if nbytes >= minimum_bytes]
             parameters = sum(parameter.numel() for parameter in module.parameters())
-            traced.append(TracedStage(sizes_of(index, sum(own), moved), parameters))
+            traced.append(TracedStage(StageSizes(index, sum(own), tuple(moved)), parameters))
             received = [tuple(_received(output, mode) for output in outputs) for outputs, _ in ran]
     return traced
 

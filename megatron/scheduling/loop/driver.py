@@ -29,10 +29,10 @@ from bpipe.runtime.engine import TIMERS, Engine
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
-from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Share
+from bpipe.runtime.run_record import KeptBySlices, iteration_of, summary_of
 from bpipe.schedule.action import Action, Key, Kind
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.host_buffers import links_of
@@ -366,16 +366,14 @@ class Driver:
         """Return what the last iteration showed."""
         assert self._meter is not None, "nobody measures"
         meter, engine = self._meter, self._engines[self.program_now]
-        # If sizes differ, the largest: host buffers have to be that large.
-        saved, moved = (
-            (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
-        )
         kept: Mapping[int, KeptMemory] = {}
         peak, sizing, slicing = meter.peak_bytes, engine.sizing, self.slicing
+        k = 1 if slicing is None else slicing.number
+        # If sizes differ, the largest: host buffers have to be that large.
+        by_place = measurements.most_by_place if self.differing else measurements.latest_by_place
+        saved, moved = by_place(meter.each_bytes, k), engine.most_bytes if self.differing else engine.moved_bytes
         if slicing is not None:
-            k, kept = slicing.number, slicing.kept.memory
-            by_place = measurements.most_by_place if self.differing else measurements.latest_by_place
-            saved = by_place(meter.each_bytes, k)
+            kept = slicing.kept.memory
             moved_each = {} if sizing is None else sizing.moved_each
             moved = measurements.moved_by_place(moved, moved_each, saved, k, self.differing)
             peak += measurements.kept_at_peak(engine.schedule, self.rank, saved, kept)

@@ -18,7 +18,7 @@ from bpipe.build import ScheduleConfig, groups_for_bound
 from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.measurements import DifferingSums
+from bpipe.runtime.run_record import DifferingSums
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time

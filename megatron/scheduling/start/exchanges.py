@@ -46,6 +46,30 @@ def loop_of(config: Any, rank: int, num_microbatches: int) -> Loop:
     return _Recorder(config, rank, num_microbatches).items
 
 
+def run_loop(
+    config: Any, communicator: Any, num_microbatches: int, seq_length: int = 1, micro_batch_size: int = 1
+) -> None:
+    """Run Megatron's pipelined loop of a configuration with chunks that have no model."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    single = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    chunks: list[Any] = [torch.nn.Module() for _ in range(config.virtual_pipeline_model_parallel_size or 1)]
+    for chunk in chunks:
+        chunk.config, chunk.model_type = config, None
+    interleaves = len(chunks) > 1
+    getattr(schedules, f"forward_backward_pipelining_with{'' if interleaves else 'out'}_interleaving")(
+        forward_step_func=None,
+        data_iterator=[None] * len(chunks),
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        p2p_communicator=communicator,
+        pg_collection=ProcessGroupCollection(tp=single, cp=single),
+    )
+
+
 class _Recorder:
     """Notes what one rank's loop does."""
 
@@ -60,15 +84,8 @@ class _Recorder:
 
     def _run(self, num_microbatches: int) -> None:
         from megatron.core.pipeline_parallel import p2p_communication, schedules
-        from megatron.core.process_groups_config import ProcessGroupCollection
 
         stages = SimpleNamespace(size=lambda: self._ranks, rank=lambda: self._rank, name=_PIPELINE)
-        one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-        chunks: list[Any] = [torch.nn.Module() for _ in range(self._config.virtual_pipeline_model_parallel_size or 1)]
-        for chunk in chunks:
-            chunk.config, chunk.model_type = self._config, None
-        interleaves = len(chunks) > 1
-        loop = getattr(schedules, f"forward_backward_pipelining_with{'' if interleaves else 'out'}_interleaving")
         plain = p2p_communication.P2PCommunicator._communicate_shapes
         distributed: Any = torch.distributed
         with contextlib.ExitStack() as stack:
@@ -87,16 +104,7 @@ class _Recorder:
                 (p2p_communication.P2PCommunicator, "_communicate_shapes", self._shaping(plain)),
             ):
                 stack.enter_context(patch.object(owner, name, function))
-            loop(
-                forward_step_func=None,
-                data_iterator=[None] * len(chunks),
-                model=chunks,
-                num_microbatches=num_microbatches,
-                seq_length=1,
-                micro_batch_size=1,
-                p2p_communicator=p2p_communication.P2PCommunicator(stages, self._config),
-                pg_collection=ProcessGroupCollection(tp=one, cp=one),
-            )
+            run_loop(self._config, p2p_communication.P2PCommunicator(stages, self._config), num_microbatches)
 
     def _stage(self, chunk: int | None) -> int:
         return (chunk or 0) * int(self._ranks) + self._rank

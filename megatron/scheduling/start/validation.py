@@ -43,7 +43,7 @@ from megatron.scheduling.options.arguments import SchedulingConfig, config_from_
 from megatron.scheduling.options.flags import add_arguments, complete
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup, tokenizer
-from megatron.scheduling.start.exchanges import loops_of
+from megatron.scheduling.start.exchanges import loops_of, run_loop
 
 # Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError, ZeroDivisionError)
@@ -410,21 +410,10 @@ def _check_interleaved_loop(args: Any) -> None:
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
-    chunks: list[Any] = [torch.nn.Module() for _ in range(args.virtual_pipeline_model_parallel_size)]
-    for chunk in chunks:
-        chunk.config, chunk.model_type = config, None
-    stages, single = _group(args.pipeline_model_parallel_size), _group(1)
+    stages = SimpleNamespace(size=lambda: args.pipeline_model_parallel_size, rank=lambda: 0)
     with _stopping_at(schedules, "get_pp_rank_microbatches"):
-        schedules.forward_backward_pipelining_with_interleaving(
-            forward_step_func=None,
-            data_iterator=[None] * len(chunks),
-            model=chunks,
-            num_microbatches=get_num_microbatches(),
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            p2p_communicator=SimpleNamespace(config=config, pp_group=stages),
-            pg_collection=SimpleNamespace(tp=single, cp=single),
-        )
+        communicator = SimpleNamespace(config=config, pp_group=stages)
+        run_loop(config, communicator, get_num_microbatches(), args.seq_length, args.micro_batch_size)
 
 
 def _messages(args: Any, is_known: bool) -> list[str] | None:
@@ -454,10 +443,6 @@ def _check_transfers(args: Any, config: SchedulingConfig) -> None:
     exchange = FAMILIES[default_family(config.num_chunks)].exchange if config.own is None else Exchange.POSTED
     links = [MeasuredLink((0, config.num_ranks - 1), "nccl", {})]
     refuse_standstill(schedule, exchange, config.transfers, torch.device("cuda"), links)
-
-
-def _group(size: int) -> SimpleNamespace:
-    return SimpleNamespace(size=lambda: size, rank=lambda: 0)
 
 
 @contextlib.contextmanager
