@@ -3,7 +3,6 @@ the run."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,10 @@ from bpipe.schedule.host_buffers import links_of, num_buffers_for, num_host_memo
 from bpipe.schedule.hosts import Pair, device_ranks, uses_host_memory
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.collectives import SharedGroups
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
+from bpipe.transport.edges import Edge
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.streams import Device, total_bytes
 
@@ -65,14 +66,8 @@ def connect_pairs(
     return connections, links, describe(links, stages)
 
 
-class Closable(Protocol):
-    """Groups and threads of one run: a connection, an edge, or the groups of a shared vocabulary."""
-
-    def close(self) -> None:
-        """End them, together with the other ranks that have them."""
-
-    def abandon(self) -> None:
-        """End what can be ended without another rank."""
+# Groups and threads of one run, which are closed together with the other ranks that have them.
+Closable = Connection | OwnMemory | Edge | SharedGroups
 
 
 def disconnect(engine: Engine | None, connections: Iterable[Closable | None], failed: bool = False) -> str | None:

@@ -9,7 +9,7 @@ one of these begins, and only micro-batches that were touched lately are inspect
 computation costs more than moving it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,10 +60,11 @@ def _nbytes(reference: StorageWeakRef) -> int:
     return 0 if storage is None else int(storage.nbytes())
 
 
-def _most_by_stage(sizes: Mapping[Key, int]) -> dict[int, int]:
-    largest: dict[int, int] = {}
-    for (stage, _), nbytes in sizes.items():
-        largest[stage] = max(nbytes, largest.get(stage, 0))
+def largest_by[K](sizes: Iterable[tuple[K, int]]) -> dict[K, int]:
+    """Return the largest size of each key."""
+    largest: dict[K, int] = {}
+    for key, nbytes in sizes:
+        largest[key] = max(nbytes, largest.get(key, 0))
     return largest
 
 
@@ -100,12 +101,12 @@ class Meter:
     @property
     def saved_bytes(self) -> dict[int, int]:
         """By stage, the most that one micro-batch saves."""
-        return _most_by_stage(self.each_bytes)
+        return largest_by((stage, nbytes) for (stage, _), nbytes in self.each_bytes.items())
 
     @property
     def after_input_bytes(self) -> dict[int, int]:
         """By stage, the most that one micro-batch holds between the halves of its backward."""
-        return _most_by_stage(self.after_each_bytes)
+        return largest_by((stage, nbytes) for (stage, _), nbytes in self.after_each_bytes.items())
 
     def begin(self) -> None:
         """Begin an iteration: peaks start over; what all micro-batches share stays known."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,6 +25,7 @@ from bpipe.runtime.sizing import Unmoved
 from bpipe.schedule.action import Kind
 from bpipe.schedule.memory import Memory
 from bpipe.transport.connect import Location, MeasuredLink
+from bpipe.transport.distributed import gathered
 
 
 def iteration_of(
@@ -215,9 +215,7 @@ class RunRecord:
         self._started = False
         self._clock_ahead_s = _clock_ahead_s()
         # A name for all files of this run, so that those of other runs differ.
-        names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, uuid.uuid4().hex[:12] if self.rank == 0 else None)
-        self.run = str(names[0])
+        self.run = str(gathered(uuid.uuid4().hex[:12] if self.rank == 0 else None)[0])
         ordered = sorted(pipelines, key=min)
         self.pipeline = next(index for index, ranks in enumerate(ordered) if self.rank in ranks)
 
@@ -282,7 +280,6 @@ def _clock_ahead_s() -> float:
     fraction of a millisecond. Collective over the world."""
     dist.barrier()
     boot = Location.here().boot
-    stamps: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stamps, (boot, time.time()))
+    stamps = gathered((boot, time.time()))
     first_boot, first_s = stamps[0]
     return 0.0 if boot == first_boot else float(stamps[dist.get_rank()][1] - first_s)

@@ -15,7 +15,6 @@ from itertools import accumulate, compress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from bpipe.balance.config import BalanceConfig
@@ -31,6 +30,7 @@ from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
 from bpipe.schedule.memory import Memory as SizesOfStages
 from bpipe.schedule.memory import memory_of, moves_anything
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.distributed import gathered
 from bpipe.transport.layout import BufferLayout
 
 # What all micro-batches share may count as the first one's own.
@@ -104,10 +104,9 @@ def _weighed(
 
 def everywhere(local: Sequence[StageSizes]) -> dict[int, StageSizes]:
     """Return the largest sizes of each stage that any rank has measured. Collective over the world."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, list(local))
     ascending = sorted(
-        (sizes for of_rank in gathered for sizes in of_rank), key=lambda sizes: (sizes.saved_bytes, sizes.lengths)
+        (sizes for of_rank in gathered(list(local)) for sizes in of_rank),
+        key=lambda sizes: (sizes.saved_bytes, sizes.lengths),
     )
     return {sizes.stage: sizes for sizes in ascending}
 

@@ -48,6 +48,7 @@ from bpipe.torch.upstream import (
 from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from bpipe.transport.cuda_runtime import is_capturing
+from bpipe.transport.distributed import gathered
 from bpipe.transport.one_sided import Transport
 
 logger = logging.getLogger(__name__)
@@ -115,15 +116,14 @@ def pipelines_of(group: Any, schedule: Schedule) -> Pipelines:
     """
     own = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (own, text))
-    others = [rank for rank, (_, other) in enumerate(gathered) if other != gathered[0][1]]
+    everyone = gathered((own, text))
+    others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
     if others:
         raise ValueError(
             f"ranks {', '.join(map(str, others))} made a different schedule from rank 0: give every rank of the "
             "world the same micro-batches, schedule and balance"
         )
-    return sorted({ranks for ranks, _ in gathered})
+    return sorted({ranks for ranks, _ in everyone})
 
 
 class BalancedSchedule(Runtime):  # type: ignore[misc]

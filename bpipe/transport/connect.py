@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -20,6 +19,7 @@ from bpipe.transport.distributed import (
     PairGroups,
     abort_groups,
     destroy_groups,
+    gathered,
     pair_control,
     pair_groups,
     part,
@@ -297,17 +297,13 @@ def connect_all(
 
 def _neighbours(buffers: Buffers) -> list[LocalRank]:
     """Return what each rank would keep in its host's memory and the limits on that. Collective over the world."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, LocalRank(buffers, memory_limits()))
-    return everyone
+    return gathered(LocalRank(buffers, memory_limits()))
 
 
 def _all_links(mine: list[MeasuredLink]) -> list[MeasuredLink]:
     """Return every pair's link once. Collective over the world."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     # Both ranks of a pair have the same link.
-    links: dict[Pair, MeasuredLink] = {link.ranks: link for of_rank in everyone for link in of_rank}
+    links: dict[Pair, MeasuredLink] = {link.ranks: link for of_rank in gathered(mine) for link in of_rank}
     return [links[ranks] for ranks in sorted(links)]
 
 

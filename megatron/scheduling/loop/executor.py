@@ -38,6 +38,7 @@ from bpipe.transport.collectives import (
     SharedGroups,
     connect_shared,
 )
+from bpipe.transport.distributed import gathered
 from bpipe.transport.edges import Edge, Edges, connect_edges
 from bpipe.transport.streams import CopyLane, beside
 from megatron.scheduling.hooks import patches
@@ -270,10 +271,8 @@ class Loop:
         timeout_s, device, ways = self._config.message_timeout_s, self._driver.device, pipelines(self._config.positions)
         # With tensor parallelism the ranks of several pipelines.
         own = tuple(sorted(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())))
-        sharing: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sharing, own)
         sorts = (*SORTS, *INPUT_SORTS) if self._own.input_shards else SORTS
-        return connect_shared(ways, sorted(set(sharing)), _backend(device), timeout_s, device, sorts)
+        return connect_shared(ways, sorted(set(gathered(own))), _backend(device), timeout_s, device, sorts)
 
     def _sharded(self, part: RankPart, models: Sequence[torch.nn.Module]) -> ShardedStages:
         """Return the stages of a rank with its shard of the output layer, and of the embedding."""

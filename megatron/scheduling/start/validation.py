@@ -97,9 +97,7 @@ def prepare() -> None:
     """Make this process ready to judge. Must be called before `megatron.core` is imported."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    meta = torch.device("meta")
-    answers = {**cpu.answers_of_one_device(), "current_device": lambda: meta}
-    cpu.stand_in(meta, answers, cpu.accelerator_answers())
+    cpu.install(torch.device("meta"))
     startup.prepare()
     _assume_transformer_engine()
 

@@ -42,9 +42,8 @@ _WHOLE = ("q_down_proj", "kv_down_proj")
 def install() -> None:
     """Replace the CUDA runtime by the meta device. Call once, before Megatron is imported."""
     functions: Any = torch
-    answers = {**cpu.answers_of_one_device(), "current_device": lambda: META}
     cpu.ARGUMENTS = ARGUMENTS
-    cpu.stand_in(META, answers, cpu.accelerator_answers())
+    cpu.install(META)
     for name in _SOFTMAX_KERNELS:
         _add_softmax_kernel(name)
     functions.dropout = functions.nn.functional.dropout = _dropout
