@@ -20,7 +20,7 @@ from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Kept, Share
 from bpipe.runtime.sizing import Sizing
 from bpipe.schedule.action import READING, Action, Kind
-from bpipe.schedule.host_buffers import Residencies, Residency
+from bpipe.schedule.host_buffers import Residencies
 from bpipe.schedule.program import Step, one_by_one, steps
 from bpipe.schedule.schedule import Schedule, computed_together
 from bpipe.transport.cuda_runtime import is_capturing
@@ -336,20 +336,17 @@ class Engine:
             residency = self._residencies.of(action)
             if self.recorder and self._partners.sees(action):
                 self.recorder.started(action, self._partners.buffer_of[residency])
-            self._begin_transfer(action, residency)
+            try:
+                with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
+                    self._partners.start(action, residency)
+            except (RuntimeFault, TransferError):
+                raise
+            except Exception as error:
+                raise self._failure(action, "did not start", error) from error
             if self._meter and action.kind in (Kind.EVICT, Kind.LOAD):
                 self._meter.touched(action)
         if self._config.transfers.synchronous:
             self._evictor.finish_all()
-
-    def _begin_transfer(self, action: Action, residency: Residency) -> None:
-        try:
-            with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
-                self._partners.start(action, residency)
-        except (RuntimeFault, TransferError):
-            raise
-        except Exception as error:
-            raise self._failure(action, "did not start", error) from error
 
     def _sample(self, look: bool = True) -> int | None:
         if self._meter is None:

@@ -200,8 +200,13 @@ class Meter:
             look: Whether to inspect storages; otherwise the bytes are those of the last inspection and what was saved
                 since.
         """
-        if look:
-            self._look_at_what_was_touched()
+        for owner, held in tuple(self._held.items()) if look else ():
+            if held.looks or held.over:
+                self._look(held)
+                if held.halved and not held.over:
+                    self.after_each_bytes[owner] = max(self.after_each_bytes.get(owner, 0), held.bytes_now)
+                if held.over and not held.addresses:
+                    del self._held[owner]
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. Bytes
         # of a micro-batch whose backward has run are no micro-batch.
         here = sum(
@@ -213,15 +218,6 @@ class Meter:
         total = sum(held.bytes_now for held in self._held.values()) + self.in_shards_bytes + host_bytes
         self.peak_bytes = max(self.peak_bytes, total)
         return total
-
-    def _look_at_what_was_touched(self) -> None:
-        for owner, held in tuple(self._held.items()):
-            if held.looks or held.over:
-                self._look(held)
-                if held.halved and not held.over:
-                    self.after_each_bytes[owner] = max(self.after_each_bytes.get(owner, 0), held.bytes_now)
-                if held.over and not held.addresses:
-                    del self._held[owner]
 
     def _look(self, held: _Held) -> None:
         held.looks = max(0, held.looks - 1)

@@ -48,7 +48,9 @@ class Partners:
         self._rank_of, self._rank, self._config = schedule.layout.rank_of, rank, config
         hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
         self._host_of = _only_hosts(hosts, config.name)
-        self._transports = _by_rank(schedule, rank, transports)
+        if transports is not None and not isinstance(transports, Mapping):
+            transports = {schedule.partners[rank] if schedule.partners else rank: transports}
+        self._transports = dict(sorted((transports or {}).items()))
         others = sorted({*guests, *(host.rank for host in hosts.values())})
         if any(other not in self._transports for other in others):
             raise ValueError(
@@ -173,14 +175,6 @@ class Partners:
         for other, acceptor in self.acceptors.items():
             acceptor.abandon()
             self._transports[other].abandon()
-
-
-def _by_rank(
-    schedule: Schedule, rank: int, transports: Transport | Mapping[int, Transport] | None
-) -> Mapping[int, Transport]:
-    if transports is None or isinstance(transports, Mapping):
-        return dict(sorted((transports or {}).items()))
-    return {schedule.partners[rank] if schedule.partners else rank: transports}
 
 
 def _only_hosts(hosts: Mapping[Residency, Host], name: str) -> dict[Key, int]:

@@ -312,7 +312,10 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             raise RuntimeError("this BalancedSchedule is closed: call close() after the last step, or make a new one")
         if self._budget is not None and self.plan is None:
             self._plan(self._budget, *args, **kwargs)
-        with self._recorded(), self._called():
+        recorded: AbstractContextManager[None] = nullcontext()
+        if self._report is not None and self.meter is not None and not is_capturing(self._engine_config.device):
+            recorded = self._report.step(self.engine, self.meter, self.links, self.verifier)
+        with recorded, self._called():
             result = super()._step_microbatches(*args, **kwargs)
             self.engine.end()
         if not self._has_run:
@@ -353,11 +356,6 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         for line in plan_lines(self.plan, "as measured,"):
             logger.info("bpipe: %s", line)
         self._adopt(replace(self.config, balance=self.plan.how), final=True)
-
-    def _recorded(self) -> AbstractContextManager[None]:
-        if self._report is None or self.meter is None or is_capturing(self._engine_config.device):
-            return nullcontext()
-        return self._report.step(self.engine, self.meter, self.links, self.verifier)
 
     @contextmanager
     def _called(self) -> Iterator[None]:

@@ -33,10 +33,10 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Share
 from bpipe.runtime.run_record import KeptBySlices, iteration_of, summary_of
-from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.host_buffers import links_of
-from bpipe.schedule.memory import KeptMemory, Memory, moves_anything
+from bpipe.schedule.memory import KeptMemory, moves_anything
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from bpipe.transport.cuda_runtime import is_capturing
@@ -421,10 +421,15 @@ class Driver:
             return None
         engine, kept = self._engines[self._program], None
         if self.slicing is not None:
+            # The slices of the last iteration, which may differ in size.
+            meter, moved = self._meter, {key: engine.moved_bytes.get(key[0], 0) for key in self._meter.each_bytes}
+            if engine.sizing is not None and engine.sizing.differing:
+                moved = engine.sizing.moved_each
+            rule = meter.each_bytes, moved, meter.after_each_bytes, meter.shard_bytes
             kept = KeptBySlices(
                 peak_bytes=self.slicing.kept.peak_bytes,
                 predicted_bytes=kept_peak(engine.schedule, self.rank, self.slicing.kept.memory),
-                memory=self._by_slice(engine, self._meter),
+                memory=rule_by_slice(engine.schedule, *rule),
             )
         summary = summary_of(
             engine,
@@ -439,15 +444,6 @@ class Driver:
             slices=kept,
         )
         return replace(summary, graph_pool_bytes=measurements.graph_pool_bytes())
-
-    def _by_slice(self, engine: Engine, meter: Meter) -> Memory:
-        """Return the memory rule for the slices of the last iteration, which may differ in size."""
-        saved = meter.each_bytes
-        if engine.sizing is not None and engine.sizing.differing:
-            moved: Mapping[Key, int] = engine.sizing.moved_each
-        else:
-            moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
-        return rule_by_slice(engine.schedule, saved, moved, meter.after_each_bytes, meter.shard_bytes)
 
 
 def _streams_of_layers(config: Any) -> Sequence[Any]:

@@ -93,8 +93,16 @@ class _Recorder:
                 (schedules, "forward_step", self._forward),
                 (schedules, "backward_step", self._backward),
                 (distributed, "is_initialized", lambda: True),
-                (distributed, "isend", self._isend),
-                (distributed, "irecv", self._irecv),
+                (
+                    distributed,
+                    "isend",
+                    lambda tensor, dst, group: self._issue(group, [self._end(True, tensor, dst)], dst),
+                ),
+                (
+                    distributed,
+                    "irecv",
+                    lambda tensor, src, group: self._issue(group, [self._end(False, tensor, src)], src),
+                ),
                 (distributed, "P2POp", lambda operation, tensor, peer, group: (operation, tensor, peer, group)),
                 (distributed, "batch_isend_irecv", self._batch),
                 (distributed, "get_global_rank", lambda group, rank: rank),
@@ -142,12 +150,6 @@ class _Recorder:
             if not sends:
                 tensor.ends = [end, *(self._shapes.pop(0) for _ in self._shapes[:1])]
         return end
-
-    def _isend(self, tensor: Any, dst: int, group: Any) -> Any:
-        return self._issue(group, [self._end(True, tensor, dst)], dst)
-
-    def _irecv(self, tensor: Any, src: int, group: Any) -> Any:
-        return self._issue(group, [self._end(False, tensor, src)], src)
 
     def _batch(self, operations: Any) -> list[Any]:
         isend = torch.distributed.isend

@@ -457,15 +457,10 @@ def _stopping_at(module: Any, name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _environment(flags: Sequence[str]) -> Iterator[None]:
     """Set the variables that these flags need, and afterwards all as they were: Megatron sets some itself."""
-    before = dict(os.environ)
-    os.environ.update(_ENVIRONMENT)
-    if _OF_FSDP & {*flags}:
-        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
-    try:
+    with patch.dict(os.environ, _ENVIRONMENT):
+        if _OF_FSDP & {*flags}:
+            del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _lacks_package(error: BaseException | None) -> bool:

@@ -149,7 +149,9 @@ def shape_modules() -> None:
     linear: Any = ColumnParallelLinear
     linear.__init__ = functools.partialmethod(_init_linear, linear.__init__)
     # Megatron compiles this function, which lets a storage share another's memory.
-    random._get_share_storage = lambda: _share_storage
+    random._get_share_storage = lambda: (
+        lambda target, source: target.untyped_storage().resize_(source.untyped_storage().nbytes())
+    )
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and hasattr(module, _ROTATE):
             setattr(module, _ROTATE, lambda input, angles, *_, **__: _Rotation.apply(input, angles))
@@ -159,10 +161,6 @@ def _init_linear(self: Any, init: Any, *args: Any, tp_comm_buffer_name: str | No
     if tp_comm_buffer_name in _WHOLE:
         kwargs["tp_group"] = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     init(self, *args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
-
-
-def _share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.untyped_storage().resize_(source.untyped_storage().nbytes())
 
 
 class _Rotation(torch.autograd.Function):

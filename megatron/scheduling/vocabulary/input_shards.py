@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -215,12 +216,8 @@ def _note_step(call: Call, model: torch.nn.Module, data: Any) -> NotedStep:
         calls.append((args, kwargs))
         return nothing
 
-    # Hides the method of the class.
-    model.forward = note
-    try:
+    with patch.object(model, "forward", note):
         output, loss_function = call.forward_step_func(data, model)
-    finally:
-        del model.forward
     if output is not nothing or len(calls) != 1:
         raise ValueError(
             "--bpipe-vocabulary-input: this script's step must call its model exactly once and return the model's "

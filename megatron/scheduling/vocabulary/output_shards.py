@@ -78,7 +78,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         self._computes = False
         self._hidden: torch.Tensor | None = None
         self._noted: list[LossInputs] = []
-        self._log: Log | None = None
+        # Set by what logs the losses of further tokens once they are known.
+        self.log: Log | None = None
 
     @property
     def first_row(self) -> int:
@@ -126,14 +127,10 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         self._hidden = None
         return losses
 
-    def log_later(self, log: Log) -> None:
-        """Set what logs the losses of further tokens once they are known."""
-        self._log = log
-
     def noted(self) -> Noted:
         """Return what the model's forward noted. Raises ValueError if it computed no losses."""
-        tokens, log = self._noted, self._log
-        self._noted, self._hidden, self._log = [], None, None
+        tokens, log = self._noted, self.log
+        self._noted, self._hidden, self.log = [], None, None
         if len(tokens) != 1 + (self.config.mtp_num_layers or 0):
             raise ValueError(
                 "with --bpipe-vocabulary no rank has all logits of a micro-batch, but this script requests them "
