@@ -81,11 +81,11 @@ class DifferingSums:
     largest_bytes: Mapping[int, int] = field(default_factory=dict)
     """By stage, the largest micro-batch."""
 
-    def add(self, engine: Engine) -> None:
-        """Add an iteration."""
+    def add(self, engine: Engine) -> Unmoved:
+        """Add an iteration, and return what stayed in it."""
         sizing = engine.sizing
         if sizing is None or not sizing.differing:
-            return
+            return Unmoved()
         stayed = sizing.stayed
         self.stayed_microbatches += stayed.microbatches
         self.stayed_bytes += stayed.nbytes
@@ -93,16 +93,7 @@ class DifferingSums:
         self.passed_bytes = max(self.passed_bytes, stayed.passed_bytes)
         self.times_grown = sizing.num_grown
         self.largest_bytes = dict(sizing.most_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptBySlices:
-    """Bytes kept of micro-batches cut into slices."""
-
-    peak_bytes: int
-    predicted_bytes: int
-    memory: Memory
-    """The rule for slices that differ."""
+        return stayed
 
 
 def summary_of(
@@ -116,14 +107,17 @@ def summary_of(
     peaks: Sequence[tuple[int, int]],
     differing: DifferingSums,
     certificate: Certificate,
-    slices: KeptBySlices | None = None,
+    slices: Memory | None = None,
+    keys_bytes: int = 0,
+    predicted_keys_bytes: int = 0,
 ) -> RankSummary:
     """Return what a rank measured and what its schedule predicts for micro-batches of this size.
 
     `place` is its position in the pipeline. `peaks` are micro-batches and bytes of each iteration; the first does not
     count if there are others, because what micro-batches share is known only after two of them. Host buffers are
     preallocated, so a rank holds all of them from the first HOST on: the prediction is the most that its own
-    micro-batches occupy in any slot, and its buffers.
+    micro-batches occupy in any slot, and its buffers. If micro-batches are cut, `slices` is the rule of memory for slices
+    that differ, and keys and values are kept besides, as measured and as predicted.
     """
     schedule, saved, moved = engine.schedule, meter.saved_bytes, engine.moved_bytes
     # As in the meter, a micro-batch of which less than half has left is still here.
@@ -140,7 +134,7 @@ def summary_of(
         sizes = (meter.received_bytes, meter.after_input_bytes, meter.shard_bytes)
         predicted_bytes = own_peak(schedule, place, saved, moved, *sizes)
     else:
-        predicted_bytes = peak_of_rule(schedule, place, slices.memory, meter.received_bytes)
+        predicted_bytes = peak_of_rule(schedule, place, slices, meter.received_bytes)
     own_buffers, own_bytes = engine.own_memory
     return RankSummary(
         rank=rank,
@@ -159,8 +153,8 @@ def summary_of(
         own_bytes=own_bytes,
         moved_fraction=min((share.fraction for share in engine.shares.values()), default=None),
         **asdict(differing),
-        keys_bytes=0 if slices is None else slices.peak_bytes,
-        predicted_keys_bytes=0 if slices is None else slices.predicted_bytes,
+        keys_bytes=keys_bytes,
+        predicted_keys_bytes=predicted_keys_bytes,
         verified_iterations=certificate.iterations,
         verified_microbatches=certificate.microbatches,
         verified_storages=certificate.storages,

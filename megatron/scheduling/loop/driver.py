@@ -32,7 +32,7 @@ from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Share
-from bpipe.runtime.run_record import KeptBySlices, iteration_of, summary_of
+from bpipe.runtime.run_record import iteration_of, summary_of
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.host_buffers import links_of
@@ -419,18 +419,19 @@ class Driver:
         """Return what this rank of this pipeline measured, with the prediction; None if no iteration was trained."""
         if self._meter is None or self._program is None or not self._peaks:
             return None
-        engine, kept = self._engines[self._program], None
+        engine = self._engines[self._program]
+        slices: dict[str, Any] = {}
         if self.slicing is not None:
             # The slices of the last iteration, which may differ in size.
             meter, moved = self._meter, {key: engine.moved_bytes.get(key[0], 0) for key in self._meter.each_bytes}
             if engine.sizing is not None and engine.sizing.differing:
                 moved = engine.sizing.moved_each
             rule = meter.each_bytes, moved, meter.after_each_bytes, meter.shard_bytes
-            kept = KeptBySlices(
-                peak_bytes=self.slicing.kept.peak_bytes,
-                predicted_bytes=kept_peak(engine.schedule, self.rank, self.slicing.kept.memory),
-                memory=rule_by_slice(engine.schedule, *rule),
-            )
+            slices = {
+                "slices": rule_by_slice(engine.schedule, *rule),
+                "keys_bytes": self.slicing.kept.peak_bytes,
+                "predicted_keys_bytes": kept_peak(engine.schedule, self.rank, self.slicing.kept.memory),
+            }
         summary = summary_of(
             engine,
             self._meter,
@@ -441,7 +442,7 @@ class Driver:
             peaks=self._peaks,
             differing=self._differing.sums,
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
-            slices=kept,
+            **slices,
         )
         return replace(summary, graph_pool_bytes=measurements.graph_pool_bytes())
 

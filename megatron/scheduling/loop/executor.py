@@ -53,8 +53,9 @@ from megatron.scheduling.placement.embeddings import refuse_group
 from megatron.scheduling.placement.pipelines import pipelines
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
 from megatron.scheduling.start.refusals import end_where
+from megatron.scheduling.vocabulary.input_shards import Inputs
 from megatron.scheduling.vocabulary.mtp import FurtherLosses
-from megatron.scheduling.vocabulary.output_shards import Splitting, input_shard, output_shard
+from megatron.scheduling.vocabulary.output_shards import Splitting, output_shard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
 # The process groups for finalising gradients, and for the embedding's deferred ones.
@@ -279,7 +280,7 @@ class Loop:
         layer, early = output_shard(models[-1]), self._own.vocabulary is Vocabulary.TWO
         if self._slicing is not None:
             return SlicedShardedStages(self._slicing, part, layer, early)
-        inputs = input_shard(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
+        inputs = Inputs.of(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
         return ShardedStages(part, layer, early, inputs)
 
     def _collectives(self, schedule: Schedule, shard: OutputShard) -> Collectives:

@@ -84,11 +84,7 @@ class Differing:
 
     def ended(self, engine: Engine, rank: int) -> None:
         """Note that an iteration's loop is over."""
-        sizing = engine.sizing
-        if sizing is None or not sizing.differing:
-            return
-        stayed = sizing.stayed
-        self.sums.add(engine)
+        stayed = self.sums.add(engine)
         if stayed.microbatches and self._num_told < MOST_TOLD and pipeline_begins_with_rank_0():
             self._num_told += 1
             last = "; the report lists further ones" if self._num_told == MOST_TOLD else ""

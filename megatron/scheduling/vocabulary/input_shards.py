@@ -10,7 +10,7 @@ micro-batches when an iteration begins, with a model that only notes its argumen
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
 from bpipe.runtime.vocabulary import Rows, embedded, rows_gradient
 from megatron.scheduling.loop.chunks import Call
@@ -162,8 +163,9 @@ class Inputs(NamedTuple):
     """Rank in the pipeline with the first stage."""
 
     @classmethod
-    def of(cls, first: Any, last: Any, place: int) -> Inputs:
+    def of(cls, chunks: Sequence[Any], place: int) -> Inputs:
         """Return the parts that were placed in a rank's chunks."""
+        first, last = unwrap_model(chunks[0]), unwrap_model(chunks[-1])
         shard = last.embedding.word_embeddings
         assert isinstance(shard, EmbeddingShard), "it is split together with the output layer"
         if first is last or not first.pre_process:

@@ -209,12 +209,6 @@ def output_shard(model: Any) -> OutputLayerShard:
     return layer
 
 
-def input_shard(models: Sequence[Any], place: int) -> input_shards.Inputs:
-    """Return the embedding's shard of a rank's chunks; `place` is the first stage's rank in the pipeline."""
-    output_shard(models[-1])
-    return input_shards.Inputs.of(unwrap_model(models[0]), unwrap_model(models[-1]), place)
-
-
 def split(first: Any, model: Any, embeds: int | None = None) -> None:
     """Deal the output layer's rows out to the last chunks of all ranks. Collective over the model's pipeline.
 
