@@ -25,12 +25,12 @@ from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.links import disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import TorchStages
-from bpipe.runtime.streams import copying_on
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
+from bpipe.transport.streams import Device
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 3
 ROWS, WIDTH = 64, 128
@@ -62,7 +62,7 @@ def engine_of(schedule: Schedule, rank: int, meter: Meter) -> tuple[Engine, Conn
     evictors = [stage for stage in range(STAGES) if num_transfers(schedule, stage).evictions]
     # Connecting is collective, so every rank names the same pairs in the same order.
     pairs = [(stage, schedule.partners[stage]) for stage in evictors] if schedule.partners else []
-    connection, _ = connect(pairs, "auto", TIMEOUT_S, copying_on(CPU))
+    connection, _ = connect(pairs, "auto", TIMEOUT_S, Device(CPU))
     transfers = TransferConfig(minimum_bytes=1024, timeout_s=TIMEOUT_S, poison=True)
     config = EngineConfig(name=f"rank {rank}", device=CPU, transfers=transfers)
     return Engine(schedule, rank, connection.transport() if connection else None, config, meter), connection

@@ -128,7 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     names = options.only or [*STEPS]
     if options.list:
-        _list(names)
+        width = max(map(len, names))
+        for name in names:
+            alone = "alone" if STEPS[name].alone else "     "
+            print(f"{name:<{width}}  {alone}  at most {STEPS[name].limit_s:4.0f} s  {shows(name)}")
         return 0
     if options.table is not None:
         files = [json.loads(file.read_text()) for file in options.table]
@@ -262,13 +265,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     to_document = "write the results of such files into docs/gpu.md, and run nothing"
     add("--table", type=Path, nargs="*", metavar="FILE", help=to_document)
     return parser.parse_args(arguments)
-
-
-def _list(names: Sequence[str]) -> None:
-    width = max(map(len, names))
-    for name in names:
-        step = STEPS[name]
-        print(f"{name:<{width}}  {'alone' if step.alone else '     '}  at most {step.limit_s:4.0f} s  {shows(name)}")
 
 
 def _header(device: str, arguments: Sequence[str] | None) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """The acceptor's role of a rank: host a partner's activations in host buffers. The other role is `evictor`.
 
-    FREE --HOST posted--> FILLING --received--> FULL --RETURN posted--> EMPTYING --sent--> FREE
-
 A buffer that is hosted again, or returned, waits for its own last transfer [8], and on a device it does so next to the
 computation: no forward or backward of this rank waits for a buffer. At the end of the iteration compute's stream waits
 for all of them, because they may be given back then. The host blocks only where a HOST has to learn the sizes of the
@@ -10,41 +8,16 @@ only later: that could need this very rank. If the evictor reaches into the buff
 sizes and lends the memory.
 """
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from bpipe.runtime.errors import TransferError, advance
-from bpipe.runtime.streams import Streams
-from bpipe.schedule.action import Action
-from bpipe.transport.base import Done, Pending
+from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.schedule.action import Action, Kind
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.one_sided import OneSidedCopies, Transport
-
-
-class HostBufferState(enum.Enum):
-    """States in their order; after the last one comes the first."""
-
-    FREE = "free"
-    FILLING = "filling"
-    FULL = "full"
-    EMPTYING = "emptying"
-
-
-class HostBuffer:
-    """A buffer for one hosted micro-batch of any of some stages."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.state = HostBufferState.FREE
-        self.holds: Action | None = None
-
-    def move(self, state: HostBufferState, action: Action) -> None:
-        """Go to `state` because of `action`. Raises RuntimeFault for any but the next state of the diagram."""
-        self.state = advance(self.state, state, f"host buffer {self.index}, holding {self.holds}", action)
-        self.holds = None if state is HostBufferState.FREE else action
+from bpipe.transport.streams import Done, Pending, Streams
 
 
 class Acceptor:
@@ -152,12 +125,9 @@ class ReceivingAcceptor(Acceptor):
     ) -> None:
         super().__init__(stages_in_buffers, transport)
         self._transport, self._streams, self._device, self._wait = transport, streams, device, wait
-        self._pending: dict[int, Pending] = {}
-        self._count = len(stages_in_buffers)
-        self._make_buffers()
-
-    def _make_buffers(self) -> None:
-        self._buffers = tuple(map(HostBuffer, range(self._count)))
+        # By host buffer: the micro-batch that it holds, and the transfer under way.
+        self._hosted: dict[int, Action] = {}
+        self._pending: dict[int, tuple[Action, Pending]] = {}
         # Pieces that were outgrown stay: only the first iteration grows, and its end frees everything.
         self._pieces: list[torch.Tensor] = []
         # By buffer and stage, the memory of its storages.
@@ -168,24 +138,28 @@ class ReceivingAcceptor(Acceptor):
         return sum(piece.untyped_storage().nbytes() for piece in self._pieces)
 
     def host(self, action: Action, host_buffer: int) -> None:
-        buffer = self._buffers[host_buffer]
         nbytes = self._layout.make_room(host_buffer, action.stage, self._sizes)
         if nbytes:
             self._pieces.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
             self._tensors.clear()
         with self._streams.inbound():
-            self._settle(buffer)  # [8]
-            buffer.move(HostBufferState.FILLING, action)
+            self._settle(host_buffer)  # [8]
+            if host_buffer in self._hosted:
+                raise RuntimeFault(f"{action}: host buffer {host_buffer} still holds {self._hosted[host_buffer]}")
+            self._hosted[host_buffer] = action
             tensors = self._memory_of(host_buffer, action.stage)
-            self._pending[host_buffer] = self._transport.host(host_buffer, tensors) if tensors else Done()
+            pending = self._transport.host(host_buffer, tensors) if tensors else Done()
+            self._pending[host_buffer] = action, pending
 
     def give_back(self, action: Action, host_buffer: int) -> None:
-        buffer = self._buffers[host_buffer]
         with self._streams.outbound():
-            self._settle(buffer)
-            buffer.move(HostBufferState.EMPTYING, action)
+            self._settle(host_buffer)
+            hosted = self._hosted.pop(host_buffer, None)
+            if hosted is None or hosted.key != action.key:
+                raise RuntimeFault(f"{action}: host buffer {host_buffer} holds {hosted or 'nothing'}")
             tensors = self._memory_of(host_buffer, action.stage)
-            self._pending[host_buffer] = self._transport.give_back(host_buffer, tensors) if tensors else Done()
+            pending = self._transport.give_back(host_buffer, tensors) if tensors else Done()
+            self._pending[host_buffer] = action, pending
 
     def _memory_of(self, host_buffer: int, stage: int) -> list[torch.Tensor]:
         """Return uint8 tensors over the buffer's memory, as long as the stage's storages."""
@@ -195,28 +169,24 @@ class ReceivingAcceptor(Acceptor):
             self._tensors[key] = [self._pieces[piece].narrow(0, *part) for part in zip(offsets, lengths, strict=True)]
         return self._tensors[key]
 
-    def _settle(self, buffer: HostBuffer) -> None:
+    def _settle(self, host_buffer: int) -> None:
         """Wait for the buffer's transfer under way, if there is one."""
-        pending = self._pending.pop(buffer.index, None)
-        if pending is not None and buffer.holds is not None:
-            action = buffer.holds
-            self._wait(pending, action, buffer.state.value)
-            buffer.move(
-                HostBufferState.FULL if buffer.state is HostBufferState.FILLING else HostBufferState.FREE, action
-            )
+        if host_buffer in self._pending:
+            action, pending = self._pending.pop(host_buffer)
+            self._wait(pending, action, "filling" if action.kind is Kind.HOST else "emptying")
 
     def end(self) -> None:
-        for buffer in self._buffers:
-            self._settle(buffer)
-            if buffer.state is not HostBufferState.FREE:
-                raise TransferError(
-                    f"host buffer {buffer.index} still holds {buffer.holds} at the end of the iteration: its RETURN "
-                    f"is missing"
-                )
+        for host_buffer in sorted(self._pending):
+            self._settle(host_buffer)
+        for host_buffer, action in self._hosted.items():
+            raise TransferError(
+                f"host buffer {host_buffer} still holds {action} at the end of the iteration: its RETURN is missing"
+            )
 
     def let_go(self) -> None:
         super().let_go()
-        self._make_buffers()
+        self._pieces.clear()
+        self._tensors.clear()
 
     def abandon(self) -> None:
         self._pending.clear()

@@ -111,11 +111,6 @@ class Uses:
         else:
             self.saved.add(id(tensor))
 
-    def add_wrapped(self, payload: torch.Tensor, wrapper: int) -> None:
-        if id(payload) not in self.wrapped:
-            self.originals.append(payload)
-            self.wrapped[id(payload)] = wrapper
-
     def holders(self, tensor: torch.Tensor) -> int:
         """Return the reference count of this tensor if only the graph holds it, or its wrapper."""
         if id(tensor) in self.wrapped:
@@ -219,7 +214,9 @@ def _add_wrapper(
                 use.unplaced = True
                 continue
             wrappers[id(holder)] = holder
-            use.add_wrapped(payload, id(holder))
+            if id(payload) not in use.wrapped:
+                use.originals.append(payload)
+                use.wrapped[id(payload)] = id(holder)
             if payload._base is not None:
                 # A wrapper made of a plain tensor (DTensor.from_local) holds a view of it.
                 use.add(payload._base, False, None)
@@ -249,15 +246,11 @@ def _judge(
         allowed = use.holders(tensor) + holders.references(tensor)
         if num_python_holders(tensor) > allowed and not any(tensor is received for received in inputs):  # [2]
             alone = False
-    movable = alone and storage.resizable() and _on(device, storage)
-    return SavedStorage(storage, storage.nbytes(), movable, use.kind, use.tensor)
-
-
-def _on(device: torch.device, storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is on this device. A device without an index is whichever of its type computes, and there is one
-    CPU, whatever index a mesh gives it."""
-    same_type = storage.device.type == device.type
-    return same_type and (device.type == "cpu" or device.index in (None, storage.device.index))
+    # A device without an index is whichever of its type computes, and there is one CPU, whatever index a mesh gives it.
+    is_here = storage.device.type == device.type and (
+        device.type == "cpu" or device.index in (None, storage.device.index)
+    )
+    return SavedStorage(storage, storage.nbytes(), alone and storage.resizable() and is_here, use.kind, use.tensor)
 
 
 def num_storage_uses(storage: torch.UntypedStorage) -> int:

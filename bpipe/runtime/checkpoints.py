@@ -13,16 +13,9 @@ from typing import Any
 import torch
 
 _MODULE = "torch.utils.checkpoint"
-# Modules whose hooks keep tensors elsewhere.
-_ASIDE: set[str] = set()
-
-
-def leave_aside(module: str) -> None:
-    """Declare that hooks of this module keep tensors elsewhere, on the host or in tensors of their own.
-
-    What a node saved through one is not read, because that may remove it from there, and so it stays.
-    """
-    _ASIDE.add(module)
+# Modules whose hooks keep tensors elsewhere, on the host or in tensors of their own. What a node saved through one is not
+# read, because that may remove it from there, and so it stays.
+_ASIDE = {"megatron.core.pipeline_parallel.fine_grained_activation_offload"}
 
 
 class Regions:

@@ -33,9 +33,6 @@ class EngineConfig:
     parts: Mapping[int, int] = field(default_factory=dict)
     """By stage, bytes of each micro-batch that leave; by default all that can."""
 
-    allocated: Callable[[], int] | None = None
-    """Returns the bytes that the device's allocator has given out; None on a CPU."""
-
     waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
     """Returns the storages that the caller keeps, in addition to the graph, between dgrad and wgrad."""
 

@@ -19,14 +19,13 @@ from bpipe.runtime.ranges import Ranges
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Kept, Share
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.streams import Streams, synchronize
 from bpipe.schedule.action import READING, Action, Kind
-from bpipe.schedule.host_buffers import Residencies, Residency
+from bpipe.schedule.host_buffers import Residencies
 from bpipe.schedule.program import Step, one_by_one, steps
 from bpipe.schedule.schedule import Schedule, computed_together
-from bpipe.transport.base import Pending
 from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Pending, Streams, allocated_on, synchronize
 
 # Names of the timers of an engine's own time: issuing each kind of transfer, and waiting for one.
 WAITING = "bpipe-wait"
@@ -73,29 +72,28 @@ class Engine:
         self.ended_well = True
         self._residencies = Residencies()
         self._ranges = Ranges(schedule.layout.slices)
-        self._kept = Kept(config.transfers.minimum_bytes, config.allocated, config.shared)
+        self._kept = Kept(config.transfers.minimum_bytes, allocated_on(config.device), config.shared)
         # By stage that is evicted, what part of it leaves; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
         self._first_iteration = True
         self._streams = (streams or Streams(config.device)) if transport else None
         self._partners = Partners(schedule, rank, transport, config, self._streams, wait=self._wait, kept=self._kept)
+        self._evictor = self._partners.evictor
 
     @property
     def moved_bytes(self) -> dict[int, int]:
         """Bytes that leave of the largest micro-batch, by stage; only stages that are evicted, once measured."""
-        sizing = self._partners.sizing
-        return sizing.moved_bytes if sizing else {}
+        return dict(self._evictor.sizing.moved_bytes)
 
     @property
     def most_bytes(self) -> dict[int, int]:
         """Bytes that would leave if there were room for them, by stage."""
-        sizing = self._partners.sizing
-        return sizing.most_bytes if sizing else {}
+        return dict(self._evictor.sizing.most_bytes)
 
     @property
     def sizing(self) -> Sizing | None:
-        """Sizes of what leaves, and what of the present or last iteration exceeded its buffers."""
-        return self._partners.sizing
+        """Sizes of what leaves, and what of the present or last iteration exceeded its buffers; None if nothing moves."""
+        return self._evictor.sizing if self._streams else None
 
     @property
     def hosted_bytes(self) -> Mapping[int, int]:
@@ -123,8 +121,7 @@ class Engine:
     @property
     def own_memory(self) -> tuple[int, int]:
         """Number of host buffers preallocated in its own node's memory, and their bytes."""
-        own = self._partners.evictors.get(self._rank)
-        return (0, 0) if own is None else own.host_buffers
+        return self._evictor.host_buffers(self._rank)
 
     # -- the calls
     # -----------------------------------------------------------------------------------------------------------------
@@ -151,7 +148,7 @@ class Engine:
             self.recorder.begin()
         if self._streams:
             self._streams.timed = self.recorder is not None
-        self._partners.begin()
+        self._evictor.begin()
         self._start_after(self._steps[0])
 
     def _begin_capture(self) -> None:
@@ -174,13 +171,13 @@ class Engine:
         step = self._expected(op, beside)
         # What is evicted during a computation or in a bubble is gone before the next computation, which takes its
         # memory; and not earlier: the loop has sent the last one's output since, and that would have waited too.
-        self._partners.finish_evictions()
+        self._evictor.finish_evictions()
         self._transfers(step.before)
         for computation in step.computations:
             if computation.kind in READING:
-                self._partners.finish_load(computation)
+                self._evictor.finish_load(computation)
         if self._config.transfers.differing:
-            self._partners.computes()
+            self._evictor.sizing.computes()
         held_bytes = self._sample()
         if self.recorder:
             for computation in step.computations:
@@ -231,7 +228,7 @@ class Engine:
             graph = pieces or Pieces([output.grad_fn for output in outputs if output is not None])
             if self._meter:
                 self._meter.saved(op, find(graph.roots, inputs, self._config.device, graph.held), inputs)
-            self._partners.remember(op, graph, inputs, outputs)
+            self._evictor.remember(op, graph, inputs, outputs)
         # Nothing is measured while two run at once: by the rule of memory both are held until they are over.
         most_bytes = None if step.overlapped is None else self._sample(look=False)
         if self._meter:
@@ -262,7 +259,7 @@ class Engine:
         assert self._unsent == op, f"sent({op}) follows after({self._unsent})"
         self._unsent = None
         if op.kind is Kind.FORWARD:
-            self._partners.measure(op)
+            self._evictor.measure(op)
         self._start_after(self._steps[self._position])
 
     def communicated(self) -> None:
@@ -335,24 +332,21 @@ class Engine:
             if in_bubbles and action.kind is Kind.LOAD:
                 # It takes the memory of what left during the computation, or in a bubble before, and no computation
                 # comes first.
-                self._partners.finish_evictions()
+                self._evictor.finish_evictions()
             residency = self._residencies.of(action)
             if self.recorder and self._partners.sees(action):
                 self.recorder.started(action, self._partners.buffer_of[residency])
-            self._begin_transfer(action, residency)
+            try:
+                with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
+                    self._partners.start(action, residency)
+            except (RuntimeFault, TransferError):
+                raise
+            except Exception as error:
+                raise self._failure(action, "did not start", error) from error
             if self._meter and action.kind in (Kind.EVICT, Kind.LOAD):
                 self._meter.touched(action)
         if self._config.transfers.synchronous:
-            self._partners.finish_all()
-
-    def _begin_transfer(self, action: Action, residency: Residency) -> None:
-        try:
-            with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
-                self._partners.start(action, residency)
-        except (RuntimeFault, TransferError):
-            raise
-        except Exception as error:
-            raise self._failure(action, "did not start", error) from error
+            self._evictor.finish_all()
 
     def _sample(self, look: bool = True) -> int | None:
         if self._meter is None:

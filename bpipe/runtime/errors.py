@@ -1,8 +1,4 @@
-"""The runtime's errors, and the check of everything that changes state: activations and host buffers."""
-
-from enum import Enum
-
-from bpipe.schedule.action import Action
+"""The runtime's errors."""
 
 
 class RuntimeFault(RuntimeError):
@@ -12,18 +8,3 @@ class RuntimeFault(RuntimeError):
 
 class TransferError(RuntimeError):
     """A transfer failed or did not end in time."""
-
-
-def advance[S: Enum](now: S, wanted: S, subject: str, cause: Action) -> S:
-    """Return `wanted` if it follows `now` in the circle of states.
-
-    Raises RuntimeFault naming the subject, both states and the action otherwise.
-    """
-    states = list(type(now))
-    following = states[(states.index(now) + 1) % len(states)]
-    if following is not wanted:
-        raise RuntimeFault(
-            f"{subject}: {now.name} -> {wanted.name} on {cause}, but only {following.name} may follow {now.name}; "
-            f"is a wait missing?"
-        )
-    return wanted

@@ -15,7 +15,7 @@ The numbers are those of the order in which compute, copies and memory wait for 
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, cast
@@ -25,16 +25,15 @@ import torch
 from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
-from bpipe.runtime.errors import RuntimeFault, advance
+from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import Pieces, hiding, plain_tensors
 from bpipe.runtime.retention import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.streams import Streams, used_here, used_on
 from bpipe.schedule.action import Action, Key
-from bpipe.transport.base import Done, Pending
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Done, Pending, Streams, used_here, used_on
 
 # Waits for a transfer of an action; the text is its state, for errors.
 Wait = Callable[[Pending, Action, str], None]
@@ -53,18 +52,33 @@ class ActivationsState(enum.Enum):
 
 
 @dataclass
+class _Host:
+    """One of those that keep what leaves: another rank, or this rank's own node's memory."""
+
+    transport: Transport
+    layout: BufferLayout
+
+    stages: frozenset[int]
+    """Stages of this rank that it hosts."""
+
+    link: str
+    """How activations travel, for the verifier's errors."""
+
+
+@dataclass
 class Activations:
     """The saved activations of one forward. `graph` and `inputs` are dropped once its storages are known.
 
-    `outputs` are the addresses of the stage's outputs after the forward. What autograd saved of these stays: how long
-    whoever sends them, or the next stage, holds them too differs between micro-batches, and all of a stage's have to be
-    of one size.
+    `host` keeps them; None if they never leave and only show how large they are. `outputs` are the addresses of the
+    stage's outputs after the forward. What autograd saved of these stays: how long whoever sends them, or the next stage,
+    holds them too differs between micro-batches, and all of a stage's have to be of one size.
     """
 
     forward: Action
+    host: _Host | None
     graph: Pieces
     inputs: Sequence[torch.Tensor | None]
-    outputs: frozenset[int] = frozenset()
+    outputs: frozenset[int]
     state: ActivationsState = ActivationsState.HERE
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     lengths: tuple[int, ...] = ()
@@ -72,36 +86,31 @@ class Activations:
     action: Action | None = None
 
     def move(self, state: ActivationsState, action: Action) -> None:
-        self.state = advance(self.state, state, f"activations of {self.forward}", action)
-        self.action = action
+        """Go to `state` because of `action`. Raises RuntimeFault for any but the next state of the diagram."""
+        states = list(ActivationsState)
+        following = states[(states.index(self.state) + 1) % len(states)]
+        if following is not state:
+            raise RuntimeFault(
+                f"activations of {self.forward}: {self.state.name} -> {state.name} on {action}, but only "
+                f"{following.name} may follow {self.state.name}; is a wait missing?"
+            )
+        self.state, self.action = state, action
 
 
 class Evictor:
-    """The evictor's half of all transfers with one partner.
+    """The evictor's half of all transfers of a rank.
 
-    `stages_in_buffers` are, for each of the partner's host buffers, the stages of this rank that it holds. `claims` are
-    shared by all evictors of a rank. `link` is how activations travel, for the verifier's errors.
+    `host_of` has the rank that hosts each micro-batch that leaves. `wait` waits for a transfer and names it in errors;
+    `kept` collects what stays.
     """
 
     def __init__(
-        self,
-        stages_in_buffers: Sequence[frozenset[int]],
-        transport: Transport,
-        streams: Streams,
-        config: EngineConfig,
-        *,
-        wait: Wait,
-        kept: Kept,
-        claims: Claims,
-        link: str,
+        self, host_of: Mapping[Key, int], streams: Streams | None, config: EngineConfig, wait: Wait, kept: Kept
     ) -> None:
-        self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
-        self._layout = BufferLayout(stages_in_buffers)
-        self._transport = transport
-        if transport.one_sided:
-            transport.reach(self._layout)
-        self._streams, self._config = streams, config
-        self._wait, self._kept, self._claims, self._link = wait, kept, claims, link
+        self._host_of, self._streams, self._config = host_of, streams, config
+        self._wait, self._kept, self._claims = wait, kept, Claims()
+        # By rank; its own node's memory is under this rank's own.
+        self._hosts: dict[int, _Host] = {}
         # By stage, descriptions of the storages that leave, for the verifier's errors.
         self._described: dict[int, Sequence[str]] = {}
         self._known: dict[Key, Activations] = {}
@@ -111,6 +120,13 @@ class Evictor:
         self._retraces: dict[int, Retrace | None] = {}
         self.sizing = Sizing(config.transfers.differing)
 
+    def add_host(self, rank: int, stages_in_buffers: Sequence[frozenset[int]], transport: Transport, link: str) -> None:
+        """Add one that hosts; `stages_in_buffers` are, for each of its buffers, the stages of this rank in it."""
+        layout = BufferLayout(stages_in_buffers)
+        if transport.one_sided:
+            transport.reach(layout)
+        self._hosts[rank] = _Host(transport, layout, frozenset().union(*stages_in_buffers), link)
+
     def begin(self) -> None:
         """Begin an iteration: nothing may be left of the last one."""
         if self._known:
@@ -119,17 +135,18 @@ class Evictor:
         self._claims.clear()
         self.sizing.begin()
 
-    def tell_growth(self, by: Action) -> bool:
-        """Tell the partner between two iterations which buffers have to grow, if sizes differ; return whether any has.
+    def tell_growth(self, rank: int, grown: Mapping[int, tuple[int, ...]], by: Action) -> bool:
+        """Tell a host between two iterations which of its buffers have to grow, if sizes differ; return whether any has.
 
-        The partner listens at the beginning of every iteration but the first, in which it learns sizes as they are
-        measured. `by`: named in errors.
+        It listens at the beginning of every iteration but the first, in which it learns sizes as they are measured.
+        `by`: named in errors.
         """
-        if not self.sizing.announced:
+        host = self._hosts[rank]
+        if host.stages.isdisjoint(self.sizing.announced):
             return False
-        grown = self.sizing.grow()
-        self._announcements.append((by, self._transport.announce(grown)))
-        return bool(grown)
+        rooms = {stage: lengths for stage, lengths in grown.items() if stage in host.stages}
+        self._announcements.append((by, host.transport.announce(rooms)))
+        return bool(rooms)
 
     def remember(
         self,
@@ -138,29 +155,37 @@ class Evictor:
         inputs: Sequence[torch.Tensor | None],
         outputs: Sequence[torch.Tensor | None],
     ) -> None:
-        """Remember a finished forward whose activations will leave, or show how large they are."""
+        """Remember a finished forward if its activations will leave, or show how large they are."""
+        rank = self._host_of.get(forward.key)
+        if rank is None and not self._unmeasured(forward.stage):
+            return
         # Whatever the graph holds existed together with the outputs, so none of it reuses their addresses.
         addresses = frozenset(output.untyped_storage()._cdata for output in plain_tensors(outputs))
-        self._known[forward.key] = Activations(forward, graph, inputs, addresses)
+        host = None if rank is None else self._hosts[rank]
+        self._known[forward.key] = Activations(forward, host, graph, inputs, addresses)
 
-    def forget(self, forward: Action) -> None:
-        """Forget activations that never leave, so that their backward can free them as it goes."""
-        del self._known[forward.key]
-
-    def unmeasured(self, stage: int) -> bool:
-        """Whether activations of this stage will leave and their size is not known yet."""
-        return stage in self._stages and stage not in self.sizing.announced
+    def _unmeasured(self, stage: int) -> list[_Host]:
+        """Return those that will host this stage, if its size is not known yet."""
+        known = stage in self.sizing.announced
+        return [host for host in self._hosts.values() if stage in host.stages and not known]
 
     def measure(self, forward: Action) -> None:
-        """Measure the storages of a remembered forward, and announce their lengths for its stage.
+        """Measure the first forward of a stage, and announce its storages' lengths to all that host the stage.
 
-        The partner listens no earlier than at a HOST, so this does not wait for it. If there are none, both ends know
-        that nothing of this stage travels, and its transfers are empty, until its room grows.
+        Called at once after it: a host may wait for that, and this rank then for the host. A host listens no earlier
+        than at a HOST, so this does not wait for it, and for no stage that does not come to it. If there are no
+        storages, both ends know that nothing of this stage travels, and its transfers are empty, until its room grows.
         """
+        hosts = self._unmeasured(forward.stage)
+        if not hosts:
+            return
         movable = self._movable(forward.stage, self._own(self._known[forward.key]))
         self._measured_kinds[forward.stage] = _by_kind(movable)
         room = self.sizing.first(forward.stage, tuple(item.nbytes for item in movable))
-        self._announcements.append((forward, self._transport.announce({forward.stage: room})))
+        self._announcements += [(forward, host.transport.announce({forward.stage: room})) for host in hosts]
+        if self._known[forward.key].host is None:
+            # So that its backward can free it as it goes.
+            del self._known[forward.key]
 
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """Return what this micro-batch saved and no other did."""
@@ -190,24 +215,31 @@ class Evictor:
 
     def evict(self, action: Action, host_buffer: int) -> None:
         """Start sending a finished micro-batch's storages. They are emptied by `finish_evictions`."""
-        activations = self._known[action.key]
-        activations.move(ActivationsState.LEAVING, action)
+        activations, host = self._moving(action, ActivationsState.LEAVING)
         storages = self._again(activations) or self._anew(action, activations)
         lengths = _lengths_of(storages)
         if not self.sizing.leaves(*action.key, lengths):
             storages, lengths = [], ()
         activations.storages, activations.lengths = storages, lengths
         activations.graph, activations.inputs = Pieces(()), ()
-        self._layout.make_room(host_buffer, action.stage, self.sizing.announced)
-        if self._transport.one_sided:
-            self._transport.grow()
+        host.layout.make_room(host_buffer, action.stage, self.sizing.announced)
+        if host.transport.one_sided:
+            host.transport.grow()
+        assert self._streams is not None
         with self._streams.outbound():  # [1]
             sent = _bytes_of(activations.storages)
             if self._checks is not None:
-                self._checks.leaves(action, self._link, sent, self._described.get(action.stage, ()))
+                self._checks.leaves(action, host.link, sent, self._described.get(action.stage, ()))
             activations.pending = (
-                self._transport.put(host_buffer, sent) if self._travels(activations) else Done()
+                host.transport.put(host_buffer, sent) if self._travels(activations, host) else Done()
             )  # [2]
+
+    def _moving(self, action: Action, state: ActivationsState) -> tuple[Activations, _Host]:
+        """Return the activations that a transfer moves, now in this state, and their host."""
+        activations = self._known[action.key]
+        activations.move(state, action)
+        assert activations.host is not None
+        return activations, activations.host
 
     @property
     def _checks(self) -> Verifier | None:
@@ -258,9 +290,9 @@ class Evictor:
             self._retraces[stage] = Retrace.of(activations.graph.roots, storages)
         return storages
 
-    def _travels(self, activations: Activations) -> bool:
+    def _travels(self, activations: Activations, host: _Host) -> bool:
         """Whether a transfer takes place: also for an empty micro-batch if its lengths go in front."""
-        headed = self.sizing.differing and not self._transport.one_sided
+        headed = self.sizing.differing and not host.transport.one_sided
         return bool(activations.storages) or (headed and bool(self.sizing.announced[activations.forward.stage]))
 
     def _other_sizes(self, action: Action, movable: Sequence[SavedStorage], roots: Sequence[Any]) -> RuntimeFault:
@@ -312,8 +344,7 @@ class Evictor:
 
     def load(self, action: Action, host_buffer: int) -> None:
         """Start bringing a micro-batch's storages back. Its backward calls `finish_load`."""
-        activations = self._known[action.key]
-        activations.move(ActivationsState.COMING, action)
+        activations, host = self._moving(action, ActivationsState.COMING)
         self.sizing.back(*action.key)
         for storage, nbytes in zip(activations.storages, activations.lengths, strict=True):
             storage.resize_(nbytes)  # [4]
@@ -322,10 +353,11 @@ class Evictor:
         if beside := self._config.beside():
             # It was allocated by compute, and nodes on other streams read it.
             used_on(beside, _bytes_of(activations.storages))
+        assert self._streams is not None
         with self._streams.inbound():  # [5]
             activations.pending = (
-                self._transport.get(host_buffer, _bytes_of(activations.storages))
-                if self._travels(activations)
+                host.transport.get(host_buffer, _bytes_of(activations.storages))
+                if self._travels(activations, host)
                 else Done()
             )  # [6]
 
@@ -356,29 +388,29 @@ class Evictor:
         activations.pending = None
         activations.move(state, activations.action)
 
-    @property
-    def host_buffers(self) -> tuple[int, int]:
-        """Number of host buffers that the partner has for this rank, and their bytes."""
-        return self._layout.num_buffers, self._layout.nbytes
+    def host_buffers(self, rank: int) -> tuple[int, int]:
+        """Return the number of buffers that a rank has for this one, and their bytes."""
+        host = self._hosts.get(rank)
+        return (0, 0) if host is None else (host.layout.num_buffers, host.layout.nbytes)
 
-    @property
-    def is_scattered(self) -> bool:
-        """Whether the partner's host buffers are in several pieces of memory."""
-        return len(self._layout.pieces) > 1
+    def is_scattered(self, rank: int) -> bool:
+        """Whether a host's buffers are in several pieces of memory."""
+        return len(self._hosts[rank].layout.pieces) > 1
 
     def end(self) -> None:
-        """End the iteration: the partner has learned everything, at the latest with its last HOST."""
+        """End the iteration: all hosts have learned everything, at the latest with their last HOST."""
         for forward, announcement in self._announcements:
             self._wait(announcement, forward, "telling its sizes")
         self._announcements.clear()
 
-    def let_go(self) -> None:
-        """Note that the partner frees its host buffers. It remembers the sizes."""
-        self._layout.clear()
+    def let_go(self, rank: int) -> None:
+        """Note that a host frees its buffers. It remembers the sizes."""
+        self._hosts[rank].layout.clear()
 
     def release(self) -> None:
-        """Forget the sizes too, as the partner does: they are announced anew."""
-        self.let_go()
+        """Note that all hosts free their buffers and forget the sizes, which are announced anew."""
+        for host in self._hosts.values():
+            host.layout.clear()
         self._retraces.clear()
         self.sizing.release()
 

@@ -121,7 +121,10 @@ class Holders:
         self._counts = Counter(map(id, held))
         self._sharing: defaultdict[int, set[int]] = defaultdict(set)
         for tensor in held:
-            allowed = _IN_A_LOOP + self.references(tensor) + _is_referred_to_by_torch(tensor)
+            # Torch may keep a reference of its own, as for a gradient's accumulator or a view; without `_use_count` it
+            # keeps none.
+            of_torch = hasattr(tensor, "_use_count") and tensor._use_count() > 1
+            allowed = _IN_A_LOOP + self.references(tensor) + of_torch
             alone = sys.getrefcount(tensor) <= allowed
             if is_plain(tensor) and (alone or any(tensor is received for received in inputs)):
                 self._sharing[tensor.untyped_storage()._cdata].add(id(tensor))
@@ -134,12 +137,6 @@ class Holders:
         """Return the number of tensors that only the loop holds, use a storage, and have no id in `known`."""
         sharing = self._sharing.get(storage._cdata)
         return len(sharing.difference(known)) if sharing else 0
-
-
-def _is_referred_to_by_torch(tensor: torch.Tensor) -> bool:
-    """Whether torch keeps a reference of its own, as for a gradient's accumulator or a view. A torch without
-    `_use_count` keeps none."""
-    return hasattr(tensor, "_use_count") and tensor._use_count() > 1
 
 
 def _measure_in_a_loop() -> int:

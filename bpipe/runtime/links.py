@@ -1,21 +1,23 @@
-"""Connect the pairs of every pipeline of the world that move anything, and disconnect them after the run."""
+"""Connect the pairs of every pipeline of the world that move anything, describe their links, and disconnect them after
+the run."""
 
-from collections.abc import Container, Iterable, Sequence
-from typing import Protocol
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.schedule.host_buffers import links_of, num_buffers_for, num_host_memory_buffers, residencies_by_host
 from bpipe.schedule.hosts import Pair, device_ranks, uses_host_memory
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.collectives import SharedGroups
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
+from bpipe.transport.edges import Edge
 from bpipe.transport.host_memory import Buffers
-from bpipe.transport.table import describe
+from bpipe.transport.streams import Device, total_bytes
 
 
 def connect_pairs(
@@ -45,7 +47,7 @@ def connect_pairs(
     stages = {pair: places for pair, places in stages_of_pairs(schedule, pipelines).items() if pair not in known}
     if not stages:
         return {}, [], ""
-    rank, copying = dist.get_rank(), copying_on(device)
+    rank, copying = dist.get_rank(), Device(device)
     pipeline = list(next(ranks for ranks in pipelines if rank in ranks))
     here = pipeline.index(rank)
     pairs, own = sorted(pair for pair in stages if pair[0] != pair[1]), uses_host_memory(schedule.hosts)
@@ -64,14 +66,8 @@ def connect_pairs(
     return connections, links, describe(links, stages)
 
 
-class Closable(Protocol):
-    """Groups and threads of one run: a connection, an edge, or the groups of a shared vocabulary."""
-
-    def close(self) -> None:
-        """End them, together with the other ranks that have them."""
-
-    def abandon(self) -> None:
-        """End what can be ended without another rank."""
+# Groups and threads of one run, which are closed together with the other ranks that have them.
+Closable = Connection | OwnMemory | Edge | SharedGroups
 
 
 def disconnect(engine: Engine | None, connections: Iterable[Closable | None], failed: bool = False) -> str | None:
@@ -130,3 +126,37 @@ def stages_of_pairs(schedule: Schedule, pipelines: Sequence[Sequence[int]]) -> d
             low, high = sorted(ranks)
             stages[low, high] = (stage, host) if ranks == (low, high) else (host, stage)
     return stages
+
+
+def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:
+    """Describe each pair of stages in one line: the transport, what its links measured, and what else was tried."""
+    of_stages: dict[Pair, list[MeasuredLink]] = defaultdict(list)
+    for link in links:
+        low, high = sorted(stages[link.ranks])
+        of_stages[low, high].append(link)
+    lines = ["links, measured in both directions:"]
+    for pair, same in sorted(of_stages.items()):
+        who = f"stages {pair[0]} and {pair[1]}" if pair[0] != pair[1] else f"stage {pair[0]} and its node's CPU memory"
+        for name in sorted({link.transport for link in same}):
+            lines.append(f"  {who}{_chosen(name, [link for link in same if link.transport == name])}")
+    return "\nbpipe: ".join(lines)
+
+
+def _chosen(name: str, links: Sequence[MeasuredLink]) -> str:
+    """Describe links of the same stages: their transport, their speed, and what else was tried on the first of them."""
+    of = "ranks" if links[0].ranks[0] == links[0].ranks[1] else "pairs of ranks"
+    count = "" if len(links) == 1 else f", {len(links)} {of}"
+    tried = [
+        f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}"
+        for other in links[0].bytes_per_s
+        if other != name
+    ]
+    tried += [f"{other} not usable: {why}" for other, why in links[0].refused.items()]
+    also = f" ({'; '.join(tried)})" if tried else ""
+    return f"{count}: {name} {_range(link.bytes_per_s[name] for link in links)}{also}"
+
+
+def _range(bytes_per_s: Iterable[float]) -> str:
+    speeds = sorted(speed / 1e9 for speed in bytes_per_s)
+    low, high = f"{speeds[0]:.3g}", f"{speeds[-1]:.3g}"
+    return f"{low} GB/s" if low == high else f"{low} to {high} GB/s"

@@ -9,7 +9,7 @@ one of these begins, and only micro-batches that were touched lately are inspect
 computation costs more than moving it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,14 @@ def _nbytes(reference: StorageWeakRef) -> int:
     return 0 if storage is None else int(storage.nbytes())
 
 
+def largest_by[K](sizes: Iterable[tuple[K, int]]) -> dict[K, int]:
+    """Return the largest size of each key."""
+    largest: dict[K, int] = {}
+    for key, nbytes in sizes:
+        largest[key] = max(nbytes, largest.get(key, 0))
+    return largest
+
+
 class Meter:
     """Peaks of one rank.
 
@@ -69,13 +77,10 @@ class Meter:
     Attributes:
         peak_microbatches: The most micro-batches held in this iteration, host buffers included.
         peak_bytes: The most bytes held.
-        saved_bytes: By stage, the most that one micro-batch saves, counted once its forward has finished.
-        latest_bytes: By stage, what the last micro-batch saves: what all of them share may count for the first.
-        after_input_bytes: By stage, what one holds between the halves of its backward, counted once the first has run.
         shard_bytes: What a shard of the vocabulary holds of one micro-batch, above all its logits.
         received_bytes: The part of a micro-batch that the stage received, if the loop keeps inputs; else 0.
-        each_bytes: By stage and micro-batch, what each saved.
-        after_each_bytes: The same between the halves of its backward.
+        each_bytes: By stage and micro-batch, what each saved, counted once its forward has finished.
+        after_each_bytes: What each holds between the halves of its backward, counted once the first has run.
     """
 
     def __init__(self, keeps_inputs: bool = True) -> None:
@@ -89,17 +94,23 @@ class Meter:
         self.shard_bytes = 0
         self.peak_microbatches = 0
         self.peak_bytes = 0
-        self.saved_bytes: dict[int, int] = {}
-        self.latest_bytes: dict[int, int] = {}
         self.each_bytes: dict[Key, int] = {}
         self.after_each_bytes: dict[Key, int] = {}
-        self.after_input_bytes: dict[int, int] = {}
         self.received_bytes = 0
+
+    @property
+    def saved_bytes(self) -> dict[int, int]:
+        """By stage, the most that one micro-batch saves."""
+        return largest_by((stage, nbytes) for (stage, _), nbytes in self.each_bytes.items())
+
+    @property
+    def after_input_bytes(self) -> dict[int, int]:
+        """By stage, the most that one micro-batch holds between the halves of its backward."""
+        return largest_by((stage, nbytes) for (stage, _), nbytes in self.after_each_bytes.items())
 
     def begin(self) -> None:
         """Begin an iteration: peaks start over; what all micro-batches share stays known."""
         self.peak_microbatches = self.peak_bytes = 0
-        self.saved_bytes, self.latest_bytes, self.after_input_bytes = {}, {}, {}
         self.each_bytes, self.after_each_bytes = {}, {}
         self.shard_bytes = 0
         self._shards.clear()
@@ -123,8 +134,7 @@ class Meter:
             if item.alone and self._belongs(item.storage, item.nbytes, owner, item.storage._cdata in received)
         )
         held.bytes_now = held.saved_bytes
-        self.latest_bytes[forward.stage] = self.each_bytes[owner] = held.saved_bytes
-        self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), held.saved_bytes)
+        self.each_bytes[owner] = held.saved_bytes
 
     def waiting(self, backward: Action, storages: Sequence[torch.UntypedStorage]) -> None:
         """Note the storages that wait for wgrad after dgrad has run; some were saved, others are new."""
@@ -190,8 +200,13 @@ class Meter:
             look: Whether to inspect storages; otherwise the bytes are those of the last inspection and what was saved
                 since.
         """
-        if look:
-            self._look_at_what_was_touched()
+        for owner, held in tuple(self._held.items()) if look else ():
+            if held.looks or held.over:
+                self._look(held)
+                if held.halved and not held.over:
+                    self.after_each_bytes[owner] = max(self.after_each_bytes.get(owner, 0), held.bytes_now)
+                if held.over and not held.addresses:
+                    del self._held[owner]
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. Bytes
         # of a micro-batch whose backward has run are no micro-batch.
         here = sum(
@@ -203,16 +218,6 @@ class Meter:
         total = sum(held.bytes_now for held in self._held.values()) + self.in_shards_bytes + host_bytes
         self.peak_bytes = max(self.peak_bytes, total)
         return total
-
-    def _look_at_what_was_touched(self) -> None:
-        for owner, held in tuple(self._held.items()):
-            if held.looks or held.over:
-                self._look(held)
-                if held.halved and not held.over:
-                    self.after_each_bytes[owner] = max(self.after_each_bytes.get(owner, 0), held.bytes_now)
-                    self.after_input_bytes[owner[0]] = max(self.after_input_bytes.get(owner[0], 0), held.bytes_now)
-                if held.over and not held.addresses:
-                    del self._held[owner]
 
     def _look(self, held: _Held) -> None:
         held.looks = max(0, held.looks - 1)

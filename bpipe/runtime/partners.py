@@ -3,19 +3,13 @@
 Its own node's memory is one of those that it evicts to, under its own rank, and hosts nothing.
 """
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Mapping
 
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
-from bpipe.runtime.capture import Claims
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.evictor import Evictor, Wait
-from bpipe.runtime.graph import Pieces
 from bpipe.runtime.retention import Kept
-from bpipe.runtime.sizing import Sizing, Unmoved, together
-from bpipe.runtime.streams import Streams
 from bpipe.schedule.action import TRANSFER, Action, Key, Kind
 from bpipe.schedule.host_buffers import (
     Residency,
@@ -29,6 +23,7 @@ from bpipe.schedule.host_buffers import (
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Streams
 
 
 class Partners:
@@ -53,7 +48,9 @@ class Partners:
         self._rank_of, self._rank, self._config = schedule.layout.rank_of, rank, config
         hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
         self._host_of = _only_hosts(hosts, config.name)
-        self._transports = _by_rank(schedule, rank, transports)
+        if transports is not None and not isinstance(transports, Mapping):
+            transports = {schedule.partners[rank] if schedule.partners else rank: transports}
+        self._transports = dict(sorted((transports or {}).items()))
         others = sorted({*guests, *(host.rank for host in hosts.values())})
         if any(other not in self._transports for other in others):
             raise ValueError(
@@ -69,24 +66,20 @@ class Partners:
             for guest in guests
             for residency, count in num_measured(schedule, guest, Host(rank)).items()
         }
-        # What exceeded the bound at once, over all evictors.
-        self._passed = Unmoved()
-        # Both roles of this rank, by the other's.
-        self.evictors: dict[int, Evictor] = {}
+        # Both roles of this rank; that of the acceptor by the evictor's rank.
+        self.evictor = Evictor(self._host_of, streams, config, wait, kept)
         self.acceptors: dict[int, Acceptor] = {}
-        if streams is not None:
-            claims = Claims()
-            for other in others or self._transports:
-                link = self._end(other) + (f" over {config.links[other]}" if other in config.links else "")
-                transport = self._transports[other]
-                sent, hosted = self._buffers_for(rank, elsewhere.get(other, {})), self._buffers_for(other, here)
-                self.evictors[other] = Evictor(
-                    sent, transport, streams, config, wait=wait, kept=kept, claims=claims, link=link
-                )
-                if transport.one_sided:
-                    self.acceptors[other] = LendingAcceptor(hosted, transport)
-                else:
-                    self.acceptors[other] = ReceivingAcceptor(hosted, transport, streams, config.device, wait)
+        if streams is None:
+            return
+        for other in others or self._transports:
+            link = self._end(other) + (f" over {config.links[other]}" if other in config.links else "")
+            transport = self._transports[other]
+            self.evictor.add_host(other, self._buffers_for(rank, elsewhere.get(other, {})), transport, link)
+            hosted = self._buffers_for(other, here)
+            if transport.one_sided:
+                self.acceptors[other] = LendingAcceptor(hosted, transport)
+            else:
+                self.acceptors[other] = ReceivingAcceptor(hosted, transport, streams, config.device, wait)
 
     def _buffers_for(self, guest: int, hosted: Mapping[Residency, int]) -> tuple[frozenset[int], ...]:
         """Return for each host buffer the stages of one guest that it hosts."""
@@ -110,79 +103,30 @@ class Partners:
     def _end(self, other: int) -> str:
         return "its own node's memory" if other == self._rank else f"stage {other}"
 
-    @property
-    def sizing(self) -> Sizing | None:
-        """Sizes of all evictors together; None without partners. Each evictor has buffers of its own with its host."""
-        sizings = [evictor.sizing for evictor in self.evictors.values()]
-        return together(sizings, self._passed) if sizings else None
-
     def sees(self, action: Action) -> bool:
         """Whether this rank records it: with a one-sided transport a host does not see the transfers of its buffers."""
         return action.kind in (Kind.EVICT, Kind.LOAD) or (
             action.kind in TRANSFER and not self._transports[self.partner_of(action)].one_sided
         )
 
-    def begin(self) -> None:
-        self._passed = Unmoved()
-        for evictor in self.evictors.values():
-            evictor.begin()
-
-    def remember(
-        self,
-        forward: Action,
-        graph: Pieces,
-        inputs: Sequence[torch.Tensor | None],
-        outputs: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Remember a finished forward whose activations will leave, or show how large they are."""
-        for host, evictor in self.evictors.items():
-            if evictor.unmeasured(forward.stage) or self._host_of.get(forward.key) == host:
-                evictor.remember(forward, graph, inputs, outputs)
-
-    def measure(self, forward: Action) -> None:
-        """Tell each host the sizes of the stages that come to it, and of no other: it listens for no more.
-
-        Called after a stage's first forward at once: the partner may wait for it, and this rank then for the partner.
-        """
-        for host, evictor in self.evictors.items():
-            if evictor.unmeasured(forward.stage):
-                evictor.measure(forward)
-                if self._host_of.get(forward.key) != host:
-                    evictor.forget(forward)
-
     def start(self, action: Action, residency: Residency) -> None:
         """Start a transfer."""
-        buffer, partner = self.buffer_of[residency], self.partner_of(action)
+        buffer = self.buffer_of[residency]
         if action.kind is Kind.EVICT:
-            self.evictors[partner].evict(action, buffer)
+            self.evictor.evict(action, buffer)
         elif action.kind is Kind.LOAD:
-            self.evictors[partner].load(action, buffer)
-        elif action.kind is Kind.HOST:
-            self.acceptors[partner].hear(self._num_announced[residency])
-            self.acceptors[partner].host(action, buffer)
+            self.evictor.load(action, buffer)
         else:
-            self.acceptors[partner].give_back(action, buffer)
-
-    def finish_evictions(self) -> None:
-        for evictor in self.evictors.values():
-            evictor.finish_evictions()
-
-    def finish_load(self, backward: Action) -> None:
-        for evictor in self.evictors.values():
-            evictor.finish_load(backward)
-
-    def finish_all(self) -> None:
-        for evictor in self.evictors.values():
-            evictor.finish_all()
-
-    def computes(self) -> None:
-        """Note that a computation begins next to everything that is here."""
-        sizings = (evictor.sizing for evictor in self.evictors.values())
-        self._passed = self._passed.with_here([nbytes for sizing in sizings for nbytes in sizing.at_home])
+            acceptor = self.acceptors[self.partner_of(action)]
+            if action.kind is Kind.HOST:
+                acceptor.hear(self._num_announced[residency])
+                acceptor.host(action, buffer)
+            else:
+                acceptor.give_back(action, buffer)
 
     def end(self) -> None:
-        for evictor in self.evictors.values():
-            evictor.end()
+        """End an iteration."""
+        self.evictor.end()
         for acceptor in self.acceptors.values():
             acceptor.end()
 
@@ -197,22 +141,19 @@ class Partners:
 
         Both ends know the same sizes now. `first`: what the iteration computes first, named in errors.
         """
-        for other, evictor, acceptor, transport in self._roles():
-            grown = self._config.transfers.differing and self._grown(other, first)
-            if grown or evictor.is_scattered or acceptor.is_scattered:
-                evictor.let_go()
+        evictor, differing = self.evictor, self._config.transfers.differing
+        grown = evictor.sizing.grow() if differing else {}
+        for other, acceptor in self.acceptors.items():
+            is_larger = differing and self._grown(other, grown, first)
+            if is_larger or evictor.is_scattered(other) or acceptor.is_scattered:
+                evictor.let_go(other)
                 acceptor.let_go()
-                transport.release()
+                self._transports[other].release()
 
-    def _roles(self) -> list[tuple[int, Evictor, Acceptor, Transport]]:
-        return [
-            (other, self.evictors[other], self.acceptors[other], self._transports[other]) for other in self.evictors
-        ]
-
-    def _grown(self, other: int, first: Action) -> bool:
+    def _grown(self, other: int, grown: Mapping[int, tuple[int, ...]], first: Action) -> bool:
         """Whether the rooms on either end have to be larger. Each tells the other before it listens."""
         try:
-            evicts_more = self.evictors[other].tell_growth(first)
+            evicts_more = self.evictor.tell_growth(other, grown, first)
             hosts_more = self.acceptors[other].hear_growth()
         except Exception as error:
             raise TransferError(
@@ -223,23 +164,17 @@ class Partners:
 
     def release(self) -> None:
         """Give the host buffers back."""
-        for _, evictor, acceptor, transport in self._roles():
-            for role in (evictor, acceptor, transport):
-                role.release()
+        self.evictor.release()
+        for other, acceptor in self.acceptors.items():
+            acceptor.release()
+            self._transports[other].release()
 
     def abandon(self) -> None:
         """Drop everything after an error."""
-        for _, evictor, acceptor, transport in self._roles():
-            for role in (evictor, acceptor, transport):
-                role.abandon()
-
-
-def _by_rank(
-    schedule: Schedule, rank: int, transports: Transport | Mapping[int, Transport] | None
-) -> Mapping[int, Transport]:
-    if transports is None or isinstance(transports, Mapping):
-        return dict(sorted((transports or {}).items()))
-    return {schedule.partners[rank] if schedule.partners else rank: transports}
+        self.evictor.abandon()
+        for other, acceptor in self.acceptors.items():
+            acceptor.abandon()
+            self._transports[other].abandon()
 
 
 def _only_hosts(hosts: Mapping[Residency, Host], name: str) -> dict[Key, int]:

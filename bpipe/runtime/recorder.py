@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bpipe.record.format import Row
-from bpipe.runtime.streams import Clock, Mark, span_s
 from bpipe.schedule.action import TRANSFER, Action, Key, Kind
-from bpipe.transport.base import Pending
+from bpipe.transport.streams import Clock, Mark, Pending, span_s
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpipe.runtime.capture import Uses, collect, num_python_holders, num_storage_uses
+from bpipe.runtime.capture import collect, num_python_holders, num_storage_uses
 from bpipe.runtime.graph import PLAIN, Holders, nodes_of
 
 # A tensor that every access makes anew has no holders to count.
@@ -67,7 +67,9 @@ class Retrace:
             attribute = attributes.setdefault((place.node, place.name), len(attributes))
             several = isinstance(getattr(nodes[place.node], place.name), (tuple, list))
             picks.append(_Pick(attribute, place.position if several else None, place.of_base))
-        return Retrace(tuple(map(type, nodes)), list(attributes), picks, [_entry_of(use) for use in chosen])
+        holders = [(*map(use.holders, use.originals), *[_MADE_ANEW] * len(use.copies)) for use in chosen]
+        entries = [_Entry(counts[::-1], use.expected) for counts, use in zip(holders, chosen, strict=True)]
+        return Retrace(tuple(map(type, nodes)), list(attributes), picks, entries)
 
     def find(
         self, roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], held: Sequence[torch.Tensor] = ()
@@ -90,11 +92,6 @@ def _tensors(values: list[Any], picks: Sequence[_Pick]) -> list[Any]:
             value = value[position] if isinstance(value, (tuple, list)) and position < len(value) else None
         picked.append(getattr(value, "_base", None) if of_base else value)
     return picked
-
-
-def _entry_of(use: Uses) -> _Entry:
-    holders = (*map(use.holders, use.originals), *[_MADE_ANEW] * len(use.copies))
-    return _Entry(holders[::-1], use.expected)
 
 
 def _storages_of(

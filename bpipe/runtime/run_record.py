@@ -1,21 +1,165 @@
-"""Write one rank's part of a run's record: the files of `bpipe.record.format`."""
+"""One rank's part of a run's record: what it measured, as rows, and the files of `bpipe.record.format`."""
 
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
+from bpipe.build import ScheduleConfig
 from bpipe.predict.cluster import DEVICES
 from bpipe.record.format import FAILURE, RECORD, RUN, SUMMARY, Iteration, LinkSpeed, RankHeader, RankSummary, RunInfo
+from bpipe.record.report.memory import own_peak, peak_of_rule
 from bpipe.record.write import append, write_whole
+from bpipe.runtime.checksums import Certificate
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.sizing import Unmoved
+from bpipe.schedule.action import Kind
+from bpipe.schedule.memory import Memory
 from bpipe.transport.connect import Location, MeasuredLink
+from bpipe.transport.distributed import gathered
+
+
+def iteration_of(
+    engine: Engine, meter: Meter, recorder: Recorder, program: ScheduleConfig, number: int, begin_s: float
+) -> Iteration:
+    """Return an iteration without `device_peak_bytes`. Waits for the device.
+
+    `begin_s`: unix time on this rank's clock.
+    """
+    sizing = engine.sizing
+    if sizing is not None and not sizing.differing:
+        sizing = None
+    # If sizes differ, the size of a host buffer is not that of what came into it.
+    hosted = engine.hosted_bytes if sizing is None else {}
+    exact = (None, None) if sizing is None else (meter.each_bytes, sizing.moved_each)
+    rows, elapsed_s = recorder.rows(meter.saved_bytes, {**hosted, **engine.moved_bytes}, *exact)
+    stayed, shares = Unmoved() if sizing is None else sizing.stayed, engine.shares
+    return Iteration(
+        iteration=number,
+        program=program,
+        begin_s=begin_s,
+        elapsed_s=elapsed_s,
+        saved_bytes=meter.saved_bytes,
+        moved_bytes=engine.moved_bytes,
+        after_input_bytes=meter.after_input_bytes,
+        shard_bytes=meter.shard_bytes,
+        kept_bytes={stage: share.kept_bytes for stage, share in shares.items()},
+        kept_counted_by=next((share.counted_by for share in shares.values()), None),
+        received_bytes=meter.received_bytes,
+        host_bytes=engine.host_bytes,
+        own_bytes=engine.own_memory[1],
+        stayed_microbatches=stayed.microbatches,
+        stayed_bytes=stayed.nbytes,
+        passed_microbatches=stayed.passed_microbatches,
+        passed_bytes=stayed.passed_bytes,
+        rows=rows,
+    )
+
+
+@dataclass
+class DifferingSums:
+    """Sums over all iterations of one rank whose micro-batches differ in size."""
+
+    stayed_microbatches: int = 0
+    stayed_bytes: int = 0
+    passed_microbatches: int = 0
+    """The most by which the bound was exceeded at once."""
+
+    passed_bytes: int = 0
+    times_grown: int = 0
+    """Iterations after which host buffers grew."""
+
+    largest_bytes: Mapping[int, int] = field(default_factory=dict)
+    """By stage, the largest micro-batch."""
+
+    def add(self, engine: Engine) -> Unmoved:
+        """Add an iteration, and return what stayed in it."""
+        sizing = engine.sizing
+        if sizing is None or not sizing.differing:
+            return Unmoved()
+        stayed = sizing.stayed
+        self.stayed_microbatches += stayed.microbatches
+        self.stayed_bytes += stayed.nbytes
+        self.passed_microbatches = max(self.passed_microbatches, stayed.passed_microbatches)
+        self.passed_bytes = max(self.passed_bytes, stayed.passed_bytes)
+        self.times_grown = sizing.num_grown
+        self.largest_bytes = dict(sizing.most_bytes)
+        return stayed
+
+
+def summary_of(
+    engine: Engine,
+    meter: Meter,
+    place: int,
+    *,
+    rank: int,
+    pipeline: int,
+    balanced: bool,
+    peaks: Sequence[tuple[int, int]],
+    differing: DifferingSums,
+    certificate: Certificate,
+    slices: Memory | None = None,
+    keys_bytes: int = 0,
+    predicted_keys_bytes: int = 0,
+) -> RankSummary:
+    """Return what a rank measured and what its schedule predicts for micro-batches of this size.
+
+    `place` is its position in the pipeline. `peaks` are micro-batches and bytes of each iteration; the first does not
+    count if there are others, because what micro-batches share is known only after two of them. Host buffers are
+    preallocated, so a rank holds all of them from the first HOST on: the prediction is the most that its own
+    micro-batches occupy in any slot, and its buffers. If micro-batches are cut, `slices` is the rule of memory for slices
+    that differ, and keys and values are kept besides, as measured and as predicted.
+    """
+    schedule, saved, moved = engine.schedule, meter.saved_bytes, engine.moved_bytes
+    # As in the meter, a micro-batch of which less than half has left is still here.
+    leaves = {
+        stage: int(moved.get(stage, nbytes) > 0 and 2 * moved.get(stage, nbytes) >= nbytes)
+        for stage, nbytes in saved.items()
+    }
+    # Evictions and loads of a stage of which nothing can move do not count.
+    transfers = Counter(
+        action.kind for slot in schedule.ranks[place] for action in slot.transfers if moved.get(action.stage)
+    )
+    counted = list(peaks[1:] or peaks)
+    if slices is None:
+        sizes = (meter.received_bytes, meter.after_input_bytes, meter.shard_bytes)
+        predicted_bytes = own_peak(schedule, place, saved, moved, *sizes)
+    else:
+        predicted_bytes = peak_of_rule(schedule, place, slices, meter.received_bytes)
+    own_buffers, own_bytes = engine.own_memory
+    return RankSummary(
+        rank=rank,
+        stage=place,
+        pipeline=pipeline,
+        balanced=balanced,
+        num_microbatches=schedule.num_whole_microbatches,
+        peak_microbatches=max(peak[0] for peak in counted),
+        peak_bytes=max(peak[1] for peak in counted),
+        predicted_microbatches=own_peak(schedule, place, dict.fromkeys(saved, 1), leaves, 0, {})
+        + engine.num_host_buffers,
+        predicted_bytes=engine.host_bytes + predicted_bytes,
+        evictions=transfers[Kind.EVICT],
+        loads=transfers[Kind.LOAD],
+        own_buffers=own_buffers,
+        own_bytes=own_bytes,
+        moved_fraction=min((share.fraction for share in engine.shares.values()), default=None),
+        **asdict(differing),
+        keys_bytes=keys_bytes,
+        predicted_keys_bytes=predicted_keys_bytes,
+        verified_iterations=certificate.iterations,
+        verified_microbatches=certificate.microbatches,
+        verified_storages=certificate.storages,
+        verified_bytes=certificate.nbytes,
+    )
 
 
 @dataclass(frozen=True)
@@ -65,9 +209,7 @@ class RunRecord:
         self._started = False
         self._clock_ahead_s = _clock_ahead_s()
         # A name for all files of this run, so that those of other runs differ.
-        names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, uuid.uuid4().hex[:12] if self.rank == 0 else None)
-        self.run = str(names[0])
+        self.run = str(gathered(uuid.uuid4().hex[:12] if self.rank == 0 else None)[0])
         ordered = sorted(pipelines, key=min)
         self.pipeline = next(index for index, ranks in enumerate(ordered) if self.rank in ranks)
 
@@ -132,7 +274,6 @@ def _clock_ahead_s() -> float:
     fraction of a millisecond. Collective over the world."""
     dist.barrier()
     boot = Location.here().boot
-    stamps: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stamps, (boot, time.time()))
+    stamps = gathered((boot, time.time()))
     first_boot, first_s = stamps[0]
     return 0.0 if boot == first_boot else float(stamps[dist.get_rank()][1] - first_s)

@@ -13,17 +13,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from bpipe.runtime.stage import Tensors
-from bpipe.runtime.streams import used_here
-from bpipe.runtime.vocabulary.output import (
-    SoftmaxTotals,
-    early_part,
-    late_part,
-    logits_gradient,
-    losses,
-    statistics,
-    totals,
-)
+from bpipe.runtime.vocabulary import early_part, late_part, logits_gradient, losses, statistics, totals
 from bpipe.schedule.action import Action
+from bpipe.transport.streams import used_here
 
 
 class _BetweenPasses(NamedTuple):
@@ -36,12 +28,6 @@ class _BetweenPasses(NamedTuple):
 
 
 Told = Callable[[int, torch.Tensor, torch.Tensor], None]
-
-
-def _storages(*tensors: torch.Tensor | None) -> tuple[torch.UntypedStorage, ...]:
-    """Return each storage once."""
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
-    return tuple({storage._cdata: storage for storage in storages}.values())
 
 
 class OutputShard:
@@ -69,25 +55,43 @@ class OutputShard:
         self._held.clear()
 
     def storages(self, microbatch: int) -> tuple[torch.UntypedStorage, ...]:
-        """Return what is held of a micro-batch between its S and its T."""
-        return _storages(*self._held[microbatch])
+        """Return what is held of a micro-batch between its S and its T, each storage once."""
+        storages = (tensor.untyped_storage() for tensor in self._tensors(microbatch) if tensor is not None)
+        return tuple({storage._cdata: storage for storage in storages}.values())
+
+    def _tensors(self, microbatch: int) -> tuple[torch.Tensor | None, ...]:
+        return self._held[microbatch]
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
         x, labels, token_gradients = received
         trains = torch.is_grad_enabled()
-        logits = self._layer(x.requires_grad_(trains))
+        logits = self._logits(x)
+        own = statistics(_rows(logits), labels, self._first_row)
         self._held[action.microbatch] = _BetweenPasses(x, logits if trains else None, labels, token_gradients)
-        return (statistics(_rows(logits), labels, self._first_row),)
+        if trains:
+            self._prepare(action.microbatch, logits, own)
+        return (own,)
 
     def backward(self, action: Action, received: Tensors) -> Tensors:
         (gathered,) = received
         softmax = totals(gathered)
         x, logits, labels, token_gradients = self._held.pop(action.microbatch)
-        _tell(self._told, action, softmax, labels, self._vocabulary)
+        if self._told is not None:
+            is_largest = softmax.label_logit == softmax.maximum
+            self._told(action.microbatch, losses(softmax, labels, self._vocabulary), is_largest)
         if logits is None:
             return ()
         gradient = logits_gradient(_rows(logits), labels, self._first_row, softmax, token_gradients)
-        torch.autograd.backward(logits, gradient.view_as(logits))
+        return self._input_gradient(x, logits, gradient.view_as(logits))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layer(x.requires_grad_(torch.is_grad_enabled()))
+
+    def _prepare(self, microbatch: int, logits: torch.Tensor, own: torch.Tensor) -> None:
+        """Do nothing: the gradient of the layer's input is computed in T."""
+
+    def _input_gradient(self, x: torch.Tensor, logits: torch.Tensor, gradient: torch.Tensor) -> Tensors:
+        torch.autograd.backward(logits, gradient)
         assert x.grad is not None, "logits depend on the layer's input"
         # The sum over all shards is in 32 bit, or its error would grow with their number.
         return (x.grad.to(torch.promote_types(x.dtype, torch.float32)),)
@@ -116,41 +120,36 @@ class _Early(NamedTuple):
     token_gradients: torch.Tensor
 
 
-class EarlyShard:
-    """A shard of the output layer by algorithm 2; arguments as of `OutputShard`.
+class EarlyShard(OutputShard):
+    """A shard of the output layer by algorithm 2.
 
     `late` may run next to S and T, in a thread or on its own stream: it shares nothing with T.
     """
 
     def __init__(self, layer: Matrix, first_row: int, vocabulary: int, told: Told | None = None) -> None:
-        self._layer, self._first_row, self._vocabulary, self._told = layer, first_row, vocabulary, told
-        # With what `late` needs: if that were dropped after `late`, the bytes held until T would depend on how fast other
-        # ranks are.
-        self._held: dict[int, tuple[_BetweenPasses, _Early | None]] = {}
+        super().__init__(layer.logits, first_row, vocabulary, told)
+        self._matrix = layer
         self._early: dict[int, _Early] = {}
+        # The same until T: if what `late` needs were dropped after it, the bytes held until T would depend on how fast
+        # other ranks are.
+        self._until_t: dict[int, _Early] = {}
 
     def begin(self) -> None:
-        """Begin an iteration: drop what an unfinished one left."""
-        self._held.clear()
+        super().begin()
         self._early.clear()
+        self._until_t.clear()
 
-    def storages(self, microbatch: int) -> tuple[torch.UntypedStorage, ...]:
-        """Return what is held of a micro-batch between its S and its T."""
-        held, early = self._held[microbatch]
-        return _storages(*held, *(early or ()))
+    def _tensors(self, microbatch: int) -> tuple[torch.Tensor | None, ...]:
+        return *super()._tensors(microbatch), *self._until_t.get(microbatch, ())
 
-    def forward(self, action: Action, received: Tensors) -> Tensors:
-        x, labels, token_gradients = received
-        trains = torch.is_grad_enabled()
-        with torch.no_grad():
-            logits = self._layer.logits(x)
-        own = statistics(_rows(logits), labels, self._first_row)
-        early = None
-        if trains:
-            part = early_part(_rows(logits), self._layer.weight, own, token_gradients)
-            early = self._early[action.microbatch] = _Early(part, own, labels, token_gradients)
-        self._held[action.microbatch] = _BetweenPasses(x, logits if trains else None, labels, token_gradients), early
-        return (own,)
+    @torch.no_grad()
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layer(x)
+
+    def _prepare(self, microbatch: int, logits: torch.Tensor, own: torch.Tensor) -> None:
+        _, _, labels, token_gradients = self._held[microbatch]
+        part = early_part(_rows(logits), self._matrix.weight, own, token_gradients)
+        self._early[microbatch] = self._until_t[microbatch] = _Early(part, own, labels, token_gradients)
 
     def late(self, microbatch: int, received: Tensors) -> Tensors:
         """Return this shard's part of the gradient of the last stage's output, [n, h] in 32 bit at least, from the
@@ -159,16 +158,14 @@ class EarlyShard:
         early = self._early.pop(microbatch)
         used_here(gathered, *early)
         part, own, labels, token_gradients = early
-        return (late_part(part, self._layer.weight, labels, self._first_row, own, totals(gathered), token_gradients),)
+        return (late_part(part, self._matrix.weight, labels, self._first_row, own, totals(gathered), token_gradients),)
 
     def backward(self, action: Action, received: Tensors) -> Tensors:
-        (gathered,) = received
-        softmax = totals(gathered)
-        (x, logits, labels, token_gradients), _ = self._held.pop(action.microbatch)
-        _tell(self._told, action, softmax, labels, self._vocabulary)
-        if logits is not None:
-            gradient = logits_gradient(_rows(logits), labels, self._first_row, softmax, token_gradients)
-            self._layer.backward_weight(x, gradient.view_as(logits))
+        self._until_t.pop(action.microbatch, None)
+        return super().backward(action, received)
+
+    def _input_gradient(self, x: torch.Tensor, logits: torch.Tensor, gradient: torch.Tensor) -> Tensors:
+        self._matrix.backward_weight(x, gradient)
         return ()
 
 
@@ -200,11 +197,6 @@ class InputShard:
         (gradient,) = received
         self._table.add_gradient(self._tokens[action.microbatch], gradient)
         return ()
-
-
-def _tell(told: Told | None, action: Action, softmax: SoftmaxTotals, labels: torch.Tensor, vocabulary: int) -> None:
-    if told is not None:
-        told(action.microbatch, losses(softmax, labels, vocabulary), softmax.label_logit == softmax.maximum)
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

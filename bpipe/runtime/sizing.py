@@ -7,7 +7,7 @@ nothing. The next iteration has room for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,6 +17,17 @@ from bpipe.transport.layout import aligned, allocated_bytes
 
 # Number of parts of a micro-batch that a plan can choose from.
 STEPS = 8
+
+
+def parts_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the bytes that could leave of storages of these lengths, ascending; the last is all.
+
+    An evictor takes them from the end of the walk.
+    """
+    sums = list(accumulate(reversed(lengths)))
+    minima = (sums[-1] * step // STEPS for step in range(1, STEPS)) if sums else ()
+    smaller = {next(nbytes for nbytes in sums if nbytes >= least) for least in minima} - set(sums[-1:])
+    return *sorted(smaller), *sums[-1:]
 
 
 @dataclass(frozen=True)
@@ -34,14 +45,9 @@ class Unmoved:
     passed_bytes: int = 0
     """The same in bytes."""
 
-    def with_here(self, sizes: Sequence[int]) -> Unmoved:
-        """Return the record after a computation during which micro-batches of these sizes were here and should not."""
-        passed = max(self.passed_microbatches, len(sizes)), max(self.passed_bytes, sum(sizes))
-        return replace(self, passed_microbatches=passed[0], passed_bytes=passed[1])
-
 
 class Sizing:
-    """Sizes of one evictor."""
+    """Sizes of what leaves one rank; every host of a stage has the same room for its micro-batches."""
 
     def __init__(self, differing: bool) -> None:
         self.differing = differing
@@ -90,10 +96,11 @@ class Sizing:
         if (stage, microbatch) in self._staying:
             self._at_home[stage, microbatch] = self._staying.pop((stage, microbatch))
 
-    @property
-    def at_home(self) -> list[int]:
-        """The bytes of each micro-batch that should be away and is here."""
-        return list(self._at_home.values())
+    def computes(self) -> None:
+        """Note that a computation begins next to the micro-batches that should be away and are here."""
+        sizes = self._at_home.values()
+        passed = max(self.stayed.passed_microbatches, len(sizes)), max(self.stayed.passed_bytes, sum(sizes))
+        self.stayed = replace(self.stayed, passed_microbatches=passed[0], passed_bytes=passed[1])
 
     def back(self, stage: int, microbatch: int) -> None:
         """Note that a micro-batch should be here again."""
@@ -110,17 +117,9 @@ class Sizing:
     def parts(self) -> dict[int, tuple[int, ...]]:
         """Return by stage the bytes that could leave of a micro-batch instead of all, ascending; the last is all.
 
-        An evictor takes them from the end of the walk. If sizes differ, there are none.
+        If sizes differ, there are none.
         """
-        parts = {}
-        for stage, lengths in ({} if self.differing else self.announced).items():
-            sums = list(accumulate(reversed(lengths)))
-            minima = (sums[-1] * step // STEPS for step in range(1, STEPS)) if sums else ()
-            parts[stage] = (
-                *sorted({next(nbytes for nbytes in sums if nbytes >= least) for least in minima} - set(sums[-1:])),
-                *sums[-1:],
-            )
-        return parts
+        return {stage: parts_of(lengths) for stage, lengths in ({} if self.differing else self.announced).items()}
 
     def release(self) -> None:
         """Drop announced sizes, so that they are announced anew. The most that was seen stays known."""
@@ -133,27 +132,3 @@ class Sizing:
 
     def _saw(self, stage: int, lengths: tuple[int, ...]) -> None:
         self.most_bytes[stage] = max(self.most_bytes.get(stage, 0), allocated_bytes(lengths))
-
-
-def together(several: Iterable[Sizing], passed: Unmoved) -> Sizing:
-    """Combine the sizes of one rank's evictors: the largest buffers, and all that stayed.
-
-    `passed`: the most by which all of them exceeded the bound at once.
-    """
-    total = Sizing(differing=False)
-    total.stayed = passed
-    for sizing in several:
-        total.differing = sizing.differing
-        total.stayed = replace(
-            total.stayed,
-            microbatches=total.stayed.microbatches + sizing.stayed.microbatches,
-            nbytes=total.stayed.nbytes + sizing.stayed.nbytes,
-        )
-        total.moved_each |= sizing.moved_each
-        # Once per iteration at most, whichever of them grew.
-        total.num_grown = max(total.num_grown, sizing.num_grown)
-        for sizes, others in ((total.moved_bytes, sizing.moved_bytes), (total.most_bytes, sizing.most_bytes)):
-            sizes.update({stage: max(size, sizes.get(stage, 0)) for stage, size in others.items()})
-        for stage, room in sizing.announced.items():
-            total.announced[stage] = max(room, total.announced.get(stage, ()), key=allocated_bytes)
-    return total

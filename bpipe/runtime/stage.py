@@ -106,7 +106,9 @@ class TorchStages:
 
     def backward_weight(self, action: Action) -> None:
         received, outputs = self._held.pop(action.key)
-        weights = [leaf for leaf in _leaves(outputs) if not any(leaf is tensor for tensor in received)]
+        nodes = nodes_of(output.grad_fn for output in outputs)
+        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        weights = [leaf for leaf in leaves if not any(leaf is tensor for tensor in received)]
         torch.autograd.backward(outputs, self._gradients.pop(action.key) or None, inputs=weights)
 
 
@@ -116,9 +118,3 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
             f"a part did not use a tensor {tuple(tensor.shape)} that it received, but the sender waits for its gradient"
         )
     return tensor.grad
-
-
-def _leaves(outputs: Tensors) -> list[torch.Tensor]:
-    """Return the leaves of the outputs' graph: weights, and what was received."""
-    roots = (output.grad_fn for output in outputs)
-    return [node.variable for node in nodes_of(roots) if hasattr(node, "variable")]

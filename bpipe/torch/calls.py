@@ -14,6 +14,7 @@ next element is taken.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -137,7 +138,7 @@ class StepCalls:
         with contextlib.ExitStack() as undo:
             for stage in stages:
                 for name, wrapper in self._wrappers(stage).items():
-                    undo.callback(_replace(stage, name, wrapper))
+                    undo.enter_context(patch.object(stage, name, wrapper))
             yield
 
     def _wrappers(self, stage: Any) -> dict[str, Callable[..., Any]]:
@@ -167,20 +168,6 @@ class StepCalls:
             "backward_one_chunk": backward_one_chunk,
             "backward_weight_one_chunk": backward_weight_one_chunk,
         }
-
-
-def _replace(holder: Any, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute of this object only, and return a function that restores it."""
-    before = vars(holder).get(name)
-    setattr(holder, name, value)
-
-    def restore() -> None:
-        if before is None:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
-
-    return restore
 
 
 class ReceiveBuffers:

@@ -41,7 +41,9 @@ def received_in(order: Mapping[int, Sequence[Any]], schedule: Schedule) -> list[
             elif action.computation_type in _RECEIVED_FOR:
                 kind = _RECEIVED_FOR[action.computation_type]
                 rows[-1].append(dependencies.operand_of(Action(action.stage_index, kind, action.microbatch_index)))
-            elif action.computation_type in _SENDS and not _follows(before):
+            elif action.computation_type in _SENDS and not (
+                before is not None and (before.is_compute_op or before.computation_type in _SENDS)
+            ):
                 raise ValueError(
                     f"torch {torch.__version__} lists {action} on rank {rank} after {before}, not after the action "
                     "whose result it sends: bpipe expects another order. Use torch's own schedules, or one of torch "
@@ -51,10 +53,6 @@ def received_in(order: Mapping[int, Sequence[Any]], schedule: Schedule) -> list[
                 before = action
         received.append(rows)
     return received
-
-
-def _follows(before: Any) -> bool:
-    return before is not None and (before.is_compute_op or before.computation_type in _SENDS)
 
 
 def refuse_standstill(

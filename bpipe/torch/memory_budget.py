@@ -15,7 +15,6 @@ from itertools import accumulate, compress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from bpipe.balance.config import BalanceConfig
@@ -26,11 +25,12 @@ from bpipe.plan.fit import Fit
 from bpipe.predict.memory import DeviceBesides
 from bpipe.runtime.capture import Claims, find
 from bpipe.runtime.graph import plain_tensors
-from bpipe.runtime.sizing import Sizing
+from bpipe.runtime.sizing import parts_of
 from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
 from bpipe.schedule.memory import Memory as SizesOfStages
 from bpipe.schedule.memory import memory_of, moves_anything
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.distributed import gathered
 from bpipe.transport.layout import BufferLayout
 
 # What all micro-batches share may count as the first one's own.
@@ -52,8 +52,10 @@ class StageSizes:
     lengths: tuple[int, ...]
     """Of the storages that can leave, in the order of the walk."""
 
-    parts: tuple[int, ...]
-    """Bytes that can leave instead of all, ascending; the last is all."""
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes that can leave instead of all, ascending; the last is all."""
+        return parts_of(self.lengths) or (0,)
 
     @property
     def moved_bytes(self) -> int:
@@ -97,22 +99,14 @@ def _weighed(
         # What both saved is known only while both are there.
         alive.append((outputs, received))
         del saved, own, movable
-    return sizes_of(index, saved_bytes, lengths)
-
-
-def sizes_of(stage: int, saved_bytes: int, lengths: Sequence[int]) -> StageSizes:
-    """Return the sizes of a stage whose micro-batches save these bytes, in storages of these lengths that can leave."""
-    sizing = Sizing(differing=False)
-    sizing.first(stage, tuple(lengths))
-    return StageSizes(stage, saved_bytes, tuple(lengths), sizing.parts()[stage] or (0,))
+    return StageSizes(index, saved_bytes, lengths)
 
 
 def everywhere(local: Sequence[StageSizes]) -> dict[int, StageSizes]:
     """Return the largest sizes of each stage that any rank has measured. Collective over the world."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, list(local))
     ascending = sorted(
-        (sizes for of_rank in gathered for sizes in of_rank), key=lambda sizes: (sizes.saved_bytes, sizes.lengths)
+        (sizes for of_rank in gathered(list(local)) for sizes in of_rank),
+        key=lambda sizes: (sizes.saved_bytes, sizes.lengths),
     )
     return {sizes.stage: sizes for sizes in ascending}
 

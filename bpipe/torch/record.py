@@ -15,12 +15,11 @@ from bpipe.record.format import STEPS, RunInfo, TrainingStep
 from bpipe.record.write import append, begin
 from bpipe.runtime.checksums import Certificate, Verifier
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.measurements import DifferingSums, iteration_of, summary_of
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.run_record import RunRecord, peak_of
-from bpipe.runtime.streams import Clock, peak_allocated_on, total_bytes
+from bpipe.runtime.run_record import DifferingSums, RunRecord, iteration_of, peak_of, summary_of
 from bpipe.transport.connect import MeasuredLink
+from bpipe.transport.streams import Clock, peak_allocated_on, total_bytes
 
 
 class StepRecord:

@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.links import connect_pairs, disconnect
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.streams import allocated_on
 from bpipe.schedule.action import Action
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.files.text import write_csv
@@ -49,6 +48,7 @@ from bpipe.torch.upstream import (
 from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from bpipe.transport.cuda_runtime import is_capturing
+from bpipe.transport.distributed import gathered
 from bpipe.transport.one_sided import Transport
 
 logger = logging.getLogger(__name__)
@@ -85,39 +85,30 @@ def _refuse_other_messages(torch_options: dict[str, Any]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Connected:
-    """This rank's connections."""
-
-    connections: dict[int, Connection | OwnMemory]
-    """By the other's position in the pipeline."""
-
-    links: list[MeasuredLink]
-    """Of every pair of the world."""
-
-    table: str
-    """Of the links, for the log."""
-
-    pipelines: list[tuple[int, ...]]
-    """Global ranks of every pipeline, by position; empty if nothing moves."""
-
-    def transports(self, differing: bool) -> dict[int, Transport]:
-        """Return transports for one schedule."""
-        return {place: connection.transport(differing=differing) for place, connection in self.connections.items()}
+Connections = dict[int, Connection | OwnMemory]
+Pipelines = list[tuple[int, ...]]
 
 
-def connected(group: Any, schedule: Schedule, transfers: TransferConfig, device: torch.device) -> Connected:
+def connected(
+    group: Any, schedule: Schedule, transfers: TransferConfig, device: torch.device
+) -> tuple[Connections, list[MeasuredLink], str, Pipelines]:
     """Connect the pairs of this schedule. Collective over the world if anything moves, without a message otherwise.
 
-    Raises ValueError or RuntimeError if a pair has no transport.
+    Returns:
+        This rank's connections by the other's position in the pipeline; every pair's link; a table of them for the log;
+        and the global ranks of every pipeline, by position, empty if nothing moves.
+
+    Raises:
+        ValueError: A pair has no transport on this device, or ranks have other schedules.
+        RuntimeError: A pair has no transport.
     """
     if not moves_anything(schedule):
-        return Connected({}, [], "", [])
+        return {}, [], "", []
     pipelines = pipelines_of(group, schedule)
-    return Connected(*connect_pairs(schedule, pipelines, transfers, device), pipelines)
+    return *connect_pairs(schedule, pipelines, transfers, device), pipelines
 
 
-def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
+def pipelines_of(group: Any, schedule: Schedule) -> Pipelines:
     """Return the global ranks of every pipeline of the world, by position. Collective over the world.
 
     `group` is that of the stages, None for the whole world. Raises ValueError on every rank if not all run this
@@ -125,15 +116,14 @@ def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
     """
     own = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (own, text))
-    others = [rank for rank, (_, other) in enumerate(gathered) if other != gathered[0][1]]
+    everyone = gathered((own, text))
+    others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
     if others:
         raise ValueError(
             f"ranks {', '.join(map(str, others))} made a different schedule from rank 0: give every rank of the "
             "world the same micro-batches, schedule and balance"
         )
-    return sorted({ranks for ranks, _ in gathered})
+    return sorted({ranks for ranks, _ in everyone})
 
 
 class BalancedSchedule(Runtime):  # type: ignore[misc]
@@ -225,7 +215,6 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             name=name,
             device=device,
             transfers=transfers,
-            allocated=allocated_on(device),
             waiting=self._between_halves,
             verifier=self.verifier,
         )
@@ -242,20 +231,24 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         settings, group = self._engine_config, self._stages[0].group
         transfers = settings.transfers
         try:
-            connections = self._connections = connected(group, self.schedule, transfers, settings.device)
-            self.links = connections.links
-            if connections.table:
-                logger.info("bpipe: %s", connections.table)
+            self._connections, self.links, table, pipelines = connected(
+                group, self.schedule, transfers, settings.device
+            )
+            if table:
+                logger.info("bpipe: %s", table)
             refuse_standstill(self.schedule, self.pipeline_order_with_comms, transfers, settings.device, self.links)
         except (ValueError, RuntimeError) as error:
             name_arguments(error)
             raise
         settings = replace(settings, parts={} if config.balance is None else config.balance.part_bytes)
-        transports = connections.transports(transfers.differing) or None
+        transports: dict[int, Transport] = {
+            place: connection.transport(differing=transfers.differing)
+            for place, connection in self._connections.items()
+        }
         self.engine = Engine(self.schedule, self.rank, transports, settings, self.meter)
         folder, steps = self._report_to
         if final and folder is not None:
-            pipelines = connections.pipelines or pipelines_of(group, self.schedule)
+            pipelines = pipelines or pipelines_of(group, self.schedule)
             self._report = StepRecord(folder, steps, self.config, pipelines, self._stages, settings.device)
 
     @classmethod
@@ -299,7 +292,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         if self._is_closed:
             return
         self._is_closed = True
-        reason = disconnect(self.engine, self._connections.connections.values(), failed)
+        reason = disconnect(self.engine, self._connections.values(), failed)
         if reason is not None and not failed:
             logger.warning("bpipe: memory that ranks lend to each other stays until this process ends: %s", reason)
 
@@ -319,7 +312,10 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             raise RuntimeError("this BalancedSchedule is closed: call close() after the last step, or make a new one")
         if self._budget is not None and self.plan is None:
             self._plan(self._budget, *args, **kwargs)
-        with self._recorded(), self._called():
+        recorded: AbstractContextManager[None] = nullcontext()
+        if self._report is not None and self.meter is not None and not is_capturing(self._engine_config.device):
+            recorded = self._report.step(self.engine, self.meter, self.links, self.verifier)
+        with recorded, self._called():
             result = super()._step_microbatches(*args, **kwargs)
             self.engine.end()
         if not self._has_run:
@@ -360,11 +356,6 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         for line in plan_lines(self.plan, "as measured,"):
             logger.info("bpipe: %s", line)
         self._adopt(replace(self.config, balance=self.plan.how), final=True)
-
-    def _recorded(self) -> AbstractContextManager[None]:
-        if self._report is None or self.meter is None or is_capturing(self._engine_config.device):
-            return nullcontext()
-        return self._report.step(self.engine, self.meter, self.links, self.verifier)
 
     @contextmanager
     def _called(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from bpipe.runtime.graph import nodes_of, saved_names, saved_tensors
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.schedule import Schedule
-from bpipe.torch.memory_budget import Memory, RankBudgets, StageSizes, need_bytes, sizes_of
+from bpipe.torch.memory_budget import Memory, RankBudgets, StageSizes, need_bytes
 from bpipe.torch.orders import Source, config_of, refuse_unrunnable
 
 # What two micro-batches both save is neither's own.
@@ -75,22 +75,16 @@ def trace_stages(
             # A stage keeps what it received; the first one's inputs are the user's.
             of_user = (*loss[1:], *(received[1] if not index else ()))
             ran = [_forward(module, microbatch, loss) for microbatch in received]
-            own = _own_bytes(module, ran, of_user)
+            # What one micro-batch saved and nobody else holds.
+            outputs = [output for made, _ in ran for output in made]
+            first, second = (_saved(roots) for _, roots in ran)
+            aside = {*_of_module(module), *map(_address, (*of_user, *outputs)), *first.keys()}
+            own = [nbytes for address, nbytes in second.items() if address not in aside]
             moved = [nbytes for nbytes in own if nbytes >= minimum_bytes]
             parameters = sum(parameter.numel() for parameter in module.parameters())
-            traced.append(TracedStage(sizes_of(index, sum(own), moved), parameters))
+            traced.append(TracedStage(StageSizes(index, sum(own), tuple(moved)), parameters))
             received = [tuple(_received(output, mode) for output in outputs) for outputs, _ in ran]
     return traced
-
-
-def _own_bytes(
-    stage: nn.Module, ran: Sequence[tuple[list[torch.Tensor], list[Any]]], of_user: Sequence[torch.Tensor]
-) -> list[int]:
-    """Return the bytes of every storage that one micro-batch saved and nobody else holds."""
-    outputs = [output for microbatch, _ in ran for output in microbatch]
-    first, second = (_saved(roots) for _, roots in ran)
-    aside = {*_of_module(stage), *map(_address, (*of_user, *outputs)), *first.keys()}
-    return [nbytes for address, nbytes in second.items() if address not in aside]
 
 
 def _checked(made: Made) -> Made:

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -20,15 +19,16 @@ from bpipe.transport.distributed import (
     PairGroups,
     abort_groups,
     destroy_groups,
+    gathered,
     pair_control,
     pair_groups,
     part,
 )
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, memory_limits, read_link, read_text
-from bpipe.transport.lanes import CopyLane
-from bpipe.transport.memory import Device, DeviceMemory, SharedMemory
+from bpipe.transport.memory import DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, Peer, Transport
 from bpipe.transport.probe import measure, measure_alone
+from bpipe.transport.streams import CopyLane, Device
 
 TWO_SIDED = ("nccl", "gloo")
 # A one-sided copy takes no compute unit and no time of the partner: worth a somewhat slower link.
@@ -190,7 +190,7 @@ class OwnMemory:
 
     def __init__(self, device: Device, budget: Budget, timeout_s: float) -> None:
         self._device, self._budget = device, budget
-        self._lanes = device.lanes(device.device, timeout_s)
+        self._lanes = device.lanes(timeout_s)
         rank = dist.get_rank()
         self.link = MeasuredLink((rank, rank), "host", {"host": measure_alone(self.transport(), device)})
 
@@ -247,7 +247,7 @@ def _connected(
         if control is not None:
             partner = high if rank == low else low
             own = {name: pair for name, pair in groups.items() if pair is not None}
-            lanes = device.lanes(device.device, timeout_s)
+            lanes = device.lanes(timeout_s)
             connections[partner] = Connection(partner, control, own, device, lanes, timeout_s)
     return dict(sorted(connections.items()))
 
@@ -297,17 +297,13 @@ def connect_all(
 
 def _neighbours(buffers: Buffers) -> list[LocalRank]:
     """Return what each rank would keep in its host's memory and the limits on that. Collective over the world."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, LocalRank(buffers, memory_limits()))
-    return everyone
+    return gathered(LocalRank(buffers, memory_limits()))
 
 
 def _all_links(mine: list[MeasuredLink]) -> list[MeasuredLink]:
     """Return every pair's link once. Collective over the world."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     # Both ranks of a pair have the same link.
-    links: dict[Pair, MeasuredLink] = {link.ranks: link for of_rank in everyone for link in of_rank}
+    links: dict[Pair, MeasuredLink] = {link.ranks: link for of_rank in gathered(mine) for link in of_rank}
     return [links[ranks] for ranks in sorted(links)]
 
 

@@ -30,6 +30,13 @@ MAX_CTAS = 4
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def gathered(value: object, group: Any = None) -> list[Any]:
+    """Return the values of all ranks of a group, by default the world, by rank. Collective over the group."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
 @dataclass(frozen=True)
 class PairGroups:
     """This rank's two groups with its partner (a global rank). What waits in them fails after `timeout_s`."""

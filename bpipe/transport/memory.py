@@ -12,14 +12,12 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from bpipe.transport.cuda_runtime import LIBRARIES, OUT_OF_MEMORY, CudaError, CudaRuntime, runtime
-from bpipe.transport.lanes import CopyLane
+from bpipe.transport.cuda_runtime import OUT_OF_MEMORY, CudaError
+from bpipe.transport.streams import Device
 
 # An offset in bytes from a region's start, and the tensor to copy.
 Piece = tuple[int, torch.Tensor]
@@ -30,85 +28,19 @@ _BLOCK_BYTES = 2 << 20
 _abandoned: list[DeviceRegion] = []
 
 
-@dataclass(frozen=True)
-class Device:
-    """A rank's device, as transports use it. Made by `bpipe.runtime.streams.copying_on`."""
-
-    device: torch.device
-
-    lanes: Callable[[torch.device, float], tuple[CopyLane, CopyLane]]
-    """Makes the lanes outbound and inbound, with a time-out in seconds."""
-
-    synchronize: Callable[[torch.device], None]
-
-    current_stream: Callable[[], int]
-    """Handle of the current stream."""
-
-    empty_cache: Callable[[], None]
-    """Gives back what torch's allocator keeps unused."""
-
-    apart: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What is issued inside goes to a stream of its own, from any thread."""
-
-    @property
-    def has_runtime(self) -> bool:
-        """Whether copy engines reach memory by its address, told by a runtime such as CUDA's."""
-        return self.device.type in LIBRARIES
-
-    @property
-    def runtime(self) -> CudaRuntime:
-        return runtime(self.device.type)
-
-    def make_current(self) -> CudaRuntime:
-        """Make this thread allocate and open on this rank's own device, whichever it used last; return the runtime."""
-        assert self.device.index is not None, "a rank's device has a number"
-        self.runtime.set_device(self.device.index)
-        return self.runtime
-
-
-class Region(Protocol):
-    """A piece of memory to copy into and from.
-
-    The calls only start their copies if the current stream is a device's.
-    """
-
-    def write(self, pieces: Iterable[Piece]) -> None:
-        """Copy each contiguous uint8 tensor to its offset in bytes from the region's start; none overlaps another."""
-
-    def read(self, pieces: Iterable[Piece]) -> None:
-        """Copy into all of each tensor from its offset."""
-
-    def close(self) -> None:
-        """Wait for the copies that are under way, then free the memory."""
-
-    def abandon(self) -> None:
-        """Forget the region after an error, without waiting for the device or freeing what a copy may still reach."""
-
-
-class Lender(Protocol):
-    """The two ends of memory that one process makes and another reaches into."""
-
-    def make(self, nbytes: int) -> tuple[Any, Region]:
-        """Make memory on the acceptor, and a JSON value by which the partner opens it.
-
-        The memory lives until the region is closed.
-        """
-
-    def open(self, handle: Any) -> Region:
-        """Open the partner's memory on the evictor. Raises OSError or RuntimeError if it cannot be reached."""
-
-
 class TensorRegion:
-    """A flat uint8 tensor. Whoever is copying holds it too."""
+    """A flat uint8 tensor to copy into and from. Whoever is copying holds it too."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
     def write(self, pieces: Iterable[Piece]) -> None:
+        """Copy each contiguous uint8 tensor to its offset in bytes from the region's start; none overlaps another."""
         for offset, source in pieces:
             _copy(self._tensor.narrow(0, offset, source.numel()), source)
 
     def read(self, pieces: Iterable[Piece]) -> None:
+        """Copy into all of each tensor from its offset."""
         for offset, target in pieces:
             _copy(target, self._tensor.narrow(0, offset, target.numel()))
 
@@ -133,11 +65,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 _WORD_BYTES = 8
 
 
-def own_memory(nbytes: int, device: Device) -> Region:
-    """Return this process's own host memory, pinned if the device's copy engines need that."""
-    return pinned_memory(nbytes, device) if device.has_runtime else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
-
-
 class SharedMemory:
     """Memory shared by two processes on one machine.
 
@@ -145,7 +72,11 @@ class SharedMemory:
     however either process ends, and the size of /dev/shm, which is 64 MB in most containers, is no limit.
     """
 
-    def make(self, nbytes: int) -> tuple[Any, Region]:
+    def make(self, nbytes: int) -> tuple[Any, TensorRegion]:
+        """Make memory on the acceptor, and a JSON value by which the partner opens it.
+
+        The memory lives until the region is closed.
+        """
         descriptor = os.memfd_create("bpipe")
         os.ftruncate(descriptor, max(nbytes, 1))
         region = _Mapped(descriptor, nbytes)
@@ -153,7 +84,8 @@ class SharedMemory:
         region._tensor.zero_()
         return {"process": os.getpid(), "descriptor": descriptor, "nbytes": nbytes}, region
 
-    def open(self, handle: Any) -> Region:
+    def open(self, handle: Any) -> TensorRegion:
+        """Open the partner's memory on the evictor. Raises OSError if it cannot be reached."""
         return _Mapped(
             os.open(f"/proc/{handle['process']}/fd/{handle['descriptor']}", os.O_RDWR | os.O_CLOEXEC), handle["nbytes"]
         )
@@ -175,7 +107,7 @@ class _Mapped(TensorRegion):
 
 
 class DeviceRegion:
-    """Memory by address. Copies are issued to the current stream. `owner` keeps a host's memory alive."""
+    """Memory by address. Copies are only started, on the current stream. `owner` keeps a host's memory alive."""
 
     def __init__(
         self, address: int, nbytes: int, device: Device, close: Callable[[int], None], owner: torch.Tensor | None = None
@@ -202,12 +134,14 @@ class DeviceRegion:
         return self._address + offset
 
     def close(self) -> None:
+        """Wait for the copies that are under way, then free the memory."""
         # A transfer's wait orders streams and does not stop the host: copies may be under way, and CUDA does not say
         # what unmapping does to them.
         self._device.make_current().synchronize()
         self._close(self._address)
 
     def abandon(self) -> None:
+        """Forget the region after an error, without waiting for the device or freeing what a copy may still reach."""
         # A kernel on the device may wait for a partner that is gone, and the partner may be copying. The end of the
         # process gives everything back, in whatever state it is.
         _abandoned.append(self)
@@ -269,6 +203,16 @@ def pinned_memory(nbytes: int, device: Device) -> DeviceRegion:
     runtime, memory = device.make_current(), torch.empty(nbytes, dtype=torch.uint8)
     runtime.lock(memory.data_ptr(), nbytes)
     return DeviceRegion(memory.data_ptr(), nbytes, device, runtime.unlock, memory)
+
+
+Region = TensorRegion | DeviceRegion
+# The two ends of memory that one process makes and another reaches into.
+Lender = SharedMemory | DeviceMemory
+
+
+def own_memory(nbytes: int, device: Device) -> Region:
+    """Return this process's own host memory, pinned if the device's copy engines need that."""
+    return pinned_memory(nbytes, device) if device.has_runtime else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
 
 
 def _gib(nbytes: int) -> str:

@@ -11,13 +11,12 @@ from typing import Literal
 
 import torch
 
-from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Control, Subject, Works
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.host_memory import Budget
-from bpipe.transport.lanes import CopyLane
 from bpipe.transport.layout import BufferLayout, Sizes
-from bpipe.transport.memory import Device, Lender, Region, own_memory
+from bpipe.transport.memory import Lender, Region, own_memory
+from bpipe.transport.streams import CopyLane, Device, Done, Pending
 
 
 class OneSidedCopies(ABC):

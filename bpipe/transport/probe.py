@@ -12,8 +12,8 @@ import torch
 
 from bpipe.transport.control import Control, Subject
 from bpipe.transport.layout import BufferLayout
-from bpipe.transport.memory import Device
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Device, synchronize
 
 # Ten times what a latency-bound message takes on the slowest link here, a few milliseconds on the fastest.
 PROBE_BYTES = 16 << 20
@@ -103,7 +103,7 @@ def _rounds(transport: Transport, device: Device, evictor: bool) -> list[float]:
         elif not transport.one_sided:
             transport.host(0, [back]).wait()
             transport.give_back(0, [back]).wait()
-        device.synchronize(device.device)
+        synchronize(device.device)
         seconds.append(time.perf_counter() - begin)
     if evictor and not torch.equal(buffer, back):
         raise RuntimeError("received data differs from the data sent")

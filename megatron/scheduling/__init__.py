@@ -38,7 +38,12 @@ def install(config: SchedulingConfig, *, samples_by_chunk: bool = False) -> Inst
         ValueError: The configuration asks for what needs Megatron's trainer (a report, a budget), or there are two
             pipes without `samples_by_chunk`, because nothing could detect wrong samples.
     """
-    config.refuse_what_needs_the_trainer()
+    from megatron.scheduling.options.arguments import BY_TRAINER
+    from megatron.scheduling.start.refusals import end_where
+
+    end_where(
+        [f"{name} in the configuration: {reason}" for name, reason in BY_TRAINER.items() if getattr(config, name)]
+    )
     if config.positions.num_pipes > 1 and not samples_by_chunk:
         raise ValueError(
             "with two pipes each chunk reads the samples of its own pipe, and your own loop must supply them: give "

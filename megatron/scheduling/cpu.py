@@ -28,9 +28,17 @@ ARGUMENTS: tuple[str, ...] = tuple(
 )
 
 
-def install() -> None:
-    """Replace the CUDA runtime by the CPU. Call once, before Megatron is imported; a second call does nothing."""
-    stand_in(_CPU, answers_of_one_device(), accelerator_answers())
+def install(device: torch.device = _CPU) -> None:
+    """Replace the CUDA runtime by the CPU, or by another device that runs everything in order.
+
+    Call once, before Megatron is imported; a second call does nothing.
+    """
+    accelerator = {
+        "is_available": _answer(True),
+        "current_device_index": _answer(0),
+        "current_stream": _answer(_Inert()),
+    }
+    stand_in(device, _answers_of_one_device(device), accelerator)
 
 
 def stand_in(device: torch.device, cuda: Mapping[str, Any], accelerator: Mapping[str, Any]) -> None:
@@ -135,8 +143,8 @@ def answers() -> dict[str, Any]:
     }
 
 
-def answers_of_one_device() -> dict[str, Any]:
-    """Return runtime queries, streams, events and memory counters of one device, the CPU, that runs all in order."""
+def _answers_of_one_device(device: torch.device) -> dict[str, Any]:
+    """Return runtime queries, streams, events and memory counters of one device that runs all in order."""
     properties = SimpleNamespace(name="CPU", major=8, minor=0, multi_processor_count=1, total_memory=0)
     return {
         **answers(),
@@ -146,7 +154,7 @@ def answers_of_one_device() -> dict[str, Any]:
         **_answers(0, "memory_allocated memory_reserved max_memory_allocated max_memory_reserved"),
         **_answers(_Inert(), "current_stream default_stream"),
         "device_count": _answer(1),
-        "current_device": _answer(_CPU),
+        "current_device": _answer(device),
         "get_device_name": _answer("CPU"),
         "get_device_properties": _answer(properties),
         "memory_stats": lambda *args, **kwargs: ZeroStatistics(),
@@ -154,11 +162,6 @@ def answers_of_one_device() -> dict[str, Any]:
         "Event": _Inert,
         "stream": lambda *args: contextlib.nullcontext(),
     }
-
-
-def accelerator_answers() -> dict[str, Any]:
-    """Return the answers of `torch.accelerator` on a device that runs everything in order."""
-    return {"is_available": _answer(True), "current_device_index": _answer(0), "current_stream": _answer(_Inert())}
 
 
 class ZeroStatistics(dict[str, int]):

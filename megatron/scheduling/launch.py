@@ -97,11 +97,11 @@ def _parse(
 
 
 def _validate(validate_args: Callable[..., Any], args: Any, *defaults: Any, **named: Any) -> Any:
-    from megatron.scheduling.options import derived_flags
+    from megatron.scheduling.options import flags
     from megatron.scheduling.placement import rank_order
 
     with _or_end():
-        derived_flags.complete(args)
+        flags.complete(args)
     result = validate_args(args, *defaults, **named)
     # Now the schedule and its pairs are known, and nothing has read a rank yet.
     with _or_end():

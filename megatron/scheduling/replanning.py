@@ -4,22 +4,23 @@ After the first training step there is one collective over the world; from the s
 plan. A plan without a gain is not taken. No plan changes what is computed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from bpipe.build import build
 from bpipe.config.features.feature import Settings
 from bpipe.plan.budget import Devices, better_plan, one_budget_a_rank
 from bpipe.predict.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
+from bpipe.runtime.meter import largest_by
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import KeptMemory, Memory, memory_of
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.distributed import gathered
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.log import say
 from megatron.scheduling.loop.measurements import FirstMeasured
@@ -87,13 +88,12 @@ class Learner:
             budget_of(self._config.memory),
             self._config.costs,
         )
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        everyone = gathered(own)
         schedule, plain = driver.schedule, build(replace(driver.program_now, balance=None))
         # If devices differ, all ranks plan with the smallest budget of each rank of the schedule.
-        by_process = (one_budget_a_rank(budget, plain.num_ranks) for _, budget, _ in gathered)
+        by_process = (one_budget_a_rank(budget, plain.num_ranks) for _, budget, _ in everyone)
         budgets = tuple(map(min, zip(*by_process, strict=True)))
-        devices = devices_of([process for process, *_ in gathered], plain, budgets)
+        devices = devices_of([process for process, *_ in everyone], plain, budgets)
         devices = replace(devices, memory=replace(devices.memory, reserved=driver.differing))
         balance = driver.balance
         if balance is not None:
@@ -106,7 +106,7 @@ class Learner:
                 link_bytes=2 * COMMUNICATOR_OF_TWO_BYTES if driver.device.type != "cpu" else 0,
             )
         # A cluster's file may be another one elsewhere: all plan by the first one's.
-        plan, lines = better_plan(devices, schedule, gathered[0][2])
+        plan, lines = better_plan(devices, schedule, everyone[0][2])
         for line in lines:
             say(line)
         driver.learned(None if plan is None else plan.how)
@@ -138,9 +138,9 @@ def devices_of(processes: Sequence[ProcessMemory], plain: Schedule, budgets: tup
     """Combine the measurements of all processes by maxima, so that every rank makes the same plan."""
     slices, measured = plain.layout.slices, [process.measured for process in processes]
     places = range(plain.num_stages * slices)
-    saved = _most(first.saved_bytes for first in measured)
-    moved = _most(first.moved_bytes for first in measured)
-    after = _most(first.after_input_bytes for first in measured)
+    saved = largest_by(item for first in measured for item in first.saved_bytes.items())
+    moved = largest_by(item for first in measured for item in first.moved_bytes.items())
+    after = largest_by(item for first in measured for item in first.after_input_bytes.items())
     # A stage that was never evicted has no measured part that moves: a plan that evicts it is not taken.
     memory = memory_of(
         [saved[place] for place in places],
@@ -168,11 +168,3 @@ def _parts(measured: Sequence[FirstMeasured], memory: Memory) -> tuple[tuple[int
     return tuple(
         parts[stage] if parts.get(stage, ())[-1:] == all_of_it else all_of_it for stage, all_of_it in enumerate(whole)
     )
-
-
-def _most(measured: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Return the maximum of each stage over all processes."""
-    largest: dict[int, int] = {}
-    for sizes in measured:
-        largest |= {stage: max(size, largest.get(stage, 0)) for stage, size in sizes.items()}
-    return largest

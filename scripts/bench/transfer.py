@@ -39,16 +39,15 @@ from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.stage import Stage, Tensors, TorchStages
-from bpipe.runtime.streams import Streams, copying_on
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Pending
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Device, Pending, Streams
 
 CPU = torch.device("cpu")
 TRANSPORTS = ("gloo", "peer", "host")
@@ -105,7 +104,7 @@ def links(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
     """Return this rank's connection over each transport, if it is in a pair."""
-    connections = {name: connect(pairs, name, TIMEOUT_S, copying_on(CPU))[0] for name in TRANSPORTS}
+    connections = {name: connect(pairs, name, TIMEOUT_S, Device(CPU))[0] for name in TRANSPORTS}
     return {name: connection for name, connection in connections.items() if connection is not None}
 
 

@@ -34,13 +34,13 @@ from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.stage import Messages, TorchStages
-from bpipe.runtime.streams import copying_on
 from bpipe.schedule.action import Action
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.memory import num_transfers
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import connect_all
 from bpipe.transport.edges import Edges, connect_edges
+from bpipe.transport.streams import Device
 from tests.support.alone import Alone
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ class Rank:
         stages = self.plans[0].layout.stages_of(rank)
         self.weights = {stage: torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * stage) / 16) for stage in stages}
         pairs = {(min(link), max(link)) for plan in self.plans for link in links_of(plan)}
-        self.connections, links = connect_all(sorted(pairs), scenario.transport, TIMEOUT_S, copying_on(CPU))
+        self.connections, links = connect_all(sorted(pairs), scenario.transport, TIMEOUT_S, Device(CPU))
         self.record.transport = next((link.transport for link in links if rank in link.ranks), None)
         self.record.groups = len(distributed_c10d._world.pg_map)
         self.edges = connect_edges(neighbours(self.plans[0]), "gloo", TIMEOUT_S, CPU)

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.streams import synchronize
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.program import steps
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import synchronize
 from tests.gpu.accelerators import Accelerator, Held
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on
 from tests.gpu.one_stage import SmallStage, balanced, engine_of, lending, loop_of, to_host

@@ -213,7 +213,7 @@ def accelerator(name: str) -> Accelerator:
 @contextlib.contextmanager
 def beside(stream: torch.Stream) -> Iterator[Any]:
     """Issue what is inside to a stream, behind all that was issued to the current one."""
-    from bpipe.runtime.streams import current
+    from bpipe.transport.streams import current
 
     stream.wait_event(torch.accelerator.current_stream().record_event())
     with current(stream):

@@ -16,10 +16,10 @@ import torch
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.streams import synchronize
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.streams import synchronize
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, repeats
 from tests.gpu.one_stage import engine_of, to_host

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from bpipe.runtime.capture import find
-from bpipe.runtime.streams import Clock, copying_on, synchronize
 from bpipe.transport.memory import DeviceMemory, Lender, Region, own_memory
+from bpipe.transport.streams import Clock, Device, synchronize
 
 # `SMALL` is for late devices, which stand for a GPU on a small CPU.
 FULL, MODERATE, SMALL = "full", "moderate", "small"
@@ -96,12 +96,12 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
 
 def pinned_region(nbytes: int, device: torch.device) -> Region:
     """Host memory to copy to and from, as host buffers there are."""
-    return own_memory(nbytes, copying_on(device))
+    return own_memory(nbytes, Device(device))
 
 
 def lender_on(device: torch.device) -> Lender:
     """Who makes memory that another process on this device reaches into."""
-    return DeviceMemory(copying_on(device))
+    return DeviceMemory(Device(device))
 
 
 def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.streams import synchronize
+from bpipe.transport.streams import synchronize
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, moved_bytes, repeats, say, tidy
 from tests.gpu.one_stage import balanced, engine_of, loop_of, to_host

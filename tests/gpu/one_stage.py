@@ -20,15 +20,14 @@ from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import TorchStages
-from bpipe.runtime.streams import copying_on, lanes, synchronize
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Done, Pending
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.control import Subject
-from bpipe.transport.memory import Lender, Region
+from bpipe.transport.memory import DeviceMemory, DeviceRegion, Lender
 from bpipe.transport.one_sided import HostMemory, Peer
+from bpipe.transport.streams import Device, Done, Pending, synchronize
 from tests.gpu.accelerators import Accelerator
-from tests.gpu.common import drawn, lender_on
+from tests.gpu.common import drawn
 from tests.support.alone import Alone
 
 TIMEOUT_S = 120.0
@@ -40,7 +39,7 @@ def balanced(stages: int, microbatches: int) -> Schedule:
 
 def to_host(device: torch.device) -> HostMemory:
     """Return a transport into this process's own memory, with locked pages."""
-    return HostMemory(copying_on(device), *lanes(device, TIMEOUT_S))
+    return HostMemory(Device(device), *Device(device).lanes(TIMEOUT_S))
 
 
 def engine_of(
@@ -71,29 +70,27 @@ class OneWay:
         return self._sizes
 
 
-class KeptLender:
+class KeptLender(DeviceMemory):
     """Lends as `peer` does, and keeps what it lent, to look into it. `taken_bytes`: by how much the device's free
     memory fell."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lender = device, lender_on(device)
-        self.regions: list[Region] = []
+        super().__init__(Device(device))
+        self._measured = device
+        self.regions: list[DeviceRegion] = []
         self.taken_bytes = 0
 
-    def make(self, nbytes: int) -> tuple[Any, Region]:
-        before = torch.accelerator.get_memory_info(self._device)[0]
-        handle, region = self._lender.make(nbytes)
-        self.taken_bytes += before - torch.accelerator.get_memory_info(self._device)[0]
+    def make(self, nbytes: int) -> tuple[Any, DeviceRegion]:
+        before = torch.accelerator.get_memory_info(self._measured)[0]
+        handle, region = super().make(nbytes)
+        self.taken_bytes += before - torch.accelerator.get_memory_info(self._measured)[0]
         self.regions.append(region)
         return handle, region
-
-    def open(self, handle: Any) -> Region:
-        return self._lender.open(handle)
 
 
 def lending(lender: Lender, device: torch.device, stage: int, lengths: Sequence[int]) -> Peer:
     """Return the acceptor's half of `peer` with nobody on the other side: it lends, and nothing comes."""
-    return Peer(OneWay(stage, lengths), lender, *lanes(device, TIMEOUT_S))  # type: ignore[arg-type]
+    return Peer(OneWay(stage, lengths), lender, *Device(device).lanes(TIMEOUT_S))  # type: ignore[arg-type]
 
 
 def loop_of(

@@ -24,10 +24,10 @@ from bpipe.record.format import Row
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.streams import Clock
 from bpipe.schedule.host_buffers import num_host_buffers
 from bpipe.schedule.memory import num_transfers
 from bpipe.simulate.cost import required_bytes_per_s
+from bpipe.transport.streams import Clock
 from tests.gpu.accelerators import LATE, Accelerator, beside, join
 from tests.gpu.common import (
     FULL,

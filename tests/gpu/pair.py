@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from bpipe.runtime.streams import copying_on
 from bpipe.schedule.memory import num_transfers
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.one_sided import Transport
-from megatron.scheduling.start.gpu_sharing import make_node_of_its_own
+from bpipe.transport.streams import CopyLane, Device
+from megatron.scheduling.start.startup import make_node_of_its_own
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import Result
 from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of
@@ -59,6 +59,17 @@ def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: flo
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (EVICTOR, LENDER)]
 
 
+class LateCopies(Device):
+    """A device whose copies may come late."""
+
+    def __init__(self, on: Accelerator) -> None:
+        super().__init__(on.device)
+        self._on = on
+
+    def lanes(self, timeout_s: float) -> tuple[CopyLane, CopyLane]:
+        return late_lanes(self._on, timeout_s)
+
+
 def _process(
     rank: int,
     folder: str,
@@ -73,7 +84,7 @@ def _process(
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    here = replace(copying_on(on.device), lanes=lambda device, timeout_s: late_lanes(on, timeout_s))
+    here = LateCopies(on)
 
     def connected() -> Connection:
         connection, _ = connect([(EVICTOR, LENDER)], transport, TIMEOUT_S, here)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bpipe.runtime.graph import Pieces
-from bpipe.runtime.streams import current
+from bpipe.transport.streams import current
 
 Tensors = tuple[torch.Tensor, ...]
 Steps = list[Callable[[], object]]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from bpipe.runtime.streams import Streams, synchronize
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.one_sided import Peer, Transport
+from bpipe.transport.streams import Streams, synchronize
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, random_bytes, repeats
 from tests.gpu.one_stage import TIMEOUT_S, KeptLender

@@ -15,11 +15,11 @@ import torch
 
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import Tensors, TorchStages
-from bpipe.runtime.streams import current, synchronize, used_here
 from bpipe.schedule.action import Kind
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.program import Instruction, Message, Op
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.streams import current, synchronize, used_here
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, repeats
 from tests.gpu.one_stage import engine_of

@@ -24,8 +24,8 @@ import torch
 
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.streams import synchronize
 from bpipe.schedule.memory import num_transfers
+from bpipe.transport.streams import synchronize
 from tests.gpu.accelerators import Accelerator, beside, join
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, repeats
 from tests.gpu.one_stage import balanced, engine_of, loop_of, to_host

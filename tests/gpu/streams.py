@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.streams import copying_on, lanes
 from bpipe.schedule.memory import num_transfers
-from bpipe.transport.base import Pending
-from bpipe.transport.lanes import CopyLane, Job
 from bpipe.transport.one_sided import HostMemory
+from bpipe.transport.streams import CopyLane, Device, Job, Pending, StreamLane
 from tests.gpu.accelerators import LATE, Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, repeats
 from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of
@@ -43,7 +41,7 @@ SIZES = {
 }
 
 
-class LateLane:
+class LateLane(StreamLane):
     """A lane whose copies may come late."""
 
     def __init__(self, lane: CopyLane, on: Accelerator) -> None:
@@ -62,13 +60,13 @@ class LateLane:
 
 
 def late_lanes(on: Accelerator, timeout_s: float) -> tuple[CopyLane, CopyLane]:
-    outbound, inbound = (LateLane(lane, on) for lane in lanes(on.device, timeout_s))
+    outbound, inbound = (LateLane(lane, on) for lane in Device(on.device).lanes(timeout_s))
     return outbound, inbound
 
 
 def late_to_host(on: Accelerator) -> HostMemory:
     """Return a transport into host memory, whose copies may come late."""
-    return HostMemory(copying_on(on.device), *late_lanes(on, TIMEOUT_S))
+    return HostMemory(Device(on.device), *late_lanes(on, TIMEOUT_S))
 
 
 class Stage0:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.runtime.links import disconnect
-from bpipe.runtime.streams import synchronize
+from bpipe.transport.streams import synchronize
 from tests.gpu import peer
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import Result, drawn, repeats

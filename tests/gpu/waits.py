@@ -12,9 +12,7 @@ from unittest.mock import patch
 
 from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
-from bpipe.runtime.streams import StreamLane, Streams, current
-from bpipe.transport.base import Done, Pending
-from bpipe.transport.lanes import Job
+from bpipe.transport.streams import Done, Job, Pending, StreamLane, Streams, current
 
 
 def without_compute(direction: str) -> AbstractContextManager[Any]:

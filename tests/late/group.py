@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from bpipe.runtime.streams import current
+from bpipe.transport.streams import current
 from tests.late.devices import TYPE, extension
 
 DTYPES = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.int32: "i", torch.uint8: "B", torch.bool: "?"}

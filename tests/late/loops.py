@@ -8,7 +8,7 @@ Source: megatron-core 0.19.2, `p2p_communication.py`. Where messages pass in bat
 exchange to `batch_isend_irecv`, in the communicator of all ranks. Else `_p2p_ops` gives them one by one, in
 communicators of two: an even rank begins with the next one, an odd one with the one before. Here all of an exchange
 that is between two ranks is one operation: in which order Megatron issues them is not said by a program.
-`make_communicators` of `megatron.scheduling.loop.links` exchanges one number with both before.
+`make_communicators` of `megatron.scheduling.loop.megatron_loops` exchanges one number with both before.
 """
 
 from collections.abc import Iterator, Sequence

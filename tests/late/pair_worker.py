@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.runtime.streams import copying_on
 from bpipe.transport import AUTO, connect
 from bpipe.transport.distributed import Distributed, Works
+from bpipe.transport.streams import Device
 from tests.late.devices import Draw, device
 from tests.late.processes import begin_process, stand_in_for_nccl
 
@@ -58,7 +58,7 @@ def losing(send: Any) -> Any:
 def looks_for_a_transport(rank: int, timeout_s: float) -> None:
     if rank == 1:
         Distributed._send = losing(Distributed._send)  # type: ignore[method-assign]
-    connection, (link,) = connect.connect([(0, 1)], AUTO, timeout_s, copying_on(device(rank)))
+    connection, (link,) = connect.connect([(0, 1)], AUTO, timeout_s, Device(device(rank)))
     assert connection is not None
     print(f"chosen: {link.transport}; not nccl: {link.refused.get('nccl')}", flush=True)
     connection.close()

@@ -23,7 +23,6 @@ from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import Messages, TorchStages
-from bpipe.runtime.streams import allocated_on, copying_on, current
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
@@ -32,6 +31,7 @@ from bpipe.transport.distributed import Distributed, Headed, pair_groups, try_ou
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.memory import DeviceMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer, Transport
+from bpipe.transport.streams import Device, current
 from tests.late.devices import DIRECTED, DRAWN, TYPE, Draw, begin, device, extension
 from tests.late.group import join
 from tests.late.hosts import run_hosts
@@ -154,7 +154,6 @@ class Rank:
                 differing=pipeline.differing,
                 synchronous=pipeline.synchronous,
             ),
-            allocated=allocated_on(here),
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
             beside=lambda: pipeline.beside(self.rank),
@@ -234,8 +233,8 @@ class Rank:
         return self._pipeline.kind == "two-sided" and low != high
 
     def _reaching(self, own: bool, control: LateControl | None) -> OneSidedCopies:
-        copying = copying_on(device(self.rank))
-        lanes = copying.lanes(device(self.rank), TIMEOUT_S)
+        copying = Device(device(self.rank))
+        lanes = copying.lanes(TIMEOUT_S)
         if own or self._pipeline.kind == "host":
             return HostMemory(copying, *lanes)
         assert control is not None

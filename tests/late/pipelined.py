@@ -58,16 +58,14 @@ def loss_of(made: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     return (made * number).square().mean()
 
 
-class Connections:
-    """What `connected` returns: this rank's transports, which are there already."""
+class There:
+    """A connection whose transport is there already."""
 
-    table = ""
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
-    def __init__(self, transports: dict[int, Transport], links: list[MeasuredLink]) -> None:
-        self._transports, self.links = transports, links
-
-    def transports(self, differing: bool) -> dict[int, Transport]:
-        return self._transports
+    def transport(self, differing: bool) -> Transport:
+        return self._transport
 
 
 class TorchRank(Rank):
@@ -78,7 +76,7 @@ class TorchRank(Rank):
         assert isinstance(pipeline, TorchPipeline)
         join(self.rank, schedule.num_ranks)
         pipeline.model.on_device(schedule, self.rank)
-        self.connections = Connections(self._transports(), pipeline.measured_links())
+        self.connections = {place: There(transport) for place, transport in self._transports().items()}
         stages = [self._stage(stage, here) for stage in schedule.layout.stages_of(self.rank)]
         balanced = BalancedSchedule(
             stages,
@@ -150,7 +148,7 @@ class TorchPipeline(LatePipeline):
         def connected(group: Any, schedule: Schedule, transfers: TransferConfig, here: torch.device) -> Any:
             rank = self.ranks[here.index]
             assert isinstance(rank, TorchRank)
-            return rank.connections
+            return rank.connections, self.measured_links(), "", []
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch_schedule, "connected", connected))

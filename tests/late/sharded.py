@@ -16,13 +16,13 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
 from bpipe.runtime.stage import Messages, Part, Shards, TorchStages
-from bpipe.runtime.streams import beside
-from bpipe.runtime.vocabulary.embedding import embedded
+from bpipe.runtime.vocabulary import embedded
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.distributed import new_group
 from bpipe.transport.edges import Edges
+from bpipe.transport.streams import beside
 from tests.late.devices import TYPE, device
 from tests.late.model import Extra, LateModel, Place, nothing
 from tests.late.model import differing as differing_sizes

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bpipe.runtime.streams import current
+from bpipe.transport.streams import current
 from megatron.scheduling import cpu as cpu_runtime
 from tests.late.devices import CAPACITY_BYTES, NUM_DEVICES, TYPE, extension
 from tests.late.processes import stand_in_for_nccl

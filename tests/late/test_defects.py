@@ -19,10 +19,10 @@ import torch
 
 from bpipe.runtime import evictor, graph
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.streams import Streams
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.program import Exchange
-from megatron.scheduling.loop.measurements import FirstMeasured
+from bpipe.transport.streams import Streams
+from megatron.scheduling.loop.measurements import FirstMeasured, latest_by_place
 from megatron.scheduling.loop.watermark import Besides
 from megatron.scheduling.replanning import ProcessMemory, measure_process
 from tests.late.cases import SCHEDULES
@@ -107,7 +107,13 @@ class MeasuredRank(Rank):
         torch.accelerator.synchronize(here)
         peaks = torch.accelerator.max_memory_allocated(here), torch.accelerator.max_memory_reserved(here)
         self.measured = FirstMeasured(
-            *(meter.latest_bytes, engine.moved_bytes, meter.after_input_bytes, meter.shard_bytes, meter.received_bytes),
+            *(
+                latest_by_place(meter.each_bytes, 1),
+                engine.moved_bytes,
+                meter.after_input_bytes,
+                meter.shard_bytes,
+                meter.received_bytes,
+            ),
             *(meter.peak_bytes, *peaks, engine.lent_bytes),
         )
         self.besides = Besides(self._weights(), self._weights(), 0, 0)

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from bpipe.runtime.streams import current
+from bpipe.transport.streams import current
 from tests.late.devices import AS_LATE, COPIES_LAST, NUM_DEVICES, Draw, begin, device, extension
 
 LATE = device()

@@ -16,8 +16,8 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.format import Row
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.streams import Clock, current
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.streams import Clock, current
 from tests.gpu import pipelines
 from tests.gpu.accelerators import LATE, Accelerator, accelerator
 from tests.gpu.common import seconds

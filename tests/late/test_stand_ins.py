@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bpipe.runtime.evictor import ActivationsState
-from bpipe.runtime.streams import current
+from bpipe.transport.streams import current
 from tests.gpu.waits import without_compute, without_the_end_of
 from tests.late.cases import SCHEDULES, balanced
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, DRAWN, STREAM_LAST, Draw

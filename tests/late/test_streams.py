@@ -7,12 +7,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from bpipe.runtime import streams
 from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.recorder import Recorder
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import num_transfers
-from bpipe.transport.base import Done
+from bpipe.transport import streams
+from bpipe.transport.streams import Done
 from tests.gpu.accelerators import LATE, accelerator
 from tests.gpu.common import SMALL
 from tests.gpu.streams import SIZES, Stage0

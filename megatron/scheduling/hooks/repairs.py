@@ -9,10 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from megatron.scheduling.hooks.patches import replaced_by
+
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_RANDOM = "megatron.core.tensor_parallel.random"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,19 @@ class Repair:
 
     make: Callable[[], bool]
     """Replaces the names if the defect is present, and returns whether it was."""
+
+
+REPAIRS: list[Repair] = []
+
+
+def _repair(mends: str, *names: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
+    """Add the decorated function to the repairs."""
+
+    def add(make: Callable[[], bool]) -> Callable[[], bool]:
+        REPAIRS.append(Repair(names, mends, make))
+        return make
+
+    return add
 
 
 def apply() -> list[str]:
@@ -50,6 +67,7 @@ def apply() -> list[str]:
     return lines
 
 
+@_repair("dataset helpers that come compiled are not rebuilt", "megatron.core.datasets.utils.compile_helpers")
 def _skip_compiling_helpers() -> bool:
     """The wheel ships dataset helpers compiled and without a Makefile, so `make` fails and ends the process."""
     from megatron.core.datasets import utils
@@ -60,6 +78,7 @@ def _skip_compiling_helpers() -> bool:
     return True
 
 
+@_repair("torch's norm supports sequence parallelism", "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__")
 def _torch_norm_with_sequence_parallelism() -> bool:
     """Without Apex and Transformer Engine, Megatron's norm is torch's, and refuses sequence parallelism.
 
@@ -93,6 +112,10 @@ def _torch_norm_with_sequence_parallelism() -> bool:
     return True
 
 
+@_repair(
+    "norms are recomputed without Transformer Engine's FP8 functions",
+    *(f"{_RANDOM}.{name}" for name in ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast")),
+)
 def _recompute_norms_without_transformer_engine() -> bool:
     """Recomputing a norm asks Transformer Engine whether FP8 is on even if it is not installed: a NameError."""
     from megatron.core.tensor_parallel import random
@@ -104,6 +127,10 @@ def _recompute_norms_without_transformer_engine() -> bool:
     return True
 
 
+@_repair(
+    "the distributed optimizer resumes with torch's Adam",
+    *(f"{_DISTRIBUTED}.{name}" for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states")),
+)
 def _resume_distributed_optimizer_with_torch_adam() -> bool:
     """Without Apex and Transformer Engine the distributed optimizer wraps torch's Adam, and cannot resume with it.
 
@@ -144,6 +171,21 @@ def _resume_distributed_optimizer_with_torch_adam() -> bool:
     return True
 
 
+@_repair("packed sequences are counted without a GPU", "megatron.training.training._seqlen_stats_in_iteration")
+def _count_packed_tokens_on_what_stands_in() -> bool:
+    """Megatron sums the lengths of packed sequences on the device "cuda:" and its index, which a stand-in lacks."""
+    if isinstance(torch.cuda.current_device(), int):
+        return False
+    from megatron.training import training
+
+    training._seqlen_stats_in_iteration = torch.zeros(2, dtype=torch.float64, device="cuda")
+    return True
+
+
+@_repair(
+    "the distributed optimizer's state is saved by layer even with padded buckets",
+    f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",
+)
 def _save_padded_buckets_by_layer() -> bool:
     """Saved by layer, the distributed optimizer's state is joined without the padding after each bucket, and then cut
     as if the padding were there.
@@ -200,64 +242,6 @@ def _cuts_as_with_padding(sharded: Callable[..., Any]) -> bool:
         gbuf_ranges=[{torch.float32: None}], buffers=[buffer], get_parameter_state_dp_zero=lambda **_: state
     )
     named = {str(number): ShardedTensor.from_rank_offsets(str(number), param) for number, param in enumerate(params)}
-    logger = distrib_optimizer.logger
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
+    with patch.object(distrib_optimizer.logger, "disabled", True):
         states = sharded(optimizer, named, False, {})
-    finally:
-        logger.disabled = was_disabled
     return float(states[1]["param"].data) != 2.0
-
-
-def _count_packed_tokens_on_what_stands_in() -> bool:
-    """Megatron sums the lengths of packed sequences on the device "cuda:" and its index, which a stand-in lacks."""
-    if isinstance(torch.cuda.current_device(), int):
-        return False
-    from megatron.training import training
-
-    training._seqlen_stats_in_iteration = torch.zeros(2, dtype=torch.float64, device="cuda")
-    return True
-
-
-_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
-_RANDOM = "megatron.core.tensor_parallel.random"
-REPAIRS = (
-    Repair(
-        ("megatron.core.datasets.utils.compile_helpers",),
-        "dataset helpers that come compiled are not rebuilt",
-        _skip_compiling_helpers,
-    ),
-    Repair(
-        ("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",),
-        "torch's norm supports sequence parallelism",
-        _torch_norm_with_sequence_parallelism,
-    ),
-    Repair(
-        (
-            f"{_RANDOM}.FP8GlobalStateManager",
-            f"{_RANDOM}.activation_recompute_forward",
-            f"{_RANDOM}.fp8_autocast",
-        ),
-        "norms are recomputed without Transformer Engine's FP8 functions",
-        _recompute_norms_without_transformer_engine,
-    ),
-    Repair(
-        (
-            f"{_DISTRIBUTED}.state_dict",
-            f"{_DISTRIBUTED}.load_state_dict",
-            f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
-        ),
-        "the distributed optimizer resumes with torch's Adam",
-        _resume_distributed_optimizer_with_torch_adam,
-    ),
-    Repair(
-        ("megatron.training.training._seqlen_stats_in_iteration",),
-        "packed sequences are counted without a GPU",
-        _count_packed_tokens_on_what_stands_in,
-    ),
-    Repair(
-        (f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",),
-        "the distributed optimizer's state is saved by layer even with padded buckets",
-        _save_padded_buckets_by_layer,
-    ),
-)

@@ -29,25 +29,25 @@ from bpipe.runtime.engine import TIMERS, Engine
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
-from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.retention import Share
-from bpipe.runtime.streams import Clock, Streams, allocated_on
-from bpipe.schedule.action import Action, Key, Kind
+from bpipe.runtime.run_record import iteration_of, summary_of
+from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.host_buffers import links_of
-from bpipe.schedule.memory import KeptMemory, Memory, moves_anything
+from bpipe.schedule.memory import KeptMemory, moves_anything
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
+from bpipe.transport.streams import Clock, Streams
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
-from megatron.scheduling.loop.halves import Halves, Keep
+from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say
 from megatron.scheduling.loop.measurements import FirstMeasured, OwnTime, Waiting, Weighing
-from megatron.scheduling.loop.transfer_waits import refuse_standstill, without_p2p_sync
+from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.pipelines import pipelines
@@ -70,7 +70,7 @@ class Driver:
         """`watermark` records whenever more is held than before."""
         self._config, self._transfers, self._watermark = config, config.transfers, watermark
         # What our own loop keeps of micro-batches besides their graphs.
-        self.halves = Halves(Keep(config.keep_weights_halves))
+        self.halves = Halves(defers=config.keep_weights_halves != "none")
         own = config.own
         self.slicing = None if own is None or own.slices == 1 else Slicing(own.slices, config.slice_lengths)
         self._between: Waiting = _nothing
@@ -273,11 +273,10 @@ class Driver:
                 transfers=transfers,
                 parts={} if program.balance is None else program.balance.part_bytes,
                 at_once=program.passing.is_megatron,
-                allocated=allocated_on(self.device),
                 waiting=self._waiting,
                 between=lambda shard: self._between(shard),
                 timed=self._own_time.of,
-                shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
+                shared=lambda storage: self.slicing is not None and self.slicing.kept.holds(storage),
                 verifier=self._verifier,
                 beside=functools.partial(_streams_of_layers, config),
                 links={place: to.link.transport for place, to in self._connections.items() if to.link},
@@ -317,7 +316,13 @@ class Driver:
         if links:
             say(table)
         if not self.links:
-            say(without_p2p_sync(config))
+            # By default Megatron waits for the whole device after every message, which would end all overlap, and has no
+            # flag for it.
+            config.batch_p2p_sync = False
+            say(
+                "batch_p2p_sync is off in this run: Megatron does not wait for the whole device after every message "
+                "between stages; to compare speed, turn it off in the run without --bpipe too"
+            )
         self.links += links
         used = {frozenset(pair) for pair in links_of(schedule)}
         return {
@@ -361,16 +366,14 @@ class Driver:
         """Return what the last iteration showed."""
         assert self._meter is not None, "nobody measures"
         meter, engine = self._meter, self._engines[self.program_now]
-        # If sizes differ, the largest: host buffers have to be that large.
-        saved, moved = (
-            (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
-        )
         kept: Mapping[int, KeptMemory] = {}
         peak, sizing, slicing = meter.peak_bytes, engine.sizing, self.slicing
+        k = 1 if slicing is None else slicing.number
+        # If sizes differ, the largest: host buffers have to be that large.
+        by_place = measurements.most_by_place if self.differing else measurements.latest_by_place
+        saved, moved = by_place(meter.each_bytes, k), engine.most_bytes if self.differing else engine.moved_bytes
         if slicing is not None:
-            k, kept = slicing.number, slicing.kept_memory
-            by_place = measurements.most_by_place if self.differing else measurements.latest_by_place
-            saved = by_place(meter.each_bytes, k)
+            kept = slicing.kept.memory
             moved_each = {} if sizing is None else sizing.moved_each
             moved = measurements.moved_by_place(moved, moved_each, saved, k, self.differing)
             peak += measurements.kept_at_peak(engine.schedule, self.rank, saved, kept)
@@ -416,13 +419,19 @@ class Driver:
         """Return what this rank of this pipeline measured, with the prediction; None if no iteration was trained."""
         if self._meter is None or self._program is None or not self._peaks:
             return None
-        engine, kept = self._engines[self._program], None
+        engine = self._engines[self._program]
+        slices: dict[str, Any] = {}
         if self.slicing is not None:
-            kept = KeptBySlices(
-                peak_bytes=self.slicing.peak_kept_bytes,
-                predicted_bytes=kept_peak(engine.schedule, self.rank, self.slicing.kept_memory),
-                memory=self._by_slice(engine, self._meter),
-            )
+            # The slices of the last iteration, which may differ in size.
+            meter, moved = self._meter, {key: engine.moved_bytes.get(key[0], 0) for key in self._meter.each_bytes}
+            if engine.sizing is not None and engine.sizing.differing:
+                moved = engine.sizing.moved_each
+            rule = meter.each_bytes, moved, meter.after_each_bytes, meter.shard_bytes
+            slices = {
+                "slices": rule_by_slice(engine.schedule, *rule),
+                "keys_bytes": self.slicing.kept.peak_bytes,
+                "predicted_keys_bytes": kept_peak(engine.schedule, self.rank, self.slicing.kept.memory),
+            }
         return summary_of(
             engine,
             self._meter,
@@ -433,17 +442,8 @@ class Driver:
             peaks=self._peaks,
             differing=self._differing.sums,
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
-            slices=kept,
+            **slices,
         )
-
-    def _by_slice(self, engine: Engine, meter: Meter) -> Memory:
-        """Return the memory rule for the slices of the last iteration, which may differ in size."""
-        saved = meter.each_bytes
-        if engine.sizing is not None and engine.sizing.differing:
-            moved: Mapping[Key, int] = engine.sizing.moved_each
-        else:
-            moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
-        return rule_by_slice(engine.schedule, saved, moved, meter.after_each_bytes, meter.shard_bytes)
 
 
 def _streams_of_layers(config: Any) -> Sequence[Any]:

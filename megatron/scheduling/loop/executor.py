@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -21,30 +23,39 @@ from bpipe.config.features.queries import reasons_of
 from bpipe.config.features.table import SHARDED, SLICED
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
-from bpipe.runtime.streams import beside
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.forward_only import forwards_only
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
-from bpipe.transport.edges import Edges
-from bpipe.transport.lanes import CopyLane
+from bpipe.transport.collectives import (
+    INPUT_SORTS,
+    SORTS,
+    Collectives,
+    EdgesAndCollectives,
+    SecondStep,
+    SharedGroups,
+    connect_shared,
+)
+from bpipe.transport.distributed import gathered
+from bpipe.transport.edges import Edge, Edges, connect_edges
+from bpipe.transport.streams import CopyLane, beside
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.grad_sync import Marks, Syncing
 from megatron.scheduling.loop.halves import delaying
-from megatron.scheduling.loop.links import connect_neighbours, connect_shards
 from megatron.scheduling.loop.megatron_loops import as_list, group_of, no_barrier
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import require_built_here
 from megatron.scheduling.placement.embeddings import refuse_group
+from megatron.scheduling.placement.pipelines import pipelines
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
 from megatron.scheduling.start.refusals import end_where
+from megatron.scheduling.vocabulary.input_shards import Inputs
 from megatron.scheduling.vocabulary.mtp import FurtherLosses
-from megatron.scheduling.vocabulary.output_shards import Splitting, input_shard, output_shard
+from megatron.scheduling.vocabulary.output_shards import Splitting, output_shard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
 # The process groups for finalising gradients, and for the embedding's deferred ones.
@@ -221,9 +232,7 @@ class Loop:
             schedule, rank = schedule_of(), self._driver.rank
             if self._groups is None:
                 require_built_here(self._config.positions, models)
-                self._groups = connect_neighbours(
-                    neighbours(schedule), self._config.positions, self._config.message_timeout_s, self._driver.device
-                )
+                self._groups = self._connect_neighbours(schedule)
                 self._driver.add_connections(self._groups.values())
             own = schedule.layout.stages_of(rank)
             order = [action for slot in schedule.ranks[rank] for action in slot.computations]
@@ -249,23 +258,40 @@ class Loop:
             )
         return prepared
 
+    def _connect_neighbours(self, schedule: Schedule) -> dict[int, Edge]:
+        """Return this rank's edges by the position of the neighbour. Collective over the world."""
+        rank, device, ways = dist.get_rank(), self._driver.device, pipelines(self._config.positions)
+        ends = ((way[low], way[high]) for way in ways for low, high in neighbours(schedule))
+        pairs = sorted((min(both), max(both)) for both in ends)
+        edges = connect_edges(pairs, _backend(device), self._config.message_timeout_s, device)
+        pipeline = next(way for way in ways if rank in way)
+        return {pipeline.index(neighbour): edge for neighbour, edge in edges.items()}
+
+    def _connect_shards(self) -> SharedGroups:
+        """Return this rank's groups with all ranks that share a vocabulary. Collective over the world."""
+        timeout_s, device, ways = self._config.message_timeout_s, self._driver.device, pipelines(self._config.positions)
+        # With tensor parallelism the ranks of several pipelines.
+        own = tuple(sorted(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())))
+        sorts = (*SORTS, *INPUT_SORTS) if self._own.input_shards else SORTS
+        return connect_shared(ways, sorted(set(gathered(own))), _backend(device), timeout_s, device, sorts)
+
     def _sharded(self, part: RankPart, models: Sequence[torch.nn.Module]) -> ShardedStages:
         """Return the stages of a rank with its shard of the output layer, and of the embedding."""
         layer, early = output_shard(models[-1]), self._own.vocabulary is Vocabulary.TWO
         if self._slicing is not None:
             return SlicedShardedStages(self._slicing, part, layer, early)
-        inputs = input_shard(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
+        inputs = Inputs.of(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
         return ShardedStages(part, layer, early, inputs)
 
-    def _collectives(self, schedule: Schedule, shard: OutputShard | EarlyShard) -> Collectives:
+    def _collectives(self, schedule: Schedule, shard: OutputShard) -> Collectives:
         """Return the collectives over shards. Collective over the world the first time."""
-        timeout_s, device = self._config.message_timeout_s, self._driver.device
+        device = self._driver.device
         if self._shared is None:
-            self._shared = connect_shards(self._config.positions, timeout_s, device, self._own.input_shards)
+            self._shared = self._connect_shards()
             self._driver.add_connections([self._shared])
         second = None
         if isinstance(shard, EarlyShard):
-            self._lane = self._lane or beside(device, timeout_s)
+            self._lane = self._lane or beside(device, self._config.message_timeout_s)
             second = SecondStep(shard.late, self._lane)
         slices = schedule.layout.slices
         return Collectives(self._driver.rank, self._shared, schedule.layout.rank_of_action, device, second, slices)
@@ -315,3 +341,7 @@ def _within(stages: ChunkStages, call: Call) -> Iterator[None]:
         yield
     finally:
         stages.begin(None)
+
+
+def _backend(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else "nccl"

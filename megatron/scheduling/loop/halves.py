@@ -16,13 +16,12 @@ a queue with one entry per pass, so the W of a chunk must come in the order of i
 """
 
 import contextlib
-import enum
 import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -40,22 +39,6 @@ _WAY_OUT = "train with --bpipe-keep-weights-halves none"
 # Versions from which on gradients can be deferred: at all, without being added up inside the product, and together with
 # an overlapped reduction.
 _ANY, _NOT_FUSED, _OVERLAPPED = "2.3.0", "2.7.0", "2.8.0"
-
-
-class Keep(enum.StrEnum):
-    """What is kept for W."""
-
-    NONE = "none"
-    """Nothing: I is the whole backward, and W is empty."""
-
-    LINEAR = "linear"
-    """What linear layers need."""
-
-
-class Delaying(Protocol):
-    """A module of Transformer Engine's that keeps the W of its own passes; each call runs the oldest of them."""
-
-    def backward_dw(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -155,20 +138,23 @@ class _Kept:
 
 
 class Halves:
-    """The weights' halves of one rank, by stage and micro-batch."""
+    """The weights' halves of one rank, by stage and micro-batch.
 
-    def __init__(self, keep: Keep = Keep.LINEAR) -> None:
-        self._keep = keep
+    Unless it `defers` those of linear layers, I is the whole backward, and W is empty.
+    """
+
+    def __init__(self, defers: bool = True) -> None:
+        self._defers = defers
         self._kept: dict[Key, _Kept] = {}
         # Where deferred halves go; None if no pass of a split backward is running.
         self._now: list[_Half] | None = None
         self._watched: dict[int, Any] = {}
-        self._delaying: Mapping[int, Sequence[Delaying]] = {}
+        self._delaying: Mapping[int, Sequence[Any]] = {}
         # By stage, the micro-batches whose W its delaying modules run next.
         self._next: dict[int, deque[int]] = {}
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        if self._keep is Keep.NONE:
+        if not self._defers:
             return {}
         return {patches.LINEAR: self._wrap_linear, patches.LINEAR_BACKWARD: patches.replaced_by(self._backward)}
 
@@ -219,8 +205,8 @@ class Halves:
                 storages[storage._cdata] = storage
         return tuple(storages.values())
 
-    def begin(self, delaying: Mapping[int, Sequence[Delaying]] | None = None) -> None:
-        """Begin an iteration. `delaying` has, by stage, the modules that keep a W themselves."""
+    def begin(self, delaying: Mapping[int, Sequence[Any]] | None = None) -> None:
+        """Begin an iteration. `delaying` has, by stage, the modules that keep a W themselves: `backward_dw` runs the oldest."""
         if self._kept:
             left = ", ".join(map(_named, self._kept))
             raise RuntimeFault(
@@ -383,10 +369,10 @@ def _check_without_delay(post_init: Callable[[Any], None], config: Any) -> None:
     config.delay_wgrad_compute = delay
 
 
-def delaying(modules: Iterable[torch.nn.Module]) -> tuple[Delaying, ...]:
+def delaying(modules: Iterable[torch.nn.Module]) -> tuple[Any, ...]:
     """Return the modules of a chunk that may keep a W: not Megatron's own, which pass the call on or do nothing."""
     return tuple(
-        cast(Delaying, module)
+        module
         for module in modules
         if hasattr(module, "backward_dw")
         and any(base.__module__.split(".")[0] == "transformer_engine" for base in type(module).__mro__)

@@ -18,7 +18,7 @@ from bpipe.build import ScheduleConfig, groups_for_bound
 from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.measurements import DifferingSums
+from bpipe.runtime.run_record import DifferingSums
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time
@@ -26,8 +26,8 @@ from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import moves_anything, peak_counts
 from bpipe.schedule.schedule import Schedule
+from bpipe.simulate.cost import steady_bytes_per_s
 from bpipe.transport.connect import MeasuredLink
-from bpipe.transport.table import sufficiency
 
 # The log reports this many iterations whose micro-batches found too little room; the report has all.
 MOST_TOLD = 5
@@ -84,11 +84,7 @@ class Differing:
 
     def ended(self, engine: Engine, rank: int) -> None:
         """Note that an iteration's loop is over."""
-        sizing = engine.sizing
-        if sizing is None or not sizing.differing:
-            return
-        stayed = sizing.stayed
-        self.sums.add(engine)
+        stayed = self.sums.add(engine)
         if stayed.microbatches and self._num_told < MOST_TOLD and pipeline_begins_with_rank_0():
             self._num_told += 1
             last = "; the report lists further ones" if self._num_told == MOST_TOLD else ""
@@ -207,3 +203,24 @@ def _held(schedule: Schedule) -> str:
     peak, occupied = max(peak_counts(schedule)), max(allocated_counts(schedule))
     buffers = f" ({occupied} with host buffers, which stay)" if occupied > peak else ""
     return f"at most {peak} held{buffers}"
+
+
+def sufficiency(stage: int, partner: int, moved_bytes: int, window_s: float, bytes_per_s: float) -> tuple[bool, str]:
+    """Return whether a link keeps up, and a sentence on that.
+
+    `window_s`: one micro-batch's forward and backward, all chunks.
+    """
+    # A backward takes about twice as long as a forward.
+    needed = steady_bytes_per_s(moved_bytes, window_s / 3)
+    enough = needed <= bytes_per_s
+    own = stage == partner
+    verdict = (
+        "NOT enough: transfers will delay the computation. "
+        f"{'Evict less' if own else 'Put the pair on one node, or evict less'}"
+    )
+    where = "its node's memory" if own else f"stage {partner}"
+    return enough, (
+        f"stage {stage} moves {moved_bytes / 1e6:.4g} MB to {where} and back while a micro-batch computes, about "
+        f"{1e3 * window_s:.3g} ms: {needed / 1e9:.3g} GB/s of the link's {bytes_per_s / 1e9:.3g} GB/s, "
+        f"{'enough' if enough else verdict}"
+    )

@@ -17,7 +17,7 @@ from megatron.core.timers import DummyTimer
 from bpipe.balance.pairs import own_bytes
 from bpipe.runtime.capture import find
 from bpipe.runtime.engine import TIMERS
-from bpipe.runtime.meter import Meter
+from bpipe.runtime.meter import Meter, largest_by
 from bpipe.schedule.action import Action, Key, Kind
 from bpipe.schedule.memory import KeptMemory, Memory, StageMemory
 from bpipe.schedule.schedule import Schedule
@@ -68,11 +68,7 @@ def latest_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:
 
 def most_by_place(sizes: ByNumber, slices: int) -> dict[int, int]:
     """Return the most bytes of each place."""
-    largest: dict[int, int] = {}
-    for (stage, number), nbytes in sizes.items():
-        place = stage * slices + number % slices
-        largest[place] = max(nbytes, largest.get(place, 0))
-    return largest
+    return largest_by((stage * slices + number % slices, nbytes) for (stage, number), nbytes in sizes.items())
 
 
 def moved_by_place(

@@ -12,13 +12,16 @@ plan of them. The plan holds the tensors at every cut, and reads them only in th
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from bpipe.config.features.feature import Settings
-from bpipe.runtime.checkpoints import leave_aside
 from bpipe.runtime.graph import Pieces
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family
@@ -26,10 +29,7 @@ from bpipe.schedule.families.interleaved import COMBINED, INTERLEAVED
 from bpipe.schedule.families.one_f_one_b import ONE_F_ONE_B
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
-from megatron.scheduling.loop.links import make_communicators
 
-# Its hooks of autograd hold what they are given, or keep it on the host.
-OFFLOADING = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 # The family of each loop's schedule. With one stage nothing can be balanced, but the log says so and what is held can be
 # measured: it is 1F1B of one stage.
 LOOPS = {
@@ -43,7 +43,6 @@ class Hooks:
     """Wrappers for pipelines of `num_ranks`; chunk c of rank r is stage c * num_ranks + r in every loop of Megatron's."""
 
     def __init__(self, driver: Driver, num_ranks: int) -> None:
-        leave_aside(OFFLOADING)
         self._driver = driver
         self._num_ranks = num_ranks
         # By the id of a stage's output, which the loop passes to its backward: the forward that made it.
@@ -136,23 +135,46 @@ class Hooks:
         return result
 
 
-@contextlib.contextmanager
-def no_barrier(config: Any) -> Iterator[None]:
+def make_communicators(config: Any, communicator: Any, is_ring: bool) -> None:
+    """Exchange one number with both neighbours by Megatron's own messages, to make the communicators of its loop.
+
+    NCCL makes a communicator at its first use. If messages pass in batches (`batch_isend_irecv`), all ranks of the
+    pipeline do that together, and a rank that first waits for its partner's sizes never comes: a deadlock from 8 stages
+    on. Collective over the pipeline.
+
+    Args:
+        config: The model's configuration.
+        communicator: What Megatron's loop was called with, or None.
+        is_ring: Whether the last rank sends to the first, too.
+
+    Raises:
+        ValueError: Messages go between several modules.
+    """
+    if communicator is None:
+        communicator = P2PCommunicator(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
+    elif not isinstance(communicator, P2PCommunicator):
+        raise ValueError(
+            f"--bpipe balances the stages of one module, but messages go through a {type(communicator).__name__}: "
+            "train without --bpipe"
+        )
+    number = torch.zeros((1, 1, 1), dtype=config.pipeline_dtype, device=torch.cuda.current_device())
+    has_before, has_after = is_ring or not communicator.is_pp_first_stage, is_ring or not communicator.is_pp_last_stage
+    communicator.send_forward_backward_recv_forward_backward(
+        number if has_after else None, number if has_before else None, has_before, has_after, tuple(number.shape)
+    )
+
+
+def no_barrier(config: Any) -> AbstractContextManager[Any]:
     """Leave out the barrier with which Megatron's loop begins at --timing-log-level 1.
 
     In a program's first iteration an acceptor waits before the barrier until its partner says how large its activations
     are, and the partner would compute them only after the barrier. All ranks change programs at once, so all leave the
     barrier out.
     """
-    kept, config.barrier_with_L1_time = config.barrier_with_L1_time, False
-    try:
-        yield
-    finally:
-        config.barrier_with_L1_time = kept
+    return patch.object(config, "barrier_with_L1_time", False)
 
 
-@contextlib.contextmanager
-def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> Iterator[None]:
+def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> AbstractContextManager[Any]:
     """Call `communicated` when the loop has sent its last message to a neighbour and is about to finalise gradients.
 
     Later is too late: finalising sums the embedding gradients of the first and the last stage, so one of a pair would
@@ -161,19 +183,14 @@ def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> Ite
     """
     finalize = config.finalize_model_grads_func
     if finalize is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     @functools.wraps(finalize)
     def run(*args: Any, **kwargs: Any) -> Any:
         communicated()
         return finalize(*args, **kwargs)
 
-    config.finalize_model_grads_func = run
-    try:
-        yield
-    finally:
-        config.finalize_model_grads_func = finalize
+    return patch.object(config, "finalize_model_grads_func", run)
 
 
 def _pieces_of(output: Any) -> Pieces:

@@ -1,7 +1,6 @@
 """Refuse a run whose ranks could wait for each other for ever, before its first iteration."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
@@ -59,21 +58,3 @@ def _ways_out(waits: WaitLevel, transfers: TransferConfig, meets: bool, exchange
         yield "add --no-overlap-p2p-communication" if one_by_one else "use a schedule that Megatron's own loops run"
     else:
         yield f"use {'--bpipe-transport peer' if meets else 'another schedule'}"
-
-
-def without_p2p_sync(config: Any) -> str:
-    """Make Megatron no longer wait for the whole device after every message between stages, which would end all overlap.
-
-    Megatron does so by default, and has no flag for it.
-
-    Args:
-        config: The model's configuration, which is changed.
-
-    Returns:
-        A line for the log.
-    """
-    config.batch_p2p_sync = False
-    return (
-        "batch_p2p_sync is off in this run: Megatron does not wait for the whole device after every message between "
-        "stages; to compare speed, turn it off in the run without --bpipe too"
-    )

@@ -153,12 +153,6 @@ class SchedulingConfig:
         full = FAMILIES[name].filling(self.num_ranks)
         return built(ScheduleConfig(name, self.num_ranks, full, num_chunks=self.num_chunks, balance=self.balance))
 
-    def refuse_what_needs_the_trainer(self) -> None:
-        """Raise ValueError, a line each, for fields without an effect in a loop of one's own."""
-        end_where(
-            [f"{name} in the configuration: {reason}" for name, reason in BY_TRAINER.items() if getattr(self, name)]
-        )
-
     def flops(self, num_microbatches: int) -> float | None:
         """Return the model's FLOPs of one iteration of the whole world."""
         return None if self.flops_per_microbatch is None else self.flops_per_microbatch * num_microbatches
@@ -177,9 +171,9 @@ def config_from_args(args: Any) -> SchedulingConfig:
     transfers = TransferConfig(**{name: value for name, value in values.items() if value is not None})
     return SchedulingConfig(
         balance=asked.config.balance,
-        plan=asked.lines,
+        plan=asked.plan.lines,
         memory=args.bpipe_memory,
-        costs=asked.costs,
+        costs=asked.plan.costs,
         transfers=replace(transfers, differing=transfers.differing or differing),
         message_timeout_s=args.bpipe_timeout or 60.0 * args.distributed_timeout_minutes,
         guarded=tuple(feature.name for feature in guarded(args, args.bpipe, own is not None)),

@@ -28,7 +28,7 @@ _ANY_DEVICE = "h100-80g"
 class FirstPlan(NamedTuple):
     """The balance of a run before anything is measured."""
 
-    balance: BalanceConfig
+    balance: BalanceConfig | None = None
 
     lines: tuple[str, ...] = ()
     """Lines for the log: who hosts for whom, how much, and why."""

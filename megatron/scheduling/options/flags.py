@@ -1,12 +1,28 @@
-"""Declare our flags to Megatron's parser, from the table. In: an argparse parser. Out: the same with them.
+"""Declare our flags to Megatron's parser, and set Megatron's arguments that follow from the schedule of a run, before
+Megatron validates them.
 
 Imports no torch and no Megatron.
 """
 
 import argparse
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+from bpipe.config.features.feature import Settings
 from bpipe.config.flags.parser import declare
 from bpipe.config.flags.trainer import TRAINER
+from bpipe.names import unknown
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.unit_grid import align, is_listing
+from bpipe.schedule.files.document import read_file
+from bpipe.schedule.files.text import NAME
+from bpipe.schedule.layout import Layout
+from bpipe.schedule.schedule import Schedule
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.options.sizes import share
+from megatron.scheduling.placement.positions import Positions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -16,3 +32,116 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for flag in group.flags:
             declare(to, flag.of_launch)
     return parser
+
+
+def complete(args: Any) -> None:
+    """Set the virtual stages of a schedule with a fixed number of them, and what its stages and pipes need.
+
+    Call it before Megatron's `validate_args`, and after arguments were taken from a checkpoint. Raises ValueError for a
+    schedule that does not exist, and for stages that this model does not have.
+    """
+    # A YAML configuration replaces the command line, and ours with it; it is refused later.
+    if getattr(args, "bpipe_vocabulary", None) is not None:
+        _file_by_layer(args)
+    name = getattr(args, "bpipe_schedule", None)
+    if name is None:
+        return
+    num_pipes = FAMILIES[name].num_pipes if name in FAMILIES else of_file(name).layout.num_pipes
+    try:
+        share(args, num_pipes)
+        layout = _layout(name, args.pipeline_model_parallel_size * num_pipes)
+        if layout is not None:
+            follow(args, Positions.of(layout))
+    except ValueError as error:
+        raise ValueError(f"--bpipe-schedule {name}: {error}") from None
+
+
+def _layout(name: str, num_ranks: int) -> Layout | None:
+    """Return the placement of stages; None if a rank may have any number of chunks, which then go round the ranks."""
+    if name not in FAMILIES:
+        # A file that does not fit the run is refused later, when all sizes are known.
+        return of_file(name).layout
+    family = FAMILIES[name]
+    # Two pipes need the same with any number of chunks; without one, a rank has the fewest.
+    is_fixed = family.min_chunks == family.max_chunks or family.num_pipes > 1
+    return family.layout(num_ranks, family.min_chunks) if is_fixed else None
+
+
+def follow(args: Any, positions: Positions) -> None:
+    """Set what these stages need. Raises ValueError for a model or a pipeline that cannot have them."""
+    num_ranks, num_chunks = args.pipeline_model_parallel_size, len(positions.mirrored)
+    if num_chunks > 1:
+        if num_ranks < 2:
+            raise ValueError(
+                "a pipeline of one rank has nothing to pass on: use --pipeline-model-parallel-size 2 or more"
+            )
+        # A checkpoint has the virtual stages of the run that saved it.
+        if args.use_mp_args_from_checkpoint_args:
+            args.num_layers_per_virtual_pipeline_stage = None
+        pattern = Settings(args).hybrid_layer_pattern
+        if pattern:
+            # Megatron takes the number of a hybrid model's stages from its pattern; what follows a / predicts further
+            # tokens.
+            num_stages, num_segments = num_ranks * num_chunks, len(pattern.split("/")[0].split("|"))
+            if num_segments != num_stages:
+                raise ValueError(
+                    f"--hybrid-layer-pattern {pattern} has {num_segments} stages, but the schedule has {num_stages}: "
+                    f"separate the layers with {num_stages - 1} |"
+                )
+        elif args.num_layers_per_virtual_pipeline_stage is None and args.pipeline_model_parallel_layout is None:
+            if args.num_virtual_stages_per_pipeline_rank is None:
+                args.num_virtual_stages_per_pipeline_rank = num_chunks
+            _need_equal_stages(args, num_ranks * args.num_virtual_stages_per_pipeline_rank)
+        if num_ranks == 2:
+            # Megatron requires it of its interleaved loop between two ranks, which does not run.
+            args.overlap_p2p_comm = True
+    if not positions.native:
+        _file_by_layer(args)
+
+
+def _file_by_layer(args: Any) -> None:
+    """Let the distributed optimizer save by layer: in its buffers, other ranks have other layers."""
+    if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+        args.dist_ckpt_optim_fully_reshardable = True
+        upstream.remark(
+            "the distributed optimizer's state is saved by layer, as with --dist-ckpt-optim-fully-reshardable"
+        )
+
+
+def _need_equal_stages(args: Any, num_stages: int) -> None:
+    """Raise ValueError for layers that do not divide: Megatron would fail an assertion while it builds."""
+    if args.num_layers is None or args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers:
+        return
+    extra = bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
+    whole, rest = divmod(args.num_layers + extra, num_stages)
+    if rest:
+        nearest = " or ".join(str(count * num_stages - extra) for count in (whole, whole + 1) if count)
+        raise ValueError(
+            f"{args.num_layers} layers cannot be divided into {num_stages} equal stages: use --num-layers {nearest}, "
+            "or assign layers to stages with --pipeline-model-parallel-layout"
+        )
+
+
+@lru_cache(maxsize=1)
+def of_file(name: str) -> Schedule:
+    """Return the schedule of a file, on the grid. Raises ValueError if there is none or it cannot be read.
+
+    Torch prints some of its schedules, such as DualPipeV, as orders only, which is enough to train.
+    """
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"--bpipe-schedule {name}: {unknown('schedule', name, FAMILIES)}; nor is there a file of that name"
+        )
+    try:
+        schedule = read_file(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--bpipe-schedule {error}") from None
+    if is_listing(schedule):
+        try:
+            schedule = align(schedule)
+        except ValueError as error:
+            raise ValueError(f"--bpipe-schedule {name}: {error}") from None
+    # A plain CSV has no name.
+    nameless = schedule.name == "csv" and NAME.fullmatch(path.stem) and path.stem not in FAMILIES
+    return replace(schedule, name=path.stem) if nameless else schedule

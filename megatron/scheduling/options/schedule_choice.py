@@ -14,7 +14,6 @@ from bpipe.config.features.queries import asked_by, reasons_of, sliced_reasons
 from bpipe.config.features.table import PLACED, SHARDED
 from bpipe.config.flags import schedules
 from bpipe.predict.slice_lengths import even_bounds, listed_bounds
-from bpipe.runtime.vocabulary.rows import Rows
 from bpipe.schedule.check.rules import check_microbatch_order
 from bpipe.schedule.families.families import (
     FAMILIES,
@@ -28,10 +27,9 @@ from bpipe.schedule.layout import EVEN, Vocabulary
 from bpipe.schedule.memory import plain
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
-from megatron.scheduling.options.budgets import first_plan
-from megatron.scheduling.options.derived_flags import of_file
+from megatron.scheduling.options.budgets import FirstPlan, first_plan
+from megatron.scheduling.options.flags import of_file
 from megatron.scheduling.options.sizes import Sizes
 from megatron.scheduling.placement.positions import Positions
 
@@ -52,11 +50,8 @@ class Requested(NamedTuple):
     own_loop: bool
     """Whether our own loop runs it, and not Megatron's."""
 
-    lines: tuple[str, ...] = ()
-    """Lines for the log that explain a budget's balance."""
-
-    costs: Costs | None = None
-    """Costs of a plan in time once bytes are measured."""
+    plan: FirstPlan = FirstPlan()
+    """The balance within a budget."""
 
     @property
     def own(self) -> ScheduleConfig | None:
@@ -85,7 +80,7 @@ def requested(args: Any) -> Requested:
             "shards: use --bpipe-bound, which counts slices of a chunk, or leave out one of the three"
         )
     plan = first_plan(args, config)
-    return Requested(replace(config, balance=plan.balance), own_loop, plan.lines, plan.costs)
+    return Requested(replace(config, balance=plan.balance), own_loop, plan)
 
 
 def first_schedule(args: Any) -> Schedule:
@@ -162,6 +157,9 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     """Return why these arguments do not fit the schedule's placement of stages and shards, a line per reason."""
     problems = [] if Positions.of(own.layout).native else reasons_of(PLACED, args, asked_by(args))
     if own.vocabulary is not Vocabulary.WHOLE:
+        # Not at the top: reading the flags needs no torch.
+        from bpipe.runtime.vocabulary import Rows
+
         problems += reasons_of(SHARDED, args, f"--bpipe-vocabulary {args.bpipe_vocabulary}")
         try:
             if args.padded_vocab_size is not None:

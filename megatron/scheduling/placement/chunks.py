@@ -201,12 +201,8 @@ class Placed:
         It has the first stage in Megatron's own placement. Here it has no use for the data, unless every stage reads
         where packed sequences end. With two pipes each chunk reads the samples of its own pipe.
         """
-        self._indexing = True
-        try:
-            with self._reading(provider):
-                iterators = build(provider)
-        finally:
-            self._indexing = False
+        with patch.object(self, "_indexing", True), self._reading(provider):
+            iterators = build(provider)
         if parallel_state.get_pipeline_model_parallel_rank() > 0 or _packed():
             return iterators
         return tuple([None] * len(kind) if isinstance(kind, list) else None for kind in iterators)

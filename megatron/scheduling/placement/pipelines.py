@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from bpipe.transport import distributed
 from megatron.scheduling.placement.positions import Positions
 
 
@@ -17,18 +18,12 @@ def gathered(positions: Positions, value: object) -> tuple[Any, ...]:
 
     Collective over the pipeline; with two pipes over all replicas' pipelines.
     """
-    by_rank = _gather(parallel_state.get_pipeline_model_parallel_group(), value)
+    by_rank = distributed.gathered(value, parallel_state.get_pipeline_model_parallel_group())
     if not positions.pipes:
         return positions.in_order(by_rank)
-    replicas = _gather(parallel_state.get_data_parallel_group(), by_rank)
+    replicas = distributed.gathered(by_rank, parallel_state.get_data_parallel_group())
     pair = positions.pair_of(parallel_state.get_data_parallel_rank())
     return positions.in_order(*(replicas[replica] for replica in pair))
-
-
-def _gather(group: Any, value: object) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 def pipelines(positions: Positions) -> list[tuple[int, ...]]:
@@ -36,4 +31,4 @@ def pipelines(positions: Positions) -> list[tuple[int, ...]]:
 
     Equal on every rank. Collective over the world.
     """
-    return sorted(set(_gather(None, gathered(positions, dist.get_rank()))))
+    return sorted(set(distributed.gathered(gathered(positions, dist.get_rank()))))

@@ -16,6 +16,7 @@ import torch
 
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Key
+from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.slices.cuts import Cutting
 
 
@@ -54,8 +55,13 @@ class KeptKeys:
         self.keys_bytes: dict[int, int] = {}
         self.gradients_bytes: dict[int, int] = {}
 
+    @property
+    def memory(self) -> dict[int, KeptMemory]:
+        """By stage, the memory kept of one micro-batch."""
+        return {stage: KeptMemory(size, self.gradients_bytes.get(stage, 0)) for stage, size in self.keys_bytes.items()}
+
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage has keys or values that are kept."""
+        """Whether a storage has keys or values that are kept, which all slices of a micro-batch share."""
         return storage.data_ptr() in self._addresses
 
     def mask(self, device: torch.device) -> torch.Tensor:
@@ -90,7 +96,7 @@ class KeptKeys:
                     "before it"
                 )
             pair = layers[layer] = self._make_room(key), self._make_room(value)
-            self._count(sum(kept.nbytes for kept in pair))
+            self.count(sum(kept.nbytes for kept in pair))
             self.keys_bytes[now.stage] = sum(kept.nbytes for pair in layers.values() for kept in pair)
         keys, values = (_Join.apply(own, self, kept, now.number) for own, kept in zip((key, value), pair, strict=True))
         return keys, values
@@ -103,14 +109,10 @@ class KeptKeys:
         if gradients:
             self.gradients_bytes[stage] = gradients
         self._addresses.difference_update(kept.address for kept in tensors)
-        self._count(-gradients - sum(kept.whole.nbytes for kept in tensors))
+        self.count(-gradients - sum(kept.whole.nbytes for kept in tensors))
 
-    def collected(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that collects gradients, and return it."""
-        self._count(gradient.nbytes)
-        return gradient
-
-    def _count(self, more: int) -> None:
+    def count(self, more: int) -> None:
+        """Count bytes that are kept from now on, or no longer if they are negative."""
         self.nbytes += more
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
@@ -146,9 +148,8 @@ class _Join(torch.autograd.Function):
         begin, end = cutting.bounds[number], cutting.bounds[number + 1]
         if number == cutting.slices - 1:
             # A sum in 16 bits over k slices would round k times, where the kernel of the whole sequence rounds once.
-            kept.gradient = keys.collected(
-                gradient.to(torch.float32) if gradient.element_size() < 4 else gradient.clone()
-            )
+            kept.gradient = gradient.to(torch.float32) if gradient.element_size() < 4 else gradient.clone()
+            keys.count(kept.gradient.nbytes)
         elif kept.gradient is None:
             raise RuntimeFault(
                 f"the backward of slice {number} runs before that of slice {cutting.slices - 1}, the last: a schedule must "

@@ -13,7 +13,7 @@ import torch
 from bpipe.runtime.stage import Tensors
 from bpipe.schedule.action import Action
 from megatron.scheduling.loop.chunks import Call, ChunkStages
-from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, SequenceSlice, joined
+from megatron.scheduling.slices.cuts import RepeatedRows, SequenceSlice, joined
 from megatron.scheduling.slices.state import Slicing
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
@@ -23,7 +23,7 @@ class SlicedStages(ChunkStages):
 
     def __init__(self, slicing: Slicing, *of_class: Any) -> None:
         super().__init__(*of_class)
-        self.slicing = slicing
+        self.slicing, self._cutting = slicing, slicing.cutting
         # Of the slices of a micro-batch, until its last one's.
         self._reports: list[Any] = []
         # Of the models of the current call.
@@ -57,10 +57,6 @@ class SlicedStages(ChunkStages):
         """Count the whole micro-batch's tokens once: each slice's loss function counts them."""
         if action.microbatch % self._cutting.slices == 0:
             super().count(action, num_tokens)
-
-    @property
-    def _cutting(self) -> Cutting:
-        return self.slicing.cutting
 
     def _enter(self, call: Call) -> None:
         if call.collect_non_loss_data:

@@ -9,7 +9,6 @@ from bpipe.config.features.feature import Settings
 from bpipe.predict import slice_lengths
 from bpipe.predict.slice_lengths import equal_bounds, even_bounds, listed_bounds, work_of
 from bpipe.schedule.layout import EVEN, SliceLengths
-from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, mtp
 from megatron.scheduling.slices.cuts import Cutting
@@ -25,27 +24,12 @@ class Slicing:
     def __init__(self, number: int, lengths: SliceLengths = EVEN) -> None:
         self.number, self._lengths = number, lengths
         self.cutting = Cutting(())
-        self._kept = KeptKeys(self.cutting)
+        self.kept = KeptKeys(self.cutting)
         self._losses = ExpertLosses(self.cutting)
         self._judged = False
 
-    @property
-    def peak_kept_bytes(self) -> int:
-        """The most keys, values and their gradients that this rank has kept at once."""
-        return self._kept.peak_bytes
-
-    @property
-    def kept_memory(self) -> dict[int, KeptMemory]:
-        """By stage, the memory kept of one micro-batch."""
-        gradients = self._kept.gradients_bytes
-        return {stage: KeptMemory(size, gradients.get(stage, 0)) for stage, size in self._kept.keys_bytes.items()}
-
-    def keeps(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage has keys or values, which all slices of a micro-batch share."""
-        return self._kept.holds(storage)
-
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        return {**attention.wraps(self._kept), **self._losses.wraps(), **mtp.wraps(self.cutting)}
+        return {**attention.wraps(self.kept), **self._losses.wraps(), **mtp.wraps(self.cutting)}
 
     def judge(self, models: Sequence[torch.nn.Module]) -> None:
         """Raise ValueError if these models cannot be cut; they are the same in every call."""
@@ -68,12 +52,12 @@ class Slicing:
 
     def free(self, stage: int, microbatch: int) -> None:
         """Free what is kept of a micro-batch in a stage: nothing reads it any more."""
-        self._kept.free(stage, microbatch)
+        self.kept.free(stage, microbatch)
         self._losses.free(stage, microbatch)
 
     def clear(self) -> None:
         """Drop what another call of the loop kept."""
-        self._kept.clear()
+        self.kept.clear()
         self._losses.clear()
 
 

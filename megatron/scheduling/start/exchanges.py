@@ -46,6 +46,30 @@ def loop_of(config: Any, rank: int, num_microbatches: int) -> Loop:
     return _Recorder(config, rank, num_microbatches).items
 
 
+def run_loop(
+    config: Any, communicator: Any, num_microbatches: int, seq_length: int = 1, micro_batch_size: int = 1
+) -> None:
+    """Run Megatron's pipelined loop of a configuration with chunks that have no model."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    single = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    chunks: list[Any] = [torch.nn.Module() for _ in range(config.virtual_pipeline_model_parallel_size or 1)]
+    for chunk in chunks:
+        chunk.config, chunk.model_type = config, None
+    interleaves = len(chunks) > 1
+    getattr(schedules, f"forward_backward_pipelining_with{'' if interleaves else 'out'}_interleaving")(
+        forward_step_func=None,
+        data_iterator=[None] * len(chunks),
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        p2p_communicator=communicator,
+        pg_collection=ProcessGroupCollection(tp=single, cp=single),
+    )
+
+
 class _Recorder:
     """Notes what one rank's loop does."""
 
@@ -60,15 +84,8 @@ class _Recorder:
 
     def _run(self, num_microbatches: int) -> None:
         from megatron.core.pipeline_parallel import p2p_communication, schedules
-        from megatron.core.process_groups_config import ProcessGroupCollection
 
         stages = SimpleNamespace(size=lambda: self._ranks, rank=lambda: self._rank, name=_PIPELINE)
-        one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-        chunks: list[Any] = [torch.nn.Module() for _ in range(self._config.virtual_pipeline_model_parallel_size or 1)]
-        for chunk in chunks:
-            chunk.config, chunk.model_type = self._config, None
-        interleaves = len(chunks) > 1
-        loop = getattr(schedules, f"forward_backward_pipelining_with{'' if interleaves else 'out'}_interleaving")
         plain = p2p_communication.P2PCommunicator._communicate_shapes
         distributed: Any = torch.distributed
         with contextlib.ExitStack() as stack:
@@ -76,8 +93,16 @@ class _Recorder:
                 (schedules, "forward_step", self._forward),
                 (schedules, "backward_step", self._backward),
                 (distributed, "is_initialized", lambda: True),
-                (distributed, "isend", self._isend),
-                (distributed, "irecv", self._irecv),
+                (
+                    distributed,
+                    "isend",
+                    lambda tensor, dst, group: self._issue(group, [self._end(True, tensor, dst)], dst),
+                ),
+                (
+                    distributed,
+                    "irecv",
+                    lambda tensor, src, group: self._issue(group, [self._end(False, tensor, src)], src),
+                ),
                 (distributed, "P2POp", lambda operation, tensor, peer, group: (operation, tensor, peer, group)),
                 (distributed, "batch_isend_irecv", self._batch),
                 (distributed, "get_global_rank", lambda group, rank: rank),
@@ -87,16 +112,7 @@ class _Recorder:
                 (p2p_communication.P2PCommunicator, "_communicate_shapes", self._shaping(plain)),
             ):
                 stack.enter_context(patch.object(owner, name, function))
-            loop(
-                forward_step_func=None,
-                data_iterator=[None] * len(chunks),
-                model=chunks,
-                num_microbatches=num_microbatches,
-                seq_length=1,
-                micro_batch_size=1,
-                p2p_communicator=p2p_communication.P2PCommunicator(stages, self._config),
-                pg_collection=ProcessGroupCollection(tp=one, cp=one),
-            )
+            run_loop(self._config, p2p_communication.P2PCommunicator(stages, self._config), num_microbatches)
 
     def _stage(self, chunk: int | None) -> int:
         return (chunk or 0) * int(self._ranks) + self._rank
@@ -134,12 +150,6 @@ class _Recorder:
             if not sends:
                 tensor.ends = [end, *(self._shapes.pop(0) for _ in self._shapes[:1])]
         return end
-
-    def _isend(self, tensor: Any, dst: int, group: Any) -> Any:
-        return self._issue(group, [self._end(True, tensor, dst)], dst)
-
-    def _irecv(self, tensor: Any, src: int, group: Any) -> Any:
-        return self._issue(group, [self._end(False, tensor, src)], src)
 
     def _batch(self, operations: Any) -> list[Any]:
         isend = torch.distributed.isend

@@ -6,7 +6,10 @@ Call it before `megatron.core` is imported. Importing this module imports no tor
 import functools
 import os
 import sys
+from collections.abc import MutableMapping
 from typing import Any
+
+_SHARE_GPUS = "--bpipe-share-gpus"
 
 
 def prepare() -> None:
@@ -75,11 +78,59 @@ def share_gpus(args: Any) -> None:
     """Give this rank a shared GPU if the arguments ask for it, or raise ValueError if there are too few GPUs."""
     import torch
 
-    from megatron.scheduling.start import gpu_sharing
-
-    line = gpu_sharing.apply(args, None if _stand_in() is not None else torch.cuda.device_count())
+    line = gpu_of_rank(args, None if _stand_in() is not None else torch.cuda.device_count())
     if line is not None:
         _say(line)
+
+
+def gpu_of_rank(args: Any, num_gpus: int | None, environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """Give this rank its GPU, and say what is shared (--bpipe-share-gpus). Before CUDA and process groups are initialized.
+
+    Args:
+        args: Megatron's arguments; `local_rank` becomes the index of this rank's GPU if GPUs are shared.
+        num_gpus: GPUs that this process sees; None on the CPU.
+        environment: the process's environment, which gets NCCL's settings if GPUs are shared.
+
+    Returns:
+        A line for the log, or None if there is nothing to say.
+
+    Raises:
+        ValueError: there are more ranks than GPUs and the flag was not given, or ranks on several nodes.
+    """
+    sharing = bool(getattr(args, "bpipe_share_gpus", False))
+    num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    if num_gpus is None:
+        return f"{_SHARE_GPUS}: there is no GPU here to share" if sharing else None
+    if num_ranks <= num_gpus:
+        return f"{_SHARE_GPUS}: {num_ranks} ranks have {num_gpus} GPUs, so none is shared" if sharing else None
+    if not sharing:
+        raise ValueError(
+            f"{num_ranks} ranks on this node, but torch sees {num_gpus} GPUs: start fewer ranks, or add {_SHARE_GPUS} to try "
+            "them on shared GPUs (right, but slow)"
+        )
+    world = int(environment.get("WORLD_SIZE", num_ranks))
+    if world > num_ranks:
+        raise ValueError(
+            f"{_SHARE_GPUS}: {world} ranks, of which {num_ranks} are on this node: ranks share GPUs on one node only"
+        )
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    args.local_rank = local_rank % num_gpus
+    make_node_of_its_own(local_rank, environment)
+    return (
+        f"WARNING: {num_ranks} ranks share {num_gpus} GPU{'s' if num_gpus > 1 else ''} ({_SHARE_GPUS}): results are as with a "
+        "GPU each, but no time or bandwidth of this run means anything"
+    )
+
+
+def make_node_of_its_own(local_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let NCCL take this process for a node, so that its GPU can be shared. The user's own settings stay.
+
+    NCCL refuses two ranks on one device if their hosts have the same hash, which `NCCL_HOSTID` sets. Ranks then use
+    loopback sockets.
+    """
+    environment["NCCL_HOSTID"] = f"bpipe-{local_rank}"
+    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    environment.setdefault("NCCL_IB_DISABLE", "1")
 
 
 def _stand_in() -> Any:

@@ -39,12 +39,11 @@ from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling import cpu
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.transfer_waits import refuse_standstill
-from megatron.scheduling.options import derived_flags
 from megatron.scheduling.options.arguments import SchedulingConfig, config_from_args
-from megatron.scheduling.options.flags import add_arguments
+from megatron.scheduling.options.flags import add_arguments, complete
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup, tokenizer
-from megatron.scheduling.start.exchanges import loops_of
+from megatron.scheduling.start.exchanges import loops_of, run_loop
 
 # Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError, ZeroDivisionError)
@@ -98,9 +97,7 @@ def prepare() -> None:
     """Make this process ready to judge. Must be called before `megatron.core` is imported."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    meta = torch.device("meta")
-    answers = {**cpu.answers_of_one_device(), "current_device": lambda: meta}
-    cpu.stand_in(meta, answers, cpu.accelerator_answers())
+    cpu.install(torch.device("meta"))
     startup.prepare()
     _assume_transformer_engine()
 
@@ -175,7 +172,7 @@ class _Launch:
         startup.assume_device("cpu" if args.distributed_backend == "gloo" else "cuda")
         if args.bpipe_memory is not None and args.bpipe_memory.budget_bytes is None and not startup.is_cpu():
             args.bpipe_memory = args.bpipe_cluster = None
-        derived_flags.complete(args)
+        complete(args)
         with self._refusing():
             arguments.validate_args(args, {})
         for check, *names in _CHECKS:
@@ -411,21 +408,10 @@ def _check_interleaved_loop(args: Any) -> None:
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
-    chunks: list[Any] = [torch.nn.Module() for _ in range(args.virtual_pipeline_model_parallel_size)]
-    for chunk in chunks:
-        chunk.config, chunk.model_type = config, None
-    stages, single = _group(args.pipeline_model_parallel_size), _group(1)
+    stages = SimpleNamespace(size=lambda: args.pipeline_model_parallel_size, rank=lambda: 0)
     with _stopping_at(schedules, "get_pp_rank_microbatches"):
-        schedules.forward_backward_pipelining_with_interleaving(
-            forward_step_func=None,
-            data_iterator=[None] * len(chunks),
-            model=chunks,
-            num_microbatches=get_num_microbatches(),
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            p2p_communicator=SimpleNamespace(config=config, pp_group=stages),
-            pg_collection=SimpleNamespace(tp=single, cp=single),
-        )
+        communicator = SimpleNamespace(config=config, pp_group=stages)
+        run_loop(config, communicator, get_num_microbatches(), args.seq_length, args.micro_batch_size)
 
 
 def _messages(args: Any, is_known: bool) -> list[str] | None:
@@ -457,10 +443,6 @@ def _check_transfers(args: Any, config: SchedulingConfig) -> None:
     refuse_standstill(schedule, exchange, config.transfers, torch.device("cuda"), links)
 
 
-def _group(size: int) -> SimpleNamespace:
-    return SimpleNamespace(size=lambda: size, rank=lambda: 0)
-
-
 @contextlib.contextmanager
 def _stopping_at(module: Any, name: str) -> Iterator[None]:
     """Leave the block once it calls this function of a module of Megatron's."""
@@ -475,15 +457,10 @@ def _stopping_at(module: Any, name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _environment(flags: Sequence[str]) -> Iterator[None]:
     """Set the variables that these flags need, and afterwards all as they were: Megatron sets some itself."""
-    before = dict(os.environ)
-    os.environ.update(_ENVIRONMENT)
-    if _OF_FSDP & {*flags}:
-        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
-    try:
+    with patch.dict(os.environ, _ENVIRONMENT):
+        if _OF_FSDP & {*flags}:
+            del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _lacks_package(error: BaseException | None) -> bool:

@@ -42,9 +42,8 @@ _WHOLE = ("q_down_proj", "kv_down_proj")
 def install() -> None:
     """Replace the CUDA runtime by the meta device. Call once, before Megatron is imported."""
     functions: Any = torch
-    answers = {**cpu.answers_of_one_device(), "current_device": lambda: META}
     cpu.ARGUMENTS = ARGUMENTS
-    cpu.stand_in(META, answers, cpu.accelerator_answers())
+    cpu.install(META)
     for name in _SOFTMAX_KERNELS:
         _add_softmax_kernel(name)
     functions.dropout = functions.nn.functional.dropout = _dropout
@@ -150,7 +149,9 @@ def shape_modules() -> None:
     linear: Any = ColumnParallelLinear
     linear.__init__ = functools.partialmethod(_init_linear, linear.__init__)
     # Megatron compiles this function, which lets a storage share another's memory.
-    random._get_share_storage = lambda: _share_storage
+    random._get_share_storage = lambda: (
+        lambda target, source: target.untyped_storage().resize_(source.untyped_storage().nbytes())
+    )
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and hasattr(module, _ROTATE):
             setattr(module, _ROTATE, lambda input, angles, *_, **__: _Rotation.apply(input, angles))
@@ -160,10 +161,6 @@ def _init_linear(self: Any, init: Any, *args: Any, tp_comm_buffer_name: str | No
     if tp_comm_buffer_name in _WHOLE:
         kwargs["tp_group"] = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     init(self, *args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
-
-
-def _share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.untyped_storage().resize_(source.untyped_storage().nbytes())
 
 
 class _Rotation(torch.autograd.Function):

@@ -10,9 +10,10 @@ micro-batches when an iteration begins, with a model that only notes its argumen
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,9 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
-from bpipe.runtime.vocabulary.embedding import embedded, rows_gradient
-from bpipe.runtime.vocabulary.rows import Rows
+from bpipe.runtime.vocabulary import Rows, embedded, rows_gradient
 from megatron.scheduling.loop.chunks import Call
 
 _DROP = "train without --bpipe-vocabulary-input"
@@ -162,8 +163,9 @@ class Inputs(NamedTuple):
     """Rank in the pipeline with the first stage."""
 
     @classmethod
-    def of(cls, first: Any, last: Any, place: int) -> Inputs:
+    def of(cls, chunks: Sequence[Any], place: int) -> Inputs:
         """Return the parts that were placed in a rank's chunks."""
+        first, last = unwrap_model(chunks[0]), unwrap_model(chunks[-1])
         shard = last.embedding.word_embeddings
         assert isinstance(shard, EmbeddingShard), "it is split together with the output layer"
         if first is last or not first.pre_process:
@@ -216,12 +218,8 @@ def _note_step(call: Call, model: torch.nn.Module, data: Any) -> NotedStep:
         calls.append((args, kwargs))
         return nothing
 
-    # Hides the method of the class.
-    model.forward = note
-    try:
+    with patch.object(model, "forward", note):
         output, loss_function = call.forward_step_func(data, model)
-    finally:
-        del model.forward
     if output is not nothing or len(calls) != 1:
         raise ValueError(
             "--bpipe-vocabulary-input: this script's step must call its model exactly once and return the model's "

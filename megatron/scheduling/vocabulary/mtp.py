@@ -13,6 +13,7 @@ are one sequence for S and T.
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -37,7 +38,7 @@ class FurtherLosses:
             return process(output_layer=output_layer, is_training=is_training, **arguments)
         if is_training:
             others = {name: value for name, value in arguments.items() if name != "hidden_states"}
-            output_layer.log_later(functools.partial(self._log, process, others))
+            output_layer.log = functools.partial(self._log, process, others)
         # It would log zeros.
         return process(output_layer=output_layer, is_training=False, **arguments)
 
@@ -57,11 +58,8 @@ class FurtherLosses:
             "compute_language_model_loss": lambda *_: next(computed),
             "scale_logits_fn": None,
         }
-        self._logs = True
-        try:
+        with patch.object(self, "_logs", True):
             process(**{**arguments, **replaced}, is_training=True)
-        finally:
-            self._logs = False
 
     def _count(
         self,

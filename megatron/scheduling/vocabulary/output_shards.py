@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import reasons_of
 from bpipe.config.features.table import SHARDED
-from bpipe.runtime.vocabulary.rows import Rows
+from bpipe.runtime.vocabulary import Rows
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight
 from megatron.scheduling.placement import checkpoints, embeddings
@@ -78,7 +78,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         self._computes = False
         self._hidden: torch.Tensor | None = None
         self._noted: list[LossInputs] = []
-        self._log: Log | None = None
+        # Set by what logs the losses of further tokens once they are known.
+        self.log: Log | None = None
 
     @property
     def first_row(self) -> int:
@@ -126,14 +127,10 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         self._hidden = None
         return losses
 
-    def log_later(self, log: Log) -> None:
-        """Set what logs the losses of further tokens once they are known."""
-        self._log = log
-
     def noted(self) -> Noted:
         """Return what the model's forward noted. Raises ValueError if it computed no losses."""
-        tokens, log = self._noted, self._log
-        self._noted, self._hidden, self._log = [], None, None
+        tokens, log = self._noted, self.log
+        self._noted, self._hidden, self.log = [], None, None
         if len(tokens) != 1 + (self.config.mtp_num_layers or 0):
             raise ValueError(
                 "with --bpipe-vocabulary no rank has all logits of a micro-batch, but this script requests them "
@@ -210,12 +207,6 @@ def output_shard(model: Any) -> OutputLayerShard:
             f"a {type(inner).__name__}: train without --bpipe-vocabulary"
         )
     return layer
-
-
-def input_shard(models: Sequence[Any], place: int) -> input_shards.Inputs:
-    """Return the embedding's shard of a rank's chunks; `place` is the first stage's rank in the pipeline."""
-    output_shard(models[-1])
-    return input_shards.Inputs.of(unwrap_model(models[0]), unwrap_model(models[-1]), place)
 
 
 def split(first: Any, model: Any, embeds: int | None = None) -> None:

@@ -43,7 +43,7 @@ class ShardedStages(ChunkStages):
         self._noted_steps: list[NotedStep] = []
         self._layer = layer
         rest = layer.first_row, layer.rows.vocabulary, self._tell if self.has_last else None
-        self.shard: OutputShard | EarlyShard = EarlyShard(layer, *rest) if early else OutputShard(layer.logits, *rest)
+        self.shard: OutputShard = EarlyShard(layer, *rest) if early else OutputShard(layer.logits, *rest)
         # Number of parts of a sequence in this rank's tensor-parallel group.
         self._parts = layer.tp_group.size() if layer.sequence_parallel else 1
         # By micro-batch, from the last stage's forward to the last rank's T: its loss function, how much each token's

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
 
-from bpipe.runtime.vocabulary.rows import Rows
+from bpipe.runtime.vocabulary import Rows
 from bpipe.transport.distributed import gather_into
 from megatron.scheduling.vocabulary.input_shards import piece
 

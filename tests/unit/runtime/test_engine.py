@@ -10,21 +10,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
-from bpipe.runtime.acceptor import HostBuffer, HostBufferState
+from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.ranges import name_of
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.streams import Clock
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
@@ -33,6 +32,7 @@ from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
 from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.layout import Sizes
+from bpipe.transport.streams import Clock, Streams
 from tests.unit.runtime.loop import WIDTH, gradient, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")
@@ -323,22 +323,34 @@ def test_a_micro_batch_goes_to_one_host_only() -> None:
 HOSTED, RETURNED = Action(0, Kind.HOST, 5), Action(0, Kind.RETURN, 5)
 
 
+class NothingTravels:
+    """A two-sided transport for stages without storages."""
+
+    one_sided = False
+
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        return {0: ()}
+
+
 @pytest.mark.parametrize(
-    ("before", "step", "message"),
+    ("actions", "message"),
     [
-        ([], HostBufferState.EMPTYING, "host buffer 0, holding None: FREE -> EMPTYING on 0RETURN5, but only FILLING"),
-        ([HostBufferState.FILLING], HostBufferState.EMPTYING, "holding 0HOST5: FILLING -> EMPTYING on 0RETURN5"),
-        ([HostBufferState.FILLING, HostBufferState.FULL], HostBufferState.FILLING, "FULL -> FILLING"),
-        (
-            [HostBufferState.FILLING, HostBufferState.FULL, HostBufferState.EMPTYING],
-            HostBufferState.FILLING,
-            "EMPTYING -> FILLING on 0RETURN5, but only FREE may follow",
-        ),
+        ([RETURNED], "0RETURN5: host buffer 0 holds nothing"),
+        ([HOSTED, Action(0, Kind.RETURN, 6)], "0RETURN6: host buffer 0 holds 0HOST5"),
+        ([HOSTED, Action(0, Kind.HOST, 6)], "0HOST6: host buffer 0 still holds 0HOST5"),
+        ([HOSTED, RETURNED, RETURNED], "0RETURN5: host buffer 0 holds nothing"),
+        ([HOSTED], "host buffer 0 still holds 0HOST5 at the end of the iteration: its RETURN is missing"),
     ],
 )
-def test_any_other_step_is_refused(before: list[HostBufferState], step: HostBufferState, message: str) -> None:
-    buffer = HostBuffer(0)
-    for state in before:
-        buffer.move(state, HOSTED)
-    with pytest.raises(RuntimeFault, match=message):
-        buffer.move(step, RETURNED)
+def test_a_host_buffer_is_filled_and_emptied_in_turn(actions: list[Action], message: str) -> None:
+    cpu, transport = torch.device("cpu"), cast(Any, NothingTravels())
+    acceptor = ReceivingAcceptor([frozenset({0})], transport, Streams(cpu), cpu, lambda pending, *_: pending.wait())
+    acceptor.hear(1)
+
+    def run() -> None:
+        for action in actions:
+            (acceptor.host if action.kind is Kind.HOST else acceptor.give_back)(action, 0)
+        acceptor.end()
+
+    with pytest.raises((RuntimeFault, TransferError), match=message):
+        run()

@@ -46,11 +46,10 @@ class Allocator(TorchDispatchMode):
 def share(forward: Stage, counted_by: str, minimum_bytes: int = 1) -> Share:
     """What the engine says of stage 0 after an iteration."""
     plan = schedule()
-    with Allocator() as allocator:
+    with Allocator() as allocator, pytest.MonkeyPatch.context() as patches:
         allocated = allocator.allocated if counted_by == ALLOCATOR else None
-        config = EngineConfig(
-            "rank 0", CPU, TransferConfig(minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True), allocated=allocated
-        )
+        patches.setattr("bpipe.runtime.engine.allocated_on", lambda device: allocated)
+        config = EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True))
         engine = Engine(plan, 0, LateTransport(), config)
         run_iteration(engine, plan, new_weight(), forward=forward)
     found = engine.shares[0]

@@ -9,11 +9,10 @@ from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.stage import Tensors
-from bpipe.runtime.streams import Clock
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import live_counts
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.base import Done
+from bpipe.transport.streams import Clock, Done
 from tests.unit.runtime.loop import Layer, Small, drawn, inputs_of, new_weight, schedule, stage
 from tests.unit.runtime.test_engine import engine_for
 

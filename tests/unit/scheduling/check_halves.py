@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.loop.halves import Halves, Keep, ask, delaying
+from megatron.scheduling.loop.halves import Halves, ask, delaying
 
 HIDDEN, LENGTH, BATCH = 64, 16, 2
 MICROBATCHES = 4
@@ -309,7 +309,7 @@ def check_halves_make_the_whole() -> None:
 
 
 def check_kept_for_nothing_they_are_whole_at_once() -> None:
-    halves = Halves(Keep.NONE)
+    halves = Halves(defers=False)
     assert halves.wraps() == {}
     stage = Stage(CASES["gpt"].make(), halves)
     with installed(halves):
@@ -421,7 +421,7 @@ def check_a_weight_that_is_used_otherwise_too_is_refused() -> None:
     of = case(Besides)
     with pytest.raises(RuntimeFault, match=r"a weight of \(64, 64\) is used by a linear"):
         split(of, LATE)
-    same(gradients(whole(of, LATE)), gradients(split(of, LATE, Halves(Keep.NONE))), "besides")
+    same(gradients(whole(of, LATE)), gradients(split(of, LATE, Halves(defers=False))), "besides")
 
 
 def check_a_module_that_keeps_its_own_halves_is_called_in_its_order() -> None:

@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._C._distributed_c10d import HashStore
 
 from bpipe.runtime.shards import EarlyShard
-from bpipe.runtime.vocabulary.rows import Rows
+from bpipe.runtime.vocabulary import Rows
 from bpipe.schedule.action import Action, Kind
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
-from megatron.scheduling.loop.halves import Halves, Keep
+from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.placement import checkpoints
 from megatron.scheduling.vocabulary import tied_shards
 from megatron.scheduling.vocabulary.input_shards import Inputs, gather_tokens, noted_steps
@@ -95,7 +95,7 @@ def action(kind: Kind, microbatch: int) -> Action:
 def whole(loss: Loss, **settings: Any) -> tuple[GPTModel, Call]:
     """Megatron's own."""
     inner = model(**settings)
-    call, stages = called(inner, loss), ChunkStages(RankPart({0: 0}, 0, set(), Halves(Keep.LINEAR)))
+    call, stages = called(inner, loss), ChunkStages(RankPart({0: 0}, 0, set(), Halves()))
     stages.begin(call)
     for microbatch in range(MICROBATCHES):
         stages.forward(action(Kind.FORWARD, microbatch), ())
@@ -104,7 +104,7 @@ def whole(loss: Loss, **settings: Any) -> tuple[GPTModel, Call]:
 
 
 def sharded(inner: GPTModel, call: Call, early: bool = False) -> ShardedStages:
-    stages = ShardedStages(RankPart({0: 0}, 0, set(), Halves(Keep.LINEAR)), output_shard(inner), early)
+    stages = ShardedStages(RankPart({0: 0}, 0, set(), Halves()), output_shard(inner), early)
     stages.begin(call)
     for microbatch in range(MICROBATCHES):
         made = stages.forward(action(Kind.FORWARD, microbatch), ())

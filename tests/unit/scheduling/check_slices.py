@@ -301,7 +301,7 @@ def in_slices(
         if len(waiting) > 1:
             _backwards(slicing, *waiting.pop(0), back)
     _backwards(slicing, *waiting.pop(0), back)
-    assert slicing._kept.nbytes == 0, "keys are kept of a micro-batch that is over"
+    assert slicing.kept.nbytes == 0, "keys are kept of a micro-batch that is over"
     return total
 
 
@@ -433,15 +433,15 @@ def check_kept_keys_take_what_is_predicted() -> None:
                         row,
                     )
                 )
-            held.append(slicing._kept.nbytes)
+            held.append(slicing.kept.nbytes)
         for each in (2, 1, 0):
             with slicing.cutting.at(each):
                 made[each].backward()
-            held.append(slicing._kept.nbytes)
+            held.append(slicing.kept.nbytes)
         assert held == [both] * 3 + [2 * both] * 3, held
         slicing.free(0, 0)
-        assert (slicing._kept.nbytes, slicing.peak_kept_bytes) == (0, 2 * both)
-        assert slicing.kept_memory == {0: KeptMemory(both, both)}
+        assert (slicing.kept.nbytes, slicing.kept.peak_bytes) == (0, 2 * both)
+        assert slicing.kept.memory == {0: KeptMemory(both, both)}
 
 
 def check_what_is_out_of_order_is_refused() -> None:

@@ -57,7 +57,7 @@ def asked(memory: str, **more: Any) -> Any:
 
 def requested_balance(given: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
     asked = requested(given)
-    return asked.config.balance, asked.lines
+    return asked.config.balance, asked.plan.lines
 
 
 def test_the_plan_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,7 @@ def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds() -> N
     """The first iteration is planned by bytes alone; a given budget is planned once."""
 
     def costs(memory: str, cluster: str | None = "h100-80g", **more: Any) -> Costs | None:
-        return requested(asked(memory, bpipe_cluster=cluster, **more)).costs
+        return requested(asked(memory, bpipe_cluster=cluster, **more)).plan.costs
 
     found, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
     assert found is not None

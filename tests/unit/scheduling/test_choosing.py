@@ -26,8 +26,7 @@ from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.derived_flags import complete, follow
-from megatron.scheduling.options.flags import add_arguments
+from megatron.scheduling.options.flags import add_arguments, complete, follow
 from megatron.scheduling.options.schedule_choice import requested, unplaced
 from megatron.scheduling.placement.positions import Positions
 

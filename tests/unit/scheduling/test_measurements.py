@@ -16,7 +16,7 @@ from bpipe.runtime.sizing import Sizing, Unmoved
 from bpipe.schedule.memory import KeptMemory, peak_counts
 from bpipe.transport.host_memory import Buffers
 from megatron.scheduling.loop import log
-from megatron.scheduling.loop.log import MOST_TOLD, Differing
+from megatron.scheduling.loop.log import MOST_TOLD, Differing, sufficiency
 from megatron.scheduling.loop.measurements import (
     FirstMeasured,
     kept_at_peak,
@@ -234,3 +234,15 @@ def test_rows_are_cut_and_losses_padded_by_the_slice_that_is_computed() -> None:
             pass
     with pytest.raises(AssertionError, match="no slice is computed now"):
         cutting.span  # noqa: B018
+
+
+def test_a_link_that_keeps_up_and_one_that_does_not() -> None:
+    enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 25e9)
+    assert enough
+    assert sentence == (
+        "stage 0 moves 3000 MB to stage 7 and back while a micro-batch computes, about 300 ms: 20 GB/s of the link's "
+        "25 GB/s, enough"
+    )
+    enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 12.5e9)
+    assert not enough
+    assert "20 GB/s of the link's 12.5 GB/s, NOT enough: transfers will delay the computation" in sentence

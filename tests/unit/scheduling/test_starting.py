@@ -15,7 +15,7 @@ from megatron.scheduling import install, launch
 from megatron.scheduling.hooks import repairs
 from megatron.scheduling.options.arguments import BY_TRAINER, SchedulingConfig
 from megatron.scheduling.options.flags import add_arguments
-from megatron.scheduling.start import exits, gpu_sharing, startup
+from megatron.scheduling.start import exits, startup
 
 
 def parser() -> argparse.ArgumentParser:
@@ -152,7 +152,7 @@ def test_ranks_take_the_gpus_in_turn_and_are_nodes_of_their_own_for_nccl() -> No
     hosts, gpus = set(), []
     for rank in range(8):
         args, variables = arguments(rank), environment(rank)
-        line = gpu_sharing.apply(args, 3, variables)
+        line = startup.gpu_of_rank(args, 3, variables)
         assert line is not None
         assert line.startswith("WARNING: 8 ranks share 3 GPUs (--bpipe-share-gpus)")
         gpus.append(args.local_rank)
@@ -165,30 +165,30 @@ def test_ranks_take_the_gpus_in_turn_and_are_nodes_of_their_own_for_nccl() -> No
 
 def test_what_the_user_sets_for_nccl_stays() -> None:
     variables = environment() | {"NCCL_SOCKET_IFNAME": "eth0"}
-    gpu_sharing.apply(arguments(), 1, variables)
+    startup.gpu_of_rank(arguments(), 1, variables)
     assert variables["NCCL_SOCKET_IFNAME"] == "eth0"
 
 
 @pytest.mark.parametrize("num_gpus", [8, None])
 def test_where_nothing_is_to_be_shared_nothing_changes(num_gpus: int | None) -> None:
     args, variables = arguments(5), environment(5)
-    line = gpu_sharing.apply(args, num_gpus, variables)
+    line = startup.gpu_of_rank(args, num_gpus, variables)
     assert line is not None
     assert "WARNING" not in line
     assert args.local_rank == 5
     assert variables == environment(5)
-    assert gpu_sharing.apply(arguments(shares=False), num_gpus, environment()) is None
+    assert startup.gpu_of_rank(arguments(shares=False), num_gpus, environment()) is None
 
 
 def test_too_few_gpus_are_refused_with_the_flag_that_shares_them() -> None:
     """Megatron ended with "invalid device ordinal"."""
     variables = environment(7)
     with pytest.raises(ValueError, match=r"^8 ranks on this node, but torch sees 1 GPUs: .* add --bpipe-share-gpus"):
-        gpu_sharing.apply(arguments(7, shares=False), 1, variables)
+        startup.gpu_of_rank(arguments(7, shares=False), 1, variables)
     assert variables == environment(7)
 
 
 def test_ranks_of_several_nodes_are_refused() -> None:
     """Loopback reaches one node."""
     with pytest.raises(ValueError, match="16 ranks, of which 8 are on this node"):
-        gpu_sharing.apply(arguments(), 1, environment(world=16))
+        startup.gpu_of_rank(arguments(), 1, environment(world=16))

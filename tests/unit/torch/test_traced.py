@@ -145,18 +145,22 @@ def test_a_budget_is_refused_beside_what_says_otherwise(
 
 
 def test_a_part_is_taken_from_the_end_as_an_evictor_takes_it() -> None:
-    sizes = StageSizes(0, 100, (10, 20, 30), (30, 50, 60))
-    assert sizes.moved_bytes == 60
+    sizes = StageSizes(0, 100, (10, 20, 30))
+    assert (sizes.moved_bytes, sizes.parts) == (60, (30, 50, 60))
     assert sizes.lengths_of(60) == (30, 20, 10)
     assert sizes.lengths_of(31) == (30, 20)
     assert sizes.lengths_of(30) == (30,)
     assert sizes.lengths_of(0) == ()
 
 
-def test_what_host_buffers_take_to_begin_where_copies_like_it_keeps_the_budget_too() -> None:
+def test_what_host_buffers_take_to_begin_where_copies_like_it_keeps_the_budget_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """1,000 bytes take 1,024 in a host buffer: planned without that, a rank of small storages exceeded its budget."""
     lengths = (1000,) * 8
-    sizes = {stage: StageSizes(stage, 8000, lengths, (8000,)) for stage in range(4)}
+    # Whole micro-batches only.
+    monkeypatch.setattr(StageSizes, "parts", (8000,))
+    sizes = {stage: StageSizes(stage, 8000, lengths) for stage in range(4)}
     # Rank 3 holds a micro-batch of its own, and two of rank 0's.
     held = 8000 + 2 * 8 * 1024
     found = RankBudgets((held,) * 4, BalanceConfig()).plan(PLAIN, sizes)

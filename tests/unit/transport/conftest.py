@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bpipe.transport.lanes import ThreadLane
+from bpipe.transport.streams import ThreadLane
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.transport.fake_cuda import FakeCuda, installed
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.transport import memory
+from bpipe.transport import memory, streams
 from bpipe.transport.cuda_runtime import CudaRuntime
-from bpipe.transport.memory import Device
+from bpipe.transport.streams import Device
 
 ADDRESS, SIZE, INT, UINT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
 TOTAL_BYTES = 80 << 30
@@ -211,16 +211,15 @@ class FakeCuda:
         self.cached_bytes = 0
 
     def device(self, index: int = 0, stream: Callable[[], int] = lambda: 7) -> Device:
-        def unused(*arguments: Any) -> Any:
-            raise AssertionError("memory asks nothing of the kind")
-
-        return Device(torch.device("cuda", index), unused, unused, stream, self.empty_cache)
+        device = Device(torch.device("cuda", index))
+        device.current_stream, device.empty_cache = stream, self.empty_cache  # type: ignore[method-assign]
+        return device
 
 
 def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """The runtime that memory is asked of."""
     runtime = cuda.runtime()
     cuda.calls.clear()
-    monkeypatch.setattr(memory, "runtime", lambda device_type="cuda": runtime)
+    monkeypatch.setattr(streams, "runtime", lambda device_type="cuda": runtime)
     monkeypatch.setattr(memory, "_abandoned", [])
     return cuda

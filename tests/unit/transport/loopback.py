@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from bpipe.runtime.streams import copying_on
-from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Subject
-from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import Lender, SharedMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
+from bpipe.transport.streams import CopyLane, Device, Done, Pending
 
-CPU = copying_on(torch.device("cpu"))
+CPU = Device(torch.device("cpu"))
 Mail = dict[Subject, "queue.SimpleQueue[_Message]"]
 
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.runtime.streams import copying_on
+from bpipe.runtime.links import describe
 from bpipe.transport import AUTO, NAMES, connect
 from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
-from bpipe.transport.table import describe, sufficiency
+from bpipe.transport.streams import Device
 from tests.unit.transport.loopback import controls, together
 
 HERE = Location("boot-1", "pid:[1]", "node-a")
@@ -67,8 +67,8 @@ def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(mon
 
 
 def test_a_connection_makes_the_transport_its_link_chose() -> None:
-    device = copying_on(torch.device("cpu"))
-    lanes = device.lanes(device.device, 1.0)
+    device = Device(torch.device("cpu"))
+    lanes = device.lanes(1.0)
     groups = {"gloo": PairGroups(1, None, None)}  # type: ignore[arg-type]
     connection = Connection(1, None, groups, device, lanes, 1.0)  # type: ignore[arg-type]
     connection.link = MeasuredLink((0, 1), "peer", {})
@@ -87,8 +87,8 @@ def test_a_connection_that_ends_destroys_what_its_link_used(
     chosen: str, tried: list[str], gone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And never a group that failed when it was tried: that may take for ever."""
-    device, (control, _) = copying_on(torch.device("cpu")), controls()
-    lanes = device.lanes(device.device, 1.0)
+    device, (control, _) = Device(torch.device("cpu")), controls()
+    lanes = device.lanes(1.0)
     groups = {name: PairGroups(1, None, None) for name in tried}  # type: ignore[arg-type]
     parted: list[Any] = []
     monkeypatch.setattr(connect, "part", lambda control, groups: parted.append((control, groups)))
@@ -115,7 +115,7 @@ def test_groups_that_lost_are_destroyed_once_the_link_is_chosen(
     groups = {"nccl": PairGroups(1, "nccl up", "nccl down")}  # type: ignore[arg-type]
     destroyed: list[PairGroups] = []
     monkeypatch.setattr(connect, "destroy_groups", destroyed.append)
-    connection = Connection(1, None, groups, copying_on(torch.device("cpu")), (None, None), 1.0)  # type: ignore[arg-type]
+    connection = Connection(1, None, groups, Device(torch.device("cpu")), (None, None), 1.0)  # type: ignore[arg-type]
     connection.settle(MeasuredLink((0, 1), chosen, measured))
     assert destroyed == [groups[name] for name in gone]
     assert isinstance(connection.transport(), Distributed if chosen == "nccl" else OneSidedCopies)
@@ -137,18 +137,6 @@ def test_pairs_of_the_same_stages_share_a_line() -> None:
         "pinned memory)",
         "  stages 1 and 2: nccl 20 GB/s (peer not usable: a and b are different machines)",
     ]
-
-
-def test_a_link_that_keeps_up_and_one_that_does_not() -> None:
-    enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 25e9)
-    assert enough
-    assert sentence == (
-        "stage 0 moves 3000 MB to stage 7 and back while a micro-batch computes, about 300 ms: 20 GB/s of the link's "
-        "25 GB/s, enough"
-    )
-    enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 12.5e9)
-    assert not enough
-    assert "20 GB/s of the link's 12.5 GB/s, NOT enough: transfers will delay the computation" in sentence
 
 
 SIZES = st.dictionaries(

@@ -26,7 +26,7 @@ from bpipe.transport.distributed import (
     pair_groups,
     try_out,
 )
-from bpipe.transport.lanes import ThreadLane
+from bpipe.transport.streams import ThreadLane
 from tests.unit.transport.loopback import controls
 
 CPU = torch.device("cpu")

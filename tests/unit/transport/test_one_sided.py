@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from bpipe.transport.base import Pending
-from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import BufferLayout, Sizes
 from bpipe.transport.memory import DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
+from bpipe.transport.streams import Job, Pending, ThreadLane
 from tests.unit.transport.fake_cuda import FakeCuda
 from tests.unit.transport.loopback import AtOnce, alone, controls, peers, together
 

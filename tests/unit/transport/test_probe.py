@@ -1,7 +1,7 @@
 """A failed trial of a link leaves nothing behind, since another transport takes over and needs the memory."""
 
+import copy
 import threading
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bpipe.transport import probe
-from bpipe.transport.base import Done, Pending
 from bpipe.transport.layout import Sizes
 from bpipe.transport.memory import DeviceMemory
 from bpipe.transport.one_sided import Peer
 from bpipe.transport.probe import measure
+from bpipe.transport.streams import Done, Pending
 from tests.unit.transport.fake_cuda import Error, FakeCuda
 from tests.unit.transport.loopback import CPU, AtOnce, controls, together
 
@@ -25,7 +25,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
     """Both ends of a trial, in a thread each; the evictor's first."""
-    device = replace(cuda.device(), device=torch.device("cpu"), synchronize=lambda device: None)
+    device = cuda.device()
+    device.device = torch.device("cpu")
     found: dict[bool, tuple[float, str | None]] = {}
 
     def end(control: object, evictor: bool) -> None:
@@ -93,7 +94,8 @@ def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(
     emptied: list[None] = []
 
     def end(control: Any, transport: Any, evictor: bool) -> None:
-        device = replace(CPU, empty_cache=lambda: emptied.append(None))
+        device = copy.copy(CPU)
+        device.empty_cache = lambda: emptied.append(None)  # type: ignore[method-assign]
         found[evictor] = measure(transport, control, device, evictor, 0.2, transport.abort)
 
     together(*(partial(end, *each) for each in zip(controls(), transports, (True, False), strict=True)))

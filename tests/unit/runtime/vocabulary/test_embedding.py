@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.runtime.vocabulary.embedding import embedded, rows_gradient
-from bpipe.runtime.vocabulary.rows import Rows
+from bpipe.runtime.vocabulary import Rows, embedded, rows_gradient
 from tests.unit.runtime.vocabulary.test_output import VOCABULARY, distance, in_shards, layer
 
 

@@ -1,26 +1,28 @@
-"""The order of transfers and computation on a device's streams, and marks of time in them.
+"""The order of transfers and computation: a device's streams, lanes of copies next to the computation, and marks of time.
 
-`torch.accelerator`, streams and events are those of whatever torch computes on here; what only CUDA has is in `cuda`.
-On a CPU everything that a rank issues is already in order.
+`torch.accelerator`, streams and events are those of whatever torch computes on here; what only CUDA has is in
+`cuda_runtime`. On a CPU everything that a rank issues is already in order, and one worker thread per direction takes
+the place of a copy engine's stream.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
-from bpipe.transport import cuda_runtime
-from bpipe.transport.base import Pending
-from bpipe.transport.lanes import CopyLane, Job, ThreadLane, Ticket
-from bpipe.transport.memory import Device
+from bpipe.transport.cuda_runtime import LIBRARIES, CudaRuntime, current_stream, runtime
+
+Job = Callable[[], None]
 
 # Whether a lane times the jobs that it is given now.
 _timed: ContextVar[bool] = ContextVar("timed", default=False)
@@ -61,7 +63,6 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.timed = False
-        self._device = device
         self._beside = _has_streams(device)
         if self._beside:
             # High priority: a transfer's few blocks must not queue behind a whole layer's.
@@ -88,6 +89,24 @@ class Streams:
             _timed.reset(before)
 
 
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Order what this rank does next after the transfer's end (on a GPU the current stream waits, on a CPU the
+        caller).
+
+        Raises what the transport raises if it failed or timed out.
+        """
+
+
+class Done:
+    """A transfer that has already ended."""
+
+    def wait(self) -> None:
+        return None
+
+
 class _Issued:
     """A job on a device's stream: its end, and if it was timed also its begin."""
 
@@ -103,6 +122,7 @@ class StreamLane:
     """A lane on the current stream, which `Streams.outbound` or `Streams.inbound` chooses."""
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
+        """Do the job once all of `after` and every earlier job of this lane have ended."""
         for pending in after:
             pending.wait()
         stream, timed = _here(), _timed.get()
@@ -130,6 +150,72 @@ class _OwnStreamLane(StreamLane):
             return super().run(job, after)
 
 
+class Ticket:
+    """A job of a thread lane. `span_s`: its begin and end on `time.perf_counter`'s clock."""
+
+    def __init__(self, job: Job, after: Sequence[Pending], timeout_s: float) -> None:
+        self._job: Job | None = job
+        self._after = after
+        self._timeout_s = timeout_s
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self.span_s: tuple[float, float] | None = None
+
+    def wait(self) -> None:
+        if not self._ended.wait(self._timeout_s):
+            raise TimeoutError(f"no copy within {self._timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        """Do the job, once and in the lane's thread."""
+        assert self._job is not None
+        try:
+            for pending in self._after:
+                pending.wait()
+            begin = time.perf_counter()
+            self._job()
+            self.span_s = (begin, time.perf_counter())
+        except BaseException as error:
+            # Raised again by `wait`, in the thread that needs the copy.
+            self._error = error
+        finally:
+            # A job holds tensors. Drop them before the event is set: whoever waits may be about to free them.
+            self._job, self._after = None, ()
+            self._ended.set()
+
+
+class ThreadLane:
+    """A worker thread that does one job after another."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        # A daemon, so that a run that failed elsewhere does not wait for a copy that will never come.
+        self._thread = threading.Thread(target=self._work, name=f"bpipe-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, job: Job, after: Sequence[Pending] = ()) -> Ticket:
+        """Do the job once all of `after` and every earlier job of this lane have ended."""
+        ticket = Ticket(job, after, self._timeout_s)
+        self._jobs.put(ticket)
+        return ticket
+
+    def close(self, wait: bool = True) -> None:
+        """Close the lane to further jobs and end its thread; `wait`: until that has ended."""
+        self._jobs.put(None)
+        if wait:
+            self._thread.join(self._timeout_s)
+
+    def _work(self) -> None:
+        while (ticket := self._jobs.get()) is not None:
+            ticket.run()
+
+
+# Copies of one direction, in the order in which they are asked for.
+CopyLane = ThreadLane | StreamLane
+
+
 def beside(device: torch.device, timeout_s: float) -> CopyLane:
     """Return a lane for what is computed next to the computation: a stream of its own, or a thread."""
     return _OwnStreamLane(device) if _has_streams(device) else ThreadLane("shards", timeout_s)
@@ -150,28 +236,50 @@ def used_on(streams: Sequence[torch.Stream], tensors: Sequence[torch.Tensor]) ->
                 tensor.record_stream(cast(Any, stream))
 
 
-def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:
-    """Return the lanes that carry one-sided copies outbound and inbound: the device's streams, or a thread each."""
-    if _has_streams(device):
-        return StreamLane(), StreamLane()
-    return ThreadLane("outbound", timeout_s), ThreadLane("inbound", timeout_s)
+class Device:
+    """A rank's device, as transports use it; `device` without an index means the current one of its type."""
 
+    def __init__(self, device: torch.device) -> None:
+        if _has_streams(device):
+            # A device's runtime needs an index.
+            index = cast(int | None, device.index)
+            device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
+        self.device = device
 
-def copying_on(device: torch.device) -> Device:
-    """Return a device as `bpipe.transport` uses it."""
-    if _has_streams(device):
-        # A type alone means the current one, whose index a device's runtime needs.
-        index = cast(int | None, device.index)
-        device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
-    handle = functools.partial(cuda_runtime.current_stream, device.type)
-    return Device(device, lanes, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device))
+    def lanes(self, timeout_s: float) -> tuple[CopyLane, CopyLane]:
+        """Return lanes for one-sided copies outbound and inbound: the device's streams, or a thread each."""
+        if _has_streams(self.device):
+            return StreamLane(), StreamLane()
+        return ThreadLane("outbound", timeout_s), ThreadLane("inbound", timeout_s)
 
+    @property
+    def has_runtime(self) -> bool:
+        """Whether copy engines reach memory by its address, told by a runtime such as CUDA's."""
+        return self.device.type in LIBRARIES
 
-@contextlib.contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
-    """Issue to a stream of its own inside. Each thread has a current stream of its own, too."""
-    with current(torch.Stream(device)) if _has_streams(device) else contextlib.nullcontext():
-        yield
+    @property
+    def runtime(self) -> CudaRuntime:
+        return runtime(self.device.type)
+
+    def make_current(self) -> CudaRuntime:
+        """Make this thread allocate and open on this rank's own device, whichever it used last; return the runtime."""
+        assert self.device.index is not None, "a rank's device has a number"
+        self.runtime.set_device(self.device.index)
+        return self.runtime
+
+    def current_stream(self) -> int:
+        """Return the handle of the current stream."""
+        return current_stream(self.device.type)
+
+    def empty_cache(self) -> None:
+        """Give back what torch's allocator keeps unused."""
+        torch.accelerator.empty_cache()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Issue to a stream of its own inside. Each thread has a current stream of its own, too."""
+        with current(torch.Stream(self.device)) if _has_streams(self.device) else contextlib.nullcontext():
+            yield
 
 
 def total_bytes(device: torch.device) -> int:

@@ -1,4 +1,6 @@
-"""The output layer's loss and its gradients, shard by shard.
+"""The layers of the vocabulary in shards: which rows a shard holds, and what it computes of them.
+
+Output layer:
 
     S    logits of the shard's rows; `statistics` of them: a maximum, a sum of exponentials, the label's logit
     C1   every rank gathers the statistics of all, and makes the same `totals` of them: the same bits on every rank
@@ -11,17 +13,67 @@ Between S and T the logits stay as they are: T computes their exponentials again
 not count have a gradient of zero, which the caller sets. Source: Yeung et al., "Balancing Pipeline Parallelism with
 Vocabulary Parallelism", 2024.
 
+Embedding:
+
+    IF   `embedded`: rows of the shard, zeros for other tokens: the sum of all parts is that of one table, bit for bit
+    IB   `rows_gradient`: the gradients of the shard's tokens, added up by row
+
 Shapes: n tokens, r rows of the shard, h hidden. logits [n, r], labels [n] (rows of the whole vocabulary), weight [r,
 h].
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+# Megatron pads to this times the tensor-parallel size by default.
+MULTIPLE = 128
 # Logits of a shard that are in 32 bit at once: 32 MiB.
 _WIDE_AT_ONCE = 2**23
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of the vocabulary in equal shards, one for each of `tensor` * `pipeline` ranks.
+
+    Tensor parallelism is outermost: the ranks of a pipeline share the rows that its tensor-parallel rank holds without
+    shards, so no row leaves its pipeline.
+
+    Raises ValueError if shards would differ: additional rows would take part in the softmax and change the loss.
+    """
+
+    vocabulary: int
+    tensor: int
+    pipeline: int
+
+    def __post_init__(self) -> None:
+        if self.vocabulary % self.num_shards:
+            multiple = math.lcm(MULTIPLE, self.pipeline)
+            raise ValueError(
+                f"a vocabulary of {self.vocabulary} rows cannot be split into {self.num_shards} equal shards, of "
+                f"{self.tensor} tensor- times {self.pipeline} pipeline-parallel ranks: pad it with "
+                f"--make-vocab-size-divisible-by {multiple}"
+            )
+
+    @property
+    def num_shards(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def each(self) -> int:
+        """Rows of one shard."""
+        return self.vocabulary // self.num_shards
+
+    def shard(self, tensor_rank: int, pipeline_rank: int) -> int:
+        """Return the number of a rank's shard."""
+        return tensor_rank * self.pipeline + pipeline_rank
+
+    def of(self, shard: int) -> range:
+        """Return the rows of a shard."""
+        return range(shard * self.each, (shard + 1) * self.each)
 
 
 class SoftmaxTotals(NamedTuple):
@@ -117,6 +169,21 @@ def late_part(
     rows, inside = rows_of(labels, first_row, len(weight))
     at_label = (token_gradients * inside)[:, None] * weight[rows].to(early.dtype)
     return early.mul_(share[:, None]).sub_(at_label)
+
+
+@torch.no_grad()
+def embedded(weight: torch.Tensor, tokens: torch.Tensor, first_row: int) -> torch.Tensor:
+    """Return embeddings [n, h], of the weight's type."""
+    rows, inside = rows_of(tokens, first_row, len(weight))
+    return weight[rows].where(inside[:, None], 0)
+
+
+@torch.no_grad()
+def rows_gradient(gradient: torch.Tensor, tokens: torch.Tensor, first_row: int, num_rows: int) -> torch.Tensor:
+    """Return the rows' gradient [r, h] in 32 bit at least, from the embeddings' gradient [n, h]."""
+    rows, inside = rows_of(tokens, first_row, num_rows)
+    total = torch.zeros(num_rows, gradient.shape[1], dtype=_wide(gradient), device=gradient.device)
+    return total.index_add_(0, rows[inside], gradient[inside].to(total.dtype))
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
