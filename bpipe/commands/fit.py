@@ -17,9 +17,9 @@ from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import difference
 from bpipe.plan.budget import ELSEWHERE, one_budget_a_rank, within_budget
-from bpipe.plan.candidates import Candidate, cells, describe, legend
+from bpipe.plan.candidates import cells, describe, legend
 from bpipe.plan.options import filled, setup_of
-from bpipe.plan.predict import predict
+from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.error_bars import range_words
@@ -64,7 +64,7 @@ def run(asked: Options) -> int:
     with progress_of("fit"):
         ways = ways_to_fit(setup, others, profile, planned)
         setup, unkept = (setup, None) if planned is None else _planned(setup, planned)
-        now = Candidate(predict(setup, profile, formula=options.flops_formula))
+        now = predict(setup, profile, formula=options.flops_formula)
     shown = ways[: options.rows]
     # Without a launch, changes are those of the launch that the flags mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading

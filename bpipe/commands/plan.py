@@ -34,12 +34,12 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import common_flags, difference
 from bpipe.plan.answer import LAUNCH, Answer, accuracy, advice, answer_document, answer_of, flags_of
 from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import CLEARLY, EXPOSED, Candidate, cells, is_level, legend
+from bpipe.plan.candidates import CLEARLY, EXPOSED, cells, is_level, legend
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, remarks, verdict
 from bpipe.plan.front import MOST_TIMES, Front, find_front, front_document, standing
 from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
-from bpipe.plan.predict import predict
+from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import refused_launch
 from bpipe.plan.search import INDISTINCT, Outcome, search
 from bpipe.plan.slices import usual_slices
@@ -249,8 +249,8 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
         profile, traced = measured_of(launched_options)
         own = setup_of(launched_options, _budgeted(cluster_of(launched_options, reading), asked.memory))
         setup, _ = budgeted(launched_options, replace(own, traced=traced), profile)
-        prediction = predict(setup, profile, formula=launched_options.flops_formula)
-        return Candidate(prediction, LAUNCH, refused=refused_launch(setup, reading))
+        row = predict(setup, profile, formula=launched_options.flops_formula)
+        return replace(row, name=LAUNCH, refused=refused_launch(setup, reading))
     except ValueError as error:
         return str(error)
 
@@ -267,7 +267,7 @@ class PlanNotes(NamedTuple):
 def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
     # The rows themselves show the gain of shards that were searched.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
-    burdens = (burden(row.prediction, outcome.space.profile, others) for row in outcome.rows)
+    burdens = (burden(row, outcome.space.profile, others) for row in outcome.rows)
     return PlanNotes(launch, next(((worst, number) for number, worst in enumerate(burdens, 1) if worst), None))
 
 
@@ -286,7 +286,7 @@ def print_plan(
     launch = {}
     if reading is not None and yours is not None:
         impossible = {"impossible": yours} if isinstance(yours, str) else {}
-        values = {**document(launched.prediction), "refused": list(launched.refused)} if launched else impossible
+        values = {**document(launched), "refused": list(launched.refused)} if launched else impossible
         launch = {"launch": {**launch_document(reading), "as_it_stands": values}}
     print_json({"answer": answer_document(answer), **plan_document(outcome, notes), **launch})
 
@@ -325,7 +325,7 @@ def plan_document(outcome: Outcome, notes: PlanNotes) -> dict[str, Any]:
         },
         "rows": [
             {
-                **document(row.prediction),
+                **document(row),
                 "only_balanced": row.unbalanced_bytes is not None,
                 "unbalanced_peak_bytes": row.unbalanced_bytes,
                 "megatron_flags": megatron_flags(row.setup),
@@ -341,7 +341,7 @@ def plan_document(outcome: Outcome, notes: PlanNotes) -> dict[str, Any]:
 
 
 def _stock_values(stock: Candidate | None) -> dict[str, Any]:
-    return {"row": stock and {**document(stock.prediction), "megatron_flags": megatron_flags(stock.setup)}}
+    return {"row": stock and {**document(stock), "megatron_flags": megatron_flags(stock.setup)}}
 
 
 def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | None) -> list[str | Table]:
@@ -376,7 +376,7 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
     if families:
         parts += ["", table(("schedule", "its fastest configuration"), families), *trainer_needs(outcome)]
     if notes.hurts:
-        remedies = cells(_OF_REMEDIES, remedy_rows(notes.hurts[0]), Candidate(notes.hurts[0].prediction))
+        remedies = cells(_OF_REMEDIES, remedy_rows(notes.hurts[0]), notes.hurts[0].row)
         parts += ["", burden_text(*notes.hurts), table(_OF_REMEDIES, remedies)]
     return [*parts, "", verdict(outcome).text]
 
@@ -393,12 +393,11 @@ def _unseen(outcome: Outcome) -> str:
 
 def _details(row: Candidate, outcome: Outcome, launch: Reading | None) -> list[str]:
     """Return the memory of every rank of a row, remarks, and the flags that launch it."""
-    memory = row.prediction.memory
-    lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(memory)}"]
+    lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(row.memory)}"]
     if row.name in map(str, range(1, len(outcome.rows) + 1)):
-        texts = remarks(row, pairs_apart(row.prediction, outcome.space.profile))
+        texts = remarks(row, pairs_apart(row, outcome.space.profile))
         return [*lines, *(f"   {text}" for text in texts), Flags(f"   {flags_of(row.setup, launch)}")]
-    misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in memory if not rank.fits]
+    misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in row.memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
     return [*lines, *(f"   {text}" for text in (*remarks(replace(row, refused=())), fits))]
 

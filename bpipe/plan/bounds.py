@@ -41,11 +41,6 @@ class _Work(NamedTuple):
     ends: Sequence[float]
 
 
-def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
-    """Return a lower bound of the seconds of one setup's iteration."""
-    return _bound(setup, _work_of(setup, profile)) + _update_s(setup, profile)
-
-
 def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
     """Return another lower bound, by Little's law, for a setup without balancing; 0 if the law does not apply.
 
@@ -64,11 +59,6 @@ def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
     return setup.num_microbatches * max(
         sum(stays[stage] for stage in residency.stages) / residency.most_saved for residency in held_of(setup)
     )
-
-
-def last_load(setup: Setup, profile: Profile | None = None) -> float:
-    """Return the computing time of the last stage's rank per micro-batch, as a multiple of the other ranks' mean."""
-    return _load(setup, _work_of(setup, profile))
 
 
 def _work_of(setup: Setup, profile: Profile | None) -> _Work:
@@ -99,7 +89,7 @@ def _update_s(setup: Setup, profile: Profile | None) -> float:
 
 
 class Bounds:
-    """Lower bounds of setups that differ only in what a `Space` varies; bit-identical to `lower_bound_s`."""
+    """Lower bounds of setups that differ only in what a `Space` varies, bit-identical to those by `costs_of`."""
 
     def __init__(self, profile: Profile | None = None) -> None:
         self._profile = profile
@@ -109,6 +99,7 @@ class Bounds:
         self._pipelines: dict[object, tuple[float, float]] = {}
 
     def seconds(self, setup: Setup) -> float:
+        """Return a lower bound of the seconds of an iteration."""
         return self.pipeline_s(setup) + self._update(setup)
 
     def pipeline_s(self, setup: Setup) -> float:
@@ -116,7 +107,7 @@ class Bounds:
         return self._pipeline(setup)[0]
 
     def load(self, setup: Setup) -> float:
-        """Return the last rank's load, as `last_load` does."""
+        """Return the computing time of the last stage's rank per micro-batch, as a multiple of the other ranks' mean."""
         return self._pipeline(setup)[1]
 
     def _pipeline(self, setup: Setup) -> tuple[float, float]:

@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from bpipe.plan.predict import SetupPrediction
+from bpipe.plan.predict import Candidate
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.error_bars import range_words
 from bpipe.predict.layout import Setup
@@ -40,72 +39,6 @@ _LETTERS = {
 EXPOSED = "exposed: time in which computation waits for evictions and loads"
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A configuration with its prediction, and what else is known about it."""
-
-    prediction: SetupPrediction
-    name: str = ""
-    """What the command calls it: `launch`, `stock` or `bpipe` in an answer, the change in a list of changes."""
-    unbalanced_bytes: int | None = None
-    """What its fullest rank would need without balancing, if it fits only balanced."""
-    refused: tuple[str, ...] = ()
-    """The trainer's reasons against it."""
-    is_guarded: bool = False
-    """Whether the trainer takes it and checks it as it runs."""
-    flags: str = ""
-    """What launches it, in words."""
-
-    @property
-    def setup(self) -> Setup:
-        return self.prediction.setup
-
-    @property
-    def iteration_s(self) -> float:
-        return float(self.prediction.timing.iteration_s)
-
-    @property
-    def range_s(self) -> list[float] | None:
-        """Seconds between which a run is likely to take; None if no run of its kind is known."""
-        bars = self.setup.error_bars
-        return None if bars is None else list(bars.range_s(self.iteration_s))
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of the fullest rank."""
-        return self.prediction.peak_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        """Bytes that a device may hold."""
-        return self.prediction.memory[0].limit_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.prediction.fits
-
-    @property
-    def can_run(self) -> bool:
-        """Whether it fits and the trainer takes it."""
-        return self.fits and not self.refused
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether it can run, but a device is so full that it may take longer than predicted."""
-        return self.can_run and self.prediction.is_tight
-
-    @property
-    def state(self) -> str:
-        """What prevents it or makes it doubtful, in words."""
-        states = {
-            "refused by the trainer": bool(self.refused),
-            "guarded": self.is_guarded,
-            "tight": self.is_tight,
-            "does not fit": not self.fits,
-        }
-        return ", ".join(words for words, holds in states.items() if holds)
-
-
 # The cell of a row by column title; the second argument is the row to compare with.
 COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "": lambda row, base: row.name,
@@ -114,18 +47,18 @@ COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "range s": lambda row, base: range_words(row.setup.error_bars, row.iteration_s),
     "speed-up": lambda row, base: "" if row is base else f"{base.iteration_s / row.iteration_s:.2f}x",
     "ratio": lambda row, base: f"{row.iteration_s / base.iteration_s:.2f}",
-    "MFU %": lambda row, base: f"{100 * row.prediction.mfu:.2f}",
-    "bubble %": lambda row, base: f"{100 * row.prediction.timing.bubble_of_makespan:.1f}",
-    "bubble, % of pipeline": lambda row, base: f"{100 * row.prediction.timing.bubble_of_pipeline:.1f}",
-    "bubble, % of spans": lambda row, base: f"{100 * row.prediction.timing.bubble_of_span:.1f}",
-    "exposed s": lambda row, base: f"{max(row.prediction.timing.exposed_s):.3f}",
+    "MFU %": lambda row, base: f"{100 * row.mfu:.2f}",
+    "bubble %": lambda row, base: f"{100 * row.timing.bubble_of_makespan:.1f}",
+    "bubble, % of pipeline": lambda row, base: f"{100 * row.timing.bubble_of_pipeline:.1f}",
+    "bubble, % of spans": lambda row, base: f"{100 * row.timing.bubble_of_span:.1f}",
+    "exposed s": lambda row, base: f"{max(row.timing.exposed_s):.3f}",
     "peak GiB": lambda row, base: gib_text(row.peak_bytes),
     "saved GiB": lambda row, base: gib_text(base.peak_bytes - row.peak_bytes),
     "of GiB": lambda row, base: gib_text(row.limit_bytes),
-    "least full GiB": lambda row, base: gib_text(min(rank.peak_bytes for rank in row.prediction.memory)),
+    "least full GiB": lambda row, base: gib_text(min(rank.peak_bytes for rank in row.memory)),
     "moved GB": lambda row, base: _of_bandwidth(row, "transfer_bytes", 2),
     "needs GB/s": lambda row, base: _of_bandwidth(row, "required_bytes_per_s", 0),
-    "evictions": lambda row, base: str(sum(row.prediction.transfers)),
+    "evictions": lambda row, base: str(sum(row.transfers)),
     "state": lambda row, base: row.state,
     "configuration": lambda row, base: describe(row.setup),
 }
@@ -137,7 +70,7 @@ def cells(titles: Iterable[str], rows: Sequence[Candidate], base: Candidate | No
 
 
 def _of_bandwidth(row: Candidate, name: str, decimals: int) -> str:
-    bandwidth = row.prediction.bandwidth
+    bandwidth = row.bandwidth
     return "" if bandwidth is None else f"{getattr(bandwidth, name) / 1e9:.{decimals}f}"
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bpipe.balance.config import name_of
-from bpipe.plan.predict import SetupPrediction
+from bpipe.plan.predict import Candidate
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
 from bpipe.predict.slice_lengths import lengths_of
@@ -76,16 +76,15 @@ def _if(holds: bool, **values: Any) -> dict[str, Any]:
     return values if holds else {}
 
 
-def document(prediction: SetupPrediction) -> dict[str, Any]:
+def document(row: Candidate) -> dict[str, Any]:
     """Return one prediction as JSON values. `stages` has one entry for each pipeline rank."""
-    setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
-    bars = setup.error_bars
+    setup, timing, bandwidth = row.setup, row.timing, row.bandwidth
     return {
         "iteration_time_s": timing.iteration_s,
-        "range_s": None if bars is None else list(bars.range_s(timing.iteration_s)),
+        "range_s": row.range_s,
         "simulated_microbatches": timing.simulated,
-        "mfu_percent": 100 * prediction.mfu,
-        "mfu_formula": prediction.formula,
+        "mfu_percent": 100 * row.mfu,
+        "mfu_formula": row.formula,
         "peak_flops_per_s": setup.peak_flops_per_s,
         "bubble_percent": 100 * timing.bubble_of_makespan,
         "bubble_of_pipeline_percent": 100 * timing.bubble_of_pipeline,
@@ -95,18 +94,18 @@ def document(prediction: SetupPrediction) -> dict[str, Any]:
         "required_bytes_per_s": bandwidth.required_bytes_per_s if bandwidth else 0,
         "required_steady_bytes_per_s": bandwidth.steady_bytes_per_s if bandwidth else 0,
         "available_bytes_per_s": bandwidth.available_bytes_per_s if bandwidth else None,
-        "fits": prediction.fits,
+        "fits": row.fits,
         "balanced": setup.balance is not None,
-        "stages": [_stage(prediction, rank) for rank in prediction.memory],
-        **({"at_once": asdict(prediction.at_once)} if prediction.at_once else {}),
+        "stages": [_stage(row, rank) for rank in row.memory],
+        **({"at_once": asdict(row.at_once)} if row.at_once else {}),
         "configuration": configuration(setup),
     }
 
 
-def _stage(prediction: SetupPrediction, memory: RankMemory) -> dict[str, Any]:
+def _stage(row: Candidate, memory: RankMemory) -> dict[str, Any]:
     return {
         "stage": memory.rank,
         **{name: getattr(memory, name) for name in _OF_MEMORY},
-        "evictions": prediction.transfers[memory.rank],
-        "exposed_transfer_s": prediction.timing.exposed_s[memory.rank],
+        "evictions": row.transfers[memory.rank],
+        "exposed_transfer_s": row.timing.exposed_s[memory.rank],
     }

@@ -14,9 +14,8 @@ from typing import Any
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan.candidates import Candidate
 from bpipe.plan.document import document
-from bpipe.plan.predict import costs_of, predict
+from bpipe.plan.predict import Candidate, costs_of, predict
 from bpipe.plan.search import Progress, by_bound, search, stock_space
 from bpipe.plan.shards import stands_still
 from bpipe.plan.slices import NUMBERS
@@ -77,10 +76,7 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
         if needs is not None and not stands_still(setup):
             unbeaten.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
     progress("front", len(candidates), len(candidates))
-    points = (
-        Candidate(predict(setup, space.profile, formula=space.formula, timing=timing))
-        for _, timing, setup in unbeaten.rows
-    )
+    points = (predict(setup, space.profile, formula=space.formula, timing=timing) for _, timing, setup in unbeaten.rows)
     stock = search(stock_space(space), 1).stock
     return Front(tuple(points), limit, largest, len(candidates), unbeaten.num_added, stock, not_searched(space))
 
@@ -206,7 +202,7 @@ def front_document(front: Front) -> dict[str, Any]:
         "points": [
             {
                 "peak_bytes": point.peak_bytes,
-                **document(point.prediction),
+                **document(point),
                 "needs": needs_of_setup(point.setup),
                 "megatron_flags": megatron_flags(point.setup),
             }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bpipe.plan.budget import within_budget_or_none
-from bpipe.plan.candidates import Candidate
+from bpipe.plan.predict import Candidate
 from bpipe.plan.shards import stands_still
 from bpipe.plan.space import OPEN, Space, fewest_layers, with_block
 from bpipe.predict.activations import moves_anything

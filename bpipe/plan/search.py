@@ -24,9 +24,9 @@ from typing import NamedTuple
 from bpipe.balance.config import BALANCES
 from bpipe.plan.bounds import Bounds, resident_seconds
 from bpipe.plan.branches import Bounder, BranchBounds
-from bpipe.plan.candidates import CLEARLY, Candidate, is_level
+from bpipe.plan.candidates import CLEARLY, is_level
 from bpipe.plan.judge import Closest, FamilyResult, Judge
-from bpipe.plan.predict import costs_of, predict
+from bpipe.plan.predict import Candidate, costs_of, predict
 from bpipe.plan.refusals import Launchable, runs_ours
 from bpipe.plan.shards import with_shards
 from bpipe.plan.slices import Slicer
@@ -353,10 +353,8 @@ class _Search:
             return
         # Its need so far may be a lower bound, which was enough to tell that it does not fit.
         unbalanced_bytes = None if candidate.needs_bytes is None else peak_bytes(replace(setup, balance=None))
-        row = Candidate(
-            predict(setup, self._space.profile, formula=self._space.formula, timing=timing),
-            unbalanced_bytes=unbalanced_bytes,
-        )
+        prediction = predict(setup, self._space.profile, formula=self._space.formula, timing=timing)
+        row = replace(prediction, unbalanced_bytes=unbalanced_bytes)
         if family is not None and leads:
             family.fastest = row
         self._fastest.keep(open_kinds, place, row)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from bpipe.plan.candidates import Candidate, describe
+from bpipe.plan.candidates import describe
 from bpipe.plan.explain import describe_change
 from bpipe.plan.judge import FamilyResult
+from bpipe.plan.predict import Candidate
 from bpipe.plan.search import Outcome
 from bpipe.predict.layout import Setup
 
@@ -117,4 +118,4 @@ def _beside(row: Candidate, best: Candidate) -> str:
     if row is best:
         return f"{seconds:.3f} s, the fastest: {describe(row.setup)}"
     slower = 100 * (seconds / best.iteration_s - 1)
-    return f"{seconds:.3f} s, {slower:.1f} % more: {describe_change(best.prediction, row.prediction)}"
+    return f"{seconds:.3f} s, {slower:.1f} % more: {describe_change(best, row)}"

@@ -12,10 +12,9 @@ from math import inf
 from typing import Any, NamedTuple
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.plan.bounds import lower_bound_s
+from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget_or_none
-from bpipe.plan.candidates import Candidate
-from bpipe.plan.predict import predict
+from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import Others, guarded, refused
 from bpipe.plan.shards import stands_still, with_shards
 from bpipe.plan.space import fewest_layers, with_block
@@ -121,11 +120,11 @@ class _Tried:
     def helps(self, row: Candidate) -> bool:
         """Whether it needs clearly less memory, or fits and takes less time. A plan always fills its budget."""
         is_less = self._planned is not None or row.peak_bytes <= HELPFUL * self._now.peak_bytes
-        return is_less or (row.can_run and row.iteration_s < self._now.timing.iteration_s)
+        return is_less or (row.can_run and row.iteration_s < self._now.iteration_s)
 
     def _fastest_s(self, setup: Setup) -> float:
         """Return the time that a pair has to beat. Rows updated by the CPU count only for setups that are, too."""
-        now_s = self._now.timing.iteration_s if self._now.fits and not self._now.is_tight else inf
+        now_s = self._now.iteration_s if self._now.fits and not self._now.is_tight else inf
         rows = (trial.row for trial in self.trials)
         alike = (row for row in rows if row.can_run and not (row.is_tight or _on_cpu(row.setup) > _on_cpu(setup)))
         return min((row.iteration_s for row in alike), default=now_s)
@@ -136,7 +135,7 @@ class _Tried:
             return
         try:
             unplanned = None if after is None else change.plain()
-            if unplanned is not None and lower_bound_s(unplanned, self._profile) >= self._fastest_s(unplanned):
+            if unplanned is not None and Bounds(self._profile).seconds(unplanned) >= self._fastest_s(unplanned):
                 return
             plain = change.apply()
             changed = plain if self._planned is None else self._planned(plain)
@@ -145,13 +144,13 @@ class _Tried:
             self._setups.add(changed)
             if stands_still(changed):
                 return
-            prediction = predict(changed, self._profile)
+            row = predict(changed, self._profile)
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
             return
         name = change.name if after is None else f"{after.row.name}; {change.name}"
-        refusals = refused(changed, self._others)
-        row = Candidate(prediction, name, refused=refusals, is_guarded=guarded(changed, self._others))
+        reasons, is_guarded = refused(changed, self._others), guarded(changed, self._others)
+        row = replace(row, name=name, refused=reasons, is_guarded=is_guarded)
         is_worth_a_row = after is None or (row.can_run and row.iteration_s < self._fastest_s(changed))
         if is_worth_a_row and not any(_stands_for(trial.row, row) for trial in self.trials):
             self.trials.append(_Trial(row, change.kind, plain))

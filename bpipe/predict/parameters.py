@@ -71,14 +71,6 @@ def _attention(model: Model) -> tuple[int, int, int]:
     return up + hidden * model.value_size, 0, replicated + hidden * latent.down_size + model.latent_ranks * a_norm
 
 
-def num_parameters(model: Model) -> int:
-    """Return the number of all parameters."""
-    layers = sum(model.num_held(kind, number) * layer_parameters(model, kind).total for kind, number in model.kinds())
-    embedding = model.vocabulary * model.hidden_size * (1 if model.tied_embedding else 2)
-    positions = model.sequence * model.hidden_size * model.learned_positions
-    return layers + model.norm_parameters + embedding + positions
-
-
 @lru_cache(maxsize=1024)
 def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # noqa: B008  (a frozen value)
     """Return the parameters by which every token is multiplied, as Megatron counts FLOPs: without routers,

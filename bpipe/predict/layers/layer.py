@@ -157,19 +157,14 @@ def _accumulated(setup: Setup, kind: LayerKind) -> float:
     )
 
 
-def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """Return seconds of dgrad and wgrad of one layer; attention's core has no weights.
-
-    Tensor parallelism makes them longer than the whole: no wgrad hides what is scattered or summed, and with sequence
-    parallelism inputs of matrices after norms are gathered again before it.
-    """
-    return every_seconds(setup, kind, scope)[2:]
-
-
 def every_seconds(
     setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None
 ) -> tuple[float, float, float, float]:
-    """Return seconds of a layer: forward, backward, and the halves of that."""
+    """Return seconds of a layer: forward, backward, and dgrad and wgrad; attention's core has no weights.
+
+    Tensor parallelism makes the halves longer than the whole: no wgrad hides what is scattered or summed, and with
+    sequence parallelism inputs of matrices after norms are gathered again before it.
+    """
     rates = Rates.of(setup)
     kind = setup.model.kind(0) if kind is None else kind
     forward, backward = layer_seconds(setup, kind, scope)
