@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import html
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.config import BALANCES
 from bpipe.commands.launch import (
@@ -33,7 +32,6 @@ from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import common_flags, difference
 from bpipe.plan.answer import LAUNCH, Answer, accuracy, advice, answer_document, answer_of, flags_of
-from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import CLEARLY, EXPOSED, cells, is_level, legend
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, remarks, verdict
@@ -112,7 +110,7 @@ def run(asked: Options) -> int:
     if options.front:
         with progress_of("front") as progress:
             front = find_front(space, progress)
-        print_front(front, space, options)
+        _print_front(front, space, options)
         return NO_ROWS if front.winner is None else 0
     if options.html is not None:
         raise ValueError("--html draws a front: give --front, too, or leave it out")
@@ -120,18 +118,21 @@ def run(asked: Options) -> int:
     evicts_least = options.memory is not None or bool(set(space.hosts) & set(IN_NODES))
     with progress_of("plan") as progress:
         num_rows = max(options.rows, options.emit_args or 0)
-        sending = {"sending": _evicting_least(space)} if evicts_least else {}
-        outcome = search(space, num_rows, progress, **sending, most_s=options.time_limit)
-        differs_from = reading if reading is None or _is_as_launched(asked, reading) else None
-        notes = None if options.emit_args is not None else plan_notes(outcome, differs_from)
-    if notes is not None:
-        print_plan(outcome, notes, options.format, reading, yours)
-    elif options.emit_args > len(outcome.rows):
-        rows = f"there are {len(outcome.rows)} rows. {verdict(outcome).text}"
-        raise ValueError(f"--emit-args {options.emit_args}: {rows}")
+        outcome = search(space, num_rows, progress, evicts_least, options.time_limit)
+        hurts = _hurts(outcome) if options.emit_args is None else None
+    if options.emit_args is not None:
+        _print_flags(options.emit_args, outcome.rows, f". {verdict(outcome).text}")
     else:
-        print(shlex.join(megatron_flags(outcome.rows[options.emit_args - 1].setup)))
+        launch = reading if reading is None or _is_as_launched(asked, reading) else None
+        _print(outcome, launch, hurts, options.format, reading, yours)
     return 0 if outcome.rows else NO_ROWS
+
+
+def _print_flags(number: int, rows: Sequence[Candidate], why: str = "") -> None:
+    """Print the flags of a row. Raises ValueError for one that does not exist."""
+    if number > len(rows):
+        raise ValueError(f"--emit-args {number}: there are {len(rows)} rows{why}")
+    print(shlex.join(megatron_flags(rows[number - 1].setup)))
 
 
 def _is_as_launched(asked: Options, reading: Reading) -> bool:
@@ -223,18 +224,6 @@ def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
     return replace(cluster, budget_bytes=asked.budget_bytes[0])
 
 
-def _evicting_least(space: Space) -> Callable[[Setup], Setup]:
-    """Return how a balanced setup is planned again, to evict no more than its budget demands."""
-
-    def planned(setup: Setup) -> Setup:
-        # One that only just fits may have no such plan, and stays.
-        with suppress(ValueError):
-            return within_budget(setup, (space.cluster.limit_bytes,), profile=space.profile)[0]
-        return setup
-
-    return planned
-
-
 def _yours(asked: Options, reading: Reading) -> Candidate | str:
     """Return the prediction of the launch as it is, or why it cannot run on this cluster."""
     if reading.refused is not None:
@@ -255,40 +244,44 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
         return str(error)
 
 
-class PlanNotes(NamedTuple):
-    """Facts shown with the rows."""
-
-    launch: Reading | None
-    """The launch from which the rows' flags differ, if one is given."""
-    hurts: tuple[Burden, int] | None = None
-    """The first row that the vocabulary hurts, by its number."""
-
-
-def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
+def _hurts(outcome: Outcome) -> tuple[Burden, int] | None:
+    """Return the first row that the vocabulary hurts, with its number."""
     # The rows themselves show the gain of shards that were searched.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
     burdens = (burden(row, outcome.space.profile, others) for row in outcome.rows)
-    return PlanNotes(launch, next(((worst, number) for number, worst in enumerate(burdens, 1) if worst), None))
+    return next(((worst, number) for number, worst in enumerate(burdens, 1) if worst), None)
 
 
-def print_plan(
-    outcome: Outcome, notes: PlanNotes, form: str, reading: Reading | None, yours: Candidate | str | None
+def _print(
+    outcome: Outcome,
+    launch: Reading | None,
+    hurts: tuple[Burden, int] | None,
+    form: str,
+    reading: Reading | None,
+    yours: Candidate | str | None,
 ) -> None:
     """Print what to run, and then the rows.
 
-    `yours`: the prediction of the given launch as it is, or why it cannot run on this cluster.
+    Args:
+        outcome: The rows.
+        launch: The launch that rows' flags change; None lists all flags.
+        hurts: The first row that the vocabulary hurts, with its number.
+        form: Table or JSON.
+        reading: The launch that is given.
+        yours: The prediction of that launch as it is, or why it cannot run on this cluster.
     """
     launched = yours if isinstance(yours, Candidate) else None
-    answer = answer_of(outcome.stock, outcome.rows, outcome.space, notes.launch, launched)
+    answer = answer_of(outcome.stock, outcome.rows, outcome.space, launch, launched)
     if form != "json":
-        _tell(answer, [*lines(reading), *_plan_parts(outcome, notes, yours)])
+        _tell(answer, [*lines(reading), *_plan_parts(outcome, launch, hurts, yours)])
         return
-    launch = {}
+    values = {}
     if reading is not None and yours is not None:
-        impossible = {"impossible": yours} if isinstance(yours, str) else {}
-        values = {**document(launched), "refused": list(launched.refused)} if launched else impossible
-        launch = {"launch": {**launch_document(reading), "as_it_stands": values}}
-    print_json({"answer": answer_document(answer), **plan_document(outcome, notes), **launch})
+        stands = (
+            {"impossible": yours} if isinstance(yours, str) else {**document(yours), "refused": list(yours.refused)}
+        )
+        values = {"launch": {**launch_document(reading), "as_it_stands": stands}}
+    print_json({"answer": answer_document(answer), **_document(outcome, launch, hurts), **values})
 
 
 def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
@@ -305,7 +298,7 @@ def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
         tell("", advice(answer))
 
 
-def plan_document(outcome: Outcome, notes: PlanNotes) -> dict[str, Any]:
+def _document(outcome: Outcome, launch: Reading | None, hurts: tuple[Burden, int] | None) -> dict[str, Any]:
     """Return the document of `--format json` (docs/planning.md)."""
     space = outcome.space
     # Reasons that do not apply to this space.
@@ -329,14 +322,14 @@ def plan_document(outcome: Outcome, notes: PlanNotes) -> dict[str, Any]:
                 "only_balanced": row.unbalanced_bytes is not None,
                 "unbalanced_peak_bytes": row.unbalanced_bytes,
                 "megatron_flags": megatron_flags(row.setup),
-                "launch_difference": notes.launch and difference(row.setup, notes.launch)._asdict(),
+                "launch_difference": launch and difference(row.setup, launch)._asdict(),
             }
             for row in outcome.rows
         ],
         "stock": _stock_values(outcome.stock),
         "families": family_values(outcome),
         "needs": trainer_needs(outcome),
-        "vocabulary": None if notes.hurts is None else burden_document(*notes.hurts),
+        "vocabulary": hurts and burden_document(*hurts),
     }
 
 
@@ -344,7 +337,9 @@ def _stock_values(stock: Candidate | None) -> dict[str, Any]:
     return {"row": stock and {**document(stock), "megatron_flags": megatron_flags(stock.setup)}}
 
 
-def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | None) -> list[str | Table]:
+def _plan_parts(
+    outcome: Outcome, launch: Reading | None, hurts: tuple[Burden, int] | None, yours: Candidate | str | None
+) -> list[str | Table]:
     """Return the rows, what each holds on every rank, the cost of the vocabulary, and the gain of balancing."""
     cluster = outcome.space.cluster
     share = f"{100 * cluster.limit_bytes / cluster.device.memory_bytes:.0f} % of a device"
@@ -369,15 +364,15 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
             f"Rows from {num_level + 1} on take at least {percent} more time than row 1; rows above are level with it."
         )
     for row in shown:
-        parts += ["", *_details(row, outcome, notes.launch)]
-    if rows and notes.launch is None:
+        parts += ["", *_details(row, outcome, launch)]
+    if rows and launch is None:
         parts += ["", Flags(f"all rows: {shlex.join(common_flags(rows[0].setup))}")]
     families = family_rows(outcome)
     if families:
         parts += ["", table(("schedule", "its fastest configuration"), families), *trainer_needs(outcome)]
-    if notes.hurts:
-        remedies = cells(_OF_REMEDIES, remedy_rows(notes.hurts[0]), notes.hurts[0].row)
-        parts += ["", burden_text(*notes.hurts), table(_OF_REMEDIES, remedies)]
+    if hurts:
+        remedies = cells(_OF_REMEDIES, remedy_rows(hurts[0]), hurts[0].row)
+        parts += ["", burden_text(*hurts), table(_OF_REMEDIES, remedies)]
     return [*parts, "", verdict(outcome).text]
 
 
@@ -411,15 +406,13 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
     return " ".join(value if number == 1 else f"{number} x {value}" for value, number in runs)
 
 
-def print_front(front: Front, space: Space, options: Options) -> None:
+def _print_front(front: Front, space: Space, options: Options) -> None:
     """Draw and print. Raises ValueError for a row that does not exist."""
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
     if options.html is not None:
         Path(options.html).write_text(_page(front, title), encoding="utf-8")
     if options.emit_args is not None:
-        if options.emit_args > len(front.points):
-            raise ValueError(f"--emit-args {options.emit_args}: there are {len(front.points)} rows")
-        print(shlex.join(megatron_flags(front.points[options.emit_args - 1].setup)))
+        _print_flags(options.emit_args, front.points)
         return
     winner = front.winner
     answer = answer_of(front.stock, [] if winner is None else [front.points[winner]], space)

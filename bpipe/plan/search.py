@@ -16,6 +16,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from bpipe.balance.config import BALANCES
 from bpipe.plan.bounds import Bounds, resident_seconds
 from bpipe.plan.branches import Bounder, BranchBounds
+from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import CLEARLY, is_level
 from bpipe.plan.judge import Closest, FamilyResult, Judge
 from bpipe.plan.predict import Candidate, costs_of, predict
@@ -146,7 +148,7 @@ def search(
     space: Space,
     num_rows: int = 10,
     progress: Progress = lambda what, done, total: None,
-    sending: Callable[[Setup], Setup] = lambda setup: setup,
+    evicts_least: bool = False,
     most_s: float = inf,
 ) -> Outcome:
     """Return the `num_rows` fastest, and the fastest of each kind.
@@ -155,7 +157,7 @@ def search(
         space: What to search.
         num_rows: Number of rows to return.
         progress: Called with the name of the phase, the number of branches done, and the number of all.
-        sending: Balances a fitting configuration anew before it is simulated.
+        evicts_least: Whether a fitting balanced configuration is planned again, to evict no more than its budget demands.
         most_s: Processor seconds after which the search ends, unless it has no row.
     """
     end_s = time.process_time() + most_s
@@ -166,7 +168,7 @@ def search(
     for branch in branches:
         progress("bounds", len(branch_bounds), len(branches))
         branch_bounds.append(bounder.of(branch))
-    state = _Search(space, num_rows, cuts, sending, end_s)
+    state = _Search(space, num_rows, cuts, evicts_least, end_s)
     stock_members, members = Members(stock_space(space), state.bounds, Counter()), Members(space, state.bounds, cuts)
 
     def tell(what: str, done: int) -> None:
@@ -221,10 +223,8 @@ class _Open(NamedTuple):
 class _Search:
     """State of a search."""
 
-    def __init__(
-        self, space: Space, num_rows: int, cuts: Counter[str], sending: Callable[[Setup], Setup], end_s: float
-    ) -> None:
-        self._space, self._cuts, self._sending, self._end_s = space, cuts, sending, end_s
+    def __init__(self, space: Space, num_rows: int, cuts: Counter[str], evicts_least: bool, end_s: float) -> None:
+        self._space, self._cuts, self._evicts_least, self._end_s = space, cuts, evicts_least, end_s
         self._unseen_s = inf
         self._limit = space.cluster.limit_bytes
         self.bounds, self._judge = Bounds(space.profile), Judge(space, cuts)
@@ -338,8 +338,10 @@ class _Search:
 
     def _simulate(self, candidate: _Open, setup: Setup, kinds: tuple[str, ...], family: FamilyResult | None) -> None:
         """Keep it if it is among the fastest of a kind, or its family's fastest."""
-        if candidate.needs_bytes is not None:
-            setup = self._sending(setup)
+        if candidate.needs_bytes is not None and self._evicts_least:
+            # One that only just fits may have no such plan, and stays.
+            with suppress(ValueError):
+                setup, _ = within_budget(setup, (self._limit,), profile=self._space.profile)
         fastest_s = inf if family is None or family.fastest is None else family.fastest.iteration_s
         limit_s = self._fastest.limit_s(kinds)
         if family is not None:
