@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.config import BALANCES
-from bpipe.commands.launch import (
-    REFUSES,
-    TRAINED,
-    cluster_of,
-    launch_document,
-    lines,
-    measured_of,
-    reading_of,
-)
+from bpipe.commands.launch import REFUSES, TRAINED, cluster_of, launch_document, lines, measured_of, reading_of
 from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs

@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bpipe.balance.config import BALANCES, name_of
-from bpipe.commands.launch import (
-    CONFIGURED,
-    cluster_of,
-    launch_document,
-    lines,
-    measured_of,
-    reading_of,
-    with_trace,
-)
+from bpipe.commands.launch import CONFIGURED, cluster_of, launch_document, lines, measured_of, reading_of, with_trace
 from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED

@@ -15,12 +15,7 @@ from bpipe.schedule.layout import EVEN
 CLEARLY = 1.05
 
 # What follows "balanced" in a row or a heading.
-HOSTS = {
-    PAIR: "",
-    POOL: " in a pool",
-    HOST: " with node memory",
-    ALL: " in a pool with node memory",
-}
+HOSTS = {PAIR: "", POOL: " in a pool", HOST: " with node memory", ALL: " in a pool with node memory"}
 
 
 # The letters of `describe`.

@@ -13,15 +13,7 @@ from bpipe.predict.layer_counts import without_layers
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.model import Model
 from bpipe.predict.recompute import Recompute, StageLayers, read_recompute, stage_layers
-from bpipe.predict.training import (
-    ATTENTION,
-    CP_COMM_TYPES,
-    IMPLEMENTATIONS,
-    KEPT_HALVES,
-    KERNELS,
-    PRECISIONS,
-    Training,
-)
+from bpipe.predict.training import ATTENTION, CP_COMM_TYPES, IMPLEMENTATIONS, KEPT_HALVES, KERNELS, PRECISIONS, Training
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN, Layout, SliceLengths, Vocabulary, microbatches_of
