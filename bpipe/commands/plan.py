@@ -24,17 +24,24 @@ from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import common_flags, difference
 from bpipe.plan.answer import LAUNCH, Answer, accuracy, advice, answer_document, answer_of, flags_of
-from bpipe.plan.candidates import CLEARLY, EXPOSED, cells, is_level, legend
-from bpipe.plan.document import document
-from bpipe.plan.explain import calibration_lines, pairs_apart, remarks, verdict
+from bpipe.plan.candidates import CLEARLY, EXPOSED, cells, document, is_level, legend
+from bpipe.plan.explain import (
+    calibration_lines,
+    family_rows,
+    family_values,
+    needs_of_setup,
+    pairs_apart,
+    remarks,
+    trainer_needs,
+    verdict,
+)
 from bpipe.plan.front import MOST_TIMES, Front, find_front, front_document, standing
 from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import refused_launch
 from bpipe.plan.search import INDISTINCT, Outcome, search
-from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, divisors, num_grids, usual_contexts, with_free_switches
-from bpipe.plan.standings import family_rows, family_values, needs_of_setup, trainer_needs
+from bpipe.plan.variants import usual_slices
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_text, remedy_rows
 from bpipe.predict.cluster import Cluster, gib_text
 from bpipe.predict.layout import Setup

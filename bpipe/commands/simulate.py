@@ -19,13 +19,11 @@ from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, cells, is_level
-from bpipe.plan.document import document
-from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks
+from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, cells, document, is_level
+from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, pairs_apart, refusals, remarks
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import Candidate, predict, simulation_of
 from bpipe.plan.refusals import refused_launch
-from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory

@@ -14,14 +14,13 @@ from typing import Any
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan.document import document
+from bpipe.plan.candidates import document
+from bpipe.plan.explain import needs_of_setup
 from bpipe.plan.predict import Candidate, costs_of, predict
 from bpipe.plan.search import Progress, by_bound, search, stock_space
-from bpipe.plan.shards import stands_still
-from bpipe.plan.slices import NUMBERS
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space
-from bpipe.plan.standings import needs_of_setup
 from bpipe.plan.timing import Timing, steady_timing
+from bpipe.plan.variants import NUMBERS, stands_still
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes

@@ -2,7 +2,7 @@
 
 In: the Space. Out: counts, and the best `Candidate`s, fastest first.
 
-The search is best-first, by lower bounds of the iteration's time: of a whole branch (`plan.branches`), and of a
+The search is best-first, by lower bounds of the iteration's time: of a whole branch (`plan.bounds`), and of a
 configuration (no pipeline is faster than its slowest rank's work between the first arrival and the last departure). A
 branch is opened only if its bound is below the time of the slowest row and its least memory within that time fits; the
 same holds for predicting a configuration's memory and simulating it. What can be faster than the slowest row by no more
@@ -23,17 +23,15 @@ from math import inf, prod
 from typing import NamedTuple
 
 from bpipe.balance.config import BALANCES
-from bpipe.plan.bounds import Bounds, resident_seconds
-from bpipe.plan.branches import Bounder, BranchBounds
+from bpipe.plan.bounds import Bounder, Bounds, BranchBounds, resident_seconds
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import CLEARLY, is_level
 from bpipe.plan.judge import Closest, FamilyResult, Judge
 from bpipe.plan.predict import Candidate, costs_of, predict
 from bpipe.plan.refusals import Launchable, runs_ours
-from bpipe.plan.shards import with_shards
-from bpipe.plan.slices import Slicer
 from bpipe.plan.space import Branch, Space, enumerate_branches, setups_of
 from bpipe.plan.timing import timing_within
+from bpipe.plan.variants import Slicer, with_shards
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes
 from bpipe.schedule.families.families import DEFAULTS, FAMILIES

@@ -12,9 +12,9 @@ from typing import Any
 from bpipe.balance.config import BalanceConfig
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget
-from bpipe.plan.document import document
+from bpipe.plan.candidates import document
 from bpipe.plan.predict import Candidate, costs_of, predict
-from bpipe.plan.shards import stands_still, with_shards
+from bpipe.plan.variants import stands_still, with_shards
 from bpipe.predict.layer_counts import redistribute_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile

@@ -16,8 +16,8 @@ from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import Others, guarded, refused
-from bpipe.plan.shards import stands_still, with_shards
 from bpipe.plan.space import fewest_layers, with_block
+from bpipe.plan.variants import stands_still, with_shards
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bpipe.predict.activations import activations, held_of
 from bpipe.predict.cluster import GIB, Cluster
-from bpipe.predict.context_parallel import exchange_bytes
+from bpipe.predict.exchanges import exchange_bytes
 from bpipe.predict.layers.ends import last_saved, loss_working_bytes, shard_bytes, shard_working_bytes
 from bpipe.predict.layers.layer import layer_working_bytes
 from bpipe.predict.layout import EVENLY, Setup

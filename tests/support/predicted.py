@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from bpipe.plan import bounds
 from bpipe.plan.space import Space, enumerate_branches, setups_of
+from bpipe.predict.flops import layer_parameters
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
-from bpipe.predict.parameters import layer_parameters
 
 
 def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:

@@ -1,6 +1,6 @@
 """Read a Megatron launch as this package's own options.
 
-`config.flags.launches.READ` lists the flags that are read. `other_flags` lists those that are refused, because they would
+`config.flags.launches.READ` lists the flags that are read. `megatron_names` lists those that are refused, because they would
 change the result and are not modelled, and those without influence. Any other flag is listed as not considered. Imports
 no Megatron; a test holds the tables to the parser of the installed one.
 """
@@ -15,12 +15,17 @@ from bpipe.config.flags.flag import Options
 from bpipe.config.flags.launches import SAME
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.flags.values import AUTO
-from bpipe.config.launch.expert_flags import parts_of_flags
-from bpipe.config.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
+from bpipe.config.launch.layer_flags import hybrid_of_flags, layers_of, parts_of_flags, settle_pattern
 from bpipe.config.launch.layer_split import Split, further_stage
-from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
+from bpipe.config.launch.megatron_names import (
+    PREDICTED_WITHOUT,
+    REFUSED,
+    is_without_influence,
+    refused_for,
+    unknown_flags,
+    unknown_note,
+)
 from bpipe.config.launch.megatron_settings import MegatronSettings
-from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.predict.recompute import MODULES, Recompute
 from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, flag_of
 from bpipe.schedule.families.families import FAMILIES

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from bpipe.predict.expert_parallel import routed_tokens
+from bpipe.predict.exchanges import routed_tokens
+from bpipe.predict.flops import layer_parameters
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layers import mamba
 from bpipe.predict.layers.attention import (
@@ -17,15 +18,13 @@ from bpipe.predict.layers.attention import (
     up_projections_s,
 )
 from bpipe.predict.layers.ends import embedding_saved, embedding_seconds
-from bpipe.predict.layers.experts import (
+from bpipe.predict.layers.mlp import (
     experts_after_input,
     experts_again,
     experts_saved,
     experts_touched_bytes,
     experts_way_s,
     experts_working_bytes,
-)
-from bpipe.predict.layers.mlp import (
     local_mlp_saved,
     mlp_after_input,
     mlp_forward_s,
@@ -44,7 +43,6 @@ from bpipe.predict.layers.norms import (
 )
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products, projection_products
-from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.recompute import LayerScope, read_recompute
 from bpipe.predict.sizes import (
     KERNEL_S,

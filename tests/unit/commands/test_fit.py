@@ -18,7 +18,7 @@ from bpipe.plan.candidates import describe
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import refused
-from bpipe.plan.shards import has_one_queue, stands_still
+from bpipe.plan.variants import has_one_queue, stands_still
 from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layer_counts import split_layers

@@ -13,8 +13,7 @@ from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan.bounds import Bounds, resident_seconds
-from bpipe.plan.branches import Bounder
+from bpipe.plan.bounds import Bounder, Bounds, resident_seconds
 from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import describe
 from bpipe.plan.explain import remarks, verdict
@@ -23,7 +22,7 @@ from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.search import INDISTINCT, Members, Outcome, by_bound, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_branches, num_grids, usual_contexts
 from bpipe.plan.timing import steady_timing, whole_timing
-from bpipe.predict.activations import activations, moves_anything
+from bpipe.predict.activations import activations, held_by, held_within, moves_anything
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import EVENLY, Setup
@@ -37,7 +36,6 @@ from bpipe.predict.memory import (
     state_bytes,
 )
 from bpipe.predict.model import PRESETS, gpt
-from bpipe.predict.peak_counts import held_by, held_within
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.families.family import Family

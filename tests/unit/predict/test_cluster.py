@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.document import configuration
+from bpipe.plan.candidates import configuration
 from bpipe.plan.predict import predict
 from bpipe.plan.space import Space
 from bpipe.predict.cluster import DEVICES, parse_cluster

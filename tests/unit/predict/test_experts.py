@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.expert_parallel import exchange
+from bpipe.predict.exchanges import exchange
 from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, Routing, read_pattern, write_pattern
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model

@@ -12,12 +12,12 @@ import pytest
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
+from bpipe.predict.activations import held_by
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.layers.layer import every_seconds, layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.peak_counts import held_by
 from bpipe.predict.profile import read_profile
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import one_f_one_b
