@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 NO_ROWS = 3
 # How a model is cut: the search chooses, but among what is asked for.
 CUT = ("tensor", "pipeline", "micro_batch", "chunks")
+# Fields of a space that options name alike.
+_SAME = "global_batch attention max_micro_batch max_chunks precision kernels cp_comm_type expert".split()
 # Ranks whose peaks fit into one line.
 _ALL_SHOWN = 16
 _OF_ANSWER = ("", "iteration s", "range s", "speed-up", "peak GiB", "of GiB", "state", "configuration")
@@ -156,24 +158,17 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
     space = Space(
         model=model,
         cluster=cluster,
-        global_batch=options.global_batch,
         sequence=model.sequence,
-        attention=options.attention,
+        **{name: getattr(options, name) for name in _SAME},
         recompute=tuple(options.recompute),
         schedules=schedules,
         balances=tuple(options.balance),
-        max_micro_batch=options.max_micro_batch,
-        max_chunks=options.max_chunks,
         uneven=not options.even_layers,
-        precision=options.precision,
-        kernels=options.kernels,
-        cp_comm_type=options.cp_comm_type,
         traced=traced,
         **training_of(options),
         profile=profile,
         formula=options.flops_formula,
         hosts=tuple(asked.hosts or (options.hosts,)),
-        expert=options.expert,
         contexts=contexts,
         vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
         tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tp", f"the devices of {cluster.domain}"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bpipe.balance.config import BALANCES, name_of
-from bpipe.commands.launch import CONFIGURED, cluster_of, launch_document, lines, measured_of, reading_of, with_trace
+from bpipe.commands.launch import CONFIGURED, launch_document, lines, predicted_of, reading_of
 from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
@@ -21,7 +21,7 @@ from bpipe.plan import fit
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, cells, document, is_level
 from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, pairs_apart, refusals, remarks
-from bpipe.plan.options import filled, setup_of
+from bpipe.plan.options import filled
 from bpipe.plan.predict import Candidate, predict, simulation_of
 from bpipe.plan.refusals import refused_launch
 from bpipe.predict.cluster import gib_text
@@ -155,8 +155,7 @@ def _verdict(sides: Sequence[Candidate]) -> str:
 def _answer(options: Options) -> _Answer:
     reading = reading_of(options)
     options = filled(options, reading, ("pipeline", "global_batch"))
-    profile, traced = measured_of(options)
-    setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
+    setup, profile = predicted_of(options, reading)
     setup, plan = budgeted(options, setup, profile)
     # Timed as in plan, so that a configuration has one time; a picture needs the simulation of every action.
     simulation = simulation_of(setup, profile) if options.trace is not None else None

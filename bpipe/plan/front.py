@@ -7,7 +7,7 @@ predicted: the result is the same as if all were.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -123,18 +123,15 @@ def _but(choices: Iterable[str], excluded: Collection[str]) -> list[str]:
 
 def _needs_unless_beaten(unbeaten: _Unbeaten, setup: Setup, bound_s: float, largest: int) -> int | None:
     """Return the bytes a setup needs; None if they exceed `largest` or a row beats it. Cheap bounds come first."""
+    sizes: list[Callable[[Setup], int]] = [least_bytes, peak_bytes]
+    if setup.balance is not None:
+        sizes.insert(1, least_shared_bytes)
     needs = 0
-    for needs in _rising(setup):
+    for size_of in sizes:
+        needs = size_of(setup)
         if needs > largest or unbeaten.beats(needs, bound_s):
             return None
     return needs
-
-
-def _rising(setup: Setup) -> Iterable[int]:
-    yield least_bytes(setup)
-    if setup.balance is not None:
-        yield least_shared_bytes(setup)
-    yield peak_bytes(setup)
 
 
 class _Unbeaten:
