@@ -85,10 +85,6 @@ class Members:
         self._space, self._bounds, self._cuts = space, bounds, cuts
         self._launchable, self._slicer = Launchable(space.others), Slicer(space.slices)
 
-    def of(self, branch: Branch) -> Iterator[Setup]:
-        """Yield each configuration, first with the whole vocabulary, then with its shards."""
-        return filter(None, map(self.taken, self.covered(branch)))
-
     def taken(self, setup: Setup) -> Setup | None:
         """Return a covered setup as the trainer accepts it; None if it is refused, or its shards promise no gain."""
         if setup.is_sharded and self._space.vocabulary_parallel is None:
@@ -117,10 +113,13 @@ class Members:
 
 
 def every_setup(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
-    """Yield the configurations of all branches. `cuts` counts the rest."""
+    """Yield the configurations of all branches, each first with the whole vocabulary, then with its shards.
+
+    `cuts` counts the rest.
+    """
     members = Members(space, bounds, cuts)
     for branch in enumerate_branches(space, cuts):
-        yield from members.of(branch)
+        yield from filter(None, map(members.taken, members.covered(branch)))
 
 
 def by_bound(space: Space) -> list[tuple[float, Setup]]:
@@ -348,7 +347,7 @@ class _Search:
         if timing is None:
             return
         place, leads = (timing.iteration_s, candidate.number), family is not None and timing.iteration_s < fastest_s
-        open_kinds = self._fastest.kinds_with_room(kinds, place)
+        open_kinds = [kind for kind in kinds if place < self._fastest.slowest(kind)]
         if not open_kinds and not leads:
             return
         # Its need so far may be a lower bound, which was enough to tell that it does not fit.
@@ -390,25 +389,16 @@ class _Fastest:
 
     def limit_s(self, kinds: Iterable[str]) -> float:
         """Return the seconds from which on a configuration is in no rows of these kinds."""
-        return max(map(self._limit_of, kinds))
+        compared_s = COMPARED * self.slowest("all")[0]
+        limits_s = ((kind in ("plain", "balanced"), self.slowest(kind)[0]) for kind in kinds)
+        return max(min(seconds, compared_s) if is_compared else seconds for is_compared, seconds in limits_s)
 
-    def _limit_of(self, kind: str) -> float:
-        slowest_s = self._slowest_s(kind)
-        return slowest_s if kind in ("all", "stock") else min(slowest_s, COMPARED * self._slowest_s("all"))
-
-    def _slowest_s(self, kind: str) -> float:
-        rows, size = self._rows[kind], self._sizes[kind]
-        if not size:
-            return 0.0
-        return rows[-1][0][0] if len(rows) == size else inf
-
-    def kinds_with_room(self, kinds: Iterable[str], place: tuple[float, int]) -> list[str]:
-        """Return the kinds whose rows include this place."""
-        return [
-            kind
-            for kind in kinds
-            if len(self._rows[kind]) < self._sizes[kind] or (self._sizes[kind] and place < self._rows[kind][-1][0])
-        ]
+    def slowest(self, kind: str) -> tuple[float, int]:
+        """Return the place before which a configuration is among the rows of a kind."""
+        rows = self._rows[kind]
+        if len(rows) < self._sizes[kind]:
+            return inf, 0
+        return rows[-1][0] if rows else (0.0, 0)
 
     def keep(self, kinds: Iterable[str], place: tuple[float, int], row: Candidate) -> None:
         for kind in kinds:
