@@ -14,13 +14,11 @@ layer's forward to its backward, at least as long as all later layers take in bo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
 from bpipe.plan.predict import costs_of
 from bpipe.plan.space import Branch, Space, plainest
-from bpipe.predict.activations import held_of
 from bpipe.predict.costs import PartSeconds, PartsOfSetups, stage_cost
 from bpipe.predict.layers.ends import shard_seconds
 from bpipe.predict.layout import Setup
@@ -30,7 +28,6 @@ from bpipe.predict.recompute import StageLayers
 from bpipe.predict.replicas import update_seconds
 from bpipe.predict.saved_tensors import layers_bytes
 from bpipe.predict.slices import slice_setups
-from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import IN_NODES
 from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import ShardCost, StageCost, scaled
@@ -49,26 +46,6 @@ class _Work(NamedTuple):
     shard: ShardCost
     begins: Sequence[float]
     ends: Sequence[float]
-
-
-def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
-    """Return another lower bound, by Little's law, for a setup without balancing; 0 if the law does not apply.
-
-    A rank holds a stage's micro-batch from forward to backward, at least as long as all later stages take in both
-    directions, and never more micro-batches at a time than its order allows.
-    """
-    if setup.balance is not None or setup.slices > 1 or setup.num_pipes > 1 or FAMILIES[setup.schedule].fill is None:
-        return 0.0
-    costs = costs_of(setup, profile)
-    last_first = (costs.of(stage) for stage in reversed(range(setup.num_stages)))
-    passes = (
-        float(cost.whole_forward_s + (cost.whole_input_s if setup.splits else cost.whole_backward_s))
-        for cost in last_first
-    )
-    stays = [*accumulate(passes)][::-1]
-    return setup.num_microbatches * max(
-        sum(stays[stage] for stage in residency.stages) / residency.most_saved for residency in held_of(setup)
-    )
 
 
 def _work_of(setup: Setup, profile: Profile | None) -> _Work:

@@ -23,7 +23,7 @@ from math import inf, prod
 from typing import NamedTuple
 
 from bpipe.balance.config import BALANCES
-from bpipe.plan.bounds import Bounder, Bounds, BranchBounds, resident_seconds
+from bpipe.plan.bounds import Bounder, Bounds, BranchBounds
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import CLEARLY, is_level
 from bpipe.plan.judge import Closest, FamilyResult, Judge
@@ -326,8 +326,6 @@ class _Search:
             if chosen is None:
                 return None
             bound_s = candidate.bound_s if chosen == setup else self.bounds.seconds(chosen)
-            # The most that it holds is known now, and gives another bound of its time.
-            bound_s = max(bound_s, resident_seconds(chosen, self._space.profile))
             return candidate._replace(bound_s=bound_s, setup=chosen, needs_bytes=judge.needs_bytes, fits=True)
         self._num_simulated += 1
         self._simulate(candidate, setup, kinds, self._judge.families[setup.schedule] if is_counted else None)

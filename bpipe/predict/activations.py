@@ -44,11 +44,6 @@ class HeldCounts:
     def num_buffers(self) -> int:
         return sum(count for count, _ in self.hosted)
 
-    @property
-    def most_saved(self) -> int:
-        """The most micro-batches, or slices, of all its stages that it holds as saved at a time."""
-        return max(sum(moment[: len(self.stages)]) for moment in self.moments)
-
     def num_bytes(self, saved: Sequence[int], after_input: Sequence[int], *kept: Sequence[int]) -> tuple[int, int]:
         """Return peak bytes of own micro-batches, and of host buffers. Sizes are by stage; `kept`: keys, gradients."""
         sizes = [of_all[stage] for of_all in (saved, after_input, *kept) for stage in self.stages]

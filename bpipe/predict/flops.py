@@ -28,10 +28,6 @@ class LayerParameters(NamedTuple):
     experts: int
     """Of all routed experts."""
 
-    @property
-    def total(self) -> int:
-        return sum(self)
-
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParameters:  # noqa: B008  (a frozen value)

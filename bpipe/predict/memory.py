@@ -176,11 +176,6 @@ def peak_bytes(setup: Setup) -> int:
     return max(rank.peak_bytes for rank in predict_memory(setup))
 
 
-def state_bytes(setup: Setup) -> int:
-    """Return the state and overhead of the rank with most parameters, a lower bound of what it holds."""
-    return max(rank_states(setup))
-
-
 def rank_states(setup: Setup) -> tuple[int, ...]:
     """Return the state bytes of every rank."""
     _, gradient, state, _ = parameter_bytes(setup)

@@ -26,7 +26,7 @@ def lower_bound_s(setup: Setup) -> float:
 
 def num_parameters(model: Model) -> int:
     """Return the number of all parameters."""
-    layers = sum(model.num_held(kind, number) * layer_parameters(model, kind).total for kind, number in model.kinds())
+    layers = sum(model.num_held(kind, number) * sum(layer_parameters(model, kind)) for kind, number in model.kinds())
     embedding = model.vocabulary * model.hidden_size * (1 if model.tied_embedding else 2)
     positions = model.sequence * model.hidden_size * model.learned_positions
     return layers + model.norm_parameters + embedding + positions
