@@ -78,7 +78,6 @@ class Judge:
         self.needs_bytes: int | None = None
         self.num_only_balanced = 0
         self._states: dict[object, tuple[int, ...]] = {}
-        self._needs_by_setup: dict[Setup, tuple[int, bool]] = {}
         self._large: list[Closest] = []
         # By family, setups that are too large by a lower bound, with that bound.
         self._by_bound: dict[str, list[tuple[int, Setup]]] = {}
@@ -171,9 +170,7 @@ class Judge:
 
     def _needs(self, setup: Setup) -> tuple[int, bool]:
         """Return the bytes needed, or a lower bound above the limit, and whether an exact prediction may follow."""
-        if setup not in self._needs_by_setup:
-            self._needs_by_setup[setup] = self._bound(setup) or (peak_bytes(setup), False)
-        return self._needs_by_setup[setup]
+        return self._bound(setup) or (peak_bytes(setup), False)
 
     def _states_of(self, setup: Setup) -> tuple[int, ...]:
         """Return each rank's bytes held throughout, which do not depend on micro-batch, recomputation and groups."""

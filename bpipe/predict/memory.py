@@ -179,13 +179,10 @@ def peak_bytes(setup: Setup) -> int:
 def rank_states(setup: Setup) -> tuple[int, ...]:
     """Return the state bytes of every rank."""
     _, gradient, state, _ = parameter_bytes(setup)
-    overhead, parameters = (
-        overhead_bytes(setup),
-        zip(weight_bytes(setup), rank_parameters(setup), rank_experts(setup), strict=True),
-    )
+    overhead, counts = overhead_bytes(setup), zip(rank_parameters(setup), rank_experts(setup), strict=True)
     return tuple(
         weights + gradient * count + over_replicas(setup, state, count, experts) + overhead
-        for weights, count, experts in parameters
+        for weights, (count, experts) in zip(weight_bytes(setup), counts, strict=True)
     )
 
 
