@@ -136,19 +136,12 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **_if(cluster.nodes_per_domain > 1, gpus_per_domain=cluster.devices_per_domain),
         "tensor": setup.tensor,
         **_if(setup.context > 1, context=setup.context, cp_comm_type=setup.cp_comm_type),
-        "pipeline": setup.pipeline,
-        "data": setup.data,
-        "micro_batch": setup.micro_batch,
-        "global_batch": setup.global_batch,
-        "num_microbatches": setup.num_microbatches,
-        "sequence": setup.sequence,
+        **_same(setup, "pipeline data micro_batch global_batch num_microbatches sequence"),
         "vocabulary": setup.padded_vocabulary,
         **_if(experts is not None, **routing),
         "layers": list(setup.layers),
         **({} if hybrid is None else {"pattern": hybrid.with_stages(setup.layers)}),
-        "recompute": setup.recompute,
-        "attention": setup.attention,
-        "schedule": setup.schedule,
+        **_same(setup, "recompute attention schedule"),
         "chunks": setup.num_chunks,
         "balance": name_of(setup.balance),
         **({} if bounds is None else {"bound": list(bounds)}),
@@ -162,9 +155,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
             mtp_use_repeated_layer=setup.model.mtp_use_repeated_layer,
             mtp_stage=setup.further_stage,
         ),
-        "distributed_optimizer": setup.distributed_optimizer,
-        "sequence_parallel": setup.sequence_parallel,
-        "kernels": setup.kernels,
+        **_same(setup, "distributed_optimizer sequence_parallel kernels"),
         **_if(cluster.factor != 1, calibration_factor=cluster.factor),
         **asdict(setup.switches),
         **_if(has_groups, group=setup.turn_size),
@@ -173,6 +164,10 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **_if(family.splits, keep_weights_halves=setup.keep_weights_halves),
         **_if(setup.is_sharded, vocabulary_parallel=setup.vocabulary.value, input_shards=setup.input_shards),
     }
+
+
+def _same(setup: Setup, names: str) -> dict[str, Any]:
+    return {name: getattr(setup, name) for name in names.split()}
 
 
 def _if(holds: bool, **values: Any) -> dict[str, Any]:
