@@ -8,7 +8,18 @@ from typing import Any
 
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.launches import words
-from bpipe.config.launch.layer_split import Split, read_split, refuse_empty
+from bpipe.config.launch.layer_split import (
+    CHUNKS,
+    COUNT_EMBEDDING,
+    COUNT_LOSS,
+    FIRST,
+    LAST,
+    LAYERS_OF_A_CHUNK,
+    LAYOUT,
+    given,
+    read_split,
+    refuse_empty,
+)
 from bpipe.predict.hybrid import EXPERTS, Hybrid, split_text
 from bpipe.predict.layer_variants import (
     EVERY_LAYER,
@@ -189,18 +200,18 @@ def hybrid_of_flags(args: Options, position: str) -> dict[str, Any]:
         raise ValueError(f"{PATTERN} {args.hybrid_layer_pattern[:60]}: {error}") from None
 
 
-def layers_of(args: Options, split: Split) -> tuple[int, ...]:
+def layers_of(args: Options) -> tuple[int, ...]:
     """Return the layers of every stage. Raises ValueError for what Megatron would refuse."""
     pipeline = args.pipeline_model_parallel_size
     if args.hybrid_layer_pattern is None:
-        return read_split(split, args.num_layers, pipeline)
-    symbols, stages = split_text(args.hybrid_layer_pattern)
-    others = [args.num_virtual_stages_per_pipeline_rank, split.layers_of_a_chunk, split.layout]
-    others += [split.first, split.last] if stages is not None else []
-    if any(value is not None for value in others) or split.count_embedding or split.count_loss:
+        return read_split(args)
+    _, stages = split_text(args.hybrid_layer_pattern)
+    flags = [CHUNKS, LAYERS_OF_A_CHUNK, LAYOUT, COUNT_EMBEDDING, COUNT_LOSS]
+    flags += [FIRST, LAST] if stages is not None else []
+    if any(given(args, *flags)):
         raise ValueError(f"with {PATTERN} stages begin where it has a |: drop the other flags that place layers")
     if stages is None:
-        return read_split(Split(first=split.first, last=split.last), len(symbols), pipeline)
+        return read_split(args)
     if len(stages) % pipeline:
         raise ValueError(f"{PATTERN} has {len(stages)} stages, not a multiple of the {pipeline} pipeline ranks")
     refuse_empty(stages)
