@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bpipe.predict.activations import activations, held_of
 from bpipe.predict.cluster import GIB, Cluster
-from bpipe.predict.context_parallel import exchange_bytes
+from bpipe.predict.exchanges import exchange_bytes
 from bpipe.predict.layers.ends import last_saved, loss_working_bytes, shard_bytes, shard_working_bytes
 from bpipe.predict.layers.layer import layer_working_bytes
 from bpipe.predict.layout import EVENLY, Setup
@@ -177,21 +177,13 @@ def peak_bytes(setup: Setup) -> int:
     return max(rank.peak_bytes for rank in predict_memory(setup))
 
 
-def state_bytes(setup: Setup) -> int:
-    """Return the state and overhead of the rank with most parameters, a lower bound of what it holds."""
-    return max(rank_states(setup))
-
-
 def rank_states(setup: Setup) -> tuple[int, ...]:
     """Return the state bytes of every rank."""
     _, gradient, state, _ = parameter_bytes(setup)
-    overhead, parameters = (
-        overhead_bytes(setup),
-        zip(weight_bytes(setup), rank_parameters(setup), rank_experts(setup), strict=True),
-    )
+    overhead, counts = overhead_bytes(setup), zip(rank_parameters(setup), rank_experts(setup), strict=True)
     return tuple(
         weights + gradient * count + over_replicas(setup, state, count, experts) + overhead
-        for weights, count, experts in parameters
+        for weights, (count, experts) in zip(weight_bytes(setup), counts, strict=True)
     )
 
 

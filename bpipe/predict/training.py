@@ -9,9 +9,11 @@ from typing import Any
 from bpipe.predict.cluster import DeviceKind
 from bpipe.predict.layer_variants import Routing
 
-# Of a setup's model, and of the setup itself.
+# What decides how long a stage takes, of the model and of how it is trained: a profile that names them is for such setups
+# only. What of the setup a trace names.
 OF_MODEL = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
-OF_SETUP = ("tensor", "sequence", "recompute", "attention", "precision", "sequence_parallel", "layers", "micro_batch")
+OF_STAGE = ("tensor", "sequence", "recompute", "attention", "precision")
+OF_SETUP = (*OF_STAGE, "sequence_parallel", "layers", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Read a Megatron launch as this package's own options.
 
-`config.flags.launches.READ` lists the flags that are read. `other_flags` lists those that are refused, because they would
+`config.flags.launches.READ` lists the flags that are read. `megatron_names` lists those that are refused, because they would
 change the result and are not modelled, and those without influence. Any other flag is listed as not considered. Imports
 no Megatron; a test holds the tables to the parser of the installed one.
 """
@@ -15,12 +15,18 @@ from bpipe.config.flags.flag import Options
 from bpipe.config.flags.launches import SAME
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.flags.values import AUTO
-from bpipe.config.launch.expert_flags import parts_of_flags
-from bpipe.config.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
-from bpipe.config.launch.layer_split import Split, further_stage
-from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
+from bpipe.config.launch.layer_flags import hybrid_of_flags, layers_of, parts_of_flags, settle_pattern
+from bpipe.config.launch.layer_split import CHUNKS, LAYERS_OF_A_CHUNK, LAYOUT, further_stage, given
+from bpipe.config.launch.megatron_names import (
+    GRAPHS,
+    PREDICTED_WITHOUT,
+    REFUSED,
+    is_without_influence,
+    refused_for,
+    unknown_flags,
+    unknown_note,
+)
 from bpipe.config.launch.megatron_settings import MegatronSettings
-from bpipe.config.launch.other_flags import GRAPHS, PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.predict.recompute import MODULES, Recompute
 from bpipe.predict.training import (
     CP_COMM_TYPES,
@@ -198,27 +204,17 @@ def _model(args: Options, notes: list[str]) -> dict[str, Any]:
 
 
 def _parallel(args: Options) -> dict[str, Any]:
-    pipeline, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
-    if not (args.num_layers_per_virtual_pipeline_stage or chunks or args.pipeline_model_parallel_layout):
-        chunks = _own_chunks(args.bpipe_schedule)
-    split = Split(
-        layers_of_a_chunk=args.num_layers_per_virtual_pipeline_stage,
-        chunks=chunks,
-        first=args.decoder_first_pipeline_num_layers,
-        last=args.decoder_last_pipeline_num_layers,
-        count_embedding=args.account_for_embedding_in_pipeline_split,
-        count_loss=args.account_for_loss_in_pipeline_split,
-        layout=args.pipeline_model_parallel_layout,
-        further=args.mtp_num_layers or 0,
-    )
-    layers = layers_of(args, split)
+    pipeline = args.pipeline_model_parallel_size
+    if not any(given(args, LAYERS_OF_A_CHUNK, CHUNKS, LAYOUT)):
+        args.num_virtual_stages_per_pipeline_rank = _own_chunks(args.bpipe_schedule)
+    layers = layers_of(args)
     options = {
         **{field: getattr(args, SAME[field]) for field in _CUT},
         "pipeline": pipeline,
         **_context(args),
         "chunks": len(layers) // pipeline,
         "layers": layers,
-        "mtp_stage": further_stage(split),
+        "mtp_stage": further_stage(args.pipeline_model_parallel_layout),
         "no_sequence_parallel": not args.sequence_parallel,
         "balance": BALANCES[args.bpipe],
         **{flag.field: getattr(args, SAME[flag.field]) for flag in ORDER},

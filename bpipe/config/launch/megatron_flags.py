@@ -10,8 +10,7 @@ from dataclasses import asdict
 from bpipe.balance.config import BalanceConfig
 from bpipe.config.flags.budgets import budget_text
 from bpipe.config.flags.launches import words
-from bpipe.config.launch.expert_flags import flags_of_parts
-from bpipe.config.launch.hybrid_flags import flags_of_hybrid
+from bpipe.config.launch.layer_flags import flags_of_hybrid, flags_of_parts
 from bpipe.config.launch.layer_split import split_flags
 from bpipe.predict.layout import Setup
 from bpipe.predict.recompute import Recompute

@@ -123,7 +123,7 @@ def test_every_refusal_has_its_flags() -> None:
 
 def test_no_row_is_one_that_the_trainer_refuses() -> None:
     """Rows with shards, another schedule or balancing are launched with what is guarded, unless that is refused."""
-    rows = [row.prediction.setup for row in search(replace(SPACE, switches=OVERLAP), 60).rows]
+    rows = [row.setup for row in search(replace(SPACE, switches=OVERLAP), 60).rows]
     ours = [setup for setup in rows if runs_ours(setup) and setup.tensor > 1]
     assert any(setup.is_sharded for setup in ours)
     assert [setup for setup in rows if refused(setup)] == []

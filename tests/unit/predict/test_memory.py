@@ -15,6 +15,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build, unchecked
 from bpipe.cli import main
+from bpipe.predict.activations import held_by, held_by_orders
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.layer_counts import split_layers
@@ -23,7 +24,6 @@ from bpipe.predict.layers.layer import layer_bytes
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt
-from bpipe.predict.peak_counts import held_by, held_by_orders
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 

@@ -22,9 +22,8 @@ from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.megatron_names import names
+from bpipe.config.launch.megatron_names import REFUSED, WITHOUT_INFLUENCE, names
 from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
-from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import EVENLY, Setup

@@ -96,7 +96,7 @@ def rows_of_plans() -> list[Setup]:
             ("llama3-405b", "h100-80g:32x8", 256, 8192, {"max_micro_batch": 2, "distributed_optimizer": False}),
         )
     ]
-    return [result.prediction.setup for space in spaces for result in search(space, num_rows=4).rows]
+    return [result.setup for space in spaces for result in search(space, num_rows=4).rows]
 
 
 @pytest.mark.slow
