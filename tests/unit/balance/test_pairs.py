@@ -333,13 +333,13 @@ def spans_of(schedule: Schedule, rank: int) -> Spans:
     return found
 
 
-def moves(spans: Spans, away: Keys, back: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
+def moves(spans: Spans, away: Keys, kept: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
     """What a rank may load and evict beside a slot. What its next slot computes on has to come back now."""
     due = {key for key in away if spans[key][1] == slot + 1}
     may_leave = [
         key
         for key, (first, needed, _) in spans.items()
-        if first < slot < needed - 1 and key not in away and key not in back
+        if first < slot < needed - 1 and key not in away and key not in kept
     ]
     for loaded in subsets(sorted(away)):
         if due <= loaded:
@@ -351,10 +351,10 @@ def bounds_of(schedule: Schedule) -> Iterator[tuple[int, int]]:
     memory = counting(schedule.num_stages)
     for pair in pairs_of(choose_partners(schedule, None)):
         if pair[0] != pair[1]:
-            found = smallest_bound(schedule, pair, memory)
+            smallest = smallest_bound(schedule, pair, memory)
             yield (
-                found,
-                next(bound for bound in range(1, found + 1) if bound == found or can_keep(schedule, pair, bound)),
+                smallest,
+                next(bound for bound in range(1, smallest + 1) if bound == smallest or can_keep(schedule, pair, bound)),
             )
 
 

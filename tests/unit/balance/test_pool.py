@@ -85,9 +85,9 @@ def best_of(ways: Sequence[set[Way]]) -> list[list[Way]]:
     kept = []
     for of_rank in ways:
         found: list[Way] = []
-        for one in sorted(of_rank, key=lambda way: (way[0] + sum(way[1]) + way[2], way)):
-            if not any(_as_good(other, one) for other in found):
-                found.append(one)
+        for candidate in sorted(of_rank, key=lambda way: (way[0] + sum(way[1]) + way[2], way)):
+            if not any(_as_good(other, candidate) for other in found):
+                found.append(candidate)
         kept.append(found)
     return kept
 
