@@ -280,11 +280,11 @@ def test_a_run_of_before_is_read_whole() -> None:
     assert first.rows[0].action == Action(0, Kind.FORWARD, 0)
     assert all(row.live_bytes for row in first.rows if row.slot is None)
     assert run.run_peak_bytes[0] == 3055616
-    held = read_held(BEFORE)
-    assert held is not None
-    assert [len(rank.marks) for rank in held.ranks] == [4, 4, 3, 2]
-    assert held.ranks[0].besides_bytes == 249088 + 249088 + 498176
-    assert held.ranks[0].marks[1].microbatches == ((0, 0, 1017856), (0, 1, 1017856))
+    held_run = read_held(BEFORE)
+    assert held_run is not None
+    assert [len(rank.marks) for rank in held_run.ranks] == [4, 4, 3, 2]
+    assert held_run.ranks[0].besides_bytes == 249088 + 249088 + 498176
+    assert held_run.ranks[0].marks[1].microbatches == ((0, 0, 1017856), (0, 1, 1017856))
 
 
 def test_what_is_held_between_halves_and_of_shards_is_written_and_read(tmp_path: Path) -> None:
