@@ -267,8 +267,8 @@ class Reaching(LateTransport):
             elif second and self._wrong == "a host buffer is given to two":
                 kept[1].copy_(torch.arange(kept[1].numel()) % 7)
             elif second and self._wrong == "two storages of one size are exchanged":
-                first, other = _twins(kept)
-                kept[first], kept[other] = kept[other], kept[first]
+                first, twin = _twins(kept)
+                kept[first], kept[twin] = kept[twin], kept[first]
             elif second and self._wrong == "rows arrive in another order":
                 kept[1] = kept[1].view(16, -1).flip(0).flatten()
             elif second and self._wrong == "the end is cut off":
