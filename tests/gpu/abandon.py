@@ -40,9 +40,9 @@ class Broken(Exception):
 class Breaking:
     """An engine's calls, until an operation before which the device gets busy and after which the loop fails."""
 
-    def __init__(self, engine: Engine, at: Action, on: Accelerator, busy_s: float) -> None:
+    def __init__(self, engine: Engine, action: Action, on: Accelerator, busy_s: float) -> None:
         self._engine = engine
-        self._at = at
+        self._at = action
         self._on = on
         self._busy_s = busy_s
         self.busy: Held | None = None
@@ -89,17 +89,17 @@ def _let_go(on: Accelerator, rank: int, transport: Transport, sizes: Sizes, name
         for step in steps(plan, rank)
         if step.compute and any(a.kind in (Kind.LOAD, Kind.HOST) for a in step.before)
     ]
-    at = busiest[len(busiest) // 2]
-    breaking = Breaking(engine, at, on, sizes.busy_s)
+    action = busiest[len(busiest) // 2]
+    breaking = Breaking(engine, action, on, sizes.busy_s)
     try:
         loop.run(breaking)
     except Broken:
         begin = time.perf_counter()
         engine.abandon()
         taken_s = time.perf_counter() - begin
-    assert breaking.busy is not None, f"{at} of stage {rank} did not come"
+    assert breaking.busy is not None, f"{action} of stage {rank} did not come"
     is_over = breaking.busy.is_over()
-    text = f"abandon after {taken_s * 1e3:.3g} ms at {at}; the device then: {'idle' if is_over else 'still busy'}"
+    text = f"abandon after {taken_s * 1e3:.3g} ms at {action}; the device then: {'idle' if is_over else 'still busy'}"
     result.check(name, taken_s < AT_ONCE_S and not is_over, text)
     breaking.busy.let_go()
     synchronize(on.device)

@@ -104,8 +104,10 @@ class Gpu(Accelerator):
         torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0) if nbytes else 1.0, self.device)
 
     def described(self) -> str:
-        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return "; ".join(f"{one.name}, {one.major}.{one.minor}, {one.total_memory / 2**30:.1f} GiB" for one in found)
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return "; ".join(
+            f"{device.name}, {device.major}.{device.minor}, {device.total_memory / 2**30:.1f} GiB" for device in devices
+        )
 
     def allocator(self) -> str:
         backend = torch.cuda.memory.get_allocator_backend()
@@ -180,7 +182,9 @@ class LateDevice(Accelerator):
         from megatron.scheduling import cpu as cpu_runtime
 
         # Weights are drawn where they are used: else Megatron leaves them on the host.
-        cpu_runtime.ARGUMENTS = tuple(one for one in cpu_runtime.ARGUMENTS if one != "--use-cpu-initialization")
+        cpu_runtime.ARGUMENTS = tuple(
+            argument for argument in cpu_runtime.ARGUMENTS if argument != "--use-cpu-initialization"
+        )
         _prepare_megatron()
 
 
@@ -201,9 +205,9 @@ def _late_device_of_process(rank: int) -> Accelerator:
 
     torch.set_num_threads(1)
     stand_in_for_nccl()
-    made = LateDevice(index=rank)
-    begin_process(rank, rank, made.draw)
-    return made
+    accelerator = LateDevice(index=rank)
+    begin_process(rank, rank, accelerator.draw)
+    return accelerator
 
 
 def accelerator(name: str) -> Accelerator:

@@ -35,15 +35,15 @@ class Result:
     skipped: str | None = None
     failure: str | None = None
 
-    def row(self, what: str, value: str) -> None:
+    def row(self, name: str, value: str) -> None:
         """Add a line to the summary, and print it now."""
-        self.rows.append((what, value))
-        say(f"{what}: {value}")
+        self.rows.append((name, value))
+        say(f"{name}: {value}")
 
-    def check(self, what: str, good: bool, value: str) -> None:
+    def check(self, name: str, good: bool, value: str) -> None:
         """As `row`; the case is right only if all that it checked is."""
         self.ok = good and self.ok is not False
-        self.row(what, f"{'ok' if good else 'FAILED'}: {value}")
+        self.row(name, f"{'ok' if good else 'FAILED'}: {value}")
 
 
 def say(line: str) -> None:
@@ -76,12 +76,12 @@ def ratios(values: Sequence[float], against: Sequence[float]) -> Spread:
     return Spread.of([value / base for value, base in zip(values, against, strict=True)])
 
 
-def repeats(most: int, until: float, least: int = 1) -> Iterator[int]:
+def repeats(limit: int, until: float, least: int = 1) -> Iterator[int]:
     """0, 1, ... up to `most` times, fewer (at least `least`) where `until`, a moment of `time.monotonic`, has
     passed."""
-    for number in range(most):
+    for number in range(limit):
         if number >= least and time.monotonic() > until:
-            say(f"out of time after {number} of {most}")
+            say(f"out of time after {number} of {limit}")
             return
         yield number
 
@@ -107,9 +107,9 @@ def lender_on(device: torch.device) -> Lender:
 def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:
     """Of what a forward saved that ended here, the bytes that would leave."""
     return sum(
-        found.nbytes
-        for found in find([end.grad_fn], [received], device)
-        if found.alone and found.nbytes >= minimum_bytes
+        storage.nbytes
+        for storage in find([end.grad_fn], [received], device)
+        if storage.alone and storage.nbytes >= minimum_bytes
     )
 
 

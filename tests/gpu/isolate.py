@@ -72,7 +72,7 @@ def isolated(
         elif result.skipped:
             lines.write(f"  skipped: {result.skipped}\n")
         else:
-            lines.writelines(f"  {what}: {value}\n" for what, value in result.rows)
+            lines.writelines(f"  {name}: {value}\n" for name, value in result.rows)
         return result
 
 

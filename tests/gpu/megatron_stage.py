@@ -203,7 +203,7 @@ def _fraction(device: torch.device, stage: MegatronStage, sizes: Sizes, name: st
 
 
 def differing(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
-    return sum(not torch.equal(one, other) for one, other in zip(some, others, strict=True))
+    return sum(not torch.equal(first, second) for first, second in zip(some, others, strict=True))
 
 
 def _compiled() -> str:

@@ -98,9 +98,9 @@ class Watch:
         """Nothing to say."""
 
     def parts(self) -> Parts:
-        _, forward_peak, held = self.seen[Kind.FORWARD]
+        _, forward_peak, held_bytes = self.seen[Kind.FORWARD]
         start, backward_peak, _ = self.seen[Kind.BACKWARD]
-        return Parts(held - self.base, forward_peak - held, backward_peak - start)
+        return Parts(held_bytes - self.base, forward_peak - held_bytes, backward_peak - start)
 
 
 def measure_parts(stage: GptStage) -> Parts:
@@ -115,10 +115,10 @@ def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
     # What it hosts is in its host buffers, and they are there all the time.
     own = [moved if stage == rank else 0 for stage in range(plan.num_stages)]
     extra = {Kind.FORWARD: parts.forward_extra, Kind.BACKWARD: parts.backward_extra}
-    held = live_bytes(plan, rank, memory_of((parts.saved,) * plan.num_stages, own))
+    curve = live_bytes(plan, rank, memory_of((parts.saved,) * plan.num_stages, own))
     return max(
         nbytes + (extra[slot.compute.kind] if slot.compute else 0)
-        for nbytes, slot in zip(held, plan.ranks[rank], strict=True)
+        for nbytes, slot in zip(curve, plan.ranks[rank], strict=True)
     )
 
 

@@ -150,7 +150,9 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
         for synchronous in (False, True)
     )
     engines = {"without": None, "with": asynchronous, "synchronous": synchronous}
-    works: dict[str, Callable[[], None]] = {name: lambda one=one: loop.run(one) for name, one in engines.items()}  # type: ignore[misc]
+    works: dict[str, Callable[[], None]] = {
+        name: lambda engine=engine: loop.run(engine) for name, engine in engines.items()
+    }  # type: ignore[misc]
     for work in works.values():
         seconds(device, work)
     taken: dict[str, list[float]] = {name: [] for name in works}
@@ -172,10 +174,10 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
         f"{transfers.loads} loads per iteration, {num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} "
         "host buffers",
     )
-    found = {name: ratios(taken[name], taken["without"]) for name in ("with", "synchronous")}
+    spreads = {name: ratios(taken[name], taken["without"]) for name in ("with", "synchronous")}
     result.row(f"{title}: iteration without", f"s {Spread.of(taken['without']).text()}")
-    result.row(f"{title}: with / without", found["with"].text(digits=5))
-    result.row(f"{title}: synchronous / without", found["synchronous"].text(digits=5))
+    result.row(f"{title}: with / without", spreads["with"].text(digits=5))
+    result.row(f"{title}: synchronous / without", spreads["synchronous"].text(digits=5))
     exposed_s = sum(wait.wait_s for wait in waits)
     for wait in waits:
         text = f"{wait.wait_s * 1e3:.4g} ms, {wait.start_s * 1e3:.4g} to {wait.end_s * 1e3:.4g} ms"
@@ -191,7 +193,7 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
         "forward_s": wants.forward_s,
         "needed_bytes_per_s": wants.bytes_per_s,
         "iteration_s": taken,
-        "ratios": {name: spread.facts() for name, spread in found.items()},
+        "ratios": {name: spread.facts() for name, spread in spreads.items()},
         "exposed_s": exposed_s,
         "waits": [{"action": str(wait.action), "start_s": wait.start_s, "wait_s": wait.wait_s} for wait in waits],
         "recorded_iteration_s": elapsed_s,

@@ -28,10 +28,10 @@ class Part:
         self.inputs: Tensors = ()
         self.output: torch.Tensor | None = None
 
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         self._stream.wait_event(self._plan.event)
         with current(self._stream):
-            self.inputs = tuple(one.detach().requires_grad_(one.requires_grad) for one in given)
+            self.inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
             self.output = self._compute(*self.inputs)
             self._plan.event = self._stream.record_event()
         return self.output
@@ -42,10 +42,10 @@ class Part:
             assert self.output is not None
             torch.autograd.backward(self.output, gradient)
             gradient.record_stream(self._stream)
-            found = tuple(one.grad for one in self.inputs)
+            gradients = tuple(tensor.grad for tensor in self.inputs)
             self._plan.event = self._stream.record_event()
         self.inputs, self.output = (), None
-        return found
+        return gradients
 
 
 class LayerPlan:
@@ -56,7 +56,7 @@ class LayerPlan:
         self._compute, self._exchange = compute, exchange
         self.attention = Part(attention, compute, self)
         self.dispatch = Part(dispatch, exchange, self)
-        self.experts = Part(lambda given: experts(given, weight), compute, self)
+        self.experts = Part(lambda inputs: experts(inputs, weight), compute, self)
         self.combine = Part(combine, exchange, self)
         self.loss = Part(end, compute, self)
         self._gradients: list[torch.Tensor | None] = []
@@ -66,9 +66,9 @@ class LayerPlan:
         return (self.attention, self.dispatch, self.experts, self.combine, self.loss)
 
     def pieces(self) -> Pieces:
-        made = [part.output for part in self.parts if part.output is not None]
-        held = [*made, *(one for part in self.parts for one in part.inputs)]
-        return Pieces(tuple(one.grad_fn for one in made if one.grad_fn is not None), tuple(held))
+        outputs = [part.output for part in self.parts if part.output is not None]
+        tensors = [*outputs, *(tensor for part in self.parts for tensor in part.inputs)]
+        return Pieces(tuple(output.grad_fn for output in outputs if output.grad_fn is not None), tuple(tensors))
 
     def begin(self) -> None:
         self.event = self._compute.record_event()
@@ -81,11 +81,11 @@ class LayerPlan:
         passed: dict[str, torch.Tensor] = {"x": received}
 
         def combined() -> None:
-            given = passed.pop("e")
-            passed["c"] = self.combine.forward(given, received)
+            hidden = passed.pop("e")
+            passed["c"] = self.combine.forward(hidden, received)
             # The exchange's input is needed no more: of what combine computes only its output is saved.
-            given.record_stream(self._exchange)
-            given.untyped_storage().resize_(0)
+            hidden.record_stream(self._exchange)
+            hidden.untyped_storage().resize_(0)
 
         return [
             lambda: passed.update(h=self.attention.forward(passed.pop("x"))),
@@ -119,11 +119,11 @@ class LayerPlan:
 
         def first() -> None:
             of(self.attention)()
-            found, residual = passed[0], beside.pop()
-            if found is not None and residual is not None:
+            gradient, residual = passed[0], beside.pop()
+            if gradient is not None and residual is not None:
                 # The residual's gradient was made on the stream of exchanges.
                 residual.record_stream(self._compute)
-                leave(found + residual)
+                leave(gradient + residual)
 
         return [last, combined, of(self.experts), of(self.dispatch), first]
 
@@ -136,8 +136,8 @@ def dispatch(h: torch.Tensor) -> torch.Tensor:
     return h.sin().exp().tanh()
 
 
-def experts(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(given.exp() @ weight)
+def experts(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(hidden.exp() @ weight)
 
 
 def combine(e: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -71,10 +71,10 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 def _part(member: Member, sizes: Sizes, until: float) -> Found:
     # A part each: what one of them takes, the other does not have.
     begin = time.monotonic()
-    found = _rounds(member, sizes, begin + (until - begin) / 3)
+    facts = _rounds(member, sizes, begin + (until - begin) / 3)
     # The two need not stop together: the copies are all the evictor's.
     rounds = repeats(sizes.iterations, until, least=len(MODES))
-    return {**found, "engine": run_engine(member, member.connection.transport(), sizes, rounds)}
+    return {**facts, "engine": run_engine(member, member.connection.transport(), sizes, rounds)}
 
 
 # -- rounds
@@ -94,14 +94,14 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
     transport = Peer(member.connection.control, lender, *lanes)
     lengths = dict(enumerate(sizes.kinds))
     layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
-    found: Found = {}
+    facts: Found = {}
     if member.rank == EVICTOR:
         transport.reach(layout)
         transport.announce(lengths).wait()
         ring = _Ring(on, transport, sizes)
         for _ in repeats(sizes.rounds, until, least=2 * sizes.num_buffers):
             ring.turn()
-        found["rounds"] = ring.end()
+        facts["rounds"] = ring.end()
         synchronize(device)
         dist.barrier()
     else:
@@ -115,12 +115,12 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
             piece, offsets = layout.place(number, sizes.kinds[0])
             lender.regions[piece].read(zip(offsets, seen, strict=True))
             wrong += not all(map(torch.equal, seen, expected))
-        found["wrong"] = wrong
+        facts["wrong"] = wrong
     dist.barrier()
     transport.release()
     for lane in lanes:
         lane.close()
-    return found
+    return facts
 
 
 def _last_number(buffer: int) -> int:

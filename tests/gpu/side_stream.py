@@ -153,4 +153,4 @@ def _seen_of(device: torch.device, loop: Executor, stage: Stage) -> Callable[[En
 
 
 def _wrong(seen: list[float], expected: list[float]) -> int:
-    return sum(one != other for one, other in zip(seen, expected, strict=True))
+    return sum(actual != wanted for actual, wanted in zip(seen, expected, strict=True))

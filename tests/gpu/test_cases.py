@@ -69,8 +69,8 @@ def _memory(result: Result) -> None:
     """To the byte: a late device counts as torch's allocator does, and has no libraries with workspaces."""
     stages = result.facts["stages"]
     assert len(stages) == 8
-    assert [one["measured"] - one["predicted"] for one in stages] == [0] * 8
-    by_stage = {(one["stage"], one["balancing"]): one for one in stages}
+    assert [stage["measured"] - stage["predicted"] for stage in stages] == [0] * 8
+    by_stage = {(stage["stage"], stage["balancing"]): stage for stage in stages}
     # The last stage's host buffer for the first one's micro-batch.
     assert by_stage[3, "with"]["lent"] >= by_stage[0, "with"]["moved"] > 0
 
@@ -118,7 +118,7 @@ def test_a_case_of_a_gpu_runs_to_its_end(name: str) -> None:
 STEPS = [
     *CASES,
     "overhead_one_queue",
-    *(pytest.param(one, marks=pytest.mark.slow) for one in ("connections", "allocators")),
+    *(pytest.param(step, marks=pytest.mark.slow) for step in ("connections", "allocators")),
 ]
 
 
@@ -138,7 +138,7 @@ def test_a_step(name: str, gpu_check: ModuleType) -> None:
 
 def test_streams_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The case that looks for wrong gradients has to find some."""
-    (wait,) = (one for one in streams.WAITS if one.number == "[7]")
+    (wait,) = (candidate for candidate in streams.WAITS if candidate.number == "[7]")
     monkeypatch.setattr(streams, "WAITS", ())
     with wait.taken_out():
         result = run_case("streams", on, SMALL, LONGEST_S)
@@ -148,7 +148,7 @@ def test_streams_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.Mon
 
 def test_pipelines_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pipelines.SIZES, SMALL, replace(pipelines.SIZES[SMALL], schedules=("v-half",)))
-    (wait,) = (one for one in streams.WAITS if one.number == "[7]")
+    (wait,) = (candidate for candidate in streams.WAITS if candidate.number == "[7]")
     with wait.taken_out():
         assert values(run_case("pipelines", on, SMALL, LONGEST_S))["v-half"].startswith("FAILED")
 
@@ -165,11 +165,11 @@ def test_overhead_names_each_wait_that_is_exposed(on: Accelerator, monkeypatch: 
     assert result.ok is False
     (case,) = result.facts["cases"]
     assert [wait["action"] for wait in case["waits"]] == ["0LOAD9", "0LOAD10", "0LOAD11"]
-    said = values(result)
-    assert [what.split(": ")[1] for what in said if "waited for" in what] == [
+    rows = values(result)
+    assert [name.split(": ")[1] for name in rows if "waited for" in name] == [
         f"{wait['action']} is waited for" for wait in case["waits"]
     ]
-    assert any(value.startswith("FAILED") and value.endswith("in 3 waits") for value in said.values())
+    assert any(value.startswith("FAILED") and value.endswith("in 3 waits") for value in rows.values())
 
 
 def test_abandon_notices_a_host_that_waits_for_its_device(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +189,8 @@ def test_abandon_notices_a_device_that_was_not_busy(on: Accelerator, monkeypatch
 
 def test_nearly_full_notices_a_limit_that_is_none(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(on), "limit", lambda self, nbytes: None)
-    said = values(run_case("nearly_full", on, SMALL, LONGEST_S))
-    assert said["without balancing, in the same room"].startswith("FAILED: fits into")
+    rows = values(run_case("nearly_full", on, SMALL, LONGEST_S))
+    assert rows["without balancing, in the same room"].startswith("FAILED: fits into")
 
 
 def test_side_stream_says_when_nothing_was_tried(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,7 +296,7 @@ class Launch:
         elif training.how == LOSSES:
             right = losses == expected
         else:
-            off = max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True))
+            off = max(abs(loss / stock_loss - 1) for loss, stock_loss in zip(losses, expected, strict=True))
             right, text = off <= NEAR[self.on.name], f"{text} (at most {off:.1e} apart)"
         result.check(name + suffix, right, text if right else f"NOT {text}: losses {shown}")
 
@@ -340,8 +340,8 @@ class Launch:
         limit = needed - (needed - balanced) // 8
         trainings = self.group.trainings
         self.train({"stock": trainings["stock"]}, limit, STOCK_LIMITED)
-        said = (self.folder / f"log{STOCK_LIMITED}.txt").read_text()
-        ended = self.records("stock" + STOCK_LIMITED) is None and "OutOfMemoryError" in said
+        printed = (self.folder / f"log{STOCK_LIMITED}.txt").read_text()
+        ended = self.records("stock" + STOCK_LIMITED) is None and "OutOfMemoryError" in printed
         result.check(f"stock in {limit >> 20} MiB", ended, "runs out of memory" if ended else "does NOT")
         self.train({CURE: trainings[CURE]}, limit, BALANCED_LIMITED)
         self.compare(CURE, trainings[CURE], result, BALANCED_LIMITED)

@@ -32,12 +32,12 @@ def judge(evictor: Found, lender: Found, result: Result) -> None:
     """Judge what the two processes found."""
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
     lent_bytes = lender["trainings"][0]["host_buffer_bytes"]
-    for name, found in (("evictor", evictor), ("lender", lender)):
-        wrong = [one["wrong"] for one in found["trainings"]]
+    for name, facts in (("evictor", evictor), ("lender", lender)):
+        wrong = [training["wrong"] for training in facts["trainings"]]
         result.check(
             f"gradients, {name}", not any(wrong), f"{wrong} of {ITERATIONS} iterations of each training differ"
         )
-        first, *later = found["free_bytes"]
+        first, *later = facts["free_bytes"]
         fell = [first - now for now in later]
         # A library may take a little for itself, but not what was lent.
         result.check(
@@ -45,7 +45,7 @@ def judge(evictor: Found, lender: Found, result: Result) -> None:
             all(nbytes < lent_bytes / 2 for nbytes in fell),
             f"free bytes fell by {fell} since the first training, which lent {lent_bytes}",
         )
-        result.check(f"torch afterwards, {name}", found["computes"], "the same product and softmax as before")
+        result.check(f"torch afterwards, {name}", facts["computes"], "the same product and softmax as before")
     result.check("memory was lent", lent_bytes > 0, f"{lent_bytes} B")
 
 

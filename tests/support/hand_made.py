@@ -72,13 +72,13 @@ def with_late_loads(schedule: Schedule) -> Schedule:
 
 
 def _late(row: tuple[Slot, ...], needed: dict[Key, int]) -> tuple[Slot, ...]:
-    back: dict[int, list[Action]] = {}
+    loads: dict[int, list[Action]] = {}
     for action in (action for cell in row for action in cell.transfers if action.kind in BACK):
-        back.setdefault(needed[action.key] - 1, []).append(action)
+        loads.setdefault(needed[action.key] - 1, []).append(action)
     return tuple(
         replace(
             cell,
-            transfers=(*back.get(slot, ()), *(action for action in cell.transfers if action.kind not in BACK)),
+            transfers=(*loads.get(slot, ()), *(action for action in cell.transfers if action.kind not in BACK)),
         )
         for slot, cell in enumerate(row)
     )

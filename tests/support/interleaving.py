@@ -29,22 +29,24 @@ def fault_of(schedule: Schedule, programs: Sequence[Sequence[Instruction]], seed
     None where every computation had what it needs and nothing is left over.
     """
     world = World(schedule)
-    at = [0] * len(programs)
+    positions = [0] * len(programs)
     rng = random.Random(seed)
     try:
         while True:
             able = [
                 rank
                 for rank, program in enumerate(programs)
-                if at[rank] < len(program) and world.may(rank, program[at[rank]])
+                if positions[rank] < len(program) and world.may(rank, program[positions[rank]])
             ]
             if not able:
                 break
             rank = rng.choice(able)
-            world.op(rank, programs[rank][at[rank]])
-            at[rank] += 1
+            world.op(rank, programs[rank][positions[rank]])
+            positions[rank] += 1
         stuck = [
-            f"rank {rank} at {program[at[rank]]}" for rank, program in enumerate(programs) if at[rank] < len(program)
+            f"rank {rank} at {program[positions[rank]]}"
+            for rank, program in enumerate(programs)
+            if positions[rank] < len(program)
         ]
         if stuck:
             raise Wrong(f"stuck: {', '.join(stuck)}")
@@ -76,12 +78,12 @@ class World:
         for row in schedule.ranks:
             first: dict[int, Action] = {}
             for cell in row:
-                for one in cell.transfers:
-                    if one.kind is Kind.EVICT:
-                        self.measured_by.setdefault((one.stage, one.microbatch), []).append(set(first.values()))
-                for one in cell.computations:
-                    if one.kind is Kind.FORWARD:
-                        first.setdefault(one.stage, one)
+                for action in cell.transfers:
+                    if action.kind is Kind.EVICT:
+                        self.measured_by.setdefault((action.stage, action.microbatch), []).append(set(first.values()))
+                for action in cell.computations:
+                    if action.kind is Kind.FORWARD:
+                        first.setdefault(action.stage, action)
         self.hosted: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
         self.arrived: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
 
@@ -163,9 +165,9 @@ class World:
         ends = self.moves.setdefault(way, {})
         ends.setdefault(rank, []).append(half)
         nth = len(ends[rank]) - 1
-        for other in ends.values():
-            if len(other) > nth and (other[nth].action.stage, other[nth].action.microbatch) != key:
-                raise Wrong(f"{half} meets {other[nth]}")
+        for transfers in ends.values():
+            if len(transfers) > nth and (transfers[nth].action.stage, transfers[nth].action.microbatch) != key:
+                raise Wrong(f"{half} meets {transfers[nth]}")
         self.halves[id(half)] = (way, nth)
         self.unfinished[rank][id(half)] = half
 
@@ -184,7 +186,7 @@ class World:
     def finish(self) -> None:
         """Everything is computed and waited for."""
         for rank, row in enumerate(self.schedule.ranks):
-            if self.ran[rank] != {one for cell in row for one in cell.computations}:
+            if self.ran[rank] != {action for cell in row for action in cell.computations}:
                 raise Wrong(f"rank {rank} has not computed all that is its")
             if self.begun[rank] != self.waited[rank] or self.unfinished[rank]:
                 raise Wrong(f"rank {rank} has not waited for all that it began")

@@ -31,7 +31,7 @@ class State:
     away: set[Key] = field(default_factory=set)
 
     def copy(self) -> State:
-        return State(*(set(held) for held in (self.forwarded, self.backwarded, self.over, self.present, self.away)))
+        return State(*(set(keys) for keys in (self.forwarded, self.backwarded, self.over, self.present, self.away)))
 
 
 def is_sound(schedule: Schedule) -> bool:
@@ -55,15 +55,15 @@ def is_sound(schedule: Schedule) -> bool:
         for rank, cell in enumerate(column):
             if cell.overlapped is not None and (cell.compute is None or not overlaps(cell.compute, cell.overlapped)):
                 return False
-            for one in (cell.compute, cell.overlapped):
-                if one is not None and not computes(schedule, rank, one, every, began, now, holding):
+            for action in (cell.compute, cell.overlapped):
+                if action is not None and not computes(schedule, rank, action, every, began, now, holding):
                     return False
             for moved in cell.transfers:
                 if not moves(schedule, rank, moved, column, began, now, holding):
                     return False
         # What is evicted, returned or computed backward is still held during this slot.
         if schedule.bounds is not None and any(
-            held > bound for held, bound in zip(holding, schedule.bounds, strict=True)
+            count > bound for count, bound in zip(holding, schedule.bounds, strict=True)
         ):
             return False
     return now.forwarded == now.backwarded == now.over == every
@@ -74,27 +74,27 @@ def overlaps(first: Action, second: Action) -> bool:
 
 
 def computes(
-    schedule: Schedule, rank: int, one: Action, every: set[Key], began: State, now: State, holding: list[int]
+    schedule: Schedule, rank: int, action: Action, every: set[Key], began: State, now: State, holding: list[int]
 ) -> bool:
     """Compute, if what is needed was there when the slot began."""
-    key = (one.stage, one.microbatch)
-    if key not in every or schedule.layout.placements[0][one.stage] != rank:
+    key = (action.stage, action.microbatch)
+    if key not in every or schedule.layout.placements[0][action.stage] != rank:
         return False
-    if one.kind is Kind.FORWARD:
-        if key in now.forwarded or (one.stage and (one.stage - 1, one.microbatch) not in began.forwarded):
+    if action.kind is Kind.FORWARD:
+        if key in now.forwarded or (action.stage and (action.stage - 1, action.microbatch) not in began.forwarded):
             return False
         now.forwarded.add(key)
         now.present.add(key)
         holding[rank] += 1
         return True
-    if one.kind in BACKWARDS:
-        after = (one.stage + 1, one.microbatch)
+    if action.kind in BACKWARDS:
+        after = (action.stage + 1, action.microbatch)
         if key in now.backwarded or key not in began.present or (after in every and after not in began.backwarded):
             return False
         now.backwarded.add(key)
-    elif one.kind is not Kind.BACKWARD_WEIGHT or key not in began.backwarded or key in now.over:
+    elif action.kind is not Kind.BACKWARD_WEIGHT or key not in began.backwarded or key in now.over:
         return False
-    if one.kind is not Kind.BACKWARD_INPUT:
+    if action.kind is not Kind.BACKWARD_INPUT:
         now.over.add(key)
         now.present.discard(key)
     return True
@@ -113,7 +113,9 @@ def moves(
     if moved.stage not in range(schedule.num_stages) or schedule.layout.placements[0][moved.stage] != evictor:
         return False
     if key in [
-        (one.stage, one.microbatch) for one in (column[evictor].compute, column[evictor].overlapped) if one is not None
+        (action.stage, action.microbatch)
+        for action in (column[evictor].compute, column[evictor].overlapped)
+        if action is not None
     ]:
         return False
     if moved.kind is Kind.EVICT:

@@ -46,7 +46,7 @@ class Shortest:
         return self.makespan == self.proven
 
 
-def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) -> Shortest:
+def shortest(schedule: Schedule, costs: UnitCosts, limit: int, limit_s: float) -> Shortest:
     """Return the shortest order that holds at most `most` chunk micro-batches on any rank.
 
     `limit_s`: seconds to search. Raises ValueError where there is none.
@@ -54,26 +54,26 @@ def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) ->
     slots = [slot for row in schedule.ranks for slot in row]
     assert not any(slot.overlapped or slot.transfers for slot in slots), "only single computations can be reordered"
     orders = [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
-    at = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
-    work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
-    options = _Model(schedule, work, most)
-    if max(peak_counts(schedule)) <= most:
+    ticks_ = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
+    work = work_of(schedule.layout, schedule.num_microbatches, orders, ticks_)
+    options = _Model(schedule, work, limit)
+    if max(peak_counts(schedule)) <= limit:
         options.hint(starts(work))
     begun, ticks, proven = options.solve(limit_s)
-    found = [
+    orders_ = [
         [work.actions[job][0] for job in sorted(row, key=lambda job: (begun[job], begun[job] + work.lasts[job]))]
         for row in work.rows
     ]
-    placed = place("shortest", schedule.num_microbatches, schedule.layout, found)
-    assert max(peak_counts(placed)) <= most, "the solver counts memory otherwise than the rule"
-    return Shortest(placed, Fraction(ticks, at.per_unit), Fraction(proven, at.per_unit))
+    placed = place("shortest", schedule.num_microbatches, schedule.layout, orders_)
+    assert max(peak_counts(placed)) <= limit, "the solver counts memory otherwise than the rule"
+    return Shortest(placed, Fraction(ticks, ticks_.per_unit), Fraction(proven, ticks_.per_unit))
 
 
 class _Model:
     """The question in CP-SAT's words; `jobs` are those of a `Work`."""
 
-    def __init__(self, schedule: Schedule, work: Work[int], most: int) -> None:
-        self._most, self._work = most, work
+    def __init__(self, schedule: Schedule, work: Work[int], limit: int) -> None:
+        self._most, self._work = limit, work
         self._model = model = cp_model.CpModel()
         # One after the other, with every message on its way: no order takes longer.
         self._horizon = sum(work.lasts) + sum(max((lag for _, lag in needed), default=0) for needed in work.needed)
@@ -117,14 +117,14 @@ class _Model:
                 action
             )
         for row in rows.values():
-            for one, other in pairwise(sorted(row, key=lambda action: action.microbatch)):
-                self._model.add(self._starts[self._places[other]] >= self._ends[self._places[one]])
+            for earlier, later in pairwise(sorted(row, key=lambda action: action.microbatch)):
+                self._model.add(self._starts[self._places[later]] >= self._ends[self._places[earlier]])
 
     def _hold(self, schedule: Schedule) -> None:
         """What a forward takes is held until a backward is over: all of it to I, or what W needs to W, or more from
         I on."""
         memory = counting(schedule.num_stages)
-        held: list[list[tuple[Any, int]]] = [[] for _ in self._work.rows]
+        sizes_of_rank: list[list[tuple[Any, int]]] = [[] for _ in self._work.rows]
         for action, job in self._places.items():
             if action.kind is not Kind.FORWARD:
                 continue
@@ -132,14 +132,16 @@ class _Model:
             first, last = (self._places.get(Action(action.stage, kind, action.microbatch)) for kind in _HALVES)
             if first is None or last is None:
                 whole = self._places[Action(action.stage, Kind.BACKWARD, action.microbatch)]
-                held[rank].append((self._held(job, whole), size.saved_bytes))
+                sizes_of_rank[rank].append((self._held(job, whole), size.saved_bytes))
                 continue
             kept, more = min(size.saved_bytes, size.after_input_bytes), size.after_input_bytes - size.saved_bytes
-            held[rank].append((self._held(job, last), kept))
+            sizes_of_rank[rank].append((self._held(job, last), kept))
             if more:
-                held[rank].append((self._held(job, first), -more) if more < 0 else (self._held(first, last), more))
-        for one in held:
-            spans, sizes = zip(*one, strict=True)
+                sizes_of_rank[rank].append(
+                    (self._held(job, first), -more) if more < 0 else (self._held(first, last), more)
+                )
+        for entries in sizes_of_rank:
+            spans, sizes = zip(*entries, strict=True)
             self._model.add_cumulative(spans, sizes, self._most)
 
     def _held(self, first: int, last: int) -> Any:
@@ -177,14 +179,14 @@ _HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 def _ways(edges: Sequence[Sequence[tuple[int, int]]], lasts: Sequence[int]) -> list[int]:
     """Of each job how long the longest way to it takes, itself left out."""
-    found: dict[int, int] = {}
+    ways: dict[int, int] = {}
     left = list(range(len(edges)))
     while left:
         job = left[-1]
-        missing = [other for other, _ in edges[job] if other not in found]
-        if missing and job not in found:
+        missing = [successor for successor, _ in edges[job] if successor not in ways]
+        if missing and job not in ways:
             left += missing
             continue
         left.pop()
-        found[job] = max((found[other] + lasts[other] + lag for other, lag in edges[job]), default=0)
-    return [found[job] for job in range(len(edges))]
+        ways[job] = max((ways[successor] + lasts[successor] + lag for successor, lag in edges[job]), default=0)
+    return [ways[job] for job in range(len(edges))]

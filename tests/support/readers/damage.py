@@ -52,9 +52,9 @@ def damaged_json(text: str, rng: random.Random) -> str:
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in list(inner):
+    for key, child in list(inner):
         yield value, key
-        yield from _places(one)
+        yield from _places(child)
 
 
 def _splice(text: str, rng: random.Random) -> str:
@@ -64,15 +64,15 @@ def _splice(text: str, rng: random.Random) -> str:
 
 def _exchange(text: str, rng: random.Random) -> str:
     cells = re.split(r"([,\n ])", text)
-    one, other = rng.randrange(len(cells)), rng.randrange(len(cells))
-    cells[one], cells[other] = cells[other], cells[one]
+    first, second = rng.randrange(len(cells)), rng.randrange(len(cells))
+    cells[first], cells[second] = cells[second], cells[first]
     return "".join(cells)
 
 
 def _replace_cell(text: str, rng: random.Random) -> str:
     cells = re.split(r"([,\n ])", text)
-    one = rng.randrange(len(cells))
-    cells[one : one + 1] = rng.choice(([], [cells[one], ",", cells[one]], [rng.choice(TOKENS)]))
+    index = rng.randrange(len(cells))
+    cells[index : index + 1] = rng.choice(([], [cells[index], ",", cells[index]], [rng.choice(TOKENS)]))
     return "".join(cells)
 
 
@@ -88,9 +88,9 @@ def _replace_number(text: str, rng: random.Random) -> str:
 
 def _exchange_lines(text: str, rng: random.Random) -> str:
     lines = text.split("\n")
-    one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
-    ways = ((lines[other], lines[one]), (lines[one], lines[one]), ("", lines[other]))
-    lines[one], lines[other] = rng.choice(ways)
+    first, second = rng.randrange(len(lines)), rng.randrange(len(lines))
+    ways = ((lines[second], lines[first]), (lines[first], lines[first]), ("", lines[second]))
+    lines[first], lines[second] = rng.choice(ways)
     return "\n".join(lines)
 
 

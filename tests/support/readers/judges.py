@@ -40,7 +40,7 @@ PLAIN = (
 
 
 def balanced_texts(writer: Callable[[Schedule], str]) -> Callable[[Path], list[str]]:
-    return lambda _: [writer(one) for one in (*map(build, SMALL), *map(build, PLAIN), OVERLAPPED)]
+    return lambda _: [writer(schedule) for schedule in (*map(build, SMALL), *map(build, PLAIN), OVERLAPPED)]
 
 
 def judge_schedule(path: Path, text: str, rng: random.Random) -> bool:
@@ -179,7 +179,7 @@ def profile_texts(_: Path) -> list[str]:
 
 
 def config_texts(_: Path) -> list[str]:
-    return [json.dumps(one) for one in (CONFIG, GPT2, ROUTED, WINDOWED, DEEPSEEK)]
+    return [json.dumps(config) for config in (CONFIG, GPT2, ROUTED, WINDOWED, DEEPSEEK)]
 
 
 def cluster_texts(_: Path) -> list[str]:
@@ -194,30 +194,32 @@ def _simulated(path: Path, text: str, flag: str, named: Path | None) -> dict[str
     """What the file says where a simulation takes it, else None; errors must name the path, if one is `named`."""
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     arguments = [*SIMULATE, "--cluster", "a100-80g:4", "--model", "gpt3-13b", flag, str(path)]
-    return json.loads(text) if judge_answer(arguments, named, most=1e21) else None
+    return json.loads(text) if judge_answer(arguments, named, limit=1e21) else None
 
 
 def judge_profile(path: Path, text: str, _: random.Random) -> bool:
-    said = _simulated(path, text, "--profile", None)
-    if said is None:
+    document = _simulated(path, text, "--profile", None)
+    if document is None:
         return False
-    for key, value in (item for stage in said["stages"] for item in stage.items()):
+    for key, value in (item for stage in document["stages"] for item in stage.items()):
         if key not in STAGE or not is_number(value, 0, MOST):
             raise Wrong(f"{key} {value!r:.60} was accepted")
     return True
 
 
 def judge_config(path: Path, text: str, _: random.Random) -> bool:
-    said = _simulated(path, text, "--model", None)
-    if said is None:
+    config = _simulated(path, text, "--model", None)
+    if config is None:
         return False
-    sizes = set(GPT2 if said["model_type"] == "gpt2" else CONFIG) - set(NO_SIZES)
+    sizes = set(GPT2 if config["model_type"] == "gpt2" else CONFIG) - set(NO_SIZES)
     wrong = {
-        key for key in sizes & set(said) if said[key] is not None and (type(said[key]) is not int or said[key] < 1)
+        key
+        for key in sizes & set(config)
+        if config[key] is not None and (type(config[key]) is not int or config[key] < 1)
     }
-    wrong |= {key for key in FLAGS if not isinstance(said.get(key), bool | None)}
-    if said.get("sliding_window"):
-        wrong |= set(said.get("layer_types") or ()) - set(KINDS)
+    wrong |= {key for key in FLAGS if not isinstance(config.get(key), bool | None)}
+    if config.get("sliding_window"):
+        wrong |= set(config.get("layer_types") or ()) - set(KINDS)
     if wrong:
         raise Wrong(f"{wrong!r:.60} of {text:.600} was accepted")
     return True
@@ -231,11 +233,11 @@ def judge_cluster(path: Path, text: str, _: random.Random) -> bool:
 
 def judge_calibration(path: Path, text: str, _: random.Random) -> bool:
     """What is taken follows from its seconds, and is no factor that no cluster has."""
-    said = _simulated(path, text, "--calibration", path)
-    if said is None:
+    document = _simulated(path, text, "--calibration", path)
+    if document is None:
         return False
-    factor, wanted = said["factor"], said["measured_s"]
-    follows = not isinstance(factor, bool) and math.isclose(factor * said["predicted_s"], wanted, rel_tol=2e-3)
+    factor, wanted = document["factor"], document["measured_s"]
+    follows = not isinstance(factor, bool) and math.isclose(factor * document["predicted_s"], wanted, rel_tol=2e-3)
     if not follows or not 0.5 <= factor <= 2:
         raise Wrong(f"a factor of {factor} was accepted")
     return True
@@ -326,8 +328,8 @@ def _judge_line(line: Any) -> None:
 
 def _judge_actions(columns: list[str], rows: list[Any]) -> None:
     # What later versions add in columns of their own is passed over.
-    known = [place for place, name in enumerate(columns) if name in Row._fields and name != "action"]
-    for cell in (row[place] for row in rows for place in known):
+    columns_ = [place for place, name in enumerate(columns) if name in Row._fields and name != "action"]
+    for cell in (row[place] for row in rows for place in columns_):
         if cell is not None and not is_number(cell, -2, 2**60 + 1):
             raise Wrong(f"an action's {cell!r:.60} was accepted")
 
@@ -371,8 +373,8 @@ def judge_report(path: Path, text: str, _: random.Random) -> bool:
     if numbers is None:
         return False
     for line in text.splitlines():
-        found = json.loads(line)
-        for name, value in found.items():
+        record = json.loads(line)
+        for name, value in record.items():
             wanted = REPORT_TYPES.get(name, (str, type(None)))
             if (
                 isinstance(value, bool)
@@ -401,8 +403,8 @@ def _compared(file: Path, text: str) -> int | None:
         raise Wrong("text and JSON do not agree on whether it is a run")
     if printed is None:
         return None
-    found = json.loads(printed)
-    judge_numbers("", {name: found[name] for name in ("iterations", "in_one_only", "iteration_s_ratio")})
-    if not found["equal"] or found["in_one_only"]:
+    comparison = json.loads(printed)
+    judge_numbers("", {name: comparison[name] for name in ("iterations", "in_one_only", "iteration_s_ratio")})
+    if not comparison["equal"] or comparison["in_one_only"]:
         raise Wrong("a run differs from itself")
-    return int(found["iterations"])
+    return int(comparison["iterations"])

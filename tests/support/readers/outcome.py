@@ -68,31 +68,35 @@ def outcome(arguments: list[str], path: Path | None) -> str | None:
     return None
 
 
-def judge_answer(arguments: list[str], path: Path | None = None, most: float = math.inf) -> bool:
+def judge_answer(arguments: list[str], path: Path | None = None, limit: float = math.inf) -> bool:
     """Return whether the command took it; what it prints as JSON must be possible."""
     printed = outcome(arguments, path)
     if printed is not None:
-        judge_numbers("", json.loads(printed), most)
+        judge_numbers("", json.loads(printed), limit)
     return printed is not None
 
 
-def is_number(value: Any, least: float, most: float) -> bool:
+def is_number(value: Any, least: float, limit: float) -> bool:
     """Return whether it is a number, and no truth, within the limits."""
-    return type(value) in (int, float) and least <= value <= most
+    return type(value) in (int, float) and least <= value <= limit
 
 
-def judge_numbers(name: str, value: Any, most: float = 1e21) -> None:
+def judge_numbers(name: str, value: Any, limit: float = 1e21) -> None:
     """What a report says: no seconds below 0, no share above 1, nothing endless.
 
     A prediction of absurd sizes may be absurd.
     """
     inner = (
-        value.items() if isinstance(value, dict) else ((name, one) for one in value) if isinstance(value, list) else ()
+        value.items()
+        if isinstance(value, dict)
+        else ((name, item) for item in value)
+        if isinstance(value, list)
+        else ()
     )
-    for key, one in inner:
-        judge_numbers(key, one, most)
+    for key, item in inner:
+        judge_numbers(key, item, limit)
     if type(value) in (int, float):
         # Seconds that two clocks disagree on may fall short of nothing, a little.
-        least = 0 if name == "mfu" else -1 if name in SECONDS else -most
-        if not math.isfinite(value) or not least <= value <= (1 if name == "mfu" else most):
+        least = 0 if name == "mfu" else -1 if name in SECONDS else -limit
+        if not math.isfinite(value) or not least <= value <= (1 if name == "mfu" else limit):
             raise Wrong(f"the report says that {name} is {value}")
