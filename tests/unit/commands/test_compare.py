@@ -102,7 +102,7 @@ def test_the_first_flipped_bit_is_named(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "status"),
+    ("first", "second", "status"),
     [(0.0, -0.0, 1), (math.nan, math.nan, 0), (math.inf, -math.inf, 1), (None, None, 0), (None, 0.0, 1)],
 )
 def test_bits_are_compared_not_values(tmp_path: Path, one: float | None, other: float | None, status: int) -> None:

@@ -107,13 +107,13 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
     """
     for m in (p, 2 * p, 4 * p):
         schedule = build(ScheduleConfig("1f1b", p, m, num_chunks=1, balance=BalanceConfig()))
-        found = {waits: blocked_in(schedule, waits, Exchange.MEGATRON_1F1B, births=True) for waits in WaitLevel}
-        assert [bool(blocked) for blocked in found.values()] == [waits >= stuck_from for waits in WaitLevel]
-        told = {blocked.message for blocked in found[stuck_from]}
+        verdicts = {waits: blocked_in(schedule, waits, Exchange.MEGATRON_1F1B, births=True) for waits in WaitLevel}
+        assert [bool(blocked) for blocked in verdicts.values()] == [waits >= stuck_from for waits in WaitLevel]
+        told = {blocked.message for blocked in verdicts[stuck_from]}
         assert "the communicator of all ranks to be made" in told
         if p == 8:
             assert "the sizes of what 1HOST3 carries" in told
-            assert {blocked.peer for blocked in found[stuck_from]} == {1, 6}
+            assert {blocked.peer for blocked in verdicts[stuck_from]} == {1, 6}
 
 
 def exchanges(name: str) -> list[Exchange]:

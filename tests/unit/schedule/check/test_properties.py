@@ -143,8 +143,10 @@ def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
             kind = rng.choice([Kind.EVICT, Kind.LOAD])
             added = Action(stage, kind, rng.randrange(schedule.num_microbatches))
             row[one] = Slot(row[one].compute, (*row[one].transfers, added))
-            back = rows[partner][one]
-            rows[partner][one] = Slot(back.compute, (*back.transfers, Action(stage, OTHER_END[kind], added.microbatch)))
+            host_slot = rows[partner][one]
+            rows[partner][one] = Slot(
+                host_slot.compute, (*host_slot.transfers, Action(stage, OTHER_END[kind], added.microbatch))
+            )
         else:
             moving = [slot for slot, cell in enumerate(row) if cell.transfers]
             if moving and schedule.partners:

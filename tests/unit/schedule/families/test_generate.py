@@ -203,8 +203,8 @@ def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> 
             for rank in range(p // 2) if m % group == 0 else ():
                 saved, after = ([sizes.choice((0, 1, 2, 5)) for _ in range(p * v)] for _ in range(2))
                 memory, partner = memory_of(saved, None, after), p - 1 - rank
-                held = [sum(map(mul, counts, saved[partner::p])) for counts in said.meanwhile(rank, partner)]
-                together = sum(map(mul, said.at_first_backward(rank), saved[rank::p])) + min(held)
+                partner_held = [sum(map(mul, counts, saved[partner::p])) for counts in said.meanwhile(rank, partner)]
+                together = sum(map(mul, said.at_first_backward(rank), saved[rank::p])) + min(partner_held)
                 assert together <= max(
                     map(add, live_bytes(schedule, rank, memory), live_bytes(schedule, partner, memory))
                 )

@@ -198,7 +198,9 @@ def with_both_layers(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved-1f1b"])
-@pytest.mark.parametrize(("there", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0"), ("3IB5", "3IB6")])
+@pytest.mark.parametrize(
+    ("original", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0"), ("3IB5", "3IB6")]
+)
 def test_one_rank_with_another_order_is_refused(name: str, there: str, instead: str) -> None:
     """What would meet in no order of collectives: two of one rank exchanged."""
     text = with_both_layers(name)

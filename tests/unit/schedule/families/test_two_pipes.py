@@ -109,7 +109,7 @@ def test_what_rules_leave_is_gained_by_moving_everything_to_and_fro() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "v", "most"),
+    ("p", "v", "peak"),
     [(4, 2, 9), (6, 2, 14), (8, 2, 19), (10, 2, 24), (16, 2, 39), (8, 3, 27), (10, 3, 34), (8, 4, 35), (16, 3, 55)],
 )
 def test_early_forwarding_takes_and_holds_what_its_formulas_say(p: int, v: int, most: int) -> None:
