@@ -67,7 +67,7 @@ def test_the_heavy_rank_sends_wherever_it_is() -> None:
     check(fitted)
     assert [num_transfers(fitted, rank).evictions > 0 for rank in range(4)] == [False, False, False, True]
     assert all(
-        most <= room for most, room in zip(held(fitted, activation_budget), activation_budget.room_bytes, strict=True)
+        peak <= room for peak, room in zip(held(fitted, activation_budget), activation_budget.room_bytes, strict=True)
     )
 
 
@@ -107,11 +107,11 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
     def rooms_at(level: int) -> ActivationBudget:
         return ActivationBudget(tuple(max(0, level - own) for own in fixed), memory)
 
-    most = max(peak + own for peak, own in zip(peak_bytes(plain, memory), fixed, strict=True))
-    partners = chosen_partners(plain, rooms_at(most))
+    budget = max(peak + own for peak, own in zip(peak_bytes(plain, memory), fixed, strict=True))
+    partners = chosen_partners(plain, rooms_at(budget))
     for pair in sorted({tuple(sorted(both)) for both in enumerate(partners)}):
         low, high = pair
-        level = smallest_level_of_pair(plain, partners, (low, high), rooms_at, most)
+        level = smallest_level_of_pair(plain, partners, (low, high), rooms_at, budget)
         loose = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level).room_bytes)]
         balance_within(plain, ActivationBudget(tuple(loose), memory), partners)
         tight = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level - 1).room_bytes)]
@@ -131,16 +131,16 @@ def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
         if cell.compute is not None:
             slots[cell.compute.kind][cell.compute.microbatch] = slot
     stays = {
-        one: [
-            (out, back) for out, back in combinations(range(slots[Kind.FORWARD][one] + 1, slots[Kind.BACKWARD][one]), 2)
+        microbatch: [
+            (out, load) for out, load in combinations(range(slots[Kind.FORWARD][microbatch] + 1, slots[Kind.BACKWARD][microbatch]), 2)
         ]
-        for one in slots[Kind.FORWARD]
+        for microbatch in slots[Kind.FORWARD]
     }
     plans = []
     for count in range(len(stays) + 1):
         for chosen in combinations(stays, count):
             plans += [
-                with_stays(schedule, sender, host, chosen, times) for times in product(*(stays[one] for one in chosen))
+                with_stays(schedule, sender, host, chosen, times) for times in product(*(stays[microbatch] for microbatch in chosen))
             ]
     return plans
 
@@ -151,11 +151,11 @@ def with_stays(
     rows = [list(row) for row in schedule.ranks]
     partners = [host if rank == sender else sender if rank == host else rank for rank in range(schedule.num_ranks)]
     (stage,) = schedule.layout.stages_of(sender)
-    for one, both in zip(chosen, times, strict=True):
-        for slot, own, other in zip(both, (Kind.EVICT, Kind.LOAD), (Kind.HOST, Kind.RETURN), strict=True):
-            for rank, kind in ((sender, own), (host, other)):
+    for microbatch, both in zip(chosen, times, strict=True):
+        for slot, own, host_kind in zip(both, (Kind.EVICT, Kind.LOAD), (Kind.HOST, Kind.RETURN), strict=True):
+            for rank, kind in ((sender, own), (host, host_kind)):
                 rows[rank][slot] = Slot(
-                    rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(stage, kind, one))
+                    rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(stage, kind, microbatch))
                 )
     return replace(schedule, ranks=tuple(map(tuple, rows)), hosts=in_pairs(partners))
 
@@ -176,14 +176,14 @@ def test_no_part_and_no_plan_of_all_moves_fewer_bytes(p: int, m: int) -> None:
         for part, memory in memories.items()
     }
     refused, less = 0, 0
-    for own, other in product(range(12, 12 * p + 1, 4), range(12, 12 * m + 13, 4)):
-        least = min((moved for mine, theirs, moved in needs if mine <= own and theirs <= other), default=None)
-        activation_budget = ActivationBudget((own, *(1000,) * (p - 2), other), memories[12])
+    for own, host_room in product(range(12, 12 * p + 1, 4), range(12, 12 * m + 13, 4)):
+        least = min((moved for needed, theirs, moved in needs if needed <= own and theirs <= host_room), default=None)
+        activation_budget = ActivationBudget((own, *(1000,) * (p - 2), host_room), memories[12])
         try:
             chosen = fewest_moved(plain, activation_budget, parts, partners)
         except BudgetTooSmall:
             refused += 1
-            assert least is None, f"rooms for {own} and {other}: a plan that moves {least} keeps them"
+            assert least is None, f"rooms for {own} and {host_room}: a plan that moves {least} keeps them"
             continue
         fitted = balance_within(plain, chosen, partners)
         check(fitted)
@@ -214,7 +214,7 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
     assert smallest_bytes(devices) < smallest_bytes(whole)
     moved = []
     for budget in (alone, *range(alone - 2**30, smallest_bytes(whole), -(2**32)), smallest_bytes(whole)):
-        part, all_of_it = (within(replace(one, budget_bytes=(budget,) * 8)) for one in (devices, whole))
+        part, all_of_it = (within(replace(case, budget_bytes=(budget,) * 8)) for case in (devices, whole))
         assert all(need <= budget for need in part.need_bytes)
         assert part.moved_bytes <= all_of_it.moved_bytes
         assert bool(part.how.parts) == any("GiB of each of" in line for line in plan_lines(part))

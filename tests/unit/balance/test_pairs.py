@@ -40,13 +40,13 @@ def test_no_load_could_come_earlier_and_no_eviction_later(name: str, chunks: int
         memory = counting(schedule.num_stages)
         assert schedule.bounds is not None
         for rank, bound in enumerate(schedule.bounds):
-            held = own_bytes(schedule, rank, memory)
-            assert max(held) <= bound
+            curve = own_bytes(schedule, rank, memory)
+            assert max(curve) <= bound
             transfers = ((slot, cell.transfers) for slot, cell in enumerate(schedule.ranks[rank]))
             for slots in slots_away(transfers).values():
                 earlier = slots[-1] - 1
-                assert held[slots[0] + 1] + 1 > bound
-                assert earlier == slots[0] or held[earlier] + 1 > bound
+                assert curve[slots[0] + 1] + 1 > bound
+                assert earlier == slots[0] or curve[earlier] + 1 > bound
 
 
 def test_interleaved_evicts_the_furthest_needed() -> None:
@@ -185,7 +185,7 @@ def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]
             away.discard(compute.microbatch)
             before = row[slot - 1]
             if before is not None and before.kind is Kind.FORWARD:
-                finished = [one.microbatch for one in row[: slot - 2] if one is not None and one.kind is Kind.FORWARD]
+                finished = [action.microbatch for action in row[: slot - 2] if action is not None and action.kind is Kind.FORWARD]
                 plan.setdefault(slot - 2, set()).add(("EVICT", finished[-1]))
                 away.add(finished[-1])
     return plan
@@ -193,12 +193,12 @@ def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]
 
 def placed(plan: dict[int, set[tuple[str, int]]]) -> dict[tuple[str, int, int], int]:
     """By transfer, and how many of its kind that micro-batch had before, the slot."""
-    found: dict[tuple[str, int, int], int] = {}
+    slots: dict[tuple[str, int, int], int] = {}
     for slot, transfers in sorted(plan.items()):
         for kind, microbatch in transfers:
-            nth = sum(one[:2] == (kind, microbatch) for one in found)
-            found[kind, microbatch, nth] = slot
-    return found
+            nth = sum(key[:2] == (kind, microbatch) for key in slots)
+            slots[kind, microbatch, nth] = slot
+    return slots
 
 
 def test_the_worked_example() -> None:
@@ -231,15 +231,15 @@ def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
     check(balanced)
     assert max(peak_counts(balanced)) <= mu_opt(p)
     for stage in range(p // 2):
-        made = placed(
+        slots = placed(
             {
                 slot: {(action.kind.value, action.microbatch) for action in cell.transfers}
                 for slot, cell in enumerate(balanced.ranks[stage])
             }
         )
         printed = placed(algorithm_1(plain, stage))
-        assert made.keys() == printed.keys()
-        for transfer, slot in made.items():
+        assert slots.keys() == printed.keys()
+        for transfer, slot in slots.items():
             # Loads come as soon as the bound has room for them, where the algorithm leaves them the slot before their
             # backward.
             assert slot == printed[transfer] or (transfer[0] == "LOAD" and slot < printed[transfer])
@@ -303,34 +303,34 @@ def can_keep(schedule: Schedule, pair: tuple[int, int], bound: int) -> bool:
     for slot in range(len(schedule.ranks[0])):
         after: set[State] = set()
         for state in states:
-            choices = [list(moves(spans[one], *state[one], slot)) for one in (0, 1)]
+            choices = [list(moves(spans[rank], *state[rank], slot)) for rank in (0, 1)]
             for chosen in product(*choices):
-                held = [
-                    sum(first <= slot <= last for first, _, last in spans[one].values())
-                    - len(state[one][0])
-                    + len(chosen[one][0])
-                    + len(state[1 - one][0])
-                    + len(chosen[1 - one][1])
-                    for one in (0, 1)
+                counts = [
+                    sum(first <= slot <= last for first, _, last in spans[rank].values())
+                    - len(state[rank][0])
+                    + len(chosen[rank][0])
+                    + len(state[1 - rank][0])
+                    + len(chosen[1 - rank][1])
+                    for rank in (0, 1)
                 ]
-                if max(held) <= bound:
-                    mine, other = (
-                        ((away - loaded) | evicted, back | loaded)
-                        for (away, back), (loaded, evicted) in zip(state, chosen, strict=True)
+                if max(counts) <= bound:
+                    evicted_here, evicted_there = (
+                        ((away - loaded) | evicted, loaded_before | loaded)
+                        for (away, loaded_before), (loaded, evicted) in zip(state, chosen, strict=True)
                     )
-                    after.add((mine, other))
+                    after.add((evicted_here, evicted_there))
         states = after
-    return any(not mine[0] and not other[0] for mine, other in states)
+    return any(not first[0] and not second[0] for first, second in states)
 
 
 def spans_of(schedule: Schedule, rank: int) -> Spans:
-    found: Spans = {}
+    spans: Spans = {}
     for number, slot in enumerate(schedule.ranks[rank]):
         if slot.compute is not None:
             key = slot.compute.stage, slot.compute.microbatch
-            first, needed, _ = found.get(key, (number, number, number))
-            found[key] = first, number if slot.compute.kind in (B, Kind.BACKWARD_INPUT) else needed, number
-    return found
+            first, needed, _ = spans.get(key, (number, number, number))
+            spans[key] = first, number if slot.compute.kind in (B, Kind.BACKWARD_INPUT) else needed, number
+    return spans
 
 
 def moves(spans: Spans, away: Keys, kept: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
@@ -368,15 +368,15 @@ CHUNKS = [
 
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), [*SMALL, *LARGER, *CHUNKS])
 def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chunks: int) -> None:
-    assert [found == least for found, least in bounds_of(FAMILIES[name].generate(p, m, chunks))] == [True] * (p // 2)
+    assert [bound == least for bound, least in bounds_of(FAMILIES[name].generate(p, m, chunks))] == [True] * (p // 2)
 
 
 def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
     """Loads right before their backwards made partners host too long: 2 % of these can keep one less."""
     every = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
     assert len(every) > 700
-    assert max(found - least for found, least in every) <= 1
-    assert sum(found > least for found, least in every) <= len(every) // 80
+    assert max(bound - least for bound, least in every) <= 1
+    assert sum(bound > least for bound, least in every) <= len(every) // 80
 
 
 @pytest.mark.parametrize(("seed", "bound"), [(54, 3), (61, 2), (110, 2), (248, 3), (263, 3)])

@@ -44,7 +44,7 @@ def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int 
 
 
 def moved(schedule: Schedule, sizes: Sequence[int]) -> int:
-    every = (one for row in schedule.ranks for cell in row for one in cell.transfers)
+    every = (action for row in schedule.ranks for cell in row for action in cell.transfers)
     return sum(sizes[one.stage] for one in every if one.kind is Kind.EVICT)
 
 
@@ -69,13 +69,13 @@ def every_way(schedule: Schedule, sender: int) -> set[Way]:
 
 
 def _way(own: Sequence[int], chosen: Sequence[tuple[tuple[int, int], int] | None], num_ranks: int) -> Way:
-    away = [one for one in chosen if one is not None]
+    away = [stay for stay in chosen if stay is not None]
     curve, hosted = list(own), [[0] * len(own) for _ in range(num_ranks)]
-    for (out, back), host in away:
+    for (out, load), host in away:
         # What leaves is held to the end of its slot, and again from the start of that in which it comes.
-        for slot in range(out + 1, back):
+        for slot in range(out + 1, load):
             curve[slot] -= 1
-        for slot in range(out, back + 1):
+        for slot in range(out, load + 1):
             hosted[host][slot] += 1
     return max(curve), tuple(map(max, hosted)), len(away)
 
@@ -84,19 +84,19 @@ def best_of(ways: Sequence[set[Way]]) -> list[list[Way]]:
     """Of each rank those that no other is as good as in everything."""
     kept = []
     for of_rank in ways:
-        found: list[Way] = []
+        best: list[Way] = []
         for candidate in sorted(of_rank, key=lambda way: (way[0] + sum(way[1]) + way[2], way)):
-            if not any(_as_good(other, candidate) for other in found):
-                found.append(candidate)
-        kept.append(found)
+            if not any(_as_good(better, candidate) for better in best):
+                best.append(candidate)
+        kept.append(best)
     return kept
 
 
-def _as_good(one: Way, other: Way) -> bool:
+def _as_good(first: Way, second: Way) -> bool:
     return (
-        one[0] <= other[0]
-        and one[2] <= other[2]
-        and all(mine <= theirs for mine, theirs in zip(one[1], other[1], strict=True))
+        first[0] <= second[0]
+        and first[2] <= second[2]
+        and all(ours <= theirs for ours, theirs in zip(first[1], second[1], strict=True))
     )
 
 
@@ -107,18 +107,18 @@ def fewest_bytes(
 
     `in_turn`: a rank may send to make room for what comes to it from another.
     """
-    found: list[int] = []
+    totals: list[int] = []
     for chosen in product(*ways):
         if not in_turn and any(
             leaving and any(buffers[rank] for _, buffers, _ in chosen) for rank, (_, _, leaving) in enumerate(chosen)
         ):
             continue
-        held = [peak * size for (peak, _, _), size in zip(chosen, sizes, strict=True)]
+        peaks = [peak * size for (peak, _, _), size in zip(chosen, sizes, strict=True)]
         for (_, buffers, _), size in zip(chosen, sizes, strict=True):
-            held = [one + count * size for one, count in zip(held, buffers, strict=True)]
-        if all(one <= room for one, room in zip(held, activation_budget, strict=True)):
-            found.append(sum(count * size for (_, _, count), size in zip(chosen, sizes, strict=True)))
-    return min(found, default=None)
+            peaks = [peak + count * size for peak, count in zip(peaks, buffers, strict=True)]
+        if all(peak <= room for peak, room in zip(peaks, activation_budget, strict=True)):
+            totals.append(sum(count * size for (_, _, count), size in zip(chosen, sizes, strict=True)))
+    return min(totals, default=None)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_no_packing_of_all_is_nearer(seed: int) -> None:
         def cost(owner: int, host: int, nodes: Sequence[int] = nodes) -> int:
             return APART * (nodes[owner] != nodes[host]) + abs(owner - host)
 
-        found = pack(items, spare, cost)
+        packing = pack(items, spare, cost)
         best = min((_total(items, hosts, cost) for hosts in _packings(items, spare)), default=None)
-        assert (None if found is None else _total(items, found, cost)) == best
+        assert (None if packing is None else _total(items, packing, cost)) == best
         none += best is None
     assert 0 < none < 40
 
@@ -193,7 +193,7 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
         taken = [0] * len(spare)
         for item, host in zip(items, hosts, strict=True):
             taken[host] += item.num_bytes
-        if all(one <= room for one, room in zip(taken, spare, strict=True)):
+        if all(used <= room for used, room in zip(taken, spare, strict=True)):
             yield hosts
 
 
@@ -282,7 +282,7 @@ def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:
     pooled = balance_over_hosts(plain, POOL, ActivationBudget((level,) * 8, memory))
     assert any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
     for slot in range(len(pooled.ranks[0])):
-        orders = [[(one.stage, one.microbatch) for one in row[slot].transfers] for row in pooled.ranks]
+        orders = [[(action.stage, action.microbatch) for action in row[slot].transfers] for row in pooled.ranks]
         # Those of the lowest sender first, and each sender's as it has them itself.
         in_order = [key for rank, order in enumerate(orders) for key in order if key[0] == rank]
         assert all(order == [key for key in in_order if key in order] for order in orders)
@@ -307,7 +307,7 @@ SHAPES = {name: (4, 8, max(1, family.min_chunks)) for name, family in FAMILIES.i
 def test_every_family_keeps_less_than_pairs_and_every_rule(name: str, hosts: str) -> None:
     """`build` asks all rules. What is written is read back as it was."""
     p, m, v = SHAPES[name]
-    schedule, paired = (balanced(name, p, m, v, each) for each in (hosts, PAIR))
+    schedule, paired = (balanced(name, p, m, v, arrangement) for arrangement in (hosts, PAIR))
     assert schedule.bounds is not None
     assert max(schedule.bounds) <= max(paired.bounds or ())
     assert max(peak_counts(schedule)) <= max(schedule.bounds)
@@ -358,19 +358,19 @@ def test_what_an_arrangement_is_called() -> None:
 def test_as_many_buffers_as_are_full_at_once(name: str, v: int, hosts: str) -> None:
     schedule = balanced(name, 4, 12, v, hosts)
     for rank in range(4):
-        mine = set(in_own(schedule, rank))
-        assert set(host_memory_buffers(schedule, rank)) == mine
+        stays = set(in_own(schedule, rank))
+        assert set(host_memory_buffers(schedule, rank)) == stays
         full: set[tuple[int, int]] = set()
-        most, nth = 0, {}
+        fullest, nth = 0, {}
         for cell in schedule.ranks[rank]:
-            for one in cell.transfers:
-                key = (one.stage, one.microbatch)
-                if one.kind is Kind.EVICT:
+            for action in cell.transfers:
+                key = (action.stage, action.microbatch)
+                if action.kind is Kind.EVICT:
                     nth[key] = nth.get(key, -1) + 1
-                    full |= {key} if Residency(*key, nth[key]) in mine else set()
-            most = max(most, len(full))
-            full -= {(one.stage, one.microbatch) for one in cell.transfers if one.kind is Kind.LOAD}
-        assert num_host_memory_buffers(schedule, rank) == most
+                    full |= {key} if Residency(*key, nth[key]) in stays else set()
+            fullest = max(fullest, len(full))
+            full -= {(action.stage, action.microbatch) for action in cell.transfers if action.kind is Kind.LOAD}
+        assert num_host_memory_buffers(schedule, rank) == fullest
 
 
 @pytest.mark.parametrize("hosts", [HOST, POOL, ALL])
@@ -380,8 +380,8 @@ def test_no_buffer_holds_two_at_once(name: str, v: int, hosts: str) -> None:
     schedule = balanced(name, 4, 12, v, hosts)
     for rank in range(4):
         for buffers in (host_buffers(schedule, rank), host_memory_buffers(schedule, rank)):
-            for (stay, buffer), (other, another) in combinations(buffers.items(), 2):
-                first, second = sorted(_away(schedule, of) for of in (stay, other))
+            for (stay, buffer), (later, another) in combinations(buffers.items(), 2):
+                first, second = sorted(_away(schedule, of) for of in (stay, later))
                 assert buffer != another or first[1] < second[0]
 
 
@@ -389,10 +389,10 @@ def _away(schedule: Schedule, stay: Residency) -> tuple[int, int]:
     """The slots beside which it leaves and comes back."""
     rank = schedule.layout.rank_of(stay.stage, stay.microbatch)
     slots = {
-        one.kind: slot
+        action.kind: slot
         for slot, cell in enumerate(schedule.ranks[rank])
-        for one in cell.transfers
-        if (one.stage, one.microbatch) == stay[:2] and one.kind in (Kind.EVICT, Kind.LOAD)
+        for action in cell.transfers
+        if (action.stage, action.microbatch) == stay[:2] and action.kind in (Kind.EVICT, Kind.LOAD)
     }
     return slots[Kind.EVICT], slots[Kind.LOAD]
 
@@ -433,21 +433,21 @@ def every_tier(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
     """Peak and number of evictions of every set of the rank's micro-batches, at every time."""
     own = live_bytes(schedule, rank, memory_of([1] * schedule.num_ranks))
     slots = {
-        (one.kind, one.microbatch): slot for slot, cell in enumerate(schedule.ranks[rank]) for one in cell.computations
+        (action.kind, action.microbatch): slot for slot, cell in enumerate(schedule.ranks[rank]) for action in cell.computations
     }
     choices = []
     for microbatch in range(schedule.num_microbatches):
         between = range(slots[Kind.FORWARD, microbatch] + 1, slots[Kind.BACKWARD, microbatch])
-        choices.append([(), *(range(out + 1, back) for out, back in combinations(between, 2))])
-    found = set()
+        choices.append([(), *(range(out + 1, load) for out, load in combinations(between, 2))])
+    tiers = set()
     for chosen in product(*choices):
         curve = list(own)
         for away in chosen:
             for slot in away:
                 curve[slot] -= 1
         # Beside two slots in a row nothing is away in between.
-        found.add((max(curve), sum(away != () for away in chosen)))
-    return found
+        tiers.add((max(curve), sum(away != () for away in chosen)))
+    return tiers
 
 
 def least_moved(ways: Collection[tuple[int, int]], size: int, room: int) -> int | None:
@@ -476,12 +476,12 @@ def _taken(stays: Sequence[tuple[int, int, int]], chosen: Sequence[int | None], 
     """What a host's buffers take: for each sender as many as are full at once."""
     total = 0
     for sender in {rank for rank, _, _ in stays}:
-        mine = [
-            (out, back)
-            for (rank, out, back), where in zip(stays, chosen, strict=True)
+        spans = [
+            (out, load)
+            for (rank, out, load), where in zip(stays, chosen, strict=True)
             if where == host and rank == sender
         ]
-        total += sizes[sender] * max((sum(out <= at <= back for out, back in mine) for at, _ in mine), default=0)
+        total += sizes[sender] * max((sum(out <= slot <= load for out, load in spans) for slot, _ in spans), default=0)
     return total
 
 
@@ -493,23 +493,23 @@ def test_it_takes_the_link_to_the_nodes_memory_and_no_other() -> None:
     """8 bytes at 2 bytes a second in each direction, while links between devices would take none, or for ever."""
     schedule = balanced("1f1b", 4, 8)
     for inside in (Link(), Link(1e-6)):
-        found = times(schedule, Links(inside=inside, host=Link(2)))
-        assert {one.end_s - one.start_s for row in found.transfers for one in row} == {4}
+        report = times(schedule, Links(inside=inside, host=Link(2)))
+        assert {transfer.end_s - transfer.start_s for row in report.transfers for transfer in row} == {4}
     assert times(schedule, Links(host=Link(2))).makespan_s < times(schedule, Links(host=Link(1))).makespan_s
 
 
 def test_what_goes_to_a_device_does_not_wait_for_what_goes_to_memory() -> None:
     """Two ports: with a link to memory that takes ages, what goes to rank 3 still ends at once."""
     schedule = balanced("1f1b", 4, 8, hosts=ALL)
-    found = times(schedule, Links(inside=Link(8), host=Link(0.1)))
-    to_rank_3 = [one for one in found.transfers[3] if one.action.kind is Kind.HOST]
-    assert {one.end_s - one.start_s for one in to_rank_3} == {1}
+    report = times(schedule, Links(inside=Link(8), host=Link(0.1)))
+    to_rank_3 = [transfer for transfer in report.transfers[3] if transfer.action.kind is Kind.HOST]
+    assert {transfer.end_s - transfer.start_s for transfer in to_rank_3} == {1}
 
 
 def test_a_load_waits_for_what_brought_it_there() -> None:
-    found = times(balanced("1f1b", 4, 8), Links(host=Link(1 / 3)))
-    for row in found.transfers:
-        ends = {(one.action.stage, one.action.microbatch): one.end_s for one in row if one.action.kind is Kind.EVICT}
-        loads = [one for one in row if one.action.kind is Kind.LOAD]
-        assert all(one.start_s >= ends[one.action.stage, one.action.microbatch] for one in loads)
-        assert all(buffer < 3 for _, buffer in with_host_buffers(found, 0))
+    report = times(balanced("1f1b", 4, 8), Links(host=Link(1 / 3)))
+    for row in report.transfers:
+        ends = {(transfer.action.stage, transfer.action.microbatch): transfer.end_s for transfer in row if transfer.action.kind is Kind.EVICT}
+        loads = [transfer for transfer in row if transfer.action.kind is Kind.LOAD]
+        assert all(transfer.start_s >= ends[transfer.action.stage, transfer.action.microbatch] for transfer in loads)
+        assert all(buffer < 3 for _, buffer in with_host_buffers(report, 0))
