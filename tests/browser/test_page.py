@@ -56,7 +56,7 @@ def held(view: dict[str, Any], rank: int, side: str, time: float) -> int:
 
 def longest_wait(view: dict[str, Any]) -> tuple[str, float, float]:
     """The transfer for which stage 0 stood still longest, when that ended, and how long it was."""
-    row = max(view["iterations"][-1]["ranks"][0]["measured"]["actions"], key=lambda row_: row_[3])
+    row = max(view["iterations"][-1]["ranks"][0]["measured"]["actions"], key=lambda action: action[3])
     assert row[3] > 0.005
     return row[0], row[2], row[3]
 

@@ -248,8 +248,13 @@ def trained(
 
     def outcome_of(row: Row) -> Outcome:
         if row.world not in done:
-            rows = sorted((row_ for row_ in wanted if row_.world == row.world), key=lambda row_: row_.stock.name)
-            cases = {case.name: case for each in rows for case in (each.stock, *each.others, each.ours)}
+            rows = sorted(
+                (candidate for candidate in wanted if candidate.world == row.world),
+                key=lambda candidate: candidate.stock.name,
+            )
+            cases = {
+                case.name: case for candidate in rows for case in (candidate.stock, *candidate.others, candidate.ours)
+            }
             done[row.world] = run_cases(row.world, list(cases.values()), 2400, **places)
         return done[row.world]
 

@@ -116,10 +116,10 @@ class Reentrant(nn.Module):
 def shapes_of(stage: int, num_stages: int) -> dict[str, Any]:
     """Torch's handshake asks for gradients of inputs alone, which that checkpoint cannot give."""
     first, last = stage == 0, stage == num_stages - 1
-    input_ = torch.zeros(ROWS, LENGTH, *([] if first else [WIDTH]), dtype=torch.int64 if first else None)
+    received = torch.zeros(ROWS, LENGTH, *([] if first else [WIDTH]), dtype=torch.int64 if first else None)
     output = torch.zeros(ROWS, LENGTH, VOCABULARY if last else WIDTH, requires_grad=True)
-    arguments: dict[str, Any] = {"input_args": (input_.requires_grad_(not first),), "output_args": (output,)}
-    arguments |= {} if first else {"input_grads": (torch.zeros_like(input_),)}
+    arguments: dict[str, Any] = {"input_args": (received.requires_grad_(not first),), "output_args": (output,)}
+    arguments |= {} if first else {"input_grads": (torch.zeros_like(received),)}
     arguments |= {} if last else {"output_grads": (torch.zeros_like(output),)}
     # Torch 2.11's asks for none, and is told of none.
     return {name: value for name, value in arguments.items() if name in signature(PipelineStage).parameters}

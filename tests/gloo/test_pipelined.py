@@ -31,9 +31,9 @@ ALL = parameters(CASES)
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow, id="p2"), pytest.param(4, id="p4")])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder_ = tmp_path_factory.mktemp("pipelined")
-    forked("pipelined", folder_, str(request.param), "pipelined")
-    return folder_
+    path = tmp_path_factory.mktemp("pipelined")
+    forked("pipelined", path, str(request.param), "pipelined")
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -91,16 +91,16 @@ def test_megatrons_optimizer_is_looked_at_in_its_whole_script(tmp_path: Path) ->
     assert outcome.codes == [1], outcome.logs[0][-3000:]
     document = json.loads(findings_file.read_text())
     assert document["steps"] == 3
-    findings_ = {
+    reported = {
         ("/".join(finding["file"].split("/")[-2:]), finding["kind"], finding["operation"])
         for finding in document["findings"]
     }
     # Zeros are counted on the host, and so is the norm where Transformer Engine does not do it; Adam's numbers are
     # Python's.
-    assert ("optimizer/clip_grads.py", "host_read", "_local_scalar_dense") in findings_
-    assert any(file == "optimizer/optimizer.py" and kind == "scalar" for file, kind, _ in findings_)
+    assert ("optimizer/clip_grads.py", "host_read", "_local_scalar_dense") in reported
+    assert any(file == "optimizer/optimizer.py" and kind == "scalar" for file, kind, _ in reported)
     # A kind that no setting of these brings is not there.
-    assert not any(kind == "generator" for _, kind, _ in findings_)
+    assert not any(kind == "generator" for _, kind, _ in reported)
 
 
 @pytest.mark.timeout(90)

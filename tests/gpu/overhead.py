@@ -151,8 +151,9 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
     )
     engines = {"without": None, "with": asynchronous, "synchronous": synchronous}
     works: dict[str, Callable[[], None]] = {
-        name: lambda engine=engine: loop.run(engine) for name, engine in engines.items()
-    }  # type: ignore[misc]
+        name: lambda engine=engine: loop.run(engine)  # type: ignore[misc]
+        for name, engine in engines.items()
+    }
     for work in works.values():
         seconds(device, work)
     taken: dict[str, list[float]] = {name: [] for name in works}

@@ -29,14 +29,14 @@ def test_operations_come_out_as_on_a_cpu() -> None:
     def losses(on: torch.device) -> list[torch.Tensor]:
         leaf = torch.nn.Parameter(weight.to(on))
         optimizer = torch.optim.Adam([leaf], 0.1)
-        losses_ = []
+        values = []
         for _ in range(3):
             loss = torch.nn.functional.gelu(x.to(on) @ leaf).softmax(-1).square().sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses_.append(loss.detach().cpu())
-        return [*losses_, leaf.detach().cpu()]
+            values.append(loss.detach().cpu())
+        return [*values, leaf.detach().cpu()]
 
     assert all(map(torch.equal, losses(LATE), losses(torch.device("cpu"))))
     assert "forced" not in extension().counts()

@@ -41,7 +41,7 @@ def test_both_say_the_same_of_a_schedule(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(("name", "p"), SHARE)
 def test_both_say_the_same(name: str, p: int) -> None:
-    for exchange in sorted(EXCHANGES[name], key=lambda exchange_: exchange_.value):
+    for exchange in sorted(EXCHANGES[name], key=lambda member: member.value):
         schedule = plan_of(name, p, p if p == 8 else 2 * p, exchange)
         assert schedule is not None
         assert disagreements(schedule, exchange, everything=False)[0] == []
@@ -133,7 +133,7 @@ def test_launches_that_block_hold_our_own_loop_and_not_megatrons() -> None:
 def test_both_say_the_same_over_the_grid(name: str) -> None:
     wrong: list[str] = []
     for p, m in ((4, 4), (4, 8), (6, 12), (8, 8), (8, 16)):
-        for exchange in sorted(EXCHANGES[name], key=lambda exchange_: exchange_.value):
+        for exchange in sorted(EXCHANGES[name], key=lambda member: member.value):
             for hosts in ("pair", "pool"):
                 schedule = plan_of(name, p, m, exchange, hosts)
                 if schedule is not None and (hosts == "pair" or moves_anything(schedule)):
@@ -152,7 +152,7 @@ def test_both_say_the_same_of_plans_that_were_moved(name: str) -> None:
     wrong: list[str] = []
     plans = still = 0
     for p, m in ((4, 8), (6, 12)):
-        for exchange in sorted(EXCHANGES[name], key=lambda exchange_: exchange_.value):
+        for exchange in sorted(EXCHANGES[name], key=lambda member: member.value):
             schedule = plan_of(name, p, m, exchange)
             for kind, by in MOVES if schedule is not None else ():
                 assert schedule is not None

@@ -56,8 +56,8 @@ def test_keys_that_are_freed_before_their_last_reader_are_noticed(monkeypatch: p
         now = keys.cutting.now
         assert now is not None
         for both in keys._kept[now.stage, now.microbatch].values():
-            for keys_ in both:
-                keys_.whole.untyped_storage().resize_(0)
+            for kept in both:
+                kept.whole.untyped_storage().resize_(0)
         return collected(keys, gradient)
 
     monkeypatch.setattr(KeptKeys, "collected", freeing)

@@ -83,8 +83,8 @@ def held(schedule: str) -> list[list[tuple[int, int]]]:
     plain = build(ScheduleConfig("interleaved-1f1b" if chunks == 2 else "1f1b", 8, 16, num_chunks=chunks))
     balanced = build(ScheduleConfig(schedule, 8, 16, num_chunks=chunks, balance=named_balance("bpipe")))
     return [
-        [(peak, num_transfers(schedule_, rank).evictions) for rank, peak in enumerate(peak_counts(schedule_))]
-        for schedule_ in (plain, balanced)
+        [(peak, num_transfers(plan, rank).evictions) for rank, peak in enumerate(peak_counts(plan))]
+        for plan in (plain, balanced)
     ]
 
 

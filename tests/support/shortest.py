@@ -54,19 +54,19 @@ def shortest(schedule: Schedule, costs: UnitCosts, limit: int, limit_s: float) -
     slots = [slot for row in schedule.ranks for slot in row]
     assert not any(slot.overlapped or slot.transfers for slot in slots), "only single computations can be reordered"
     orders = [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
-    ticks_ = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
-    work = work_of(schedule.layout, schedule.num_microbatches, orders, ticks_)
+    stage_costs = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
+    work = work_of(schedule.layout, schedule.num_microbatches, orders, stage_costs)
     options = _Model(schedule, work, limit)
     if max(peak_counts(schedule)) <= limit:
         options.hint(starts(work))
     begun, ticks, proven = options.solve(limit_s)
-    orders_ = [
+    found_orders = [
         [work.actions[job][0] for job in sorted(row, key=lambda job: (begun[job], begun[job] + work.lasts[job]))]
         for row in work.rows
     ]
-    placed = place("shortest", schedule.num_microbatches, schedule.layout, orders_)
+    placed = place("shortest", schedule.num_microbatches, schedule.layout, found_orders)
     assert max(peak_counts(placed)) <= limit, "the solver counts memory otherwise than the rule"
-    return Shortest(placed, Fraction(ticks, ticks_.per_unit), Fraction(proven, ticks_.per_unit))
+    return Shortest(placed, Fraction(ticks, stage_costs.per_unit), Fraction(proven, stage_costs.per_unit))
 
 
 class _Model:

@@ -34,13 +34,13 @@ _SETTINGS = (str, bool, type(None), torch.dtype, torch.device, torch.layout, tor
 def paths(build: Build, steps: int, seed: int = 0) -> list[list[Hashable]]:
     with random_states_kept():
         program = build(seed)
-        paths_ = []
+        token_lists = []
         for number in range(steps):
             mode = _Tokens(sys._getframe())
             with mode:
                 program.step(number)
-            paths_.append(mode.tokens)
-        return paths_
+            token_lists.append(mode.tokens)
+        return token_lists
 
 
 class _Tokens(TorchDispatchMode):
@@ -103,26 +103,26 @@ class Phase(enum.Enum):
 
 def phases(paths: Iterable[Sequence[Hashable]], warm_up: int = 1) -> list[Phase]:
     seen: set[tuple[Hashable, Hashable]] = set()
-    phases_: list[Phase] = []
+    result: list[Phase] = []
     tracing = True
     for number, path in enumerate(paths):
         if number < warm_up:
-            phases_.append(Phase.WARM_UP)
+            result.append(Phase.WARM_UP)
             continue
         pairs = set(pairwise((_EDGE, *path, _EDGE)))
         is_new = not pairs <= seen
         seen |= pairs
         if tracing:
-            phases_.append(Phase.TRACED)
+            result.append(Phase.TRACED)
         else:
-            phases_.append(Phase.FELL_BACK if is_new else Phase.CO_EXECUTED)
+            result.append(Phase.FELL_BACK if is_new else Phase.CO_EXECUTED)
         tracing = is_new
-    return phases_
+    return result
 
 
 def counts(paths: Iterable[Sequence[Hashable]], warm_up: int = 1) -> Counts:
-    phases_ = phases(paths, warm_up)
-    return Counts(phases_.count(Phase.TRACED), phases_.count(Phase.FELL_BACK))
+    result = phases(paths, warm_up)
+    return Counts(result.count(Phase.TRACED), result.count(Phase.FELL_BACK))
 
 
 # Where a step begins and ends: equal to no token.

@@ -328,8 +328,8 @@ def _judge_line(line: Any) -> None:
 
 def _judge_actions(columns: list[str], rows: list[Any]) -> None:
     # What later versions add in columns of their own is passed over.
-    columns_ = [place for place, name in enumerate(columns) if name in Row._fields and name != "action"]
-    for cell in (row[place] for row in rows for place in columns_):
+    number_columns = [place for place, name in enumerate(columns) if name in Row._fields and name != "action"]
+    for cell in (row[place] for row in rows for place in number_columns):
         if cell is not None and not is_number(cell, -2, 2**60 + 1):
             raise Wrong(f"an action's {cell!r:.60} was accepted")
 

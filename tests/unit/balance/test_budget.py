@@ -132,7 +132,10 @@ def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
             slots[cell.compute.kind][cell.compute.microbatch] = slot
     stays = {
         microbatch: [
-            (out, load) for out, load in combinations(range(slots[Kind.FORWARD][microbatch] + 1, slots[Kind.BACKWARD][microbatch]), 2)
+            (out, load)
+            for out, load in combinations(
+                range(slots[Kind.FORWARD][microbatch] + 1, slots[Kind.BACKWARD][microbatch]), 2
+            )
         ]
         for microbatch in slots[Kind.FORWARD]
     }
@@ -140,7 +143,8 @@ def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
     for count in range(len(stays) + 1):
         for chosen in combinations(stays, count):
             plans += [
-                with_stays(schedule, sender, host, chosen, times) for times in product(*(stays[microbatch] for microbatch in chosen))
+                with_stays(schedule, sender, host, chosen, times)
+                for times in product(*(stays[microbatch] for microbatch in chosen))
             ]
     return plans
 

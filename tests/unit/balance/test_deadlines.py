@@ -174,7 +174,9 @@ def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None
     planned = balanced(plain, BalanceConfig(activation_budget=activation_budget))
     ((stage, microbatch),) = evictions(planned)
     need = [cell.compute for cell in plain.ranks[0]].index(Action(stage, Kind.BACKWARD, microbatch))
-    (slot,) = (place for place, cell in enumerate(planned.ranks[0]) for action in cell.transfers if action.kind is Kind.LOAD)
+    (slot,) = (
+        place for place, cell in enumerate(planned.ranks[0]) for action in cell.transfers if action.kind is Kind.LOAD
+    )
     assert need - slot == 5
 
     def exposed(seconds: int) -> int:

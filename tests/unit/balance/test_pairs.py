@@ -185,7 +185,11 @@ def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]
             away.discard(compute.microbatch)
             before = row[slot - 1]
             if before is not None and before.kind is Kind.FORWARD:
-                finished = [action.microbatch for action in row[: slot - 2] if action is not None and action.kind is Kind.FORWARD]
+                finished = [
+                    action.microbatch
+                    for action in row[: slot - 2]
+                    if action is not None and action.kind is Kind.FORWARD
+                ]
                 plan.setdefault(slot - 2, set()).add(("EVICT", finished[-1]))
                 away.add(finished[-1])
     return plan

@@ -45,7 +45,7 @@ def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int 
 
 def moved(schedule: Schedule, sizes: Sequence[int]) -> int:
     every = (action for row in schedule.ranks for cell in row for action in cell.transfers)
-    return sum(sizes[one.stage] for one in every if one.kind is Kind.EVICT)
+    return sum(sizes[action.stage] for action in every if action.kind is Kind.EVICT)
 
 
 # Of one sender: the most of its own micro-batches it holds, the host buffers it needs on every rank, and how many
@@ -433,7 +433,9 @@ def every_tier(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
     """Peak and number of evictions of every set of the rank's micro-batches, at every time."""
     own = live_bytes(schedule, rank, memory_of([1] * schedule.num_ranks))
     slots = {
-        (action.kind, action.microbatch): slot for slot, cell in enumerate(schedule.ranks[rank]) for action in cell.computations
+        (action.kind, action.microbatch): slot
+        for slot, cell in enumerate(schedule.ranks[rank])
+        for action in cell.computations
     }
     choices = []
     for microbatch in range(schedule.num_microbatches):
@@ -509,7 +511,11 @@ def test_what_goes_to_a_device_does_not_wait_for_what_goes_to_memory() -> None:
 def test_a_load_waits_for_what_brought_it_there() -> None:
     report = times(balanced("1f1b", 4, 8), Links(host=Link(1 / 3)))
     for row in report.transfers:
-        ends = {(transfer.action.stage, transfer.action.microbatch): transfer.end_s for transfer in row if transfer.action.kind is Kind.EVICT}
+        ends = {
+            (transfer.action.stage, transfer.action.microbatch): transfer.end_s
+            for transfer in row
+            if transfer.action.kind is Kind.EVICT
+        }
         loads = [transfer for transfer in row if transfer.action.kind is Kind.LOAD]
         assert all(transfer.start_s >= ends[transfer.action.stage, transfer.action.microbatch] for transfer in loads)
         assert all(buffer < 3 for _, buffer in with_host_buffers(report, 0))

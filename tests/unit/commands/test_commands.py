@@ -199,7 +199,11 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
     tightest = document(capsys, *BALANCED)
     peak_gib = max(stage["peak_bytes"] for stage in plain["stages"]) / 2**30
     evictions = []
-    for budget in (peak_gib + 1, peak_gib - 0.1, max(stage["peak_bytes"] for stage in tightest["stages"]) / 2**30 + 0.1):
+    for budget in (
+        peak_gib + 1,
+        peak_gib - 0.1,
+        max(stage["peak_bytes"] for stage in tightest["stages"]) / 2**30 + 0.1,
+    ):
         result = document(capsys, *BALANCED, "--memory", f"{budget:.2f}")
         assert result["fits"]
         assert [stage["peak_bytes"] for stage in result["stages"]] == result["plan"]["need_bytes"], (
@@ -329,7 +333,9 @@ def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.Captu
     splits = any(FAMILIES[row["configuration"]["schedule"]].splits for row in result["rows"])
     assert any("Transformer Engine" in need for need in result["needs"]) is splits
     text = output(capsys, *small, "--rows", "3")
-    assert all(words in text for words in (*result["needs"], *(f"{family['schedule']} {family['why']}" for family in families)))
+    assert all(
+        words in text for words in (*result["needs"], *(f"{family['schedule']} {family['why']}" for family in families))
+    )
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -503,5 +509,7 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
 )
 def test_peaks_of_many_ranks_are_counted(gib: list[int], shown: str) -> None:
     """Of 64 ranks per line held 64 numbers, of which 60 were the same."""
-    memory = [RankMemory(rank, num_gib * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB, 80 * GIB) for rank, num_gib in enumerate(gib)]
+    memory = [
+        RankMemory(rank, num_gib * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB, 80 * GIB) for rank, num_gib in enumerate(gib)
+    ]
     assert peaks_text(memory) == shown

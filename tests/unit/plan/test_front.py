@@ -45,7 +45,9 @@ def test_it_is_the_front_of_predicting_everything(front: Front) -> None:
         every.append((max(rank.peak_bytes for rank in prediction.memory), prediction.timing.iteration_s))
     every = [point for point in every if point[0] <= front.most_bytes]
     wanted = {
-        point for point in every if not any(rival != point and rival[0] <= point[0] and rival[1] <= point[1] for rival in every)
+        point
+        for point in every
+        if not any(rival != point and rival[0] <= point[0] and rival[1] <= point[1] for rival in every)
     }
     assert [(point.peak_bytes, point.iteration_s) for point in front.points] == sorted(wanted)
     assert front.num_simulated < len(every) / 2
@@ -83,7 +85,7 @@ def test_a_front_names_what_was_not_searched() -> None:
     beaten = [
         point
         for point in front.points
-        if any(point_of_more.peak_bytes < point.peak_bytes and point_of_more.iteration_s < point.iteration_s for point_of_more in more.points)
+        if any(wider.peak_bytes < point.peak_bytes and wider.iteration_s < point.iteration_s for wider in more.points)
     ]
     assert beaten
     assert {

@@ -41,7 +41,9 @@ def rows_of(printed: str) -> list[Row]:
     flags = re.findall(r"^   (--.*)$", printed, re.MULTILINE)
     rows = []
     for (seconds, mfu), peaks, own in zip(figures, peaks_of_rows, flags, strict=True):
-        rank_peaks = [peak for number, peak in re.findall(r"(?:(\d+) x )?([\d.]+)", peaks) for _ in range(int(number or 1))]
+        rank_peaks = [
+            peak for number, peak in re.findall(r"(?:(\d+) x )?([\d.]+)", peaks) for _ in range(int(number or 1))
+        ]
         rows.append(Row(seconds, mfu, rank_peaks, [*of_all_rows(printed), *shlex.split(own)]))
     return rows
 

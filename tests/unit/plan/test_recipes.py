@@ -61,7 +61,9 @@ STATES = {name: states_of_launch(flags_of(recipe)) for name, recipe in RECIPES.i
 
 def test_every_other_recipe_has_its_reason() -> None:
     """What keeps a recipe out: graphs of whole layers."""
-    reasons = Counter(feature.name for features in STATES.values() for feature in features if feature.state is State.REFUSED)
+    reasons = Counter(
+        feature.name for features in STATES.values() for feature in features if feature.state is State.REFUSED
+    )
     assert reasons == {"CUDA graphs of whole layers": 1}
     for features in STATES.values():
         for feature in features:
@@ -158,7 +160,9 @@ def test_launches_are_told_before_they_start(launch: str, capsys: pytest.Capture
     result = json.loads(capsys.readouterr().out)
     assert result["state"] == state
     assert status == (2 if state == "refused" else 0)
-    assert result["state"] == max([feature["state"] for feature in result["features"]] or ["supported"], key=ORDER.index)
+    assert result["state"] == max(
+        [feature["state"] for feature in result["features"]] or ["supported"], key=ORDER.index
+    )
     assert all(feature["reason"] for feature in result["features"])
     assert (
         main(["check-launch", "--", "torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *launch.split()]) == status
@@ -189,7 +193,9 @@ def test_a_captured_launch_is_checked_and_may_have_flags_of_its_own(
 def test_check_launch_names_flags_that_megatron_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-launch", "--", "--num-layerz", "8"]) == 0
     printed = capsys.readouterr()
-    assert "does not know --num-layerz (did you mean '--num-layers'?); ignore this if your script adds it" in printed.err
+    assert (
+        "does not know --num-layerz (did you mean '--num-layers'?); ignore this if your script adds it" in printed.err
+    )
     assert printed.out.endswith("this launch is supported: none of its flags needs anything of this project\n")
     assert main(["check-launch", "--", "--bpipe-schedul", "1f1b"]) == 2
     assert "unknown flag --bpipe-schedul, did you mean '--bpipe-schedule'?" in capsys.readouterr().err

@@ -194,7 +194,9 @@ def test_a_search_that_ends_early_says_what_nothing_else_is_faster_than(number: 
         assert early.num_simulated <= 2, "one of the space, and what Megatron does alone"
 
 
-@pytest.mark.parametrize("number", [*range(8), *(pytest.param(number, marks=pytest.mark.slow) for number in range(8, 400))])
+@pytest.mark.parametrize(
+    "number", [*range(8), *(pytest.param(number, marks=pytest.mark.slow) for number in range(8, 400))]
+)
 def test_with_shards_no_rank_holds_less_than_without(number: int) -> None:
     """The search drops what is too large by the order without shards."""
     draw = random.Random(number)
@@ -260,7 +262,9 @@ def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
     assert best.layers == (0, *(1,) * 126, 0)
     assert megatron_flags(best)[megatron_flags(best).index("--pipeline-model-parallel-layout") + 1] == "E|(t|)*126L"
     # A rank with both ends would have no layer at all.
-    assert not any(0 in setup.layers for setup in enumerate_setups(replace(result.space, schedules=("zb-v", "bitpipe"))))
+    assert not any(
+        0 in setup.layers for setup in enumerate_setups(replace(result.space, schedules=("zb-v", "bitpipe")))
+    )
 
 
 SMALL = Space(

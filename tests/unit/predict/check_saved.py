@@ -101,10 +101,10 @@ def experts() -> list[tuple[Setup, tuple[int, ...]]]:
         (replace(eight, shared_size=128, shared_gate=True), Routing()),
     ]
     result = []
-    for (experts_, routing), precision in product(every, ("fp32", "bf16")):
+    for (variant, routing), precision in product(every, ("fp32", "bf16")):
         made_setup = setup(LLAMA, precision, "none", 1, True, 2)
         result.append(
-            (replace(made_setup, model=replace(LLAMA, name=f"{experts_}", experts=experts_), routing=routing), (INNER,))
+            (replace(made_setup, model=replace(LLAMA, name=f"{variant}", experts=variant), routing=routing), (INNER,))
         )
     some = replace(LLAMA, name="some with experts", num_layers=8, experts=replace(eight, pattern=(0, 1)))
     result += [

@@ -100,7 +100,9 @@ def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline:
     rings = _megatrons_groups(tensor, context, pipeline, data, "cp")[::tensor]
     for number, ring in enumerate(rings):
         rank, replica = divmod(number, data)
-        assert [nodes[rank, replica * context + part] for part in range(context)] == [rank_ // per_node for rank_ in ring]
+        assert [nodes[rank, replica * context + part] for part in range(context)] == [
+            member // per_node for member in ring
+        ]
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,19 @@ def held_by_megatrons(share: float, gradients: Any) -> tuple[float, float]:
             weight.decoupled_grad = gradient
         optimizer.step()
         optimizer.zero_grad()
-    inner = [weight for sub_optimizer in optimizer.sub_optimizers for group in sub_optimizer.param_groups for weight in group["params"]]
+    inner = [
+        weight
+        for sub_optimizer in optimizer.sub_optimizers
+        for group in sub_optimizer.param_groups
+        for weight in group["params"]
+    ]
     tensors = [*inner, *(weight.grad for weight in inner)]
-    tensors += [value for sub_optimizer in optimizer.sub_optimizers for state in sub_optimizer.state.values() for value in state.values()]
+    tensors += [
+        value
+        for sub_optimizer in optimizer.sub_optimizers
+        for state in sub_optimizer.state.values()
+        for value in state.values()
+    ]
     storages = {
         tensor.untyped_storage()._cdata: tensor
         for tensor in tensors

@@ -130,7 +130,7 @@ def test_a_mamba_layer_takes_its_scan_besides_its_matrices() -> None:
     model = NEMOTRON_H_8B
     assert model.hybrid is not None
     wide = replace(model, hybrid=replace(model.hybrid, state_dim=256))
-    plain, wider = (layer_seconds(setup_of(model_), MAMBA) for model_ in (model, wide))
+    plain, wider = (layer_seconds(setup_of(variant), MAMBA) for variant in (model, wide))
     assert 1.02 < wider[0] / plain[0] < 1.6
     assert 2 < plain[1] / plain[0] < 4
 

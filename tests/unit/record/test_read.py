@@ -177,7 +177,9 @@ def test_a_value_beside_the_records_that_no_run_has_is_refused(
 ) -> None:
     path = folder / name
     rows = (
-        [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [{"rank": 0, "peak_bytes": 1}]
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.exists()
+        else [{"rank": 0, "peak_bytes": 1}]
     )
     rows[0][key] = value
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

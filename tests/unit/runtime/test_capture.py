@@ -99,7 +99,9 @@ def test_what_two_micro_batches_saved_is_nobodys() -> None:
     def claim(out: torch.Tensor, microbatch: int) -> set[int]:
         storages = [item.storage for item in find([out.grad_fn], [x], CPU)]
         return {
-            storage._cdata for storage, is_claimed in zip(storages, shared.claim(storages, microbatch), strict=True) if is_claimed
+            storage._cdata
+            for storage, is_claimed in zip(storages, shared.claim(storages, microbatch), strict=True)
+            if is_claimed
         }
 
     assert table in claim(first, 0)

@@ -83,7 +83,9 @@ def dropping(monkeypatch: pytest.MonkeyPatch, *dropped: str) -> None:
     lower_as_run = executor_module.lower_as_run
 
     def without(program: Program) -> SimpleNamespace:
-        return SimpleNamespace(instructions=[instruction for instruction in program.instructions if str(instruction) not in dropped])
+        return SimpleNamespace(
+            instructions=[instruction for instruction in program.instructions if str(instruction) not in dropped]
+        )
 
     monkeypatch.setattr(
         executor_module, "lower_as_run", lambda *arguments: [without(program) for program in lower_as_run(*arguments)]

@@ -49,7 +49,9 @@ def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[
         spans: dict[tuple[int, int, bool], set[tuple[object, object]]] = {}
         for transfer in (transfer for row in report.transfers for transfer in row):
             leaves = transfer.action.kind in (Kind.EVICT, Kind.HOST)
-            spans.setdefault((transfer.action.stage, transfer.action.microbatch, leaves), set()).add((transfer.start_s, transfer.end_s))
+            spans.setdefault((transfer.action.stage, transfer.action.microbatch, leaves), set()).add(
+                (transfer.start_s, transfer.end_s)
+            )
         assert all(len(same) == 1 for same in spans.values()), activation_budget
 
 
@@ -59,7 +61,9 @@ def test_what_comes_back_from_elsewhere_is_refused() -> None:
     rows = [list(row) for row in schedule.ranks]
     load = Action(0, Kind.RETURN, 3)
     slot = next(slot for slot, cell in enumerate(rows[2]) if load in cell.transfers)
-    rows[2][slot] = replace(rows[2][slot], transfers=tuple(action for action in rows[2][slot].transfers if action != load))
+    rows[2][slot] = replace(
+        rows[2][slot], transfers=tuple(action for action in rows[2][slot].transfers if action != load)
+    )
     rows[3][slot] = replace(rows[3][slot], transfers=(*rows[3][slot].transfers, load))
     with pytest.raises(ScheduleError, match="0LOAD3: it is with rank 2, not with rank 3"):
         check(replace(schedule, ranks=tuple(map(tuple, rows))))

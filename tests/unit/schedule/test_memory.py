@@ -54,11 +54,11 @@ class Life:
 
 
 def lives(rows: list[tuple[Action, Fraction, Fraction]]) -> dict[Key, Life]:
-    lives_: dict[Key, Life] = {}
+    by_key: dict[Key, Life] = {}
     for action, start, end in rows:
-        life = lives_.setdefault((action.stage, action.microbatch), Life({}))
+        life = by_key.setdefault((action.stage, action.microbatch), Life({}))
         life.times.setdefault(action.kind, []).append((start, end))
-    return lives_
+    return by_key
 
 
 def slow_curve(schedule: Schedule, rank: int, memory: Memory) -> list[int]:
@@ -68,9 +68,9 @@ def slow_curve(schedule: Schedule, rank: int, memory: Memory) -> list[int]:
         for slot, cell in enumerate(schedule.ranks[rank])
         for action in (*cell.computations, *cell.transfers)
     ]
-    lives_ = lives(rows)
+    by_key = lives(rows)
     middles = [slot + Fraction(1, 2) for slot in range(len(schedule.ranks[rank]))]
-    return [sum(life.held(time, memory.stages[stage]) for (stage, _), life in lives_.items()) for time in middles]
+    return [sum(life.held(time, memory.stages[stage]) for (stage, _), life in by_key.items()) for time in middles]
 
 
 def one_order(rng: random.Random, m: int, halves: float) -> tuple[list[Action], list[Action]]:
@@ -193,7 +193,9 @@ def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
             for microbatch in chosen:
                 for slot in range(slots[FORWARD][microbatch] + 2, slots[INPUT][microbatch] - 1):
                     left[slot] -= memory.stages[0].moved_bytes
-            if max(left) <= bound and all(slots[INPUT][microbatch] - slots[FORWARD][microbatch] > 3 for microbatch in chosen):
+            if max(left) <= bound and all(
+                slots[INPUT][microbatch] - slots[FORWARD][microbatch] > 3 for microbatch in chosen
+            ):
                 return size
     return None
 

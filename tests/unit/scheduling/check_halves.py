@@ -262,10 +262,10 @@ def installed(halves: Halves) -> Iterator[None]:
 
 def gradients(stage: Stage) -> dict[str, torch.Tensor | None]:
     """What the weights have, and what went to the stage before."""
-    gradients_ = {
+    result = {
         name: getattr(parameter, "main_grad", parameter.grad) for name, parameter in stage.model.named_parameters()
     }
-    return gradients_ | {f"sent {microbatch}": sent for microbatch, sent in sorted(stage.sent.items())}
+    return result | {f"sent {microbatch}": sent for microbatch, sent in sorted(stage.sent.items())}
 
 
 def whole(of: Case, order: str) -> Stage:

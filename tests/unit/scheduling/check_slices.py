@@ -314,11 +314,11 @@ def _backwards(slicing: Slicing, microbatch: int, losses: dict[int, torch.Tensor
 
 
 def gradients(model: GPTModel) -> Gradients:
-    gradients_ = {
+    result = {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
     model.zero_grad()
-    return gradients_
+    return result
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
     (refusal,) = (refusal for refusal in FEATURES if refusal.name == feature)
     arguments = SimpleNamespace(**settings)
     refused = [f"--bpipe: {refusal.reason}; {refusal.remedy}"] if refusal.state is State.REFUSED else []
-    beside = [feature_ for feature_ in FEATURES if feature_.name in BESIDE.get(feature, ())]
+    beside = [candidate for candidate in FEATURES if candidate.name in BESIDE.get(feature, ())]
     assert features_of(arguments, True, executor=refusal.own_loop) == [refusal, *beside]
     assert reasons(arguments, True, executor=refusal.own_loop) == refused
     strictly = [
@@ -150,9 +150,9 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
     ]
     if not beside:
         assert reasons(arguments, True, executor=refusal.own_loop, strict=True) == (refused or strictly)
-    assert [feature_.name for feature_ in guarded(arguments, balance=True)] == [
+    assert [candidate.name for candidate in guarded(arguments, balance=True)] == [
         *[feature] * (not refused),
-        *(feature_.name for feature_ in beside),
+        *(candidate.name for candidate in beside),
     ]
 
 

@@ -83,16 +83,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Collectives]:
     monkeypatch.setattr(collectives, "dist", SimpleNamespace(broadcast=broadcast, reduce=reduce))
     monkeypatch.setattr(collectives, "gather_into", gather)
     groups = {kind: Group() for kind in SORTS}
-    collectives_ = []
+    result = []
     hosts: list[dict[int, Any]] = [{} for _ in range(RANKS)]
     for low, high in itertools.combinations(range(RANKS), 2):
         hosts[low][high], hosts[high][low] = controls(timeout_s=2.0, rendezvous=True)
     for rank in range(RANKS):
         seats: Any = {kind: Seat(group, rank) for kind, group in groups.items()}
-        collectives_.append(
+        result.append(
             Collectives(rank, SharedGroups(PIPELINE, seats, hosts[rank], 7.0), lambda action: action.stage, CPU)
         )
-    return collectives_
+    return result
 
 
 def shards(kind: Kind, microbatch: int) -> tuple[Action, ...]:

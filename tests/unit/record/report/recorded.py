@@ -239,7 +239,9 @@ def _asked(report: Simulation, place: int, action: Action, start: float) -> floa
         )
     if action.kind is Kind.HOST:
         loaded = Action(action.stage, Kind.RETURN, action.microbatch)
-        return float(min(row.start_s for row in report.transfers[place] if row.action == loaded and row.start_s > start))
+        return float(
+            min(row.start_s for row in report.transfers[place] if row.action == loaded and row.start_s > start)
+        )
     return min((float(row.end_s) for row in rows if row.end_s > start), default=start)
 
 
@@ -270,7 +272,16 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak
         held_bytes = peak if index == top else min(live[index], peak)
         saved = _saved(timed.action.stage) * (timed.action.kind not in SHARDS)
         times = [start, end, 0.0, start, end]
-        rows.append([str(timed.action), *times, saved if forward else None, None, held_bytes, held_bytes - saved * (not forward)])
+        rows.append(
+            [
+                str(timed.action),
+                *times,
+                saved if forward else None,
+                None,
+                held_bytes,
+                held_bytes - saved * (not forward),
+            ]
+        )
     return sorted(rows, key=lambda row: row[1])
 
 

@@ -353,10 +353,12 @@ def arrows(events: list[Event]) -> list[list[Event]]:
     for event in events:
         if event["ph"] in ("s", "t", "f"):
             slices = (
-                slice_ for slice_ in events if slice_["ph"] == "X" and (slice_["pid"], slice_["tid"]) == (event["pid"], event["tid"])
+                span
+                for span in events
+                if span["ph"] == "X" and (span["pid"], span["tid"]) == (event["pid"], event["tid"])
             )
-            around = [slice_ for slice_ in slices if slice_["ts"] <= event["ts"] < slice_["ts"] + slice_["dur"]]
-            ends[event["id"]].append(min(around, key=lambda slice_: slice_["dur"]))
+            around = [span for span in slices if span["ts"] <= event["ts"] < span["ts"] + span["dur"]]
+            ends[event["id"]].append(min(around, key=lambda span: span["dur"]))
     return list(ends.values())
 
 

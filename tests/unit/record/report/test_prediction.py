@@ -297,7 +297,9 @@ def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
         (folder / f"memory_{place:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shortage = shortage_of(held(folder))
     assert [stage.peak_microbatches for stage in shortage.stages] == [5, 6, 7, 8, 8, 7, 6, 5]
-    assert [stage.need_bytes // GIB for stage in shortage.stages] == [28 + 6 * peak for peak in (5, 6, 7, 8, 8, 7, 6, 5)]
+    assert [stage.need_bytes // GIB for stage in shortage.stages] == [
+        28 + 6 * peak for peak in (5, 6, 7, 8, 8, 7, 6, 5)
+    ]
     assert "with --bpipe" in {way.name for way in shortage.ways}
 
 

@@ -49,11 +49,11 @@ def layer(dtype: torch.dtype, vocabulary: int = VOCABULARY, scale: float = 1.0) 
 def whole(inputs: Layer, dtype: torch.dtype = torch.float64) -> Result:
     """In one piece, by autograd."""
     x, weight = (tensor.to(dtype).requires_grad_() for tensor in (inputs.x, inputs.weight))
-    losses_ = torch.nn.functional.cross_entropy(x @ weight.t(), inputs.labels, reduction="none")
-    (losses_ * inputs.go).sum().backward()
+    by_token = torch.nn.functional.cross_entropy(x @ weight.t(), inputs.labels, reduction="none")
+    (by_token * inputs.go).sum().backward()
     assert x.grad is not None
     assert weight.grad is not None
-    return Result(losses_.detach(), x.grad, weight.grad)
+    return Result(by_token.detach(), x.grad, weight.grad)
 
 
 def in_shards(inputs: Layer, num_shards: int, algorithm: int) -> Result:

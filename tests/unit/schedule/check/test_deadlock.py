@@ -187,7 +187,11 @@ def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
     for waits in STOOD:
         assert bool(blocked_in(schedule, waits, Exchange.POSTED)) == (waits >= WaitLevel.AT_ISSUE)
         blocked = blocked_in(schedule, waits, Exchange.POSTED, differing=True)
-        assert next((block.rank, block.peer, block.message) for block in blocked) == (0, 1, "transfer 0 from rank 1 to rank 0")
+        assert next((block.rank, block.peer, block.message) for block in blocked) == (
+            0,
+            1,
+            "transfer 0 from rank 1 to rank 0",
+        )
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])

@@ -37,7 +37,10 @@ def test_two_directions_in_one_communicator_share_a_queue() -> None:
     """What is issued together has no order among itself."""
     send, receive = ("send", 1, "0F0"), ("receive", 1, "1B0")
     backward, forward = ("send", 0, "1B0"), ("receive", 0, "0F0")
-    first, second = [kernel((0, 1), part) for part in (send, receive)], [kernel((0, 1), part) for part in (backward, forward)]
+    first, second = (
+        [kernel((0, 1), part) for part in (send, receive)],
+        [kernel((0, 1), part) for part in (backward, forward)],
+    )
     waits = [Wait(first[1])], [Wait(second[1])]
     assert faults([[*first, *waits[0]], [*second, *waits[1]]]) == [
         "rank 0 waits for rank 1 to take 0F0",

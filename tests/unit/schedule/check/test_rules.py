@@ -121,7 +121,10 @@ SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     ),
     "uneven": (lambda plan: replace(plan, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
     "bounds": (lambda plan: replace(plan, bounds=(3,)), "1 bounds for 4 ranks"),
-    "host": (lambda plan: replace(plan, hosts=in_pairs((4, 2, 1, 0))), "rank 0: host 4 is not another rank from 0 to 3"),
+    "host": (
+        lambda plan: replace(plan, hosts=in_pairs((4, 2, 1, 0))),
+        "rank 0: host 4 is not another rank from 0 to 3",
+    ),
     "itself": (lambda plan: replace(plan, hosts=read_hosts("3,1,1,0")), "rank 1: host 1 is not another rank"),
     "another's host memory": (
         lambda plan: replace(plan, hosts=((host_memory_of(1),), (), (), ())),

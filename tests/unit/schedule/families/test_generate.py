@@ -129,7 +129,7 @@ def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -
             assert (
                 more == (5 * p,) * p
                 if fill is None
-                else all(fewer <= most for fewer, most in zip(more, full, strict=True))
+                else all(actual <= expected for actual, expected in zip(more, full, strict=True))
             )
 
 
@@ -193,7 +193,10 @@ def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> 
     assert family.warm_up is not None
     for p, v, m in SIZES:
         for group in (family.usual_group(p), p) if family.splits else (p,):
-            schedule, warm_up = family.generate(p, m, v, FamilyOptions(group_size=group)), family.warm_up(p, m, v, group)
+            schedule, warm_up = (
+                family.generate(p, m, v, FamilyOptions(group_size=group)),
+                family.warm_up(p, m, v, group),
+            )
             for rank in range(p):
                 order = [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
                 first = next(place for place, action in enumerate(order) if action.kind is not Kind.FORWARD)

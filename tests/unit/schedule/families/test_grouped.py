@@ -114,13 +114,17 @@ def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: i
     p, m, v = size
     taken, ticks = turns(groups_of(m, min(group, m)), v), stage_ticks(costs, v)
     rules = [
-        ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, discipline) for discipline in Discipline
+        ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, discipline)
+        for discipline in Discipline
     ]
     every = [order for rule in rules if (order := schedule_list(taken, p, ticks, rule)) is not None]
     first = min(every, key=lambda order: order.makespan)
     assert FAMILIES[NAME].orders(p, m, v, FamilyOptions(group_size=group, costs=costs)) == actions_of(first, taken)
     for rule in rules:
-        order, shorter = schedule_list(taken, p, ticks, rule), schedule_list(taken, p, ticks, rule, shorter_than=first.makespan)
+        order, shorter = (
+            schedule_list(taken, p, ticks, rule),
+            schedule_list(taken, p, ticks, rule, shorter_than=first.makespan),
+        )
         assert shorter is None
         if order is not None and order.makespan > first.makespan:
             assert schedule_list(taken, p, ticks, rule, shorter_than=order.makespan) is None

@@ -201,10 +201,10 @@ def with_both_layers(name: str) -> str:
 @pytest.mark.parametrize(
     ("original", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0"), ("3IB5", "3IB6")]
 )
-def test_one_rank_with_another_order_is_refused(name: str, there: str, instead: str) -> None:
+def test_one_rank_with_another_order_is_refused(name: str, original: str, instead: str) -> None:
     """What would meet in no order of collectives: two of one rank exchanged."""
     text = with_both_layers(name)
-    exchanged = text.replace(there, "X").replace(instead, there).replace("X", instead)
+    exchanged = text.replace(original, "X").replace(instead, original).replace("X", instead)
     assert exchanged != text
     with pytest.raises(ScheduleError):
         check(read_csv(exchanged))

@@ -68,7 +68,9 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(
         for slot in row:
             if slot.compute is not None:
                 by_sort.setdefault((slot.compute.stage, slot.compute.kind), []).append(slot.compute.microbatch)
-        assert all(microbatches == list(range(m)) for microbatches in by_sort.values()), "weights add up in micro-batch order"
+        assert all(microbatches == list(range(m)) for microbatches in by_sort.values()), (
+            "weights add up in micro-batch order"
+        )
     assert iteration_time(schedule, costs).makespan <= iteration_time(generate(name, p, m), costs).makespan * Fraction(
         21, 20
     ), "costs are looked at"

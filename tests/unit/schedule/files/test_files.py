@@ -208,7 +208,9 @@ def test_any_value_anywhere_in_a_document_is_read_or_refused(value: object, numb
     waiting: list[object] = [document]
     while waiting:
         node = waiting.pop()
-        inner = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+        inner = (
+            list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+        )
         places += [(node, key) for key, _ in inner]
         waiting += [child for _, child in inner]
     holder, key = places[number % len(places)]
@@ -248,7 +250,9 @@ def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) ->
     ours = of(theirs)
     check(ours)
     assert is_sound(ours)
-    own_stages = [[stage for stage, rank in enumerate(ours.layout.placements[0]) if rank == place] for place in range(p)]
+    own_stages = [
+        [stage for stage, rank in enumerate(ours.layout.placements[0]) if rank == place] for place in range(p)
+    ]
     assert list(peak_counts(ours)) == [peak(theirs, rank, own_stages[rank]) for rank in range(p)]
 
 

@@ -277,7 +277,7 @@ def test_one_message_of_every_sender_is_posted_in_its_order(name: str) -> None:
 
 
 def messages(program: Program, op: Op) -> Iterator[Message]:
-    return (operand for op_, operand in program.instructions if op_ is op and isinstance(operand, Message))
+    return (operand for kind, operand in program.instructions if kind is op and isinstance(operand, Message))
 
 
 @pytest.mark.parametrize("exchange", Exchange)
@@ -402,7 +402,10 @@ def schedule(request: pytest.FixtureRequest) -> Schedule:
 def test_the_same_is_done_in_the_same_order_but_for_letting_go(schedule: Schedule) -> None:
     for judged, run in zip(lower(schedule, Exchange.POSTED), lower_as_run(schedule, Exchange.POSTED), strict=True):
         assert Counter(judged.instructions) == Counter(run.instructions)
-        others = [[instruction for instruction in program.instructions if not lets_go(instruction, program)] for program in (judged, run)]
+        others = [
+            [instruction for instruction in program.instructions if not lets_go(instruction, program)]
+            for program in (judged, run)
+        ]
         assert others[0] == others[1]
         slots = [
             [program.slot_of(index) for index, op in enumerate(program.ops) if op == Op.RUN]
@@ -475,7 +478,9 @@ def most_kept(schedule: Schedule) -> int:
 def test_megatrons_loops_wait_as_they_do() -> None:
     schedule = build(ScheduleConfig("1f1b", 4, 8))
     for exchange in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_INTERLEAVED):
-        programs = [[program.instructions for program in lowering(schedule, exchange)] for lowering in (lower, lower_as_run)]
+        programs = [
+            [program.instructions for program in lowering(schedule, exchange)] for lowering in (lower, lower_as_run)
+        ]
         assert programs[0] == programs[1]
 
 
