@@ -1,10 +1,10 @@
-"""Activations of layers in parts on two streams, of two micro-batches at once, moved away and brought back.
+"""Activations of layers that run in parts on two streams, for two micro-batches at once, evicted and loaded.
 
 In: a device. Out: how many micro-batches of combined 1F1B compute another gradient than without an engine: with an
 engine that knows the stream of exchanges (`EngineConfig.beside`), and with one that does not. The program is that of
 Megatron's `--overlap-moe-expert-parallel-comm`: each backward runs together with a forward, part by part, and the parts'
-graphs do not hang together. What the stage before would have sent, and the gradient from the one behind, are drawn. That
-it goes wrong where nobody noted the stream is possible, and no failure.
+graphs are not connected. The input from the previous stage and the gradient from the next one are drawn at random.
+Wrong gradients without the noted stream are possible and count as no failure.
 """
 
 import functools
@@ -53,7 +53,7 @@ class Chunks:
         self._gradient = drawn(self._shape, 999, on.device)
 
     def iterate(self, engine: Engine | None) -> list[torch.Tensor]:
-        """Run an iteration; return a sum of what each backward made, in their order, and then of each weight."""
+        """Run an iteration; return a sum of each backward's gradients, in order, and then of each weight's."""
         values: list[torch.Tensor] = []
         plans: dict[tuple[int, int], LayerPlan] = {}
         if engine is not None:

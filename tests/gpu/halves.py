@@ -1,10 +1,10 @@
-"""Backwards of one stage of Megatron's own model in halves, against whole ones: of Megatron's layers, and of
-Transformer Engine's.
+"""Backwards in halves of one stage of Megatron's model against whole ones, with Megatron's layers and Transformer
+Engine's.
 
-In: a device; needs megatron-core, and for its second half transformer-engine; each is skipped without. Out: whether
-every gradient has the bits of whole backwards, the weights' halves late and several of them waiting, and what waits
-beside what a forward left allocated. With Transformer Engine it is the first time that anybody runs this: it was
-written from its documented interface.
+In: a device; needs megatron-core, and transformer-engine for its second part; what is missing is skipped. Out: whether
+every gradient has the bits of whole backwards if weight gradients come late and several of them wait, and how much
+waits compared with what a forward leaves allocated. The part for Transformer Engine was written from its documented
+interface and has not run before.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, say, tidy
 from tests.gpu.megatron_stage import COMMON, MegatronStage, StageShape, differing
 
-# Halves far apart, and forwards between them.
+# The two halves are far apart, with forwards between them.
 ORDER = "F0 F1 F2 I0 I1 F3 W0 I2 I3 W1 W2 W3"
 LAYERS = {
     "Megatron's layers": (),
@@ -55,7 +55,7 @@ def run(on: Accelerator, sizes: StageShape, until: float) -> Result:
 
 
 def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[list[torch.Tensor], int]:
-    """Of every parameter, and the most bytes that waited for one micro-batch's second half in the store."""
+    """Return the gradient of every parameter, and the most bytes stored for one micro-batch's second half."""
     from megatron.core.pipeline_parallel import schedules
 
     from megatron.scheduling.hooks import patches

@@ -44,7 +44,7 @@ def _part(member: Member, sizes: Sizes, until: float) -> Found:
 
 
 def _together(limit: int, until: float) -> Iterator[int]:
-    """As `repeats`, but both ranks stop at once: what one puts, the other has to host."""
+    """As `repeats`, but both ranks stop after the same number: what one puts, the other has to host."""
     for number in range(limit):
         go_on = torch.tensor(number < len(MODES) or time.monotonic() < until)
         dist.broadcast(go_on, EVICTOR)

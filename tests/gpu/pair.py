@@ -1,8 +1,8 @@
 """Two processes on the one device, a pair: rank 0 evicts, rank 1 hosts, and the middle stages are not there.
 
-In: a device, a transport, and what each process does with it once they are connected. Out: what both found. Also the
-engines of a pair, each against itself without one: each process makes its own stage's inputs. Nothing here is timed:
-two processes on one GPU take turns.
+In: a device, a transport, and the function that each process runs once they are connected. Out: both results. Also the
+engines of a pair, each compared with the same stage without one: each process makes its own stage's inputs. Nothing
+here is timed, because two processes on one GPU take turns.
 """
 
 import json
@@ -48,7 +48,7 @@ Part = Callable[[Member, Any, float], Found]
 
 
 def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: float) -> list[Found]:
-    """What `part` found in each of the two processes, the evictor's first, and the transport that they agreed on."""
+    """Run `part` in two processes; return both results, the evictor's first, and the transport that they agreed on."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         # A process that has used its device cannot be forked; one that has only imported torch can.
@@ -94,7 +94,7 @@ def _process(
 
 
 class EngineSizes(Protocol):
-    """What both cases that run the two engines of a pair say of them."""
+    """Sizes for the two cases that run the engines of a pair."""
 
     @property
     def stages(self) -> int: ...
@@ -107,7 +107,7 @@ class EngineSizes(Protocol):
 
 
 def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds: Iterable[int]) -> Found:
-    """Return this process's stage of the pair, iteration after iteration, against itself without an engine."""
+    """Run this process's stage of the pair, and compare each iteration with one without an engine."""
     on = member.on
     plan = balanced(sizes.stages, sizes.microbatches)
     place = 0 if member.rank == EVICTOR else sizes.stages - 1
@@ -127,7 +127,7 @@ def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds:
 
 
 def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes: EngineSizes, result: Result) -> None:
-    """What the two processes found of their engines."""
+    """Check the results of both engines."""
     for name, facts in (("stage 0, evicts", evicting), (f"stage {sizes.stages - 1}, hosts", hosting)):
         text = f"{facts['wrong']} of {facts['count']} iterations differ from a run without an engine"
         result.check(

@@ -1,9 +1,9 @@
-"""A layer cut into parts on two streams, as Megatron's combined 1F1B cuts it, for one micro-batch or for two at once.
+"""A layer that runs in parts on two streams, as in Megatron's combined 1F1B, for one micro-batch or for two at once.
 
-In: a weight, streams, and what the stage received. Out: its output, later the gradient of what it received, and the
-pieces of its graph. The parts, their order and what each waits for are those of megatron-core 0.19.2
-(`TransformerLayerSchedulePlan.run`), of a layer of our own: an exchange of experts is a computation on a stream of its
-own. What passes from part to part is detached, and what `combine` was given is emptied behind it.
+In: a weight, streams, and the stage's input. Out: its output, later its input's gradient, and the pieces of its graph.
+The parts, their order and their waits are those of megatron-core 0.19.2 (`TransformerLayerSchedulePlan.run`); the layer
+is our own: an exchange of experts is a computation on a second stream. Tensors are detached between parts, and the
+input of `combine` is freed after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Steps = list[Callable[[], object]]
 
 
 class Part:
-    """One part of a layer for one micro-batch, on one stream: what it was given, detached, and what it made."""
+    """One part of a layer for one micro-batch, on one stream, with its detached inputs and its output."""
 
     def __init__(self, compute: Callable[..., torch.Tensor], stream: torch.Stream, plan: LayerPlan) -> None:
         self._compute, self._stream, self._plan = compute, stream, plan
@@ -49,7 +49,7 @@ class Part:
 
 
 class LayerPlan:
-    """What one micro-batch of one stage runs, and keeps until its backward: attention, dispatch, experts, combine."""
+    """The parts of one micro-batch of one stage, kept until its backward: attention, dispatch, experts, combine."""
 
     def __init__(self, compute: torch.Stream, exchange: torch.Stream, weight: torch.Tensor, end: Any) -> None:
         self.event = compute.record_event()
@@ -77,13 +77,13 @@ class LayerPlan:
         self._compute.wait_event(self.event)
 
     def forwards(self, received: torch.Tensor) -> Steps:
-        """What to run, one after the other; between two of them another micro-batch's parts may."""
+        """Return the steps of the forward, in order; another micro-batch's steps may run in between."""
         passed: dict[str, torch.Tensor] = {"x": received}
 
         def combined() -> None:
             hidden = passed.pop("e")
             passed["c"] = self.combine.forward(hidden, received)
-            # The exchange's input is needed no more: of what combine computes only its output is saved.
+            # The exchange's input is no longer needed: `combine` saves only its output.
             hidden.record_stream(self._exchange)
             hidden.untyped_storage().resize_(0)
 
@@ -96,7 +96,7 @@ class LayerPlan:
         ]
 
     def backwards(self, gradient: torch.Tensor | None, leave: Callable[[torch.Tensor], None]) -> Steps:
-        """The same, last part first; `leave` takes the gradient of what the stage received."""
+        """Return the steps of the backward, last part first; `leave` takes the gradient of the stage's input."""
         passed: list[torch.Tensor | None] = [gradient]
         beside: list[torch.Tensor | None] = []
 
@@ -145,18 +145,18 @@ def combine(e: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def one_piece(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what the parts make of a stage's input, in one graph."""
+    """Return the output of all parts for a stage's input, as one graph."""
     return combine(experts(dispatch(attention(x)), weight), x)
 
 
-# By part, backwards (-1) of loss, combine, experts, dispatch and attention, and forwards (1) of these the other way.
+# Backwards (-1) of loss, combine, experts, dispatch and attention, and forwards (1) in the reverse order.
 ORDER = ((-1, 0), (-1, 1), (1, 0), (-1, 2), (1, 1), (-1, 3), (1, 2), (1, 3), (-1, 4), (1, 4))
 
 
 def run_at_once(backwards: Steps, forwards: Steps) -> None:
-    """Run the parts of two micro-batches in turn, in Megatron's order; one of the two may be nothing.
+    """Run the parts of two micro-batches in turn, in Megatron's order; either may be missing.
 
-    While a dispatch goes back on the stream of exchanges, the other's experts take memory on the compute stream.
+    While the backward of a dispatch runs on the exchange stream, the other's experts allocate on the compute stream.
     """
     for direction, number in ORDER:
         steps = forwards if direction > 0 else backwards

@@ -1,9 +1,9 @@
-"""Whole pipelines on one device: each rank has a stream of its own there, one thread issues for all of them, and
-activations leave for pinned host memory.
+"""Whole pipelines on one device: each rank has its own stream, one thread issues the work of all, and activations are
+evicted to pinned host memory.
 
 In: a device. Out: of each schedule, whether every gradient has the bits of the model in one piece, computed there too.
-Messages are copies behind an event. What several devices and a process group have to do with it only late devices show
-(`tests.late.pipeline`), and a node of GPUs.
+Messages are copies that wait for an event. The effects of several devices and of a process group are tested with late
+devices (`tests.late.pipeline`) and on a node of GPUs.
 """
 
 import time
@@ -26,7 +26,7 @@ from tests.gpu.one_stage import engine_of
 from tests.gpu.streams import MODES, late_to_host
 from tests.late.cases import SCHEDULES
 
-# A stage may be on two ranks.
+# A stage and its rank: with two pipes a stage is on two ranks.
 Place = tuple[int, int]
 Box = dict[int, tuple[Tensors, Any]]
 
@@ -67,7 +67,7 @@ class Mail:
         return tuple(tensor.clone() for tensor in tensors)
 
     def can(self, instruction: Instruction) -> bool:
-        """Return whether this would not have to wait for another rank."""
+        """Whether this instruction can run without waiting for another rank."""
         message = instruction.operand
         return (
             instruction.op is not Op.WAIT
@@ -93,7 +93,7 @@ class Model:
         return output if stage + 1 < len(self.weights) else (output * (microbatch + 1)).square().mean()
 
     def alone(self, microbatch: int) -> list[torch.Tensor]:
-        """By stage, what one micro-batch adds."""
+        """Return, by stage, the gradient of one micro-batch."""
         weights = [torch.nn.Parameter(weight) for weight in self.weights]
         tensors: Tensors = ()
         for stage, weight in enumerate(weights):
@@ -103,8 +103,11 @@ class Model:
 
 
 def summed(schedule: Schedule, parts: Sequence[Sequence[torch.Tensor]], iterations: int) -> dict[Place, torch.Tensor]:
-    """Return by rank and stage what it adds up, in the order in which that rank goes back. `parts`: by micro-batch and
-    stage."""
+    """Return, by rank and stage, the sum of gradients in the order of that rank's backwards.
+
+    Args:
+        parts: Gradients by micro-batch and stage.
+    """
     sums: dict[Place, torch.Tensor] = {}
     for rank, slots in [*enumerate(schedule.ranks)] * iterations:
         for action in (action for slot in slots for action in slot.computations):
@@ -143,7 +146,7 @@ class Rank:
 
 
 def take_turns(ranks: Sequence[Rank]) -> None:
-    """One iteration of all ranks."""
+    """Run one iteration of all ranks."""
     walks = [rank.walk() for rank in ranks]
     ahead = {rank: next(walk, None) for rank, walk in zip(ranks, walks, strict=True)}
     while any(ahead.values()):

@@ -20,7 +20,7 @@ from tests.gpu.isolate import isolated, run_case
 from tests.support.hand_made import with_late_loads
 
 pytestmark = pytest.mark.timeout(600)
-# A GPU's steps start processes and contexts of their own.
+# On a GPU, steps start their own processes and contexts.
 LONGEST_S = 200.0
 
 
@@ -66,7 +66,7 @@ def _peer(result: Result) -> None:
 
 
 def _memory(result: Result) -> None:
-    """To the byte: a late device counts as torch's allocator does, and has no libraries with workspaces."""
+    """Exact to the byte: a late device counts as torch's allocator does, and no library has a workspace there."""
     stages = result.facts["stages"]
     assert len(stages) == 8
     assert [stage["measured"] - stage["predicted"] for stage in stages] == [0] * 8
@@ -83,17 +83,16 @@ def _halves(result: Result) -> None:
 
 
 def _overhead(result: Result) -> None:
-    """Three loads of the cool-down stood in bubbles, which a stage alone has not: each was exposed for its whole
-    length."""
+    """Three loads of the cool-down were in bubbles, which a single stage does not have: each was fully exposed."""
     (case,) = result.facts["cases"]
     assert case["waits"] == []
-    # A difference of two times on a clock that has already run: rounded in the last bit.
+    # A difference of two times on a running clock is rounded in its last bit.
     assert case["ratios"]["with"]["high"] == pytest.approx(1.0, rel=1e-12)
     assert case["ratios"]["synchronous"]["low"] > 1.0
 
 
 def _side_stream(result: Result) -> None:
-    """A late device shows what a GPU may happen not to."""
+    """A late device always shows what a GPU shows only sometimes."""
     assert result.facts["not noted: wrong"] == result.facts["moved"] > 0
 
 
@@ -109,7 +108,7 @@ EXPECTED: dict[str, Callable[[Result], None]] = {
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in JUDGED])
 def test_a_case_of_a_gpu_runs_to_its_end(name: str) -> None:
-    """A slip in one of its lines must not cost a GPU's time."""
+    """A slip in one of the script's lines must not cost time on a GPU."""
     result = found(name)
     assert result.rows or result.skipped
     assert result.ok is not False, (result.rows, result.failure)
@@ -132,12 +131,12 @@ def test_a_step(name: str, gpu_check: ModuleType) -> None:
     assert result.ok is not False, result.rows
 
 
-# -- what the cases would say of something broken
+# -- the cases notice what is broken
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_streams_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case that looks for wrong gradients has to find some."""
+    """The case must find wrong gradients if there are some."""
     (wait,) = (candidate for candidate in streams.WAITS if candidate.number == "[7]")
     monkeypatch.setattr(streams, "WAITS", ())
     with wait.taken_out():
@@ -173,7 +172,7 @@ def test_overhead_names_each_wait_that_is_exposed(on: Accelerator, monkeypatch: 
 
 
 def test_abandon_notices_a_host_that_waits_for_its_device(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it did: a synchronisation inside, and no traceback until the device was done, if ever."""
+    """It once synchronised inside, and showed no traceback until the device was done, if ever."""
     monkeypatch.setattr(Engine, "abandon", lambda engine: abandon.synchronize(on.device))
     result = run_case("abandon", on, SMALL, LONGEST_S)
     assert result.ok is False

@@ -1,4 +1,4 @@
-"""What is installed here, and whether torch and the CUDA runtime that lends memory speak of the same device.
+"""What is installed here, and whether torch and the CUDA runtime that lends memory use the same device.
 
 In: a device. Out: versions; the device that each of the two runtimes calls current; and, where the environment asks for
 an allocator, whether it is the one in use. Knows no schedule.
@@ -55,7 +55,7 @@ def device_of_runtime(device_type: str) -> int:
 
 
 def device_of_bindings() -> str:
-    """The same of the bindings' package, which brings a runtime of its own; nothing here uses it."""
+    """Return the same for the package of bindings, which brings its own runtime; nothing here uses it."""
     try:
         from cuda.bindings import runtime as bindings
     except ImportError as error:
@@ -67,7 +67,7 @@ def device_of_bindings() -> str:
 def _same_device(on: Accelerator, result: Result) -> None:
     """One process may hold several CUDA runtimes: lent memory must lie on the device that torch calls current.
 
-    On a machine with one GPU all can only say 0. With more, the last one is made current and each is asked again.
+    With one GPU all can only answer 0. With more, the last one is made current and each is asked again.
     """
     here = torch.accelerator.current_device_index()
     for index in sorted({here, torch.accelerator.device_count() - 1}):
@@ -98,7 +98,7 @@ def _nccl() -> str:
 
 
 def _compiler() -> str:
-    """Triton and inductor start one; without it Megatron's fusions do not compile."""
+    """Return the version of the C compiler, which Triton and inductor need to compile Megatron's fusions."""
     try:
         printed = subprocess.run(["cc", "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
