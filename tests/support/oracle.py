@@ -1,9 +1,8 @@
-"""Judge a schedule slowly and obviously: walk its grid slot by slot and do what each says.
+"""Check a schedule in a slow and obvious way: walk through its grid and execute each slot.
 
-In: a Schedule. Out: whether that could be done.
+In: a Schedule. Out: whether it is sound.
 
-Shares no code with `bpipe.schedule.check.rules`, and judges all of its rules but deadlocks. Knows nothing that the grid does not
-say.
+Shares no code with `bpipe.schedule.check.rules`, and checks all of its rules but deadlocks. Uses only the grid.
 """
 
 from __future__ import annotations
@@ -19,9 +18,14 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 @dataclass
 class State:
-    """What has happened to every stage and micro-batch.
+    """The stages and micro-batches in each state.
 
-    `backwarded`: its gradient is passed on; `over`: its activations are let go.
+    Attributes:
+        forwarded: Those whose forward has run.
+        backwarded: Those whose gradient has been passed on.
+        over: Those whose activations have been released.
+        present: Those whose activations are on their rank.
+        away: Those whose activations are on their host.
     """
 
     forwarded: set[Key] = field(default_factory=set)
@@ -35,10 +39,10 @@ class State:
 
 
 def is_sound(schedule: Schedule) -> bool:
-    """All ranks in step; anything that cannot be done, or is left undone, makes the schedule unsound."""
+    """Run all ranks slot by slot; anything impossible, or left undone, makes the schedule unsound."""
     assert schedule.layout.num_pipes == 1, "only one pipe is judged"
     now = State()
-    # What cannot be done in so few slots need not be tried.
+    # Too few slots for all computations.
     if schedule.num_stages * schedule.num_microbatches > sum(map(len, schedule.ranks)):
         return False
     every = {
@@ -76,7 +80,7 @@ def overlaps(first: Action, second: Action) -> bool:
 def computes(
     schedule: Schedule, rank: int, action: Action, every: set[Key], began: State, now: State, holding: list[int]
 ) -> bool:
-    """Compute, if what is needed was there when the slot began."""
+    """Run a computation if its operands were there when the slot began; return whether they were."""
     key = (action.stage, action.microbatch)
     if key not in every or schedule.layout.placements[0][action.stage] != rank:
         return False
@@ -103,7 +107,7 @@ def computes(
 def moves(
     schedule: Schedule, rank: int, moved: Action, column: tuple[Slot, ...], began: State, now: State, holding: list[int]
 ) -> bool:
-    """Move one micro-batch, if it can be moved in this slot, and its other end is there."""
+    """Move one micro-batch if it can be moved in this slot and the other end is there; return whether it was moved."""
     if schedule.partners is None or schedule.partners[rank] == rank or moved.kind not in TRANSFER:
         return False
     partner, key = schedule.partners[rank], (moved.stage, moved.microbatch)

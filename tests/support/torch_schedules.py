@@ -2,7 +2,7 @@
 
 In: a class's name and sizes. Out: torch's schedule, its rows as CSV, its peaks.
 
-Only what a schedule asks a stage when it is made is there; no module, no group. Imports torch.
+Stages have only what a schedule reads when it is constructed: no module, no group. Imports torch.
 """
 
 import csv
@@ -23,7 +23,7 @@ MULTIPLE = (*LOOPED, *V_SHAPED)
 
 
 def torch_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, **settings: Any) -> Any:
-    """The schedule that torch makes, as rank 0 has it: all ranks' orders are in it."""
+    """Return torch's schedule on rank 0, which has the orders of all ranks."""
     num_stages = num_ranks * num_chunks
     own = (0, num_stages - 1) if name in V_SHAPED else range(0, num_stages, num_ranks)
     stages = [_stage(index, num_ranks, num_stages) for index in own]
@@ -45,14 +45,14 @@ def _stage(index: int, num_ranks: int, num_stages: int) -> Any:
 
 
 def rows(schedule: Any) -> dict[int, list[Any]]:
-    """Every rank's order, as torch holds it."""
+    """Return every rank's order, as torch keeps it."""
     if isinstance(schedule, schedules.PipelineScheduleMulti):
         orders: dict[int, list[Any]] = schedule.pipeline_order
     else:
         orders = schedule._get_pipeline_order()
         if isinstance(schedule, schedules.Schedule1F1B):
-            # Torch 2.15 counts the last rank's forwards from 1 and so names one micro-batch too many; its loop, which
-            # runs, does not.
+            # Torch 2.15 counts the last rank's forwards from 1, and so names one micro-batch too many; its running loop
+            # does not.
             last = max(orders)
             orders[last] = [
                 action._replace(microbatch_index=action.microbatch_index - 1)
@@ -64,14 +64,14 @@ def rows(schedule: Any) -> dict[int, list[Any]]:
 
 
 def as_csv(schedule: Any) -> str:
-    """What torch's own `_dump_csv` writes."""
+    """Return what torch's own `_dump_csv` writes."""
     file = io.StringIO(newline="")
     csv.writer(file).writerows(rows(schedule).values())
     return file.getvalue()
 
 
 def parsed(text: str) -> dict[int, list[Any]]:
-    """What torch's own `_load_csv` reads."""
+    """Return what torch's own `_load_csv` reads."""
     return {
         rank: [schedules._Action.from_str(cell) for cell in row]
         for rank, row in enumerate(csv.reader(io.StringIO(text)))
@@ -79,7 +79,7 @@ def parsed(text: str) -> dict[int, list[Any]]:
 
 
 def peak(schedule: Any, rank: int, stages: list[int]) -> int:
-    """The most (stage, micro-batch) pairs whose activations the rank holds at once, as torch counts them."""
+    """Return the most (stage, micro-batch) pairs whose activations the rank holds at once, as torch counts them."""
     if not isinstance(schedule, schedules.PipelineScheduleMulti):
         schedule = SimpleNamespace(pipeline_order=rows(schedule), _n_microbatches=schedule._n_microbatches)
     liveness = schedules.analyze_pipeline_activation_liveness(

@@ -1,6 +1,6 @@
 """Damage a text or a JSON value.
 
-In: a sound one and a source of chance. Out: one that may not be sound. Knows no format.
+In: a sound value and a random generator. Out: a value that may not be sound. Independent of formats.
 """
 
 import copy
@@ -19,13 +19,13 @@ WORDS = """
 9 999999999 -1 null " {} [ ٣ = & + . ( *99999999999999999999
 """
 TOKENS = (*WORDS.split(), "", ",", " ", "\n", "\r\n", "\t", "\x00", "\ufeff", "# bpipe ", "\x1b[31m")
-# Many of these in a row show what takes time by the square of its length.
+# Long runs of these reveal code whose time grows with the square of the length.
 REPEATED = (*TOKENS, "$(", "${X:-", "a\n", "- ")
 LETTERS = "FBIWEHRL"
 
 
 def damaged_text(text: str, rng: random.Random) -> str:
-    """Return it cut, spliced, with cells exchanged, doubled or taken away, or numbers changed."""
+    """Return the text cut or spliced, with cells exchanged, doubled or removed, or with numbers changed."""
     if rng.randrange(100) == 99:
         place = rng.randrange(len(text) + 1)
         return text[:place] + rng.choice(REPEATED) * 50_000 + text[place:]
@@ -35,7 +35,7 @@ def damaged_text(text: str, rng: random.Random) -> str:
 
 
 def damaged_json(text: str, rng: random.Random) -> str:
-    """Return JSON with values replaced by what they cannot be, or the text itself damaged."""
+    """Return JSON with impossible values, or with the text itself damaged."""
     way = rng.randrange(80)
     if way >= 60:
         return damaged_text(text, rng) if way < 79 else rng.choice(("[", '{"a":')) * 100_000

@@ -1,4 +1,4 @@
-"""Balancing in bytes: only what must leaves, host buffers count all the time, and no plan tried needs less."""
+"""Balancing in bytes: as little as possible is evicted, host buffers count all the time, and no other plan needs less."""
 
 import random
 from contextlib import suppress
@@ -57,7 +57,7 @@ def test_nothing_leaves_where_there_is_room() -> None:
 
 
 def test_the_heavy_rank_sends_wherever_it_is() -> None:
-    """With an output layer on the last chunk its rank is the evictor."""
+    """If the last chunk has an output layer, its rank is the evictor."""
     plain = generate("interleaved-1f1b", 4, 8, 2)
     sizes = [100] * 7 + [900]
     memory = memory_of(sizes)
@@ -120,11 +120,9 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
 
 
 def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
-    """Every set of the sender's micro-batches, each leaving in every slot after its forward and coming back in every
-    one before its need.
+    """Return plans for every set of the sender's micro-batches, with every slot for leaving and every slot for return.
 
-    What leaves later or comes back earlier only makes less room for the sender; both are tried, as the host has to have
-    room, too.
+    Later evictions and earlier loads free less on the sender; they are tried because the host needs room, too.
     """
     slots = {kind: {} for kind in (Kind.FORWARD, Kind.BACKWARD)}
     for slot, cell in enumerate(schedule.ranks[sender]):
@@ -166,7 +164,7 @@ def with_stays(
 
 @pytest.mark.parametrize(("p", "m"), [(3, 3), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_no_part_and_no_plan_of_all_moves_fewer_bytes(p: int, m: int) -> None:
-    """The first rank and the last of 1F1B, in rooms of every size. Of every transfer a third moves, two, or all."""
+    """The first and last rank of 1F1B, with rooms of every size. A third, two thirds or all of each micro-batch moves."""
     plain, partners = generate("1f1b", p, m), (p - 1, *range(1, p - 1), 0)
     parts = ((4, 8, 12),) * p
     memories = {part: memory_of([12] * p, [part, *(12,) * (p - 1)]) for part in parts[0]}
@@ -210,7 +208,7 @@ def test_parts_keep_rooms_that_whole_microbatches_do_not() -> None:
 
 
 def test_a_budget_lets_no_more_leave_than_must() -> None:
-    """Of ten layers those that are enough; the smallest budget is smaller than where whole micro-batches leave."""
+    """As many of ten layers leave as suffice; the smallest budget is below that of whole micro-batches."""
     setup = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 4, 8, 1, 32, 8192, (10,) * 8, "none")
     devices = predicted_devices(setup, [2**40])
     alone = max(devices.need_bytes(devices.schedule))
@@ -228,7 +226,7 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
 
 
 def test_host_buffers_with_a_reserve_take_room() -> None:
-    """What they take is counted where rooms are kept, and not what a transfer moves."""
+    """Budgets count the buffers' size, not the bytes that a transfer moves."""
     plain = generate("1f1b", 4, 8)
     memory = memory_of([800] * 4)
     activation_budget = ActivationBudget((2400, 3200, 3200, 800 + 2 * 800), memory)

@@ -44,7 +44,7 @@ class Drawn:
 
 
 def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | None:
-    """None where no plan keeps the rooms."""
+    """Return a random case; None if no plan keeps the rooms."""
     rng = random.Random(seed)
     name, chunks = rng.choice([("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("zb-h1", 1)])
     p = rng.choice([4, 6])
@@ -67,7 +67,7 @@ def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | No
 
 
 BEHIND = {seed: case for seed in range(120) if (case := drawn(seed, (HOST, ALL))) is not None}
-# In the last nobody waits any more afterwards.
+# In the last one nobody waits any more afterwards.
 CASES = {seed: case for seed in (*range(200), 437) if (case := drawn(seed)) is not None}
 
 
@@ -111,7 +111,7 @@ def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> 
             assert sum(allocated_bytes(schedule, rank, case.activation_budget.memory)) <= room, f"{seed}: rank {rank}"
             assert sorted(hosts_of(schedule, rank).items()) == sorted(hosts_of(case.planned, rank).items())
         if case.how.hosts == HOST:
-            # Whatever the other links are like.
+            # Independent of the other links.
             elsewhere = replace(case.costs, links=replace(case.costs.links, inside=Link(1)))
             assert (
                 balance_in_time(
@@ -163,10 +163,10 @@ def test_with_fast_links_the_plan_is_the_very_same(links: Links) -> None:
 
 
 def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None:
-    """One half micro-batch of stage 0 leaves, beside a long forward; between two backwards, of a second each, is a
-    bubble of a second.
+    """Half a micro-batch of stage 0 leaves during a long forward; between two backwards of a second is a bubble of a
+    second.
 
-    From the bubble behind the first backward on, five slots before this one's, there is room.
+    From the bubble after the first backward on, five slots before the load's backward, there is room.
     """
     plain = FAMILIES["1f1b"].generate(6, 6, 1)
     memory = memory_of([100] * 6, [50] * 6)
@@ -180,7 +180,7 @@ def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None
     assert need - slot == 5
 
     def exposed(seconds: int) -> int:
-        """How long is waited for it, where a transfer takes so long."""
+        """A wait is reported if a transfer takes so long."""
         links = Links(Link(Fraction(50, seconds)))
         stages = [StageCost(10 if rank == 0 else 1, 1, moved_bytes=50, saved_bytes=100) for rank in range(6)]
         costs = Costs(tuple(stages), links)

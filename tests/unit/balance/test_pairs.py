@@ -30,10 +30,10 @@ def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int 
     ("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("grouped-interleaved", 2), ("v-half", 2), ("zb-h1", 1)]
 )
 def test_no_load_could_come_earlier_and_no_eviction_later(name: str, chunks: int, hosts: str) -> None:
-    """Right before its backward a load had only that slot to come back in: three of 1F1B's cool-down stood in bubbles,
-    and a stage without bubbles waited for each of them.
+    """A load right before its backward had only one slot to run in: three in 1F1B's cool-down fell into bubbles, and a
+    stage without bubbles waited for each of them.
 
-    What leaves is needed in the next slot: so a run waits there for the end of an eviction, and no earlier.
+    An eviction's memory is needed in the next slot, so a run waits there for the end of the eviction, not earlier.
     """
     for p, m in ((4, 8), (6, 6), (8, 16)):
         schedule = build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig(hosts=hosts)))
@@ -69,7 +69,7 @@ def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_f
 
 
 def test_pairs_that_could_keep_less_hold_as_much_as_the_heaviest() -> None:
-    """Ranks 0 and 6 need 6; 1 and 7 and the others evict no more than that asks of them."""
+    """Ranks 0 and 6 need 6; 1 and 7 and the others evict no more than this bound requires."""
     plain, partners = generate("1f1b", 8, 16), (6, 7, 5, 4, 3, 2, 0, 1)
     balanced = balance(plain, None, partners)
     assert balanced == balance(plain, [6] * 8, partners)
@@ -95,7 +95,7 @@ def test_a_bound_that_the_rank_itself_cannot_keep() -> None:
 
 @pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
 def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) -> None:
-    """Also where fewer micro-batches than ranks make the first ranks equally heavy, and in larger groups."""
+    """Also if fewer micro-batches than ranks make the first ranks equally heavy, and in larger groups."""
     for p in (1, 2, 3, 4, 5, 8, 11):
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p, 3 * p + 1} - {0}):
             for g in {None, m} if FAMILIES[name].takes_groups and m > p else {None}:
@@ -111,7 +111,7 @@ def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) 
             (3, 2, 1, 0, 7, 6, 5, 4),
         ),  # two pipes in opposite directions: each half is a pipeline's
         ((3, 3, 3, 3, 3), (4, 3, 2, 1, 0)),
-        ((1, 9, 2, 1, 4), (4, 3, 2, 1, 0)),  # of equally light ranks the opposite one; one is left over
+        ((1, 9, 2, 1, 4), (4, 3, 2, 1, 0)),  # among equally light ranks the opposite one; one is left over
         ((1, 1, 9, 4, 4, 4), (3, 2, 1, 0, 5, 4)),  # no opposite one among the lightest: the nearest
     ],
 )
@@ -196,7 +196,7 @@ def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]
 
 
 def placed(plan: dict[int, set[tuple[str, int]]]) -> dict[tuple[str, int, int], int]:
-    """By transfer, and how many of its kind that micro-batch had before, the slot."""
+    """Return the slot of each transfer, by kind, micro-batch and the number of earlier ones."""
     slots: dict[tuple[str, int, int], int] = {}
     for slot, transfers in sorted(plan.items()):
         for kind, microbatch in transfers:
@@ -261,17 +261,17 @@ def test_the_smallest_bound_is_the_papers_once_the_pipeline_is_full(p: int) -> N
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
-# A stage's micro-batch, and the slots of its forward, of what needs it back, and of what lets it go.
+# A stage's micro-batch, and the slots of its forward, of the first use of its activations, and of their release.
 Key = tuple[int, int]
 Spans = dict[Key, tuple[int, int, int]]
 Keys = frozenset[Key]
-# Of each rank of a pair, which are away, and which were.
+# For each rank of a pair, the micro-batches that are away, and those that were.
 State = tuple[tuple[Keys, Keys], tuple[Keys, Keys]]
 NOTHING: Keys = frozenset()
 
 
 def drawn(seed: int) -> Schedule:
-    """Every rank's order drawn at random from what could come next."""
+    """Draw every rank's order at random from what could come next."""
     rng = random.Random(seed)
     p, m = rng.choice((2, 2, 3, 4)), rng.randint(2, 5)
     orders: list[list[Action]] = [[] for _ in range(p)]
@@ -338,7 +338,7 @@ def spans_of(schedule: Schedule, rank: int) -> Spans:
 
 
 def moves(spans: Spans, away: Keys, kept: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
-    """What a rank may load and evict beside a slot. What its next slot computes on has to come back now."""
+    """Yield what a rank may load and evict during a slot. What its next slot needs has to come back now."""
     due = {key for key in away if spans[key][1] == slot + 1}
     may_leave = [
         key
@@ -351,7 +351,7 @@ def moves(spans: Spans, away: Keys, kept: Keys, slot: int) -> Iterator[tuple[Key
 
 
 def bounds_of(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Of every pair, the smallest bound that is found and the smallest there is."""
+    """Yield, for every pair, the smallest bound that is found and the smallest that exists."""
     memory = counting(schedule.num_stages)
     for pair in pairs_of(choose_partners(schedule, None)):
         if pair[0] != pair[1]:
@@ -385,7 +385,7 @@ def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
 
 @pytest.mark.parametrize(("seed", "bound"), [(54, 3), (61, 2), (110, 2), (248, 3), (263, 3)])
 def test_where_a_partner_has_room_only_for_a_while_loads_come_early(seed: int, bound: int) -> None:
-    """Bounds that were refused: what is hosted goes back as soon as its own rank has room for it again."""
+    """These bounds were once refused: hosted activations now return as soon as their own rank has room."""
     schedule = drawn(seed)
     balanced = balance(schedule, (bound,) * schedule.num_ranks)
     check(balanced)
