@@ -19,10 +19,10 @@ from tests.gloo.flags import FOUR, TINY
 STAGES = f"--num-layers 4 {FOUR}"
 
 
-def same(outcome: Outcome, stock: str, other: str, world: int = 4, last: int | None = None) -> None:
+def same(outcome: Outcome, stock: str, case: str, world: int = 4, last: int | None = None) -> None:
     """Every rank recorded the same in each iteration (of the `last` ones), and ended with the same weights."""
     for rank in range(world):
-        expected, actual = outcome.record(stock, rank), outcome.record(other, rank)
+        expected, actual = outcome.record(stock, rank), outcome.record(case, rank)
         iterations = expected["iterations"][-last:] if last else expected["iterations"]
         assert iterations, f"{stock} trained nothing"
         assert actual["iterations"] == iterations

@@ -248,8 +248,13 @@ def trained(
 
     def outcome_of(row: Row) -> Outcome:
         if row.world not in done:
-            rows = sorted((each for each in wanted if each.world == row.world), key=lambda each: each.stock.name)
-            cases = {case.name: case for each in rows for case in (each.stock, *each.others, each.ours)}
+            rows = sorted(
+                (candidate for candidate in wanted if candidate.world == row.world),
+                key=lambda candidate: candidate.stock.name,
+            )
+            cases = {
+                case.name: case for candidate in rows for case in (candidate.stock, *candidate.others, candidate.ours)
+            }
             done[row.world] = run_cases(row.world, list(cases.values()), 2400, **places)
         return done[row.world]
 
@@ -258,7 +263,7 @@ def trained(
 
 def slow_but(always: Collection[str], names: Iterable[str]) -> list[Any]:
     """Return names as parameters, of which all but some run only with --slow."""
-    assert set(always) <= (known := set(names)), f"no case is called {', '.join(set(always) - known)}"
+    assert set(always) <= (cases := set(names)), f"no case is called {', '.join(set(always) - cases)}"
     return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -268,8 +273,12 @@ def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any
     tests: list[Any] = [
         item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())
     ]
-    given = [test.callspec.params for test in tests if test.module is request.module and hasattr(test, "callspec")]
-    return {tuple(values[name] for name in parameters) for values in given if values.keys() >= set(parameters)}
+    parameters_of_tests = [
+        test.callspec.params for test in tests if test.module is request.module and hasattr(test, "callspec")
+    ]
+    return {
+        tuple(values[name] for name in parameters) for values in parameters_of_tests if values.keys() >= set(parameters)
+    }
 
 
 @pytest.fixture(autouse=True)

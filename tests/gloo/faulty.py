@@ -21,7 +21,7 @@ from typing import Any
 # used.
 
 
-def break_after(operation: str, what: signal.Signals, iteration: int) -> None:
+def break_after(operation: str, number: signal.Signals, iteration: int) -> None:
     """Send this process a signal after it ran the operation so many times."""
     from bpipe.runtime.engine import Engine
 
@@ -33,7 +33,7 @@ def break_after(operation: str, what: signal.Signals, iteration: int) -> None:
         after(self, op, *args)
         runs += str(op) == operation
         if runs == iteration:
-            os.kill(os.getpid(), what)
+            os.kill(os.getpid(), number)
 
     Engine.after = broken  # type: ignore[method-assign]
 

@@ -74,13 +74,13 @@ def chunk(pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: i
 
 
 def named(model: GPTModel) -> list[tuple[str, torch.nn.Parameter]]:
-    found = []
+    weights = []
     for name, weight in model.named_parameters():
         if name.startswith("decoder.layers."):
             _, _, number, rest = name.split(".", 3)
             name = f"layer {model.decoder.layers[int(number)].layer_number} {rest}"
-        found.append((name, weight))
-    return found
+        weights.append((name, weight))
+    return weights
 
 
 def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
@@ -97,7 +97,7 @@ def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
     parameters = [parameter for part in model for parameter in part.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
     tokens = torch.Generator().manual_seed(11)
-    mine: dict[str, str] = {}
+    losses_here: dict[str, str] = {}
     for iteration, num_microbatches in enumerate(NUM_MICROBATCHES):
         optimizer.zero_grad()
         batches = [
@@ -116,14 +116,14 @@ def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
         for parameter in parameters:
             dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
         optimizer.step()
-        mine |= {f"{iteration} {feeds[-1]} {number}": loss.hex() for number, loss in enumerate(losses)}
+        losses_here |= {f"{iteration} {feeds[-1]} {number}": loss.hex() for number, loss in enumerate(losses)}
     hashes = {
         name: hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
         for part in model
         for name, weight in named(part)
     }
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (mine, hashes))
+    dist.all_gather_object(every, (losses_here, hashes))
     weights: dict[str, str] = {}
     for _, of_rank in every:
         for name, digest in of_rank.items():
@@ -146,9 +146,9 @@ def main() -> None:
     assert len(set(plain[0].values())) == len(plain[0]) == 2 * sum(NUM_MICROBATCHES), (
         "losses that do not change would make any two runs equal"
     )
-    for what, stock, ours in zip(("losses", "weights"), plain, both, strict=True):
+    for kind, stock, ours in zip(("losses", "weights"), plain, both, strict=True):
         apart = sorted(name for name in stock.keys() | ours.keys() if stock.get(name) != ours.get(name))
-        assert not apart, f"other bits than stock's of {len(apart)} of {len(stock)} {what}: {', '.join(apart[:8])}"
+        assert not apart, f"other bits than stock's of {len(apart)} of {len(stock)} {kind}: {', '.join(apart[:8])}"
     print(f"rank {LAUNCH_RANK}: stock and two pipes are equal", flush=True)
     dist.destroy_process_group()
 

@@ -205,17 +205,17 @@ def one_rank(rank: int, folder: str, world: int, module: str, names: list[str]) 
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    found = {}
+    results = {}
     for name, run in importlib.import_module(f"tests.gloo.{module}").runs(Path(folder)).items():
         if names and name not in names:
             continue
         try:
-            found[name] = run(rank, world)
+            results[name] = run(rank, world)
         except BaseException:
             # The others may wait for this rank; they are ended with it.
             print(f"rank {rank}, {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             os._exit(1)
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

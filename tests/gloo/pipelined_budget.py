@@ -119,17 +119,17 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
         return [case.make(index, num_stages) for index in range(num_stages)], (tokens,), loss_of, target
 
     traced = trace_stages(made, minimum_bytes=TRANSFERS.minimum_bytes)
-    given: Any = (traced, world, MICROBATCHES, NAMES[case.places])
+    arguments: Any = (traced, world, MICROBATCHES, NAMES[case.places])
     balance = case.options.get("balance", BalanceConfig())
-    found = {
-        "traced alone": predict_peaks(*given, balance=None).need_bytes[rank],
-        "traced": predict_peaks(*given, memory=budget, balance=balance).need_bytes[rank],
+    result = {
+        "traced alone": predict_peaks(*arguments, balance=None).need_bytes[rank],
+        "traced": predict_peaks(*arguments, memory=budget, balance=balance).need_bytes[rank],
         "same": same(wanted, bits),
         "buffers": [
-            torch.equal(one, other)
+            torch.equal(buffer, traced_buffer)
             for first, second in zip(theirs, ours, strict=True)
-            for one, other in zip(first.submod.buffers(), second.submod.buffers(), strict=True)
-            if not (LEAVES_STATISTICS and one.is_floating_point())
+            for buffer, traced_buffer in zip(first.submod.buffers(), second.submod.buffers(), strict=True)
+            if not (LEAVES_STATISTICS and buffer.is_floating_point())
         ],
         "budget": budget,
         "alone": peaks[rank],
@@ -140,7 +140,7 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
         "parts": sorted(schedule.plan.how.parts),
     }
     schedule.engine.release()
-    return found
+    return result
 
 
 def too_small(rank: int, world: int) -> dict[str, Any]:

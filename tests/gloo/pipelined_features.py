@@ -83,10 +83,10 @@ def sharded(module: nn.Module, mesh: DeviceMesh, resharding: bool = False, half:
     for block in module.blocks:  # type: ignore[union-attr]
         fully_shard(block, **options)
     fully_shard(module, **options)
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.set_gradient_divide_factor(1.0)
-            each.set_force_sum_reduction_for_comms(True)
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)
     return module
 
 
@@ -116,13 +116,13 @@ class Reentrant(nn.Module):
 def shapes_of(stage: int, num_stages: int) -> dict[str, Any]:
     """Torch's handshake asks for gradients of inputs alone, which that checkpoint cannot give."""
     first, last = stage == 0, stage == num_stages - 1
-    given = torch.zeros(ROWS, LENGTH, *([] if first else [WIDTH]), dtype=torch.int64 if first else None)
-    made = torch.zeros(ROWS, LENGTH, VOCABULARY if last else WIDTH, requires_grad=True)
-    found: dict[str, Any] = {"input_args": (given.requires_grad_(not first),), "output_args": (made,)}
-    found |= {} if first else {"input_grads": (torch.zeros_like(given),)}
-    found |= {} if last else {"output_grads": (torch.zeros_like(made),)}
+    received = torch.zeros(ROWS, LENGTH, *([] if first else [WIDTH]), dtype=torch.int64 if first else None)
+    output = torch.zeros(ROWS, LENGTH, VOCABULARY if last else WIDTH, requires_grad=True)
+    arguments: dict[str, Any] = {"input_args": (received.requires_grad_(not first),), "output_args": (output,)}
+    arguments |= {} if first else {"input_grads": (torch.zeros_like(received),)}
+    arguments |= {} if last else {"output_grads": (torch.zeros_like(output),)}
     # Torch 2.11's asks for none, and is told of none.
-    return {name: value for name, value in found.items() if name in signature(PipelineStage).parameters}
+    return {name: value for name, value in arguments.items() if name in signature(PipelineStage).parameters}
 
 
 def checkpointed(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -227,8 +227,8 @@ class Routed(nn.Module):
         chosen = self.gate(rows).argmax(-1)
         out = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
-            mine = (chosen == number).nonzero().flatten()
-            out = out.index_add(0, mine, torch.tanh(expert(rows[mine])))
+            own_rows = (chosen == number).nonzero().flatten()
+            out = out.index_add(0, own_rows, torch.tanh(expert(rows[own_rows])))
         return x + out.view_as(x)
 
 
@@ -305,14 +305,14 @@ def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         meter=meter,
         **{**OPTIONS, **away, **feature.options},
     )
-    found = steps_of(balanced, ours, MICROBATCHES, feature.num_steps)
+    actual = steps_of(balanced, ours, MICROBATCHES, feature.num_steps)
     assert balanced.buffers is not None
-    return {**facts(balanced, meter, same(wanted, found), place), "received_bytes": balanced.buffers.nbytes}
+    return {**facts(balanced, meter, same(wanted, actual), place), "received_bytes": balanced.buffers.nbytes}
 
 
 def lean_and_not(rank: int, world: int) -> dict[str, Any]:
     """What torch's receive buffers hold at the most and between steps, kept for ever and lean."""
-    found: dict[str, Any] = {"same": True}
+    result: dict[str, Any] = {"same": True}
     bits = []
     for lean in (False, True):
         indices, num_stages = PLACES["loop"](rank, world)
@@ -327,9 +327,9 @@ def lean_and_not(rank: int, world: int) -> dict[str, Any]:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
             for buffer in receive_buffers(infos)
         ]
-        found |= {f"between, {lean}": sum(sizes), f"peak, {lean}": meter.peak_bytes}
+        result |= {f"between, {lean}": sum(sizes), f"peak, {lean}": meter.peak_bytes}
         balanced.engine.release()
-    return {**found, "same": same(*bits)}
+    return {**result, "same": same(*bits)}
 
 
 @functools.cache

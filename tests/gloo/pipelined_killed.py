@@ -82,16 +82,16 @@ def killed(folder: Path, dying: int, part: float, transport: str) -> dict[str, A
     for process in processes:
         process.kill()
         process.join()
-    said = {path.stem: path.read_text() for path in sorted(folder.glob("rank*.txt"))}
-    return {"codes": [process.exitcode for process in processes], "late": late, "said": said}
+    printed = {path.stem: path.read_text() for path in sorted(folder.glob("rank*.txt"))}
+    return {"codes": [process.exitcode for process in processes], "late": late, "said": printed}
 
 
 def main(folder: Path, points: list[str]) -> None:
-    found = {}
+    results = {}
     for number, point in enumerate(points):
         dying, part, transport = point.split()
-        found[point] = killed(folder / str(number), int(dying), float(part), transport)
-    (folder / "killed.json").write_text(json.dumps(found))
+        results[point] = killed(folder / str(number), int(dying), float(part), transport)
+    (folder / "killed.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

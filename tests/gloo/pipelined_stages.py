@@ -195,7 +195,9 @@ def steps_of(
     """Train, and take down every bit of it."""
     is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     parameters = {
-        f"{stage.stage_index}.{name}": one for stage in stages for name, one in stage.submod.named_parameters()
+        f"{stage.stage_index}.{name}": parameter
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters()
     }
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
     losses: list[str] = []
@@ -203,7 +205,7 @@ def steps_of(
     for step in range(first_step, first_step + num_steps):
         inputs, target = batch(step, num_microbatches)
         of_step: list[torch.Tensor] = []
-        made = schedule.step(
+        output = schedule.step(
             *([inputs] if is_first else []),
             target=target if is_last else None,
             losses=of_step if is_last else None,
@@ -211,11 +213,13 @@ def steps_of(
             **options,
         )
         losses += [float(loss.detach()).hex() for loss in of_step]
-        losses += [] if made is None else [float(local(made).detach().double().sum()).hex()]
-        gradients = {name: local(one.grad).clone() for name, one in parameters.items() if one.grad is not None}
+        losses += [] if output is None else [float(local(output).detach().double().sum()).hex()]
+        gradients = {
+            name: local(parameter.grad).clone() for name, parameter in parameters.items() if parameter.grad is not None
+        }
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: local(one).detach().clone() for name, one in parameters.items()}
+    weights = {name: local(parameter).detach().clone() for name, parameter in parameters.items()}
     return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
@@ -229,21 +233,21 @@ def steps_and_evaluation(schedule: Any, stages: Sequence[PipelineStage], num_mic
     inputs, target = batch(9, num_microbatches)
     losses: list[torch.Tensor] = []
     with torch.no_grad():
-        made = schedule.eval(
+        output = schedule.eval(
             *([inputs] if is_first else []),
             target=target if is_last else None,
             losses=losses if is_last else None,
             **keywords,
         )
-    evaluated = [] if made is None else [float(made.double().sum()).hex(), *(float(loss).hex() for loss in losses)]
+    evaluated = [] if output is None else [float(output.double().sum()).hex(), *(float(loss).hex() for loss in losses)]
     assert bool(evaluated) is is_last
     last = steps_of(schedule, stages, num_microbatches, 1, keywords=keywords, first_step=2, return_outputs=False)
     return {**last, "losses": [*first["losses"], *evaluated, *last["losses"]]}
 
 
-def same(wanted: Bits, found: Bits) -> bool:
-    return wanted["losses"] == found["losses"] and all(
-        wanted[kind].keys() == found[kind].keys()
-        and all(torch.equal(wanted[kind][name], found[kind][name]) for name in wanted[kind])
+def same(wanted: Bits, actual: Bits) -> bool:
+    return wanted["losses"] == actual["losses"] and all(
+        wanted[kind].keys() == actual[kind].keys()
+        and all(torch.equal(wanted[kind][name], actual[kind][name]) for name in wanted[kind])
         for kind in ("gradients", "weights")
     )

@@ -15,14 +15,14 @@ def free_ports(number: int) -> list[int]:
     sockets: list[socket.socket] = []
     try:
         while len(sockets) < number:
-            one = socket.socket()
+            listener = socket.socket()
             try:
-                one.bind(("127.0.0.1", random.SystemRandom().randint(_FIRST, _LAST)))
+                listener.bind(("127.0.0.1", random.SystemRandom().randint(_FIRST, _LAST)))
             except OSError:
-                one.close()
+                listener.close()
                 continue
-            sockets.append(one)
-        return [one.getsockname()[1] for one in sockets]
+            sockets.append(listener)
+        return [listener.getsockname()[1] for listener in sockets]
     finally:
-        for one in sockets:
-            one.close()
+        for listener in sockets:
+            listener.close()

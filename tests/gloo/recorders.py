@@ -115,7 +115,7 @@ class Tensors(Observer):
             self._kept["gradients"] = self._tensors(lambda weight: weight.main_grad)
 
     def _tensors(self, of: Any) -> dict[str, torch.Tensor]:
-        parameters = (each for chunk in self.model for each in chunk.named_parameters())
+        parameters = (parameter for chunk in self.model for parameter in chunk.named_parameters())
         return {name.replace("module.", ""): of(weight).detach().clone() for name, weight in parameters}
 
     def weights(self) -> Any:

@@ -118,7 +118,7 @@ class Rank:
         self.engines = []
         for plan in self.plans:
             transports = {
-                other: connection.transport(differing=differing) for other, connection in self.connections.items()
+                partner: connection.transport(differing=differing) for partner, connection in self.connections.items()
             }
             self.engines.append(Engine(plan, rank, transports, config))
         self.running = self.engines[0]
@@ -144,9 +144,9 @@ class Rank:
     def iteration(self, number: int) -> None:
         plan = self.plans[number]
         alive: list[StorageWeakRef] = []
-        found = self.gradients(number, self.running, alive)
+        gradients = self.gradients(number, self.running, alive)
         self.record.outlived += sum(not reference.expired() for reference in alive)
-        if not all(map(torch.equal, found, self.gradients(number, None, []))):
+        if not all(map(torch.equal, gradients, self.gradients(number, None, []))):
             self.record.different.append(f"iteration {self.iterations}, {plan.num_microbatches} micro-batches")
         self.record.microbatches += plan.num_microbatches
         self.record.transfers += 2 * num_transfers(plan, self.rank).evictions
@@ -163,8 +163,8 @@ class Rank:
         rows = PROGRAMS[number][1]
         if not self.scenario.differing:
             return rows
-        most = min(3.0, 1.0 + self.iterations / 30)
-        return max(1, int(rows * random.Random(f"{self.iterations} {microbatch}").uniform(0.25, most)))
+        largest = min(3.0, 1.0 + self.iterations / 30)
+        return max(1, int(rows * random.Random(f"{self.iterations} {microbatch}").uniform(0.25, largest)))
 
     def gradients(self, number: int, engine: Engine | None, alive: list[StorageWeakRef]) -> list[torch.Tensor]:
         """One iteration's gradients; without an engine nothing moves and no neighbour is asked."""
@@ -184,9 +184,9 @@ class Rank:
         messages: Messages = Edges(self.rank, self.edges, CPU) if engine else Alone(lambda message: (torch.ones(()),))
         stages = TorchStages({stage: functools.partial(part, stage) for stage in self.weights})
         Executor(plan, self.rank, stages, messages).run(Watched(self, engine) if engine else None)
-        found = [weight.grad for weight in self.weights.values()]
-        assert all(gradient is not None for gradient in found)
-        return found  # type: ignore[return-value]
+        gradients = [weight.grad for weight in self.weights.values()]
+        assert all(gradient is not None for gradient in gradients)
+        return gradients  # type: ignore[return-value]
 
     def rest(self) -> None:
         if self.chance.random() < 0.2:

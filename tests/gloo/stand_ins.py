@@ -42,7 +42,7 @@ def births(folder: Path, case: str) -> Iterator[None]:
 
     def batch_isend_irecv(operations: list[Any]) -> Any:
         group = operations[0].group
-        if not any(group is known for known in born):
+        if not any(group is earlier for earlier in born):
             born.append(group)
             dist.barrier(group=group)
         return exchange(operations)

@@ -33,8 +33,8 @@ SHAPES: dict[str, str] = {"plain": BATCH, "chunks": f"{INTERLEAVED} {BATCH}"}
 def budgets(shape: str, steps: int) -> list[str]:
     """In GiB, from what nothing has to leave for to the smallest."""
     devices = devices_of(SHAPES[shape])
-    most, least = max(devices.need_bytes(devices.schedule)), smallest_bytes(devices)
-    return [kept(devices, most - (most - least) * step // (steps - 1)) for step in range(steps)]
+    largest, least = max(devices.need_bytes(devices.schedule)), smallest_bytes(devices)
+    return [kept(devices, largest - (largest - least) * step // (steps - 1)) for step in range(steps)]
 
 
 def kept(devices: Devices, budget: int) -> str:
@@ -93,10 +93,10 @@ def four(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFac
 def test_a_budget_that_is_given_is_kept_and_what_must_leaves(four: Outcome) -> None:
     same(four, "plain", "given", 4)
     devices = devices_of(BATCH)
-    found = within(devices_with(devices, budgets("plain", 2)[1]))
+    fit = within(devices_with(devices, budgets("plain", 2)[1]))
     check_kept(four, "given", budgets("plain", 2)[1])
     assert evictions(four, "given") == [3, 0, 0, 0]
-    assert [found.sent_bytes(rank) > 0 for rank in range(4)] == [True, False, False, False]
+    assert [fit.sent_bytes(rank) > 0 for rank in range(4)] == [True, False, False, False]
     log = four.said("given")
     assert log.count("bpipe: by prediction within ") == 1
     assert "bpipe: rank 0 would need " in log

@@ -182,8 +182,8 @@ def test_shards_of_any_schedule_are_saved_as_stocks(run_cases: Callable[..., Out
     ours = {"one": shards, **{kind: f"{shards} {more}" for kind, more in SCHEDULES.items()}}
     continued = [*product(("stock", "v_half"), ("stock", *ours)), ("one", "v_half")]
     outcome = run_cases(4, cases_of(Saved(f"--named {EIGHT_LAYERS} {batch(6)} {flags}", "", ours), continued), 880)
-    held = [checkpointed(outcome, kind) for kind in ("stock", *ours)]
-    assert held == [held[0]] * len(held)
+    checkpoints = [checkpointed(outcome, kind) for kind in ("stock", *ours)]
+    assert checkpoints == [checkpoints[0]] * len(checkpoints)
     stock = losses_of(outcome, "stock")
     for kind in ours:
         assert near(losses_of(outcome, kind)[-1], stock[-1], FP32.later)

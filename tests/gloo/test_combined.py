@@ -60,8 +60,8 @@ def test_combined_1f1b_with_activations_away_has_its_own_bits(trained: Callable[
     first = outcome.reports(row.ours.name)[0]
     assert first["evictions"] > 0, "nothing was moved, so nothing was tested"
     assert first["verified_iterations"] == 2
-    said = outcome.said(row.ours.name)
-    assert "guarded (see docs/supported.md): combined 1F1B" in said
-    share = re.search(r"stage 0 moves (\d\.\d+) of what a forward keeps for its backward", said)
+    printed = outcome.said(row.ours.name)
+    assert "guarded (see docs/supported.md): combined 1F1B" in printed
+    share = re.search(r"stage 0 moves (\d\.\d+) of what a forward keeps for its backward", printed)
     assert share is not None
     assert float(share[1]) > 0.9, "parts of a graph in pieces were not found"

@@ -102,8 +102,8 @@ def test_a_training_of_differing_sizes_equals_stock(trained: Trained, row: Row) 
     if row.world == 8:
         return
     stayed = sum(summary.get("stayed_microbatches", 0) for summary in summaries)
-    said = outcome.said(case)
-    assert ("were too large for their host buffers and stayed here; the next iteration has room" in said) == (
+    printed = outcome.said(case)
+    assert ("were too large for their host buffers and stayed here; the next iteration has room" in printed) == (
         stayed > 0
     )
     assert summaries[0]["largest_bytes"]["0"] > 0

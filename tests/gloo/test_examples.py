@@ -94,10 +94,10 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     asked.write_text(json.dumps([command for those in commands.values() for command in those]))
     ended = finish(start(1, [str(script), WANTED, str(asked)], folder, free_ports(1)[0], environment), folder, 240)
     assert ended.codes == [0], ended.logs[0][-3000:]
-    found = [
+    arguments = [
         json.loads(line.removeprefix("PARSED ")) for line in ended.logs[0].splitlines() if line.startswith("PARSED ")
     ]
-    return {script: [found.pop(0) for _ in those] for script, those in commands.items()}
+    return {script: [arguments.pop(0) for _ in those] for script, those in commands.items()}
 
 
 # Kim et al. 2023: layers, hidden size, heads, GPUs, tensor, pipeline, micro-batch, global batch. LLaMA: Touvron et al.

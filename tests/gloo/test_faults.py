@@ -47,8 +47,8 @@ def others_end(outcome: Outcome, dead: int, last: bool = True) -> None:
     )
     for rank in set(range(len(outcome.codes))) - {dead}:
         assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
-        said = last_line(outcome, rank) if last else outcome.logs[rank]
-        assert f"bpipe: {gone}" in said, outcome.logs[rank][-2000:]
+        printed = last_line(outcome, rank) if last else outcome.logs[rank]
+        assert f"bpipe: {gone}" in printed, outcome.logs[rank][-2000:]
     assert outcome.seconds < 60
 
 
@@ -66,10 +66,10 @@ def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) ->
     """
     outcome = run(tmp_path, BPIPE, fault=f"{rank} {rank}F2 MEMORY")
     where = f"(rank {rank}, stage {rank}, after {rank}F1, at {rank}F2)"
-    for other in range(4):
-        assert outcome.codes[other] == 1, outcome.logs[other][-2000:]
+    for survivor in range(4):
+        assert outcome.codes[survivor] == 1, outcome.logs[survivor][-2000:]
         assert (
-            last_line(outcome, other)
+            last_line(outcome, survivor)
             == f"bpipe: rank {rank} failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
             f"{where}"
         )
@@ -125,27 +125,27 @@ def test_a_flipped_bit_ends_the_run_with_its_name(
         r"storage \d+ of \d+ \((float32|bool|int64) \[[\d, ]+\], saved by \w+Backward\w*, \d+ bytes\)\. Weights were not updated"
     )
     assert re.search(expected, error), error
-    for other in range(4):
-        assert last_line(outcome, other).startswith(
+    for survivor in range(4):
+        assert last_line(outcome, survivor).startswith(
             "bpipe: rank 0 failed first: RuntimeFault: rank 0: data that came back"
         )
-        assert " iteration        1/" not in outcome.logs[other]
+        assert " iteration        1/" not in outcome.logs[survivor]
 
 
 def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report"
     outcome = run(tmp_path, f"{BPIPE} --bpipe-verify all --bpipe-report {report}")
     assert outcome.codes == [0] * 4
-    said = re.findall(
+    lines = re.findall(
         r"bpipe: verified 2 iterations: everything that rank (\d) evicted came back unchanged \((\d+) micro-batches",
         "".join(outcome.logs),
     )
     # Of four stages only the first sends anything away.
-    assert sorted(rank for rank, _ in said) == ["0"]
+    assert sorted(rank for rank, _ in lines) == ["0"]
     assert main(["report", str(report), "--format", "json"]) == 0
     verified = json.loads(capsys.readouterr().out)["verified"]
     assert verified["iterations"] == 3
-    assert 2 * verified["microbatches"] == 3 * sum(int(count) for _, count in said)
+    assert 2 * verified["microbatches"] == 3 * sum(int(count) for _, count in lines)
     assert verified["nbytes"] > 1_000_000
     assert main(["report", str(report)]) == 0
     # The paragraph is wrapped, and where depends on the seconds that it tells.
@@ -268,23 +268,23 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     flags = f"{BPIPE if balance else ''} --bpipe-report {report}"
     outcome = run(tmp_path, flags, fault="0 0F2 MEMORY 1")
     assert outcome.codes == [1] * 4
-    found = shortage(report)
-    assert found.answers[0].startswith("Rank 0 (stage 0 of pipeline 0, ")
+    result = shortage(report)
+    assert result.answers[0].startswith("Rank 0 (stage 0 of pipeline 0, ")
     assert (
         "failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (rank 0, stage 0, "
-        in found.answers[0]
+        in result.answers[0]
     )
-    first = found.stages[0]
+    first = result.stages[0]
     # Two micro-batches were there when the third was computed; balanced, three would have been the most, and else all
     # four stages' worth.
     assert (len(first.fullest.microbatches), first.peak_microbatches) == (2, 3 if balance else 4)
     assert first.fullest.activations_bytes == 2 * first.microbatch_bytes > 1_000_000
-    assert "during 0F2, iteration 1" in found.answers[1]
-    assert [bool(stage.logits_bytes) for stage in found.stages] == [False, False, False, True]
+    assert "during 0F2, iteration 1" in result.answers[1]
+    assert [bool(stage.logits_bytes) for stage in result.stages] == [False, False, False, True]
     # Adam's two moments are not there yet; every parameter is 4 bytes here, and so are its gradient and each moment.
     assert first.rank.whole_optimizer_bytes == pytest.approx(2 * first.rank.weights_bytes, rel=0.01)
     assert first.rank.gradients_bytes == pytest.approx(first.rank.weights_bytes, rel=0.01)
-    assert [way.name for way in found.ways] == (
+    assert [way.name for way in result.ways] == (
         ["as it was run", "with --micro-batch-size 1"]
         if balance
         else ["as it was run", "with --bpipe", "with --micro-batch-size 1", "with --micro-batch-size 1 and --bpipe"]
@@ -297,9 +297,9 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
 
 
 def shortage(folder: Path) -> Shortage:
-    held = read_held(folder)
-    assert held is not None
-    return shortage_of(held)
+    run = read_held(folder)
+    assert run is not None
+    return shortage_of(run)
 
 
 def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path) -> None:
@@ -307,12 +307,12 @@ def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path
     report = tmp_path / "report"
     outcome = run(tmp_path, f"{BPIPE} --bpipe-report {report}", fault="1 1F1 SIGKILL 1")
     assert outcome.codes[1] == -signal.SIGKILL
-    found = shortage(report)
-    assert found.answers[0].startswith("Rank 1 ")
-    assert "it does not answer, so it was killed" in found.answers[0]
-    assert found.stages[1].rank.rank == 1
-    assert found.stages[1].fullest.activations_bytes >= found.stages[1].microbatch_bytes > 0
-    assert "after 1F0, iteration 1" in found.answers[1]
+    result = shortage(report)
+    assert result.answers[0].startswith("Rank 1 ")
+    assert "it does not answer, so it was killed" in result.answers[0]
+    assert result.stages[1].rank.rank == 1
+    assert result.stages[1].fullest.activations_bytes >= result.stages[1].microbatch_bytes > 0
+    assert "after 1F0, iteration 1" in result.answers[1]
 
 
 # What all ranks see alike, before they meet: the flags, and what rank 0 says of them.
@@ -365,6 +365,6 @@ def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
         assert first[index].endswith(ENDED), flags
         assert first[index].count("usage: ") == (index < 3), flags
         for parts in others:
-            assert not any(said in parts[index] for said in (message, "error:", "usage:", "Traceback")), flags
+            assert not any(text in parts[index] for text in (message, "error:", "usage:", "Traceback")), flags
             assert parts[index].endswith(ENDED), flags
     assert ITS_OWN[1] in first[-1]

@@ -108,7 +108,7 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str,
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "lines"),
     [
         pytest.param(
             ["1"],
@@ -138,7 +138,7 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str,
         ),
     ],
 )
-def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: list[str]) -> None:
+def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], lines: list[str]) -> None:
     """`place`, `install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
     script = [str(ROOT / "tests/gloo/own_loop.py"), *asked]
     # One imports by itself, and nothing of Megatron's trainer is there.
@@ -148,7 +148,7 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
         assert f"rank {rank}: plain, balanced and plain again are equal" in log
     assert "bpipe:   node 0: stages 0 3 1 2" in outcome.logs[0]
     # A program for each of the two numbers of micro-batches, made once although both come twice.
-    for line in said:
+    for line in lines:
         assert outcome.logs[0].count(line) == 1, outcome.logs[0]
     assert "refused: this run cannot start:\n  --bpipe: Megatron's own recomputation of the MLP" in outcome.logs[0]
 

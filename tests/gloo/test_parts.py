@@ -55,9 +55,9 @@ def planned(shape: str) -> tuple[str, Fit]:
         text = budget_text([alone * per_mille // 1000])
         tried = replace(devices, budget_bytes=(int(float(text) * 2**30),) * 4)
         with suppress(OverBudget):
-            found = within(tried)
-            if found.how.parts and found.moved_bytes < (whole(tried) or 2**40):
-                return text, found
+            fit = within(tried)
+            if fit.how.parts and fit.moved_bytes < (whole(tried) or 2**40):
+                return text, fit
     raise AssertionError(f"{shape}: no budget lets a part be enough")
 
 
@@ -138,19 +138,17 @@ def test_a_part_leaves_a_v_as_predicted_and_no_bit_changes(of_a_v: Outcome) -> N
 
 
 def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
-    name, (_, found) = f"{shape}_{transport}", planned(shape)
+    name, (_, fit) = f"{shape}_{transport}", planned(shape)
     senders = 0
     for rank, report in enumerate(outcome.reports(f"{name}_part")):
         assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= 2 * INPUT_BYTES, f"rank {rank}"
         if shape != "v":
             # Between the halves of a split backward a small stage holds less than is planned for.
             assert (
-                abs(report["peak_bytes"] - sum(allocated_bytes(found.schedule, rank, found.memory))) <= 2 * INPUT_BYTES
+                abs(report["peak_bytes"] - sum(allocated_bytes(fit.schedule, rank, fit.memory))) <= 2 * INPUT_BYTES
             ), f"rank {rank}"
-        sent = {stage: size for stage, size in moved_of(outcome, name, rank).items() if stage in found.how.parts}
-        assert sent == {stage: found.memory.stages[stage].moved_bytes for stage in sent}, (
-            f"rank {rank}: not whole layers"
-        )
+        sent = {stage: size for stage, size in moved_of(outcome, name, rank).items() if stage in fit.how.parts}
+        assert sent == {stage: fit.memory.stages[stage].moved_bytes for stage in sent}, f"rank {rank}: not whole layers"
         senders += bool(sent) and report["evictions"] > 0
     assert senders
     log = outcome.said(f"{name}_part")

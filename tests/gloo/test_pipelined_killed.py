@@ -22,7 +22,7 @@ ALWAYS = {"0 0.2 gloo", "0 0.5 peer", "0 0.7 gloo", "3 0.5 gloo", "3 0.7 peer", 
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("killed")
     points = sorted(point for (point,) in asked_for(request, "point"))
     forked("pipelined_killed", folder, *points, timeout_s=50 * len(points))
@@ -31,8 +31,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("point", slow_but(ALWAYS, POINTS))
-def test_the_others_end_in_time_and_say_where_they_were(point: str, found: dict[str, Any]) -> None:
-    dying, of_point = int(point.split()[0]), found[point]
+def test_the_others_end_in_time_and_say_where_they_were(point: str, results: dict[str, Any]) -> None:
+    dying, of_point = int(point.split()[0]), results[point]
     assert of_point["late"] == []
     assert of_point["codes"] == [9 if rank == dying else 1 for rank in range(RANKS)]
     for rank in range(RANKS):

@@ -81,10 +81,10 @@ def test_what_is_printed_of_every_model_on_every_device_starts_in_the_trainer(
     run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [(model, device) for model in MODELS for device in DEVICES]
-    answered = [found for model, device in asked if (found := printed(model, device, capsys))]
+    answered = [setups for model, device in asked if (setups := printed(model, device, capsys))]
     assert len(answered) >= 20
     # Many are alike once they are small.
-    every = dict.fromkeys(shrunk(setup) for found in answered for setup in found)
+    every = dict.fromkeys(shrunk(setup) for setups in answered for setup in setups)
     for world in sorted({setup.pipeline for setup in every}):
         flags = [shlex.join(megatron_flags(setup)) for setup in every if setup.pipeline == world]
-        start(run_cases, world, [Case(f"row{number}", one) for number, one in enumerate(flags)])
+        start(run_cases, world, [Case(f"row{number}", words) for number, words in enumerate(flags)])

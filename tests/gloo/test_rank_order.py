@@ -71,11 +71,11 @@ def groups(topology: Topology, pipeline_before_data: bool, along: str) -> list[l
         "tensor": topology.tensor,
     }
     fixed = [name for name in sizes if name != along]
-    found = []
+    result = []
     for values in product(*(range(sizes[name]) for name in fixed)):
         parts = (Part(**dict(zip(fixed, values, strict=True)), **{along: index}) for index in range(sizes[along]))
-        found.append([rank_of(part, topology, pipeline_before_data) for part in parts])
-    return sorted(found)
+        result.append([rank_of(part, topology, pipeline_before_data) for part in parts])
+    return sorted(result)
 
 
 @pytest.mark.timeout(300)

@@ -97,11 +97,11 @@ def test_megatrons_profile_shows_the_schedule(four: Outcome, case: str, config: 
 
 def test_one_stage_says_so_and_is_recorded(run_cases: Callable[..., Outcome]) -> None:
     """Two replicas of a model of one stage: there is nothing to balance."""
-    one = f"--pipeline-model-parallel-size 1 {BATCH}"
-    outcome = run_cases(2, [Case("stock", one), Case("asked", f"{one} {BPIPE} {REPORT}")], 200)
+    flags = f"--pipeline-model-parallel-size 1 {BATCH}"
+    outcome = run_cases(2, [Case("stock", flags), Case("asked", f"{flags} {BPIPE} {REPORT}")], 200)
     same(outcome, "stock", "asked", 2)
-    said = "bpipe: 1f1b, 1 stage, 4 micro-batches: a single stage has no other to share with; training as usual"
-    assert sum(log.count(said) for log in outcome.logs) == 1
+    message = "bpipe: 1f1b, 1 stage, 4 micro-batches: a single stage has no other to share with; training as usual"
+    assert sum(log.count(message) for log in outcome.logs) == 1
     for row in outcome.reports("asked"):
         assert (row["peak_microbatches"], row["evictions"]) == (1, 0)
         assert row["peak_bytes"] == row["predicted_bytes"] > 0

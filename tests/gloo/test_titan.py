@@ -115,8 +115,8 @@ class Titan:
             for process in processes:
                 process.kill()
         wrong = next((rank for rank, code in enumerate(codes) if code), 0)
-        said = (self.folder / f"{name}.{wrong}.log").read_text(errors="replace")
-        assert codes == [0] * world, said[-5000:]
+        printed = (self.folder / f"{name}.{wrong}.log").read_text(errors="replace")
+        assert codes == [0] * world, printed[-5000:]
         return [json.loads((self.folder / f"{name}.rank{rank}.json").read_text()) for rank in range(world)]
 
 

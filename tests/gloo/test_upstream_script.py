@@ -77,19 +77,19 @@ def test_upstreams_script_trains_as_stock_does_from_stocks_checkpoint(
 def test_a_choice_that_is_not_megatrons_is_refused_in_a_v(tmp_path: Path) -> None:
     """Once, by every rank with the same status, and with what differs."""
     upstreams = (ROOT / "tests/gloo/upstream_script.py").read_text()
-    given = "get_embedding_ranks=ranks_with_embeddings"
-    assert upstreams.count(given) == 1
+    argument = "get_embedding_ranks=ranks_with_embeddings"
+    assert upstreams.count(argument) == 1
     script = tmp_path / "script.py"
-    script.write_text(upstreams.replace(given, "get_embedding_ranks=lambda pp_ranks: pp_ranks[1:]"))
+    script.write_text(upstreams.replace(argument, "get_embedding_ranks=lambda pp_ranks: pp_ranks[1:]"))
     flags = f"{TINY} {FOUR} --num-layers 8 {batch(8)} --train-iters 1 --bpipe-schedule v-half".split()
     outcome = finish(
         start(4, ["-m", "megatron.scheduling.launch", str(script), *flags], tmp_path, free_ports(1)[0]), tmp_path, 100
     )
     assert outcome.codes == [2] * 4, outcome.logs[0][-3000:]
-    said = (
+    message = (
         "bpipe: error: get_embedding_ranks: in the pipeline of ranks 0, 1, 2, 3 the script chooses 1, 2, 3, where "
         "Megatron's own function chooses 0, 3. In this schedule rank 3 has both the first and the last stage"
     )
-    assert said in outcome.logs[0]
+    assert message in outcome.logs[0]
     assert "Traceback" not in "".join(outcome.logs)
     assert "".join(outcome.logs).count("bpipe: error") == 1

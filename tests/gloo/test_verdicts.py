@@ -111,10 +111,10 @@ def test_a_launch_starts_if_and_only_if_it_is_not_refused(
         monkeypatch.setattr(launch, "judge", lambda *_, judgement=judgement: judgement)
         launcher = ["torchrun", "--nproc-per-node", str(world), "pretrain_gpt.py"]
         refused = main(["check-launch", "--", *launcher, *words]) == 2
-        said, logs = capsys.readouterr().out, "".join(outcome.logs)
+        verdict, logs = capsys.readouterr().out, "".join(outcome.logs)
         verdicts.append(refused)
         if refused != any(outcome.codes):
-            wrong.append(f"{world} ranks, {words}: {outcome.codes}: {logs[-600:]}\n{said}")
+            wrong.append(f"{world} ranks, {words}: {outcome.codes}: {logs[-600:]}\n{verdict}")
         elif judgement.refused is not None:
             reason = judgement.refused.partition(" (--")[0]
             # As words: a set has another order in each process. The trainer may end it before Megatron does.

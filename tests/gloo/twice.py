@@ -51,9 +51,9 @@ def trained(rank: int, transport: str, wanted: Any) -> dict[str, Any]:
     schedule, stages = balanced(rank, transport)
     with schedule:
         is_same = same(wanted, steps_of(schedule, stages, MICROBATCHES))
-        moved, held = sum(schedule.engine.moved_bytes.values()), holding()
+        moved, resources = sum(schedule.engine.moved_bytes.values()), holding()
     dist.barrier()
-    return {"same": is_same, "moved": moved, "held": held, "left": holding()}
+    return {"same": is_same, "moved": moved, "held": resources, "left": holding()}
 
 
 def refusal(rank: int) -> str:
@@ -92,10 +92,10 @@ def one_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     stages = stages_of([rank], RANKS)
     wanted = steps_of(Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_of), stages, MICROBATCHES)
-    found: dict[str, Any] = {"trainings": [trained(rank, transport, wanted) for transport in TRANSPORTS]}
-    found["own loop"] = [[*toy.train(rank, "bpipe")[0], holding()] for _ in range(2)]
-    found["refusal"] = refusal(rank)
-    found["raised_s"] = raised(rank)
+    result: dict[str, Any] = {"trainings": [trained(rank, transport, wanted) for transport in TRANSPORTS]}
+    result["own loop"] = [[*toy.train(rank, "bpipe")[0], holding()] for _ in range(2)]
+    result["refusal"] = refusal(rank)
+    result["raised_s"] = raised(rank)
     dist.barrier()
     schedule, stages = balanced(rank, "peer")
     steps_of(schedule, stages, MICROBATCHES, num_steps=1)
@@ -104,8 +104,8 @@ def one_rank(rank: int, folder: str) -> None:
         begin_s = time.perf_counter()
         lines.lines.clear()
         schedule.close()
-        found |= {"alone_s": time.perf_counter() - begin_s, "alone": lines.lines}
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+        result |= {"alone_s": time.perf_counter() - begin_s, "alone": lines.lines}
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     # Without its part in what the others end.
     os._exit(0)

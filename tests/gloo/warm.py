@@ -58,10 +58,10 @@ class Rank:
         self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(parent, [json.dumps(described).encode()], [theirs.fileno()])
-        said = self._answers.recv(32)
-        if not said:
+        answer = self._answers.recv(32)
+        if not answer:
             raise RuntimeError("the process that imports torch and Megatron has ended: what it said stands above")
-        self.pid = int(said)
+        self.pid = int(answer)
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
@@ -95,10 +95,10 @@ class Parents:
     def start(
         self, number: int, script: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
     ) -> Rank:
-        for each in range(NUM_PARENTS):
+        for index in range(NUM_PARENTS):
             # All at once, although one is asked: they import side by side.
-            if each not in self._running:
-                self._running[each] = self._begin(environment)
+            if index not in self._running:
+                self._running[index] = self._begin(environment)
         # Whoever looks into it need not wait for it.
         log.write_bytes(b"")
         name = next(word for word in script if word != "-m")
@@ -230,7 +230,7 @@ def remember_docstrings() -> None:
 
 def import_all(stand_in: str) -> dict[str, str]:
     """Returns what that leaves in the environment."""
-    given = dict(os.environ)
+    before = dict(os.environ)
     # What is imported is no garbage, and looking for some takes a tenth of the time.
     gc.disable()
     # As startup.prepare, which a rank comes to when all is imported.
@@ -244,7 +244,7 @@ def import_all(stand_in: str) -> dict[str, str]:
     # A collection that wrote into what is there now would copy it for every rank.
     gc.freeze()
     gc.enable()
-    return {name: value for name, value in os.environ.items() if name not in given}
+    return {name: value for name, value in os.environ.items() if name not in before}
 
 
 if __name__ == "__main__":

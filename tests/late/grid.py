@@ -116,10 +116,10 @@ class _Waits:
         return moved
 
     def _taking(self, wait: Any) -> Any:
-        def waited(*given: Any) -> Any:
+        def waited(*arguments: Any) -> Any:
             self._here.takes = True
             try:
-                tensors = wait(*given)
+                tensors = wait(*arguments)
             finally:
                 self._here.takes = False
             if self._run.waits >= WaitLevel.AFTER_EXCHANGES:
@@ -138,8 +138,8 @@ class _Waits:
         return waited
 
     def _computing(self, before: Any) -> Any:
-        def prepared(engine: Engine, *given: Any) -> None:
-            before(engine, *given)
+        def prepared(engine: Engine, *arguments: Any) -> None:
+            before(engine, *arguments)
             if self._run.waits >= WaitLevel.IN_EVERY_OPERATION:
                 self._outstanding()
 
@@ -148,8 +148,8 @@ class _Waits:
     def _under_way(self) -> list[Any]:
         if not hasattr(self._here, "under_way"):
             self._here.under_way = []
-        found: list[Any] = self._here.under_way
-        return found
+        actions: list[Any] = self._here.under_way
+        return actions
 
     def _outstanding(self) -> None:
         """Wait for every transfer that has started."""
@@ -194,16 +194,21 @@ def moved(schedule: Schedule, kind: Kind, by: int) -> Schedule | None:
         for slot, cell in enumerate(row):
             for action in cell.transfers:
                 transfers[min(max(slot + by * (action.kind is kind), 0), len(row) - 1)].append(action)
-        ranks.append(tuple(replace(cell, transfers=tuple(there)) for cell, there in zip(row, transfers, strict=True)))
-    found = replace(schedule, ranks=tuple(ranks))
-    case = Case(found, Exchange.POSTED)
+        ranks.append(
+            tuple(
+                replace(cell, transfers=tuple(cell_transfers))
+                for cell, cell_transfers in zip(row, transfers, strict=True)
+            )
+        )
+    changed = replace(schedule, ranks=tuple(ranks))
+    case = Case(changed, Exchange.POSTED)
     try:
         for rule in RULES:
             if rule not in (check_no_deadlock, check_other_ends):
                 rule(case)
     except ScheduleError:
         return None
-    return found
+    return changed
 
 
 def runs(exchange: Exchange, everything: bool) -> Iterator[Run]:

@@ -35,8 +35,8 @@ class InPieces(LateModel):
 
     def end(self, stage: int, microbatch: int) -> Callable[[torch.Tensor], torch.Tensor]:
         if stage + 1 < self._num_stages:
-            return lambda made: made * 0.5
-        return lambda made: (made * (microbatch + 1)).square().mean()
+            return lambda output: output * 0.5
+        return lambda output: (output * (microbatch + 1)).square().mean()
 
     def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
         """In one piece, as it has to come out."""
@@ -92,21 +92,21 @@ class AtOnce(Executor):
         forwards: Steps = []
         ahead = behind = None
         inputs: Tensors = ()
-        made: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         if forward is not None:
-            action, given = forward
+            action, tensors = forward
             ahead = model.plan(self.rank, action.stage, action.microbatch)
-            for one in given:
-                one.requires_grad_()
-            inputs = given or (model.received(action.microbatch, device(self.rank)),)
+            for tensor in tensors:
+                tensor.requires_grad_()
+            inputs = tensors or (model.received(action.microbatch, device(self.rank)),)
             ahead.begin()
             forwards = ahead.forwards(inputs[0])
             self._plans[action.stage, action.microbatch] = ahead
         if backward is not None:
-            action, given = backward
+            action, tensors = backward
             behind = self._plans.pop((action.stage, action.microbatch))
             behind.begin()
-            backwards = behind.backwards(given[0] if given else None, made.append)
+            backwards = behind.backwards(tensors[0] if tensors else None, gradients.append)
         run_at_once(backwards, forwards)
         for plan in (ahead, behind):
             if plan is not None:
@@ -117,13 +117,13 @@ class AtOnce(Executor):
             outputs = (ahead.loss.output,)
             self._keep(forward[0], outputs)
         if backward is not None:
-            self._keep(backward[0], tuple(made))
+            self._keep(backward[0], tuple(gradients))
         return outputs, inputs, ahead
 
-    def _keep(self, action: Action, made: Tensors) -> None:
+    def _keep(self, action: Action, tensors: Tensors) -> None:
         value = self._dependencies.value_of(action)
         if value >= 0 and self._dependencies.route(value).takers:
-            self._values[value] = tuple(tensor.detach() for tensor in made)
+            self._values[value] = tuple(tensor.detach() for tensor in tensors)
 
 
 class LoopEnds:

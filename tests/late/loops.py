@@ -57,7 +57,7 @@ class Exchanges:
     def begin(self, is_ring: bool) -> None:
         """Make the communicators, as `make_communicators` does."""
         has_before, has_after = is_ring or self._rank > 0, is_ring or self._rank + 1 < self._size
-        sides = [side for side, there in ((True, has_after), (False, has_before)) if there]
+        sides = [side for side, is_used in ((True, has_after), (False, has_before)) if is_used]
         ones = ({side: [torch.zeros(1, device=self._device)] * (side in sides) for side in (False, True)} for _ in "io")
         self._exchange(*ones)
 
@@ -107,9 +107,9 @@ class Exchanges:
         return (self._rank + (1 if is_next else -1)) % self._size
 
     def _is_next(self, message: Message) -> bool:
-        (other,) = set(message.parties) - {self._rank}
-        assert other in (self._neighbour(True), self._neighbour(False)), f"{message} is of no neighbours"
-        return other == self._neighbour(True)
+        (peer,) = set(message.parties) - {self._rank}
+        assert peer in (self._neighbour(True), self._neighbour(False)), f"{message} is of no neighbours"
+        return peer == self._neighbour(True)
 
 
 class LoopCalls:
@@ -142,10 +142,10 @@ class LoopRank(Rank):
     def messages(self, here: torch.device) -> Messages:
         loop = self._pipeline
         assert isinstance(loop, LateLoop)
-        made = Exchanges(self.rank, loop.schedule.num_ranks, loop.exchange.is_batched, loop.after_exchanges, here)
+        exchanges = Exchanges(self.rank, loop.schedule.num_ranks, loop.exchange.is_batched, loop.after_exchanges, here)
         if not loop.births:
-            made.begin(is_ring=loop.schedule.num_chunks > 1)
-        return made
+            exchanges.begin(is_ring=loop.schedule.num_chunks > 1)
+        return exchanges
 
     def calls(self) -> ComputationHooks | None:
         loop, engine = self._pipeline, self.engine

@@ -38,17 +38,17 @@ class LateModel:
 
     def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
         (x,) = received or (inputs_of(microbatch).to(weight.device),)
-        made = self.saving_more(torch.nn.functional.gelu(x @ weight) @ weight.t(), stage, microbatch)
-        return made if stage + 1 < self._num_stages else (made * (microbatch + 1)).square().mean()
+        output = self.saving_more(torch.nn.functional.gelu(x @ weight) @ weight.t(), stage, microbatch)
+        return output if stage + 1 < self._num_stages else (output * (microbatch + 1)).square().mean()
 
-    def saving_more(self, made: torch.Tensor, stage: int, microbatch: int) -> torch.Tensor:
+    def saving_more(self, output: torch.Tensor, stage: int, microbatch: int) -> torch.Tensor:
         """Return what a stage makes, changed by a computation that saves as much as `Extra` says."""
         count = self._extra(stage, microbatch)
         if not count:
-            return made
-        more = torch.linspace(-1, 1 + microbatch, count).to(made.device)
+            return output
+        more = torch.linspace(-1, 1 + microbatch, count).to(output.device)
         # Small: what grows from stage to stage ends as NaN, which is not equal to itself.
-        return made * (1 + (more * made.mean().tanh()).mean() / 64)
+        return output * (1 + (more * output.mean().tanh()).mean() / 64)
 
     def on_device(self, schedule: Schedule, rank: int) -> TorchStages:
         for stage in schedule.layout.stages_of(rank):
@@ -63,12 +63,12 @@ class LateModel:
 
     def gradients_on(self, rank: int) -> dict[Place, torch.Tensor]:
         """On the host, which waits for them."""
-        found = {}
+        gradients = {}
         for place, weight in self._on_device.items():
             if place[0] == rank:
                 assert weight.grad is not None
-                found[place] = weight.grad.cpu()
-        return found
+                gradients[place] = weight.grad.cpu()
+        return gradients
 
     def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
         return summed(schedule, self.parts(schedule), iterations)
@@ -80,8 +80,8 @@ class LateModel:
     def _alone(self, microbatch: int) -> list[torch.Tensor]:
         """By stage, what one micro-batch adds."""
         weights = [torch.nn.Parameter(weight) for weight in self.weights]
-        made: tuple[torch.Tensor, ...] = ()
+        tensors: tuple[torch.Tensor, ...] = ()
         for stage, weight in enumerate(weights):
-            made = (self.forward(weight, stage, microbatch, *made),)
-        torch.autograd.backward(made)
+            tensors = (self.forward(weight, stage, microbatch, *tensors),)
+        torch.autograd.backward(tensors)
         return [weight.grad for weight in weights if weight.grad is not None]

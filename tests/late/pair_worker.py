@@ -64,13 +64,13 @@ def looks_for_a_transport(rank: int, timeout_s: float) -> None:
     connection.close()
 
 
-def main(what: str, rank: int, port: int, timeout_s: float) -> None:
+def main(role: str, rank: int, port: int, timeout_s: float) -> None:
     stand_in_for_nccl()
     begin_process(rank, rank, Draw(1))
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=PATIENCE_S))
-    timeout = timedelta(seconds=timeout_s if what == "lonely" else PATIENCE_S)
+    timeout = timedelta(seconds=timeout_s if role == "lonely" else PATIENCE_S)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timeout)
-    if what == "lonely":
+    if role == "lonely":
         waits_for_nothing(rank, store)
     else:
         looks_for_a_transport(rank, timeout_s)

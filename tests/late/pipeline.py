@@ -213,7 +213,7 @@ class Rank:
 
     def _transports(self) -> dict[int, Transport]:
         """By the other rank; under its own number into its own node's memory."""
-        made: dict[int, Transport] = {}
+        transports: dict[int, Transport] = {}
         for low, high in self._pipeline.links:
             control = self._pipeline.controls.get((low, high), {}).get(self.rank)
             # Everybody has a part in making groups.
@@ -222,12 +222,12 @@ class Rank:
                 continue
             partner = high if self.rank == low else low
             if groups is None:
-                made[partner] = self._reaching(low == high, control)
+                transports[partner] = self._reaching(low == high, control)
                 continue
             try_out(groups, device(self.rank))
             transport = Headed if self._pipeline.differing else Distributed
-            made[partner] = transport(control, groups)  # type: ignore[arg-type]
-        return made
+            transports[partner] = transport(control, groups)  # type: ignore[arg-type]
+        return transports
 
     def _two_sided(self, low: int, high: int) -> bool:
         return self._pipeline.kind == "two-sided" and low != high
@@ -289,12 +289,12 @@ class LatePipeline:
     def rank_of(self, rank: int) -> Rank:
         return Rank(self, rank)
 
-    def meet(self, what: str, last: Callable[[], object]) -> None:
+    def meet(self, event: str, last: Callable[[], object]) -> None:
         """Wait for all ranks, of which the last one to come calls `last`."""
-        self._met[what] += 1
-        if self._met[what] == len(self.ranks):
+        self._met[event] += 1
+        if self._met[event] == len(self.ranks):
             last()
-        extension().wait_until(lambda: self._met[what] == len(self.ranks), f"all ranks {what}")
+        extension().wait_until(lambda: self._met[event] == len(self.ranks), f"all ranks {event}")
 
     def edge_control(self, rank: int) -> Callable[[int, int, float, str], Any]:
         """Return what makes a rank's end of the control group of two neighbours."""
@@ -303,10 +303,10 @@ class LatePipeline:
 
 def wrong_bits(pipeline: LatePipeline, draw: Draw, iterations: int = 2) -> list[Place]:
     """Rank and stage of every gradient that is not what it has to be. Raises what a rank raised."""
-    found = pipeline.run(draw, iterations)
+    gradients = pipeline.run(draw, iterations)
     expected = pipeline.model.expected(pipeline.schedule, iterations + pipeline.replays)
-    assert found.keys() == expected.keys()
-    return [place for place in found if not torch.equal(found[place], expected[place])]
+    assert gradients.keys() == expected.keys()
+    return [place for place in gradients if not torch.equal(gradients[place], expected[place])]
 
 
 # With all hardware queues: one orders by itself much of what nobody ordered.

@@ -82,14 +82,14 @@ def test_a_message_by_itself_makes_the_communicator_of_two() -> None:
 
 def exchange(by_batch: bool) -> Callable[[int], None]:
     def both(rank: int) -> None:
-        got, other = torch.empty(4, device=device(rank)), 1 - rank
-        operations = (dist.isend, value(rank), other), (dist.irecv, got, other)
+        got, peer = torch.empty(4, device=device(rank)), 1 - rank
+        operations = (dist.isend, value(rank), peer), (dist.irecv, got, peer)
         if by_batch:
             batch(*operations)
         else:
             for work in [operation(tensor, who) for operation, tensor, who in operations]:
                 work.wait()
-        assert got.tolist() == [float(other)] * 4
+        assert got.tolist() == [float(peer)] * 4
 
     return both
 

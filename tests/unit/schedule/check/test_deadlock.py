@@ -27,13 +27,13 @@ def blocked_ranks(schedule: Schedule, waits: WaitLevel = WaitLevel.IN_EVERY_OPER
 
 def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
     """Balanced to every bound from the smallest to four above it."""
-    made = []
+    schedules = []
     for p in stages:
         for m in (p - 1, p, 2 * p, 3 * p + 1):
             plain = FAMILIES[name].generate(p, m, chunks)
             least = max(balance(plain).bounds or ())
-            made += [balance(plain, [bound] * p) for bound in range(least, least + 4)]
-    return made
+            schedules += [balance(plain, [bound] * p) for bound in range(least, least + 4)]
+    return schedules
 
 
 def steps_without_start(schedule: Schedule, rank: int) -> Iterator[Step]:
@@ -83,7 +83,7 @@ def test_last_transfers_before_the_last_message_are_noticed(
     assert [bool(blocked_ranks(schedule, level)) for level in WaitLevel] == [
         level >= WaitLevel.AT_ISSUE for level in WaitLevel
     ]
-    assert "transfer" in {one.rank: one.message for one in blocked_ranks(schedule, WaitLevel.AT_ISSUE)}[p - 1]
+    assert "transfer" in {block.rank: block.message for block in blocked_ranks(schedule, WaitLevel.AT_ISSUE)}[p - 1]
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
     """
     for m in (p, 2 * p, 4 * p):
         schedule = build(ScheduleConfig("1f1b", p, m, num_chunks=1, balance=BalanceConfig()))
-        found = {waits: blocked_in(schedule, waits, Exchange.MEGATRON_1F1B, births=True) for waits in WaitLevel}
-        assert [bool(blocked) for blocked in found.values()] == [waits >= stuck_from for waits in WaitLevel]
-        told = {blocked.message for blocked in found[stuck_from]}
+        verdicts = {waits: blocked_in(schedule, waits, Exchange.MEGATRON_1F1B, births=True) for waits in WaitLevel}
+        assert [bool(blocked) for blocked in verdicts.values()] == [waits >= stuck_from for waits in WaitLevel]
+        told = {blocked.message for blocked in verdicts[stuck_from]}
         assert "the communicator of all ranks to be made" in told
         if p == 8:
             assert "the sizes of what 1HOST3 carries" in told
-            assert {blocked.peer for blocked in found[stuck_from]} == {1, 6}
+            assert {blocked.peer for blocked in verdicts[stuck_from]} == {1, 6}
 
 
 def exchanges(name: str) -> list[Exchange]:
@@ -155,7 +155,7 @@ def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch)
     """Rank 1 hosts 2 where 1 was, before it sends the gradient that rank 0 needs to load 1."""
     schedule = read_csv(REFILLED)
     blocked = blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS)
-    assert {one.rank: one.message for one in blocked}[1] == "transfer 0 from rank 1 to rank 0"
+    assert {block.rank: block.message for block in blocked}[1] == "transfer 0 from rank 1 to rank 0"
     monkeypatch.setattr(lower, "host_buffers", slots_for_all)
     assert not blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS)
 
@@ -164,7 +164,7 @@ def test_with_one_queue_what_is_sent_far_ahead_of_its_receiver_stands_in_the_way
     """The third output blocks rank 0's queue until rank 1 receives the second."""
     schedule = far_ahead()
     blocked = {waits: blocked_in(schedule, waits, Exchange.POSTED) for waits in WaitLevel}
-    assert [bool(found) for found in blocked.values()] == [waits >= WaitLevel.ONE_QUEUE for waits in WaitLevel]
+    assert [bool(faults) for faults in blocked.values()] == [waits >= WaitLevel.ONE_QUEUE for waits in WaitLevel]
     assert blocked[WaitLevel.ONE_QUEUE][0] == Blocked(0, 3, "the output of 0F2", 1)
 
 
@@ -187,7 +187,11 @@ def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
     for waits in STOOD:
         assert bool(blocked_in(schedule, waits, Exchange.POSTED)) == (waits >= WaitLevel.AT_ISSUE)
         blocked = blocked_in(schedule, waits, Exchange.POSTED, differing=True)
-        assert next((one.rank, one.peer, one.message) for one in blocked) == (0, 1, "transfer 0 from rank 1 to rank 0")
+        assert next((block.rank, block.peer, block.message) for block in blocked) == (
+            0,
+            1,
+            "transfer 0 from rank 1 to rank 0",
+        )
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
@@ -230,7 +234,7 @@ def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest
     stuck = [schedule for schedule in schedules if blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION)]
     assert stuck
     assert not any(blocked_ranks(schedule, WaitLevel.AFTER_EXCHANGES) for schedule in stuck)
-    blocked = {one.rank for one in blocked_ranks(stuck[0])}
+    blocked = {block.rank for block in blocked_ranks(stuck[0])}
     assert {0, stuck[0].num_ranks - 1} <= blocked
 
 
@@ -252,6 +256,6 @@ def test_words_with_which_iterations_begin_go_round_in_no_ring(
     monkeypatch.setattr(deadlock, "size_messages", hearing_first)
     blocked = blocked_ranks(plain)
     # Whoever has nobody at its words waits for their messages.
-    assert {one.rank for one in blocked} == {0, 1, 2}
+    assert {block.rank for block in blocked} == {0, 1, 2}
     assert blocked[0].message == f"the word that rank {blocked[0].peer} starts with rank {blocked[0].rank}"
     assert blocked[0].slot == 0

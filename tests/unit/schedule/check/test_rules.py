@@ -110,24 +110,27 @@ def test_an_error_shows_the_grid_with_the_spot_marked() -> None:
 
 
 SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
-    "nothing": (lambda one: replace(one, ranks=()), "0 ranks"),
+    "nothing": (lambda plan: replace(plan, ranks=()), "0 ranks"),
     "ragged": (
-        lambda one: replace(one, ranks=(one.ranks[0][:-1], *one.ranks[1:])),
+        lambda plan: replace(plan, ranks=(plan.ranks[0][:-1], *plan.ranks[1:])),
         "rank 0 has 21 slots, but others have 22",
     ),
     "more than its slots": (
-        lambda one: replace(one, num_microbatches=999_999_999),
+        lambda plan: replace(plan, num_microbatches=999_999_999),
         "999999999 micro-batches do not fit into 4 x 22 slots",
     ),
-    "uneven": (lambda one: replace(one, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
-    "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
-    "host": (lambda one: replace(one, hosts=in_pairs((4, 2, 1, 0))), "rank 0: host 4 is not another rank from 0 to 3"),
-    "itself": (lambda one: replace(one, hosts=read_hosts("3,1,1,0")), "rank 1: host 1 is not another rank"),
+    "uneven": (lambda plan: replace(plan, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
+    "bounds": (lambda plan: replace(plan, bounds=(3,)), "1 bounds for 4 ranks"),
+    "host": (
+        lambda plan: replace(plan, hosts=in_pairs((4, 2, 1, 0))),
+        "rank 0: host 4 is not another rank from 0 to 3",
+    ),
+    "itself": (lambda plan: replace(plan, hosts=read_hosts("3,1,1,0")), "rank 1: host 1 is not another rank"),
     "another's host memory": (
-        lambda one: replace(one, hosts=((host_memory_of(1),), (), (), ())),
+        lambda plan: replace(plan, hosts=((host_memory_of(1),), (), (), ())),
         "rank 0: it cannot evict to the CPU memory of rank 1, only to its own",
     ),
-    "too few partners": (lambda one: replace(one, hosts=in_pairs((3, 2, 1))), "hosts are given for 3 of 4 ranks"),
+    "too few partners": (lambda plan: replace(plan, hosts=in_pairs((3, 2, 1))), "hosts are given for 3 of 4 ranks"),
 }
 
 

@@ -78,9 +78,9 @@ def test_what_it_holds_is_what_the_formula_says(p: int, v: int) -> None:
     for g in range(1, p + 3):
         for m in (1, g, g + 1, 2 * g + p, 3 * g + p + 1):
             peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, FamilyOptions(group_size=g)))
-            most = tuple(min(m * v, (v - 1) * min(g, m) + p - rank) for rank in range(p))
-            assert all(peak <= one for peak, one in zip(peaks, most, strict=True)), (g, m)
-            assert peaks == most or m < 3 * g + p or 2 * g < p, (g, m)
+            bounds = tuple(min(m * v, (v - 1) * min(g, m) + p - rank) for rank in range(p))
+            assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True)), (g, m)
+            assert peaks == bounds or m < 3 * g + p or 2 * g < p, (g, m)
 
 
 def test_a_group_of_half_as_many_as_there_are_ranks_is_the_default() -> None:
@@ -112,19 +112,23 @@ def test_any_sizes_and_costs(size: tuple[int, int, int], group: int | None, cost
 def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: int, costs: UnitCosts) -> None:
     """The order is that of trying every discipline to its end, and none that is given up would have been shorter."""
     p, m, v = size
-    taken, at = turns(groups_of(m, min(group, m)), v), stage_ticks(costs, v)
+    taken, ticks = turns(groups_of(m, min(group, m)), v), stage_ticks(costs, v)
     rules = [
-        ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, one) for one in Discipline
+        ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, discipline)
+        for discipline in Discipline
     ]
-    every = [one for rule in rules if (one := schedule_list(taken, p, at, rule)) is not None]
-    first = min(every, key=lambda one: one.makespan)
+    every = [order for rule in rules if (order := schedule_list(taken, p, ticks, rule)) is not None]
+    first = min(every, key=lambda order: order.makespan)
     assert FAMILIES[NAME].orders(p, m, v, FamilyOptions(group_size=group, costs=costs)) == actions_of(first, taken)
     for rule in rules:
-        one, other = schedule_list(taken, p, at, rule), schedule_list(taken, p, at, rule, shorter_than=first.makespan)
-        assert other is None
-        if one is not None and one.makespan > first.makespan:
-            assert schedule_list(taken, p, at, rule, shorter_than=one.makespan) is None
-            assert schedule_list(taken, p, at, rule, shorter_than=one.makespan + 1) == one
+        order, shorter = (
+            schedule_list(taken, p, ticks, rule),
+            schedule_list(taken, p, ticks, rule, shorter_than=first.makespan),
+        )
+        assert shorter is None
+        if order is not None and order.makespan > first.makespan:
+            assert schedule_list(taken, p, ticks, rule, shorter_than=order.makespan) is None
+            assert schedule_list(taken, p, ticks, rule, shorter_than=order.makespan + 1) == order
 
 
 @settings(max_examples=40)
@@ -141,10 +145,10 @@ def test_ranks_choose_within_what_a_rule_lets_them_hold(
     if listed is None:
         return
     for rank, kinds in enumerate(listed.kinds):
-        held = peak = 0
+        count = peak = 0
         for kind in kinds:
-            held += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(kind, 0)
-            peak = max(peak, held)
+            count += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(kind, 0)
+            peak = max(peak, count)
         assert peak <= caps[rank]
     assert listed.makespan >= m * (costs.forward + costs.backward_input + costs.backward_weight)
     assert FAMILIES[NAME].layout(p, v).num_stages == p * v
@@ -256,15 +260,15 @@ def occupied(schedule: Schedule) -> list[int]:
 def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
     """A rank that hosts early and is full late needs room for both."""
     p, m, v, bound = size
-    there, gone = (
+    staying, gone = (
         build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,), buffers_stay=stay)))
         for stay in (True, False)
     )
-    assert max(occupied(there)) <= bound
-    assert occupied(there) == list(allocated_counts(there))
+    assert max(occupied(staying)) <= bound
+    assert occupied(staying) == list(allocated_counts(staying))
     assert max(occupied(gone)) == max(allocated_counts(gone)) == bound + 1 + 2 * (size[-1] == 20)
     assert (
         iteration_time(gone, UnitCosts()).makespan
-        <= iteration_time(there, UnitCosts()).makespan
+        <= iteration_time(staying, UnitCosts()).makespan
         < 1.03 * iteration_time(gone, UnitCosts()).makespan
     )

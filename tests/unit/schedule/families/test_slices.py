@@ -109,9 +109,9 @@ def test_shards_of_the_vocabulary_are_of_each_slice(name: str, p: int, m: int, k
     schedule = sliced(name, p, m, k, v, vocabulary=vocabulary)
     check_microbatch_order(schedule)
     for row in schedule.ranks:
-        computed = [one for slot in row for one in slot.computations]
+        computed = [action for slot in row for action in slot.computations]
         for kind in (Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD):
-            assert [one.microbatch for one in computed if one.kind is kind] == list(range(m * k))
+            assert [action.microbatch for action in computed if action.kind is kind] == list(range(m * k))
     check(sliced(name, p, m, k, v, vocabulary=vocabulary, balance=BalanceConfig()))
 
 
@@ -119,11 +119,11 @@ def test_a_shard_holds_the_logits_of_few_slices() -> None:
     """Without shards the last stage runs 4 forwards, each with its logits, before its first backward."""
     for vocabulary in (Vocabulary.ONE, Vocabulary.TWO):
         (row, *_) = reversed(sliced("1f1b", 4, 8, 4, vocabulary=vocabulary).ranks)
-        held = most = 0
-        for one in (one for slot in row for one in slot.computations):
-            held += (one.kind is Kind.SHARD_FORWARD) - (one.kind is Kind.SHARD_BACKWARD)
-            most = max(most, held)
-        assert most <= 2
+        count = peak = 0
+        for action in (action for slot in row for action in slot.computations):
+            count += (action.kind is Kind.SHARD_FORWARD) - (action.kind is Kind.SHARD_BACKWARD)
+            peak = max(peak, count)
+        assert peak <= 2
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def test_mixpipe_takes_and_holds_what_its_formulas_say(p: int) -> None:
         schedule = generate("mixpipe", p, rounds * p)
         check(schedule)
         assert 2 * iteration_time(schedule, ALIKE).makespan == 6 * rounds * p + 3 * (p - 2)
-        held = tuple(p + 1 + min(rank, p - 1 - rank) for rank in range(p))
-        assert peak_counts(schedule) == (held if p > 2 else (2, 2))
+        peaks = tuple(p + 1 + min(rank, p - 1 - rank) for rank in range(p))
+        assert peak_counts(schedule) == (peaks if p > 2 else (2, 2))
     # A unit holds less, and its ends have room for its middle.
     assert peak_counts(generate("mixpipe", p, p)) == peak_counts(generate("chimera", p, p))
 
@@ -104,21 +104,21 @@ def test_what_rules_leave_is_gained_by_moving_everything_to_and_fro() -> None:
     assert iteration_time(schedule, ALIKE).makespan == 3 * 32 + 7
     for rank in range(8):
         assert computed(schedule, rank) == [
-            Action(one.stage, one.kind, one.microbatch ^ 1) for one in computed(schedule, 15 - rank)
+            Action(action.stage, action.kind, action.microbatch ^ 1) for action in computed(schedule, 15 - rank)
         ]
 
 
 @pytest.mark.parametrize(
-    ("p", "v", "most"),
+    ("p", "v", "peak"),
     [(4, 2, 9), (6, 2, 14), (8, 2, 19), (10, 2, 24), (16, 2, 39), (8, 3, 27), (10, 3, 34), (8, 4, 35), (16, 3, 55)],
 )
-def test_early_forwarding_takes_and_holds_what_its_formulas_say(p: int, v: int, most: int) -> None:
+def test_early_forwarding_takes_and_holds_what_its_formulas_say(p: int, v: int, peak: int) -> None:
     """A quarter less waiting than without. The paper's 3 (p - 1) / 2 micro-batches are more than it takes."""
     for rounds in (2, 3, 4) if p < 16 else (2,):
         schedule = generate("bitpipe-early", p, rounds * p, v)
         check(schedule)
         assert iteration_time(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(3 * (p - 2), 2 * v)
-        assert max(peak_counts(schedule)) == most <= Fraction(3 * (p - 1), 2) * v
+        assert max(peak_counts(schedule)) == peak <= Fraction(3 * (p - 1), 2) * v
     # A unit lets nobody in early, and its ends have room for its middle.
     unit = generate("bitpipe-early", p, p, v)
     assert peak_counts(unit) == peak_counts(generate("bitpipe", p, p, v))

@@ -239,9 +239,9 @@ def test_what_passes_is_sent_once_and_waited_for(name: str) -> None:
     dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
     programs = lower(schedule, Exchange.POSTED)
     sent = [(program.rank, operand.value) for program in programs for operand in messages(program, Op.SEND)]
-    computed = {one for row in schedule.ranks for cell in row for one in cell.computations}
+    computed = {action for row in schedule.ranks for cell in row for action in cell.computations}
     routes = {
-        value: dependencies.route(value) for value in {dependencies.value_of(one) for one in computed} - {NOTHING}
+        value: dependencies.route(value) for value in {dependencies.value_of(action) for action in computed} - {NOTHING}
     }
     passing = {value: route for value, route in routes.items() if route.takers and len(route.parties) > 1}
     assert sorted(sent) == sorted((maker, value) for value, route in passing.items() for maker in route.makers)
@@ -277,7 +277,7 @@ def test_one_message_of_every_sender_is_posted_in_its_order(name: str) -> None:
 
 
 def messages(program: Program, op: Op) -> Iterator[Message]:
-    return (operand for each, operand in program.instructions if each is op and isinstance(operand, Message))
+    return (operand for kind, operand in program.instructions if kind is op and isinstance(operand, Message))
 
 
 @pytest.mark.parametrize("exchange", Exchange)
@@ -320,12 +320,12 @@ def test_no_two_messages_of_one_way_can_change_places(name: str, op: Op) -> None
     programs = [program.instructions for program in lower(schedule, Exchange.POSTED)]
     changed = 0
     for rank, program in enumerate(programs):
-        places = [index for index, one in enumerate(program) if one.op is op]
+        places = [index for index, instruction in enumerate(program) if instruction.op is op]
         for first, second in pairwise(places):
-            one, other = program[first].operand, program[second].operand
-            if isinstance(one, Message) and isinstance(other, Message) and one.parties == other.parties:
+            earlier, later = program[first].operand, program[second].operand
+            if isinstance(earlier, Message) and isinstance(later, Message) and earlier.parties == later.parties:
                 swapped = list(program)
-                swapped[first], swapped[second] = Instruction(op, other), Instruction(op, one)
+                swapped[first], swapped[second] = Instruction(op, later), Instruction(op, earlier)
                 assert fault_of(schedule, [*programs[:rank], swapped, *programs[rank + 1 :]], first)
                 changed += 1
     assert changed > 4
@@ -351,16 +351,16 @@ def orders(draw: st.DrawFn) -> Schedule:
     queues = [[Action(stage, kind, k) for kind in kinds] for stage in range(p * chunks) for k in range(m)]
     shards = [(kind, k) for k in rng.sample(range(m), m) for kind in layout.shard_kinds]
     queues += [[Action(rank, kind, k) for kind, k in shards] for rank in range(p)]
-    made: dict[int, int] = {}
+    counts: dict[int, int] = {}
     rows: list[list[Action]] = [[] for _ in range(p)]
 
     def is_ready(action: Action) -> bool:
         value = dependencies.operand_of(action)
-        return value == NOTHING or made.get(value, 0) == len(dependencies.route(value).makers)
+        return value == NOTHING or counts.get(value, 0) == len(dependencies.route(value).makers)
 
     while ready := [queue for queue in queues if queue and is_ready(queue[0])]:
         action = rng.choice(ready).pop(0)
-        made[dependencies.value_of(action)] = made.get(dependencies.value_of(action), 0) + 1
+        counts[dependencies.value_of(action)] = counts.get(dependencies.value_of(action), 0) + 1
         rows[layout.rank_of_action(action)].append(action)
     assert not any(queues)
     return place("drawn", m, layout, rows)
@@ -402,7 +402,10 @@ def schedule(request: pytest.FixtureRequest) -> Schedule:
 def test_the_same_is_done_in_the_same_order_but_for_letting_go(schedule: Schedule) -> None:
     for judged, run in zip(lower(schedule, Exchange.POSTED), lower_as_run(schedule, Exchange.POSTED), strict=True):
         assert Counter(judged.instructions) == Counter(run.instructions)
-        others = [[one for one in program.instructions if not lets_go(one, program)] for program in (judged, run)]
+        others = [
+            [instruction for instruction in program.instructions if not lets_go(instruction, program)]
+            for program in (judged, run)
+        ]
         assert others[0] == others[1]
         slots = [
             [program.slot_of(index) for index, op in enumerate(program.ops) if op == Op.RUN]
@@ -412,10 +415,10 @@ def test_the_same_is_done_in_the_same_order_but_for_letting_go(schedule: Schedul
         assert len(run.starts) == len(judged.starts)
 
 
-def lets_go(one: Instruction, program: Program) -> bool:
-    if one.op is not Op.WAIT or not isinstance(one.operand, Message):
+def lets_go(instruction: Instruction, program: Program) -> bool:
+    if instruction.op is not Op.WAIT or not isinstance(instruction.operand, Message):
         return False
-    makers, takers = program.messages.dependencies.route(one.operand.value)
+    makers, takers = program.messages.dependencies.route(instruction.operand.value)
     return program.rank in makers and (len(makers) == 1 or program.rank not in takers)
 
 
@@ -436,7 +439,7 @@ class Arrived(World):
 def test_whoever_lets_go_never_waits(schedule: Schedule, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lowered = lower_as_run(schedule, Exchange.POSTED)
     programs = [program.instructions for program in lowered]
-    ends = [max(index for index, one in enumerate(program) if one.op is Op.RUN) for program in programs]
+    ends = [max(index for index, instruction in enumerate(program) if instruction.op is Op.RUN) for program in programs]
 
     class Ending(Arrived):
         def __init__(self, schedule: Schedule) -> None:
@@ -463,19 +466,21 @@ def test_no_more_is_kept_however_many_micro_batches_there_are(name: str) -> None
 
 
 def most_kept(schedule: Schedule) -> int:
-    most = 0
+    peak = 0
     for program in lower_as_run(schedule, Exchange.POSTED):
         kept = 0
-        for one in program.instructions:
-            kept += (one.op is Op.SEND) - lets_go(one, program)
-            most = max(most, kept)
-    return most
+        for instruction in program.instructions:
+            kept += (instruction.op is Op.SEND) - lets_go(instruction, program)
+            peak = max(peak, kept)
+    return peak
 
 
 def test_megatrons_loops_wait_as_they_do() -> None:
     schedule = build(ScheduleConfig("1f1b", 4, 8))
     for exchange in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_INTERLEAVED):
-        programs = [[program.instructions for program in made(schedule, exchange)] for made in (lower, lower_as_run)]
+        programs = [
+            [program.instructions for program in lowering(schedule, exchange)] for lowering in (lower, lower_as_run)
+        ]
         assert programs[0] == programs[1]
 
 
@@ -488,16 +493,16 @@ def test_of_what_all_shards_share_little_is_kept(p: int, m: int, vocabulary: Voc
     """The last rank keeps its output until all have it; each rank keeps its part of a gradient."""
     for program in lower_as_run(build(ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)), Exchange.POSTED):
         dependencies, kept = program.messages.dependencies, set[int]()
-        most: Counter[str] = Counter()
+        peaks: Counter[str] = Counter()
         for op, operand in zip(program.ops, program.operands, strict=True):
             if isinstance(operand, int) and op == Op.WAIT:
                 kept.discard(operand)
             elif isinstance(operand, int) and op == Op.SEND:
                 kept.add(operand)
-                most |= Counter(dependencies.sort(value) for value in kept)
-        assert most["statistics"] == 1
-        assert most["last gradient"] <= 3
-        assert program.rank < p - 1 or most["output"] <= 3
+                peaks |= Counter(dependencies.sort(value) for value in kept)
+        assert peaks["statistics"] == 1
+        assert peaks["last gradient"] <= 3
+        assert program.rank < p - 1 or peaks["output"] <= 3
         assert not kept
 
 
@@ -518,7 +523,7 @@ def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) 
         ran = [slot.compute for slot in row if slot.compute is not None]
         for stage in layout.stages_of(rank):
             own = [microbatch for microbatch in range(num_microbatches) if layout.rank_of(stage, microbatch) == rank]
-            assert [one for one in ran if one.stage == stage] == [
+            assert [action for action in ran if action.stage == stage] == [
                 Action(stage, Kind.FORWARD, microbatch) for microbatch in own
             ]
         assert all(not slot.transfers for slot in row)
@@ -535,11 +540,11 @@ def test_round_robin_fills_and_then_never_waits() -> None:
 def test_shards_of_the_output_layer_follow_the_last_stage_in_one_order(num_microbatches: int) -> None:
     layout = Layout((tuple(range(4)),), Vocabulary.ONE)
     schedule = forwards_only(layout, num_microbatches)
-    shards = [[one for one in computed(schedule, rank) if one.kind is not Kind.FORWARD] for rank in range(4)]
-    assert [[(one.kind, one.microbatch) for one in of_rank] for of_rank in shards] == [
+    shards = [[action for action in computed(schedule, rank) if action.kind is not Kind.FORWARD] for rank in range(4)]
+    assert [[(action.kind, action.microbatch) for action in of_rank] for of_rank in shards] == [
         [(o.kind, o.microbatch) for o in shards[0]]
     ] * 4
-    assert {one.stage for one in shards[3]} == {3}
+    assert {action.stage for action in shards[3]} == {3}
     assert len(shards[0]) == 2 * num_microbatches
     assert not blocked_ranks(schedule, WaitLevel.ONE_QUEUE, Exchange.POSTED)
 
@@ -552,7 +557,7 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
 def test_shards_of_the_embedding_come_before_the_first_stage(num_microbatches: int) -> None:
     schedule = forwards_only(Layout((tuple(range(4)),), Vocabulary.ONE, input_shards=True), num_microbatches)
     for rank in range(4):
-        looked_up = [one for one in computed(schedule, rank) if one.kind is Kind.INPUT_FORWARD]
+        looked_up = [action for action in computed(schedule, rank) if action.kind is Kind.INPUT_FORWARD]
         assert looked_up == [Action(rank, Kind.INPUT_FORWARD, microbatch) for microbatch in range(num_microbatches)]
     first = computed(schedule, 0)
     for microbatch in range(num_microbatches):
