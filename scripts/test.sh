@@ -78,6 +78,7 @@ step "lint (ruff check)" ruff check .
 step "types (mypy)" mypy
 step "docstrings (pydoclint)" flake8 bpipe megatron terra/terra
 step "spelling (codespell)" codespell_lib bpipe docs examples megatron scripts terra tests ./*.md ./*.py
+step "workflows (check-jsonschema)" check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 step "size (scripts/size.py)" scripts.size
 test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
 test_step "tests of terra" -c terra/pyproject.toml "${UNIT_WORKERS[@]}" terra/tests

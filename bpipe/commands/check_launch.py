@@ -21,7 +21,7 @@ COMMAND = command(
 
 
 def run(options: Options) -> int:
-    from bpipe.plan.launch_states import states_of_launch, worst
+    from bpipe.plan.refusals import states_of_launch, worst
 
     words = words_of(options)
     if words is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bpipe.commands.launch import CONFIGURED, cluster_of, lines, measured_of, reading_of, with_trace
+from bpipe.commands.launch import CONFIGURED, lines, predicted_of, reading_of
 from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
@@ -17,9 +17,9 @@ from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import difference
 from bpipe.plan.budget import ELSEWHERE, one_budget_a_rank, within_budget
-from bpipe.plan.candidates import Candidate, cells, describe, legend
-from bpipe.plan.options import filled, setup_of
-from bpipe.plan.predict import predict
+from bpipe.plan.candidates import cells, describe, legend
+from bpipe.plan.options import filled
+from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.error_bars import range_words
@@ -50,8 +50,7 @@ COMMAND = command(
 def run(asked: Options) -> int:
     reading = reading_of(asked)
     options = filled(asked, reading, ("pipeline", "global_batch"))
-    profile, traced = measured_of(options)
-    setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
+    setup, profile = predicted_of(options, reading)
     if options.memory is not None and options.memory.budget_bytes is not None:
         setup = replace(setup, budget_bytes=one_budget_a_rank(options.memory.budget_bytes, setup.pipeline))
     others = () if reading is None else reading.others
@@ -64,7 +63,7 @@ def run(asked: Options) -> int:
     with progress_of("fit"):
         ways = ways_to_fit(setup, others, profile, planned)
         setup, unkept = (setup, None) if planned is None else _planned(setup, planned)
-        now = Candidate(predict(setup, profile, formula=options.flops_formula))
+        now = predict(setup, profile, formula=options.flops_formula)
     shown = ways[: options.rows]
     # Without a launch, changes are those of the launch that the flags mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading

@@ -17,6 +17,7 @@ from bpipe.config.launch.megatron_command import Reading, devices_of, read_comma
 from bpipe.config.launch.megatron_names import unknown_flags, unknown_note, without
 from bpipe.config.launch.validation import Judgement, judge
 from bpipe.plan.calibrate import read_calibration
+from bpipe.plan.options import setup_of
 from bpipe.predict.cluster import Cluster
 from bpipe.predict.cluster_file import cluster_named
 from bpipe.predict.layout import Setup
@@ -156,11 +157,14 @@ def measured_of(options: Options) -> tuple[Profile | None, Traced | None]:
     return (profile, None) if profile is None or profile.traced is None else (None, profile.traced)
 
 
-def with_trace(setup: Setup, traced: Traced | None, file: str | None) -> Setup:
-    """Return the setup with the sizes of a trace. Raises ValueError for a trace of another setup."""
-    if traced is None:
-        return setup
-    conflict = traced.conflict(setup)
+def predicted_of(options: Options, reading: Reading | None) -> tuple[Setup, Profile | None]:
+    """Return the setup of filled options, and what --profile says of it: a trace's sizes are the setup's own.
+
+    Raises ValueError for a trace of another setup.
+    """
+    profile, traced = measured_of(options)
+    setup = setup_of(options, cluster_of(options, reading))
+    conflict = None if traced is None else traced.conflict(setup)
     if conflict is not None:
-        raise ValueError(f"--profile {file}: {conflict}")
-    return replace(setup, traced=traced)
+        raise ValueError(f"--profile {options.profile}: {conflict}")
+    return replace(setup, traced=traced), profile

@@ -5,23 +5,14 @@ from __future__ import annotations
 import gc
 import html
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.config import BALANCES
-from bpipe.commands.launch import (
-    REFUSES,
-    TRAINED,
-    cluster_of,
-    launch_document,
-    lines,
-    measured_of,
-    reading_of,
-)
+from bpipe.commands.launch import REFUSES, TRAINED, cluster_of, launch_document, lines, measured_of, reading_of
 from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
@@ -33,18 +24,24 @@ from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import common_flags, difference
 from bpipe.plan.answer import LAUNCH, Answer, accuracy, advice, answer_document, answer_of, flags_of
-from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import CLEARLY, EXPOSED, Candidate, cells, is_level, legend
-from bpipe.plan.document import document
-from bpipe.plan.explain import calibration_lines, pairs_apart, remarks, verdict
+from bpipe.plan.candidates import CLEARLY, EXPOSED, cells, document, is_level, legend
+from bpipe.plan.explain import (
+    calibration_lines,
+    family_rows,
+    family_values,
+    needs_of_setup,
+    pairs_apart,
+    remarks,
+    trainer_needs,
+    verdict,
+)
 from bpipe.plan.front import MOST_TIMES, Front, find_front, front_document, standing
 from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
-from bpipe.plan.predict import predict
+from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import refused_launch
 from bpipe.plan.search import INDISTINCT, Outcome, search
-from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, divisors, num_grids, usual_contexts, with_free_switches
-from bpipe.plan.standings import family_rows, family_values, needs_of_setup, trainer_needs
+from bpipe.plan.variants import usual_slices
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_text, remedy_rows
 from bpipe.predict.cluster import Cluster, gib_text
 from bpipe.predict.layout import Setup
@@ -60,6 +57,8 @@ if TYPE_CHECKING:
 NO_ROWS = 3
 # How a model is cut: the search chooses, but among what is asked for.
 CUT = ("tensor", "pipeline", "micro_batch", "chunks")
+# Fields of a space that options name alike.
+_SAME = "global_batch attention max_micro_batch max_chunks precision kernels cp_comm_type expert".split()
 # Ranks whose peaks fit into one line.
 _ALL_SHOWN = 16
 _OF_ANSWER = ("", "iteration s", "range s", "speed-up", "peak GiB", "of GiB", "state", "configuration")
@@ -112,7 +111,7 @@ def run(asked: Options) -> int:
     if options.front:
         with progress_of("front") as progress:
             front = find_front(space, progress)
-        print_front(front, space, options)
+        _print_front(front, space, options)
         return NO_ROWS if front.winner is None else 0
     if options.html is not None:
         raise ValueError("--html draws a front: give --front, too, or leave it out")
@@ -120,18 +119,21 @@ def run(asked: Options) -> int:
     evicts_least = options.memory is not None or bool(set(space.hosts) & set(IN_NODES))
     with progress_of("plan") as progress:
         num_rows = max(options.rows, options.emit_args or 0)
-        sending = {"sending": _evicting_least(space)} if evicts_least else {}
-        outcome = search(space, num_rows, progress, **sending, most_s=options.time_limit)
-        differs_from = reading if reading is None or _is_as_launched(asked, reading) else None
-        notes = None if options.emit_args is not None else plan_notes(outcome, differs_from)
-    if notes is not None:
-        print_plan(outcome, notes, options.format, reading, yours)
-    elif options.emit_args > len(outcome.rows):
-        rows = f"there are {len(outcome.rows)} rows. {verdict(outcome).text}"
-        raise ValueError(f"--emit-args {options.emit_args}: {rows}")
+        outcome = search(space, num_rows, progress, evicts_least, options.time_limit)
+        hurts = _hurts(outcome) if options.emit_args is None else None
+    if options.emit_args is not None:
+        _print_flags(options.emit_args, outcome.rows, f". {verdict(outcome).text}")
     else:
-        print(shlex.join(megatron_flags(outcome.rows[options.emit_args - 1].setup)))
+        launch = reading if reading is None or _is_as_launched(asked, reading) else None
+        _print(outcome, launch, hurts, options.format, reading, yours)
     return 0 if outcome.rows else NO_ROWS
+
+
+def _print_flags(number: int, rows: Sequence[Candidate], why: str = "") -> None:
+    """Print the flags of a row. Raises ValueError for one that does not exist."""
+    if number > len(rows):
+        raise ValueError(f"--emit-args {number}: there are {len(rows)} rows{why}")
+    print(shlex.join(megatron_flags(rows[number - 1].setup)))
 
 
 def _is_as_launched(asked: Options, reading: Reading) -> bool:
@@ -156,24 +158,17 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
     space = Space(
         model=model,
         cluster=cluster,
-        global_batch=options.global_batch,
         sequence=model.sequence,
-        attention=options.attention,
+        **{name: getattr(options, name) for name in _SAME},
         recompute=tuple(options.recompute),
         schedules=schedules,
         balances=tuple(options.balance),
-        max_micro_batch=options.max_micro_batch,
-        max_chunks=options.max_chunks,
         uneven=not options.even_layers,
-        precision=options.precision,
-        kernels=options.kernels,
-        cp_comm_type=options.cp_comm_type,
         traced=traced,
         **training_of(options),
         profile=profile,
         formula=options.flops_formula,
         hosts=tuple(asked.hosts or (options.hosts,)),
-        expert=options.expert,
         contexts=contexts,
         vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
         tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tp", f"the devices of {cluster.domain}"),
@@ -223,18 +218,6 @@ def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
     return replace(cluster, budget_bytes=asked.budget_bytes[0])
 
 
-def _evicting_least(space: Space) -> Callable[[Setup], Setup]:
-    """Return how a balanced setup is planned again, to evict no more than its budget demands."""
-
-    def planned(setup: Setup) -> Setup:
-        # One that only just fits may have no such plan, and stays.
-        with suppress(ValueError):
-            return within_budget(setup, (space.cluster.limit_bytes,), profile=space.profile)[0]
-        return setup
-
-    return planned
-
-
 def _yours(asked: Options, reading: Reading) -> Candidate | str:
     """Return the prediction of the launch as it is, or why it cannot run on this cluster."""
     if reading.refused is not None:
@@ -249,46 +232,50 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
         profile, traced = measured_of(launched_options)
         own = setup_of(launched_options, _budgeted(cluster_of(launched_options, reading), asked.memory))
         setup, _ = budgeted(launched_options, replace(own, traced=traced), profile)
-        prediction = predict(setup, profile, formula=launched_options.flops_formula)
-        return Candidate(prediction, LAUNCH, refused=refused_launch(setup, reading))
+        row = predict(setup, profile, formula=launched_options.flops_formula)
+        return replace(row, name=LAUNCH, refused=refused_launch(setup, reading))
     except ValueError as error:
         return str(error)
 
 
-class PlanNotes(NamedTuple):
-    """Facts shown with the rows."""
-
-    launch: Reading | None
-    """The launch from which the rows' flags differ, if one is given."""
-    hurts: tuple[Burden, int] | None = None
-    """The first row that the vocabulary hurts, by its number."""
-
-
-def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
+def _hurts(outcome: Outcome) -> tuple[Burden, int] | None:
+    """Return the first row that the vocabulary hurts, with its number."""
     # The rows themselves show the gain of shards that were searched.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
-    burdens = (burden(row.prediction, outcome.space.profile, others) for row in outcome.rows)
-    return PlanNotes(launch, next(((worst, number) for number, worst in enumerate(burdens, 1) if worst), None))
+    burdens = (burden(row, outcome.space.profile, others) for row in outcome.rows)
+    return next(((worst, number) for number, worst in enumerate(burdens, 1) if worst), None)
 
 
-def print_plan(
-    outcome: Outcome, notes: PlanNotes, form: str, reading: Reading | None, yours: Candidate | str | None
+def _print(
+    outcome: Outcome,
+    launch: Reading | None,
+    hurts: tuple[Burden, int] | None,
+    form: str,
+    reading: Reading | None,
+    yours: Candidate | str | None,
 ) -> None:
     """Print what to run, and then the rows.
 
-    `yours`: the prediction of the given launch as it is, or why it cannot run on this cluster.
+    Args:
+        outcome: The rows.
+        launch: The launch that rows' flags change; None lists all flags.
+        hurts: The first row that the vocabulary hurts, with its number.
+        form: Table or JSON.
+        reading: The launch that is given.
+        yours: The prediction of that launch as it is, or why it cannot run on this cluster.
     """
     launched = yours if isinstance(yours, Candidate) else None
-    answer = answer_of(outcome.stock, outcome.rows, outcome.space, notes.launch, launched)
+    answer = answer_of(outcome.stock, outcome.rows, outcome.space, launch, launched)
     if form != "json":
-        _tell(answer, [*lines(reading), *_plan_parts(outcome, notes, yours)])
+        _tell(answer, [*lines(reading), *_plan_parts(outcome, launch, hurts, yours)])
         return
-    launch = {}
+    values = {}
     if reading is not None and yours is not None:
-        impossible = {"impossible": yours} if isinstance(yours, str) else {}
-        values = {**document(launched.prediction), "refused": list(launched.refused)} if launched else impossible
-        launch = {"launch": {**launch_document(reading), "as_it_stands": values}}
-    print_json({"answer": answer_document(answer), **plan_document(outcome, notes), **launch})
+        stands = (
+            {"impossible": yours} if isinstance(yours, str) else {**document(yours), "refused": list(yours.refused)}
+        )
+        values = {"launch": {**launch_document(reading), "as_it_stands": stands}}
+    print_json({"answer": answer_document(answer), **_document(outcome, launch, hurts), **values})
 
 
 def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
@@ -305,7 +292,7 @@ def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
         tell("", advice(answer))
 
 
-def plan_document(outcome: Outcome, notes: PlanNotes) -> dict[str, Any]:
+def _document(outcome: Outcome, launch: Reading | None, hurts: tuple[Burden, int] | None) -> dict[str, Any]:
     """Return the document of `--format json` (docs/planning.md)."""
     space = outcome.space
     # Reasons that do not apply to this space.
@@ -325,26 +312,28 @@ def plan_document(outcome: Outcome, notes: PlanNotes) -> dict[str, Any]:
         },
         "rows": [
             {
-                **document(row.prediction),
+                **document(row),
                 "only_balanced": row.unbalanced_bytes is not None,
                 "unbalanced_peak_bytes": row.unbalanced_bytes,
                 "megatron_flags": megatron_flags(row.setup),
-                "launch_difference": notes.launch and difference(row.setup, notes.launch)._asdict(),
+                "launch_difference": launch and difference(row.setup, launch)._asdict(),
             }
             for row in outcome.rows
         ],
         "stock": _stock_values(outcome.stock),
         "families": family_values(outcome),
         "needs": trainer_needs(outcome),
-        "vocabulary": None if notes.hurts is None else burden_document(*notes.hurts),
+        "vocabulary": hurts and burden_document(*hurts),
     }
 
 
 def _stock_values(stock: Candidate | None) -> dict[str, Any]:
-    return {"row": stock and {**document(stock.prediction), "megatron_flags": megatron_flags(stock.setup)}}
+    return {"row": stock and {**document(stock), "megatron_flags": megatron_flags(stock.setup)}}
 
 
-def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | None) -> list[str | Table]:
+def _plan_parts(
+    outcome: Outcome, launch: Reading | None, hurts: tuple[Burden, int] | None, yours: Candidate | str | None
+) -> list[str | Table]:
     """Return the rows, what each holds on every rank, the cost of the vocabulary, and the gain of balancing."""
     cluster = outcome.space.cluster
     share = f"{100 * cluster.limit_bytes / cluster.device.memory_bytes:.0f} % of a device"
@@ -369,15 +358,15 @@ def _plan_parts(outcome: Outcome, notes: PlanNotes, yours: Candidate | str | Non
             f"Rows from {num_level + 1} on take at least {percent} more time than row 1; rows above are level with it."
         )
     for row in shown:
-        parts += ["", *_details(row, outcome, notes.launch)]
-    if rows and notes.launch is None:
+        parts += ["", *_details(row, outcome, launch)]
+    if rows and launch is None:
         parts += ["", Flags(f"all rows: {shlex.join(common_flags(rows[0].setup))}")]
     families = family_rows(outcome)
     if families:
         parts += ["", table(("schedule", "its fastest configuration"), families), *trainer_needs(outcome)]
-    if notes.hurts:
-        remedies = cells(_OF_REMEDIES, remedy_rows(notes.hurts[0]), Candidate(notes.hurts[0].prediction))
-        parts += ["", burden_text(*notes.hurts), table(_OF_REMEDIES, remedies)]
+    if hurts:
+        remedies = cells(_OF_REMEDIES, remedy_rows(hurts[0]), hurts[0].row)
+        parts += ["", burden_text(*hurts), table(_OF_REMEDIES, remedies)]
     return [*parts, "", verdict(outcome).text]
 
 
@@ -393,12 +382,11 @@ def _unseen(outcome: Outcome) -> str:
 
 def _details(row: Candidate, outcome: Outcome, launch: Reading | None) -> list[str]:
     """Return the memory of every rank of a row, remarks, and the flags that launch it."""
-    memory = row.prediction.memory
-    lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(memory)}"]
+    lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(row.memory)}"]
     if row.name in map(str, range(1, len(outcome.rows) + 1)):
-        texts = remarks(row, pairs_apart(row.prediction, outcome.space.profile))
+        texts = remarks(row, pairs_apart(row, outcome.space.profile))
         return [*lines, *(f"   {text}" for text in texts), Flags(f"   {flags_of(row.setup, launch)}")]
-    misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in memory if not rank.fits]
+    misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in row.memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
     return [*lines, *(f"   {text}" for text in (*remarks(replace(row, refused=())), fits))]
 
@@ -412,15 +400,13 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
     return " ".join(value if number == 1 else f"{number} x {value}" for value, number in runs)
 
 
-def print_front(front: Front, space: Space, options: Options) -> None:
+def _print_front(front: Front, space: Space, options: Options) -> None:
     """Draw and print. Raises ValueError for a row that does not exist."""
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
     if options.html is not None:
         Path(options.html).write_text(_page(front, title), encoding="utf-8")
     if options.emit_args is not None:
-        if options.emit_args > len(front.points):
-            raise ValueError(f"--emit-args {options.emit_args}: there are {len(front.points)} rows")
-        print(shlex.join(megatron_flags(front.points[options.emit_args - 1].setup)))
+        _print_flags(options.emit_args, front.points)
         return
     winner = front.winner
     answer = answer_of(front.stock, [] if winner is None else [front.points[winner]], space)

@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bpipe.balance.config import BALANCES, name_of
-from bpipe.commands.launch import (
-    CONFIGURED,
-    cluster_of,
-    launch_document,
-    lines,
-    measured_of,
-    reading_of,
-    with_trace,
-)
+from bpipe.commands.launch import CONFIGURED, launch_document, lines, predicted_of, reading_of
 from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
@@ -27,13 +19,11 @@ from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, Candidate, cells, is_level
-from bpipe.plan.document import document
-from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks
-from bpipe.plan.options import filled, setup_of
-from bpipe.plan.predict import SetupPrediction, predict, simulation_of
+from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, cells, document, is_level
+from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, pairs_apart, refusals, remarks
+from bpipe.plan.options import filled
+from bpipe.plan.predict import Candidate, predict, simulation_of
 from bpipe.plan.refusals import refused_launch
-from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
@@ -41,7 +31,6 @@ from bpipe.predict.profile import Profile
 from bpipe.predict.slice_lengths import lengths_of
 from bpipe.predict.slices import slice_bounds
 from bpipe.schedule.families.family import TAKEN
-from bpipe.simulate.report import Simulation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -166,35 +155,27 @@ def _verdict(sides: Sequence[Candidate]) -> str:
 def _answer(options: Options) -> _Answer:
     reading = reading_of(options)
     options = filled(options, reading, ("pipeline", "global_batch"))
-    profile, traced = measured_of(options)
-    setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
+    setup, profile = predicted_of(options, reading)
     setup, plan = budgeted(options, setup, profile)
-    is_drawn = options.trace is not None
     # Timed as in plan, so that a configuration has one time; a picture needs the simulation of every action.
-    simulation = simulation_of(setup, profile) if is_drawn else None
-    prediction = predict(setup, profile, simulation, options.flops_formula)
+    simulation = simulation_of(setup, profile) if options.trace is not None else None
+    row = predict(setup, profile, simulation, options.flops_formula)
     if simulation is not None:
-        _draw(simulation, prediction, options)
-    row = Candidate(prediction, refused=refused_launch(setup, reading))
-    return _Answer(row, reading, plan, pairs_apart(prediction, profile))
+        from bpipe.simulate.trace import write_trace
+
+        Path(options.trace).write_text(write_trace(simulation))
+    row = replace(row, refused=refused_launch(setup, reading))
+    return _Answer(row, reading, plan, pairs_apart(row, profile))
 
 
 def _answer_document(answer: _Answer) -> dict[str, Any]:
     return {
-        **document(answer.row.prediction),
+        **document(answer.row),
         "pairs_apart": answer.apart,
         "refused": list(answer.row.refused),
         **({} if answer.plan is None else {"plan": fit.plan_values(answer.plan)}),
         **({} if answer.reading is None else {"launch": launch_document(answer.reading)}),
     }
-
-
-def _draw(simulation: Simulation, prediction: SetupPrediction, options: Options) -> None:
-    """Write the trace that is asked for."""
-    if options.trace is not None:
-        from bpipe.simulate.trace import write_trace
-
-        Path(options.trace).write_text(write_trace(simulation))
 
 
 def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
@@ -228,7 +209,7 @@ def _options(setup: Setup) -> str:
 
 def _text(row: Candidate, apart: str | None) -> list[str | Table]:
     """Return totals, the GiB of one device of each rank, and remarks."""
-    setup, prediction = row.setup, row.prediction
+    setup = row.setup
     context = f"context {setup.context} by {setup.cp_comm_type}, " if setup.context > 1 else ""
     bounds = None if setup.balance is None else setup.balance.bounds
     head = (
@@ -238,8 +219,8 @@ def _text(row: Candidate, apart: str | None) -> list[str | Table]:
         f"{setup.schedule}{_options(setup)}, balance {name_of(setup.balance)}{HOSTS[setup.hosts]}"
         f"{'' if bounds is None else ' to ' + ','.join(map(str, bounds))}"
     )
-    flops = f"MFU of {prediction.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s"
-    ranks = [_rank_cells(prediction, rank) for rank in prediction.memory]
+    flops = f"MFU of {row.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s"
+    ranks = [_rank_cells(row, memory) for memory in row.memory]
     needs = [need for need in needs_of_setup(setup) if need in (FP8, SLICES)]
     totals = table(_TOTALS, cells(_TOTALS, [row]))
     return [
@@ -247,7 +228,7 @@ def _text(row: Candidate, apart: str | None) -> list[str | Table]:
         *([totals] if len(ranks) > _MANY_RANKS else ()),
         "",
         f"GiB of one device of each rank, of {gib_text(row.limit_bytes)}:",
-        table(_RANK_TITLES, ranks, ["" if rank.fits else "red" for rank in prediction.memory]),
+        table(_RANK_TITLES, ranks, ["" if rank.fits else "red" for rank in row.memory]),
         _RANK_LEGEND,
         "",
         *calibration_lines(setup.cluster),
@@ -258,8 +239,8 @@ def _text(row: Candidate, apart: str | None) -> list[str | Table]:
     ]
 
 
-def _rank_cells(prediction: SetupPrediction, rank: RankMemory) -> list[str]:
-    layers = sum(prediction.setup.layers[stage] for stage in prediction.setup.stages_of(rank.rank))
+def _rank_cells(row: Candidate, rank: RankMemory) -> list[str]:
+    layers = sum(row.setup.layers[stage] for stage in row.setup.stages_of(rank.rank))
     names = ("weights", "gradients", "optimizer", "activations", "hosted", "working", "fragmentation", "overhead")
     sizes = (gib_text(getattr(rank, f"{name}_bytes")) for name in (*names, "peak"))
-    return [str(rank.rank), str(layers), *sizes, str(prediction.transfers[rank.rank]), "" if rank.fits else "no"]
+    return [str(rank.rank), str(layers), *sizes, str(row.transfers[rank.rank]), "" if rank.fits else "no"]

@@ -113,35 +113,35 @@ def tell(*parts: str | Table) -> None:
     print("\n".join(line.rstrip() for line in capture.get().split("\n")), end="")
 
 
+def _every(seconds: float, show: Progress) -> Progress:
+    """Return what shows progress no more often than every so many seconds."""
+    shown_at = time.monotonic()
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at > seconds:
+            shown_at = time.monotonic()
+            show(what, done, total)
+
+    return progress
+
+
 @contextmanager
 def progress_of(what: str) -> Iterator[Progress]:
     """Show progress on stderr until the block ends: on a terminal as a bar, elsewhere as a line every few seconds."""
-    shown_at = time.monotonic()
     if not sys.stderr.isatty():
-
-        def write(now_at: str, done: int, total: int) -> None:
-            nonlocal shown_at
-            if time.monotonic() - shown_at > _LINE_EVERY_S:
-                shown_at = time.monotonic()
-                print(f"{what}: {now_at}, {done} of {total}", file=sys.stderr, flush=True)
-
-        yield write
+        line = "{}: {}, {} of {}"
+        yield _every(_LINE_EVERY_S, lambda *at: print(line.format(what, *at), file=sys.stderr, flush=True))
         return
     from rich.progress import Progress, TimeElapsedColumn
 
     with Progress(
         *Progress.get_default_columns()[:3], TimeElapsedColumn(), console=_console(sys.stderr), transient=True
     ) as bar:
-        task, shown_at = bar.add_task(what, total=None), 0.0
-
-        def show(what: str, done: int, total: int) -> None:
-            nonlocal shown_at
-            now = time.monotonic()
-            if now - shown_at > _EVERY_S:
-                shown_at = now
-                bar.update(task, description=what, completed=done, total=total)
-
-        yield show
+        task = bar.add_task(what, total=None)
+        yield _every(
+            _EVERY_S, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        )
 
 
 def print_json(value: object) -> None:

@@ -171,18 +171,15 @@ def _launch(options: Options) -> TracedLaunch:
         reading = read_command(words)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)
     except ValueError as error:
-        return TracedLaunch([*flags, *_vocabulary(options.vocabulary)], None, str(error))
+        # The launch's tokenizer knows it, and nobody here reads that.
+        vocabulary = [] if options.vocabulary is None else ["--vocab-size", str(options.vocabulary)]
+        return TracedLaunch([*flags, *vocabulary], None, str(error))
     return TracedLaunch([*flags, *_assumed(setup)], setup)
 
 
 def _assumed(setup: Setup) -> list[str]:
     """Return flags for what a launch does not say by itself."""
-    return [*_vocabulary(setup.padded_vocabulary), "--trace-attention", setup.attention]
-
-
-def _vocabulary(size: int | None) -> list[str]:
-    """Return the flags for the vocabulary, which the launch's tokenizer knows and nobody here reads."""
-    return [] if size is None else ["--vocab-size", str(size)]
+    return ["--vocab-size", str(setup.padded_vocabulary), "--trace-attention", setup.attention]
 
 
 def _setup(options: Options, reading: Reading | None) -> Setup:

@@ -8,7 +8,8 @@ from typing import Any
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import chosen_flags, difference
-from bpipe.plan.candidates import CLEARLY, Candidate, is_level
+from bpipe.plan.candidates import CLEARLY, is_level
+from bpipe.plan.predict import Candidate
 from bpipe.plan.refusals import Others, guarded, runs_ours
 from bpipe.plan.space import Space
 from bpipe.predict.layout import Setup

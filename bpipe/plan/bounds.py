@@ -1,27 +1,34 @@
-"""Lower bounds of iteration times, for many configurations of one space.
+"""Lower bounds of iteration times, for many configurations of one space, or for all of a branch before any is made.
 
-In: Setups, a Profile. Out: seconds that no iteration is shorter than.
+In: Setups or a Branch, a Profile. Out: seconds that no iteration is shorter than, and of a branch bytes.
 
 An iteration takes at least a rank's own work, what precedes its first computation and follows its last, and the update.
 Setups of one `Space` share most of it: a layer's time does not depend on the schedule, nor an update's on the
 micro-batch, so each is computed once. No schedule is built, and memory is ignored.
+
+Of a branch, the ranks' mean computing time is at most that of the slowest rank, and their mean memory at most that of the
+fullest. By Little's law ranks hold, on average, the bytes that enter per second times the seconds that they stay: from a
+layer's forward to its backward, at least as long as all later layers take in both directions.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from bpipe.plan.predict import costs_of
-from bpipe.predict.activations import held_of
+from bpipe.plan.space import Branch, Space, plainest
 from bpipe.predict.costs import PartSeconds, PartsOfSetups, stage_cost
 from bpipe.predict.layers.ends import shard_seconds
 from bpipe.predict.layout import Setup
+from bpipe.predict.memory import rank_states, with_state
 from bpipe.predict.profile import Profile
 from bpipe.predict.recompute import StageLayers
 from bpipe.predict.replicas import update_seconds
+from bpipe.predict.saved_tensors import layers_bytes
 from bpipe.predict.slices import slice_setups
-from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.hosts import IN_NODES
 from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import ShardCost, StageCost, scaled
 
@@ -39,36 +46,6 @@ class _Work(NamedTuple):
     shard: ShardCost
     begins: Sequence[float]
     ends: Sequence[float]
-
-
-def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
-    """Return a lower bound of the seconds of one setup's iteration."""
-    return _bound(setup, _work_of(setup, profile)) + _update_s(setup, profile)
-
-
-def resident_seconds(setup: Setup, profile: Profile | None = None) -> float:
-    """Return another lower bound, by Little's law, for a setup without balancing; 0 if the law does not apply.
-
-    A rank holds a stage's micro-batch from forward to backward, at least as long as all later stages take in both
-    directions, and never more micro-batches at a time than its order allows.
-    """
-    if setup.balance is not None or setup.slices > 1 or setup.num_pipes > 1 or FAMILIES[setup.schedule].fill is None:
-        return 0.0
-    costs = costs_of(setup, profile)
-    last_first = (costs.of(stage) for stage in reversed(range(setup.num_stages)))
-    passes = (
-        float(cost.whole_forward_s + (cost.whole_input_s if setup.splits else cost.whole_backward_s))
-        for cost in last_first
-    )
-    stays = [*accumulate(passes)][::-1]
-    return setup.num_microbatches * max(
-        sum(stays[stage] for stage in residency.stages) / residency.most_saved for residency in held_of(setup)
-    )
-
-
-def last_load(setup: Setup, profile: Profile | None = None) -> float:
-    """Return the computing time of the last stage's rank per micro-batch, as a multiple of the other ranks' mean."""
-    return _load(setup, _work_of(setup, profile))
 
 
 def _work_of(setup: Setup, profile: Profile | None) -> _Work:
@@ -99,7 +76,7 @@ def _update_s(setup: Setup, profile: Profile | None) -> float:
 
 
 class Bounds:
-    """Lower bounds of setups that differ only in what a `Space` varies; bit-identical to `lower_bound_s`."""
+    """Lower bounds of setups that differ only in what a `Space` varies, bit-identical to those by `costs_of`."""
 
     def __init__(self, profile: Profile | None = None) -> None:
         self._profile = profile
@@ -109,6 +86,7 @@ class Bounds:
         self._pipelines: dict[object, tuple[float, float]] = {}
 
     def seconds(self, setup: Setup) -> float:
+        """Return a lower bound of the seconds of an iteration."""
         return self.pipeline_s(setup) + self._update(setup)
 
     def pipeline_s(self, setup: Setup) -> float:
@@ -116,7 +94,7 @@ class Bounds:
         return self._pipeline(setup)[0]
 
     def load(self, setup: Setup) -> float:
-        """Return the last rank's load, as `last_load` does."""
+        """Return the computing time of the last stage's rank per micro-batch, as a multiple of the other ranks' mean."""
         return self._pipeline(setup)[1]
 
     def _pipeline(self, setup: Setup) -> tuple[float, float]:
@@ -234,3 +212,108 @@ def _stages_by_pipe(pipes: tuple[tuple[int, ...], ...], num_ranks: int) -> list[
         [[stage for stage, owner in enumerate(placement) if owner == rank] for placement in pipes]
         for rank in range(num_ranks)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class BranchBounds:
+    """Lower bounds for every configuration of a branch."""
+
+    setup: Setup
+    """The plainest of them: 1F1B, with nothing of ours."""
+    seconds: float
+    """Seconds that no iteration is shorter than."""
+    state_bytes: int
+    """Bytes that a rank holds throughout, on average."""
+    saved_bytes: float
+    """Bytes that a rank holds of activations when the first backward begins, on average."""
+    held_byte_seconds: float
+    """Bytes that a rank holds of activations times the seconds it holds them, on average, per iteration."""
+
+    def bytes_within(self, seconds: float = inf) -> int:
+        """Return the fewest bytes that the fullest rank can need if an iteration takes at most these seconds."""
+        activation_bytes = max(self.saved_bytes, self.held_byte_seconds / seconds)
+        return with_state(self.setup, self.state_bytes, int(activation_bytes))
+
+
+class Bounder:
+    """Bounds of one space's branches. All branches of a grid hold the same bytes throughout."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._states: dict[object, int] = {}
+        self._parts = PartsOfSetups()
+
+    def of(self, branch: Branch) -> BranchBounds:
+        """Return a branch's bounds: only those of its state if stages were measured or the state alone does not fit."""
+        space, setup = self._space, plainest(self._space, branch)
+        grid = branch.tensor, branch.context, branch.pipeline, branch.routing
+        if grid not in self._states:
+            self._states[grid] = sum(rank_states(setup)) // branch.pipeline
+        bounds = BranchBounds(setup, 0.0, self._states[grid], 0.0, 0.0)
+        is_measured = space.profile is not None or space.traced is not None
+        if is_measured or bounds.bytes_within() > space.cluster.limit_bytes:
+            return bounds
+        return _branch_bounds(space, bounds, self._parts)
+
+
+def _branch_bounds(space: Space, state_bounds: BranchBounds, seconds: PartsOfSetups) -> BranchBounds:
+    setup, state = state_bounds.setup, state_bounds.state_bytes
+    p = setup.pipeline
+    # Balanced ranks lie on other nodes, which matters only to layers that communicate between devices.
+    lie_apart = p > 1 and (setup.model.experts is not None or setup.context > 1)
+    balances = [balance for balance in space.balancing if balance is not None and lie_apart]
+    variants = [setup, *(replace(setup, balance=balance) for balance in balances)]
+    parts = [seconds.of(variant) for variant in variants]
+    costs = [_stage_costs(setup, part_seconds) for part_seconds in parts]
+    factor = setup.time_factor * setup.num_microbatches
+    computed_s = min(sum(map(_whole_s, of_stages)) for of_stages in costs)
+    held_s = min(([*map(_held_s, of_stages)] for of_stages in costs), key=sum)
+    # If CPU memory may host, nothing has to be on any device.
+    may_leave = any(balance is not None and balance.hosts in IN_NODES for balance in space.balancing)
+    # Block recomputation recomputes a number of layers per chunk, so more chunks recompute more.
+    smallest = replace(setup, recompute="full") if setup.recomputed.method == "block" else setup
+    saved = [0.0] * p if may_leave else [size / max(space.slices) for size in layers_bytes(smallest)]
+    return BranchBounds(
+        setup,
+        factor * (computed_s / p + _ends_seconds(space, setup, parts[0])),
+        state,
+        sum(saved) / p,
+        factor * _byte_seconds(setup, held_s, saved) / p,
+    )
+
+
+def _stage_costs(setup: Setup, parts: PartSeconds) -> list[StageCost]:
+    """Return the cost of each stage's layers, without embedding and output layer."""
+    costs = {layers: stage_cost(parts, layers, first=False, last=False) for layers in set(setup.stage_layers)}
+    return [costs[layers] for layers in setup.stage_layers]
+
+
+def _whole_s(cost: StageCost) -> float:
+    """Seconds of a stage, forward and backward, the latter whole or in halves."""
+    return float(cost.whole_forward_s + min(cost.whole_backward_s, cost.whole_input_s + (cost.weight_s or 0)))
+
+
+def _held_s(cost: StageCost) -> float:
+    """Seconds of a stage without weights' halves, which an earlier stage need not wait for."""
+    return float(cost.whole_forward_s + min(cost.whole_backward_s, cost.whole_input_s))
+
+
+def _ends_seconds(space: Space, setup: Setup, parts: PartSeconds) -> float:
+    """Return the mean seconds per rank of the output layer and the embedding, whole or in shards."""
+    whole = (sum(parts.output) + sum(parts.embedding)) / setup.pipeline
+    if setup.pipeline == 1:
+        return whole
+    modes = [Vocabulary(name) for name in space.vocabularies if name != Vocabulary.WHOLE.value]
+    shards = (shard_seconds(replace(setup, vocabulary=vocabulary)) for vocabulary in modes)
+    return min([whole, *(float(shard.forward_s + shard.backward_s) for shard in shards)])
+
+
+def _byte_seconds(setup: Setup, stages: list[float], saved: list[float]) -> float:
+    """Return bytes times the seconds that they stay, for one micro-batch, summed over all stages."""
+    total_byte_s = later_s = 0.0
+    for layers, own_s, size in zip(*map(reversed, (setup.stage_layers, stages, saved)), strict=True):
+        number = sum(number for *_, number in layers)
+        # Half of the other identical layers come later, on average.
+        total_byte_s += size * (later_s + (own_s * (number - 1) / (2 * number) if len(layers) == 1 else 0.0))
+        later_s += own_s
+    return total_byte_s

@@ -79,28 +79,17 @@ def in_time(fit: Fit, plain: Schedule, costs: Costs) -> Fit:
         schedule = balanced(plain, config)
         retimed = simulate(schedule, costs)
         if _helps(simulation, retimed):
-            return replace(fit, how=config, schedule=schedule, exposed_s=_exposed(retimed))
-    return replace(fit, exposed_s=_exposed(simulation))
-
-
-def waits_less(fit: Fit, now: Fit, costs: Costs) -> bool:
-    """Whether `fit` waits less for transfers than `now` in no longer an iteration; False if `fit` was not simulated."""
-    if fit.exposed_s is None:
-        return False
-    before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, fit))
-    return _helps(before, after)
+            fit, simulation = replace(fit, how=config, schedule=schedule), retimed
+    return replace(fit, exposed_s=tuple(map(float, simulation.exposed_s)))
 
 
 def _helps(before: Simulation, after: Simulation) -> bool:
+    """Whether the second waits less for transfers in no longer an iteration."""
     waits = [
         (sum(simulation.exposed_s), simulation.exposed_transfer_s, simulation.makespan_s)
         for simulation in (before, after)
     ]
     return all(later <= earlier for earlier, later in zip(*waits, strict=True)) and waits[0] != waits[1]
-
-
-def _exposed(simulation: Simulation) -> tuple[float, ...]:
-    return tuple(float(seconds) for seconds in simulation.exposed_s)
 
 
 # Part of the budget that a first plan into node memory keeps free for errors of prediction, which measurements differ
@@ -229,19 +218,13 @@ def _more(devices: Devices, partners: Partners) -> tuple[int, Pair]:
     return levels[worst], worst
 
 
-def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
+def tightest_plan(devices: Devices) -> Fit:
     """Return the plan to measure: whole micro-batches leave, and fuller devices are as far below budgets as possible.
 
     If the host is node memory, an eighth below the budget is enough.
     """
     devices = replace(devices, parts=())
-    choice = (
-        tuple(partners)
-        if partners
-        else min(
-            _choices(devices, devices.activation_budget()), key=lambda partners_tried: _more(devices, partners_tried)
-        )
-    )
+    choice = min(_choices(devices, devices.activation_budget()), key=lambda partners: _more(devices, partners))
     if choice is None:
         extra_bytes = _more(devices, None)[0]
         fit = _fit(devices, devices.activation_budget(extra_bytes), None)
@@ -342,13 +325,6 @@ def _levels(devices: Devices, partners: Partners) -> dict[Pair, int]:
     return levels
 
 
-def smallest_bytes(devices: Devices) -> int:
-    """Return the smallest budget that a plan keeps, the same for all devices."""
-    alone_bytes = devices.need_bytes(devices.schedule)
-    even = replace(devices, budget_bytes=(max(alone_bytes),) * devices.schedule.num_ranks)
-    return max(alone_bytes) + min(_more(even, partners)[0] for partners in _choices(even, even.activation_budget()))
-
-
 def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> tuple[Fit | None, list[str]]:
     """Return a plan to replace the running one, `now`, or None, and lines that say why. `costs`: seconds, if known."""
     needs = devices.need_bytes(now)
@@ -370,14 +346,17 @@ def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> 
     if costs is not None:
         fit = in_time(fit, devices.schedule, costs.holding(fit.memory))
     holds = f"{holds}, and {budget_text([sent_bytes])} GiB are evicted per iteration"
-    if not fits or fit.moved_bytes < sent_bytes:
-        return fit, [f"{holds}; changing the plan:", *plan_lines(fit, "as measured")]
-    if costs is not None and fit.moved_bytes == sent_bytes and waits_less(fit, running, costs):
-        return fit, [
-            f"{holds}, and a plan that sends as much waits less for it; changing the plan:",
-            *plan_lines(fit, "as measured"),
-        ]
-    return None, [f"{holds}: no plan needs less, so this one stays"]
+    if fits and fit.moved_bytes >= sent_bytes:
+        waits_less = (
+            costs is not None
+            and fit.exposed_s is not None
+            and fit.moved_bytes == sent_bytes
+            and _helps(*(simulate(plan.schedule, costs.holding(plan.memory)) for plan in (running, fit)))
+        )
+        if not waits_less:
+            return None, [f"{holds}: no plan needs less, so this one stays"]
+        holds += ", and a plan that sends as much waits less for it"
+    return fit, [f"{holds}; changing the plan:", *plan_lines(fit, "as measured")]
 
 
 def _sent_stages(schedule: Schedule) -> set[int]:
@@ -438,10 +417,8 @@ def within_budget_or_none(setup: Setup, budget_bytes: Sequence[int], profile: Pr
 
 
 def _in_time(setup: Setup, devices: Devices, fit: Fit, profile: Profile | None) -> tuple[Setup, Fit]:
-    if not fit.moved_bytes:
-        return replace(setup, balance=None, budget_bytes=devices.budget_bytes), fit
     fit = plan_in_time(setup, devices, fit, profile)
-    return replace(setup, balance=fit.how, budget_bytes=devices.budget_bytes), fit
+    return replace(setup, balance=fit.how if fit.moved_bytes else None, budget_bytes=devices.budget_bytes), fit
 
 
 def within_prediction(devices: Devices) -> Fit:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bpipe.config.flags.outputs import WARM_UP_ITERATIONS
-from bpipe.plan.document import configuration
+from bpipe.plan.candidates import configuration
 from bpipe.plan.predict import costs_of
 from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import Cluster

@@ -1,13 +1,20 @@
-"""Configurations with their predictions, and the columns of their tables."""
+"""Candidates as rows of tables, by column, and as the JSON of `bpipe simulate` and `bpipe plan` (docs/planning.md)."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
+from typing import Any
 
-from bpipe.plan.predict import SetupPrediction
+from bpipe.balance.config import name_of
+from bpipe.plan.predict import Candidate
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.error_bars import range_words
 from bpipe.predict.layout import Setup
+from bpipe.predict.memory import RankMemory
+from bpipe.predict.slice_lengths import lengths_of
+from bpipe.predict.slices import slice_bounds
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
 from bpipe.schedule.layout import EVEN
 
@@ -16,12 +23,7 @@ from bpipe.schedule.layout import EVEN
 CLEARLY = 1.05
 
 # What follows "balanced" in a row or a heading.
-HOSTS = {
-    PAIR: "",
-    POOL: " in a pool",
-    HOST: " with node memory",
-    ALL: " in a pool with node memory",
-}
+HOSTS = {PAIR: "", POOL: " in a pool", HOST: " with node memory", ALL: " in a pool with node memory"}
 
 
 # The letters of `describe`.
@@ -40,72 +42,6 @@ _LETTERS = {
 EXPOSED = "exposed: time in which computation waits for evictions and loads"
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A configuration with its prediction, and what else is known about it."""
-
-    prediction: SetupPrediction
-    name: str = ""
-    """What the command calls it: `launch`, `stock` or `bpipe` in an answer, the change in a list of changes."""
-    unbalanced_bytes: int | None = None
-    """What its fullest rank would need without balancing, if it fits only balanced."""
-    refused: tuple[str, ...] = ()
-    """The trainer's reasons against it."""
-    is_guarded: bool = False
-    """Whether the trainer takes it and checks it as it runs."""
-    flags: str = ""
-    """What launches it, in words."""
-
-    @property
-    def setup(self) -> Setup:
-        return self.prediction.setup
-
-    @property
-    def iteration_s(self) -> float:
-        return float(self.prediction.timing.iteration_s)
-
-    @property
-    def range_s(self) -> list[float] | None:
-        """Seconds between which a run is likely to take; None if no run of its kind is known."""
-        bars = self.setup.error_bars
-        return None if bars is None else list(bars.range_s(self.iteration_s))
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of the fullest rank."""
-        return self.prediction.peak_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        """Bytes that a device may hold."""
-        return self.prediction.memory[0].limit_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.prediction.fits
-
-    @property
-    def can_run(self) -> bool:
-        """Whether it fits and the trainer takes it."""
-        return self.fits and not self.refused
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether it can run, but a device is so full that it may take longer than predicted."""
-        return self.can_run and self.prediction.is_tight
-
-    @property
-    def state(self) -> str:
-        """What prevents it or makes it doubtful, in words."""
-        states = {
-            "refused by the trainer": bool(self.refused),
-            "guarded": self.is_guarded,
-            "tight": self.is_tight,
-            "does not fit": not self.fits,
-        }
-        return ", ".join(words for words, holds in states.items() if holds)
-
-
 # The cell of a row by column title; the second argument is the row to compare with.
 COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "": lambda row, base: row.name,
@@ -114,18 +50,18 @@ COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "range s": lambda row, base: range_words(row.setup.error_bars, row.iteration_s),
     "speed-up": lambda row, base: "" if row is base else f"{base.iteration_s / row.iteration_s:.2f}x",
     "ratio": lambda row, base: f"{row.iteration_s / base.iteration_s:.2f}",
-    "MFU %": lambda row, base: f"{100 * row.prediction.mfu:.2f}",
-    "bubble %": lambda row, base: f"{100 * row.prediction.timing.bubble_of_makespan:.1f}",
-    "bubble, % of pipeline": lambda row, base: f"{100 * row.prediction.timing.bubble_of_pipeline:.1f}",
-    "bubble, % of spans": lambda row, base: f"{100 * row.prediction.timing.bubble_of_span:.1f}",
-    "exposed s": lambda row, base: f"{max(row.prediction.timing.exposed_s):.3f}",
+    "MFU %": lambda row, base: f"{100 * row.mfu:.2f}",
+    "bubble %": lambda row, base: f"{100 * row.timing.bubble_of_makespan:.1f}",
+    "bubble, % of pipeline": lambda row, base: f"{100 * row.timing.bubble_of_pipeline:.1f}",
+    "bubble, % of spans": lambda row, base: f"{100 * row.timing.bubble_of_span:.1f}",
+    "exposed s": lambda row, base: f"{max(row.timing.exposed_s):.3f}",
     "peak GiB": lambda row, base: gib_text(row.peak_bytes),
     "saved GiB": lambda row, base: gib_text(base.peak_bytes - row.peak_bytes),
     "of GiB": lambda row, base: gib_text(row.limit_bytes),
-    "least full GiB": lambda row, base: gib_text(min(rank.peak_bytes for rank in row.prediction.memory)),
+    "least full GiB": lambda row, base: gib_text(min(rank.peak_bytes for rank in row.memory)),
     "moved GB": lambda row, base: _of_bandwidth(row, "transfer_bytes", 2),
     "needs GB/s": lambda row, base: _of_bandwidth(row, "required_bytes_per_s", 0),
-    "evictions": lambda row, base: str(sum(row.prediction.transfers)),
+    "evictions": lambda row, base: str(sum(row.transfers)),
     "state": lambda row, base: row.state,
     "configuration": lambda row, base: describe(row.setup),
 }
@@ -137,7 +73,7 @@ def cells(titles: Iterable[str], rows: Sequence[Candidate], base: Candidate | No
 
 
 def _of_bandwidth(row: Candidate, name: str, decimals: int) -> str:
-    bandwidth = row.prediction.bandwidth
+    bandwidth = row.bandwidth
     return "" if bandwidth is None else f"{getattr(bandwidth, name) / 1e9:.{decimals}f}"
 
 
@@ -178,3 +114,96 @@ def legend(setups: Iterable[Setup]) -> str:
     """Return the meaning of the letters in the descriptions of these configurations."""
     letters = re.findall(r"\b([a-z]+)=", " ".join(map(describe, setups)))
     return ", ".join(f"{letter}: {_LETTERS[letter]}" for letter in _LETTERS if letter in letters)
+
+
+# Fields of every rank's memory.
+_OF_MEMORY = (
+    *("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "hosted_bytes", "working_bytes"),
+    *("fragmentation_bytes", "overhead_bytes", "peak_bytes", "limit_bytes", "fits", "is_tight"),
+)
+
+
+def configuration(setup: Setup) -> dict[str, Any]:
+    """Return the configuration, named as the command's flags are, without what does not apply to it."""
+    cluster, family, hybrid = setup.cluster, FAMILIES[setup.schedule], setup.model.hybrid
+    bounds = None if setup.balance is None else setup.balance.bounds
+    experts, routing = setup.model.experts, {**asdict(setup.routing), "expert_tensor": setup.expert_tensor}
+    has_groups = setup.group_size is not None or (family.takes_groups and family.splits)
+    types = setup.state_types
+    return {
+        "model": setup.model.name,
+        "cluster": f"{cluster.device.name}:{cluster.num_nodes}x{cluster.devices_per_node}",
+        **_if(cluster.nodes_per_domain > 1, gpus_per_domain=cluster.devices_per_domain),
+        "tensor": setup.tensor,
+        **_if(setup.context > 1, context=setup.context, cp_comm_type=setup.cp_comm_type),
+        **_same(setup, "pipeline data micro_batch global_batch num_microbatches sequence"),
+        "vocabulary": setup.padded_vocabulary,
+        **_if(experts is not None, **routing),
+        "layers": list(setup.layers),
+        **({} if hybrid is None else {"pattern": hybrid.with_stages(setup.layers)}),
+        **_same(setup, "recompute attention schedule"),
+        "chunks": setup.num_chunks,
+        "balance": name_of(setup.balance),
+        **({} if bounds is None else {"bound": list(bounds)}),
+        **_if(setup.hosts != PAIR, hosts=setup.hosts),
+        "precision": setup.precision,
+        **({} if setup.fp8 is None else {f"fp8_{name}": value for name, value in asdict(setup.fp8).items()}),
+        **_if(types.use_precision_aware_optimizer, **asdict(types)),
+        **_if(
+            setup.model.further is not None,
+            mtp_num_layers=setup.model.mtp_num_layers,
+            mtp_use_repeated_layer=setup.model.mtp_use_repeated_layer,
+            mtp_stage=setup.further_stage,
+        ),
+        **_same(setup, "distributed_optimizer sequence_parallel kernels"),
+        **_if(cluster.factor != 1, calibration_factor=cluster.factor),
+        **asdict(setup.switches),
+        **_if(has_groups, group=setup.turn_size),
+        **{name: getattr(setup, name) for name in TAKEN if name not in ("group_size", "slices") and family.takes(name)},
+        **({} if setup.slices == 1 else {"slices": setup.slices, "slice_lengths": lengths_of(slice_bounds(setup))}),
+        **_if(family.splits, keep_weights_halves=setup.keep_weights_halves),
+        **_if(setup.is_sharded, vocabulary_parallel=setup.vocabulary.value, input_shards=setup.input_shards),
+    }
+
+
+def _same(setup: Setup, names: str) -> dict[str, Any]:
+    return {name: getattr(setup, name) for name in names.split()}
+
+
+def _if(holds: bool, **values: Any) -> dict[str, Any]:
+    return values if holds else {}
+
+
+def document(row: Candidate) -> dict[str, Any]:
+    """Return one prediction as JSON values. `stages` has one entry for each pipeline rank."""
+    setup, timing, bandwidth = row.setup, row.timing, row.bandwidth
+    return {
+        "iteration_time_s": timing.iteration_s,
+        "range_s": row.range_s,
+        "simulated_microbatches": timing.simulated,
+        "mfu_percent": 100 * row.mfu,
+        "mfu_formula": row.formula,
+        "peak_flops_per_s": setup.peak_flops_per_s,
+        "bubble_percent": 100 * timing.bubble_of_makespan,
+        "bubble_of_pipeline_percent": 100 * timing.bubble_of_pipeline,
+        "bubble_of_span_percent": 100 * timing.bubble_of_span,
+        "exposed_transfer_s": max(timing.exposed_s),
+        "transfer_bytes": bandwidth.transfer_bytes if bandwidth else 0,
+        "required_bytes_per_s": bandwidth.required_bytes_per_s if bandwidth else 0,
+        "required_steady_bytes_per_s": bandwidth.steady_bytes_per_s if bandwidth else 0,
+        "available_bytes_per_s": bandwidth.available_bytes_per_s if bandwidth else None,
+        "fits": row.fits,
+        "balanced": setup.balance is not None,
+        "stages": [_stage(row, rank) for rank in row.memory],
+        **({"at_once": asdict(row.at_once)} if row.at_once else {}),
+        "configuration": configuration(setup),
+    }
+
+
+def _stage(row: Candidate, memory: RankMemory) -> dict[str, Any]:
+    return {
+        "stage": memory.rank,
+        **{name: getattr(memory, name) for name in _OF_MEMORY},
+        "evictions": row.transfers[memory.rank],
+        "exposed_transfer_s": row.timing.exposed_s[memory.rank],
+    }

@@ -1,15 +1,16 @@
-"""Sentences on what balancing gains, or why nothing fits.
+"""Sentences on what balancing gains, why nothing fits, and how every family of schedules did.
 
-In: the Outcome of a search. Out: a `Verdict`. Predicts nothing itself.
+In: the Outcome of a search. Out: a `Verdict`, remarks, and a row for each family. Predicts nothing itself.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bpipe.plan.candidates import CLEARLY, Candidate, describe, grid_of
-from bpipe.plan.judge import Closest
-from bpipe.plan.predict import SetupPrediction, costs_of
+from bpipe.plan.candidates import CLEARLY, describe, grid_of
+from bpipe.plan.judge import Closest, FamilyResult
+from bpipe.plan.predict import Candidate, costs_of
 from bpipe.plan.search import COMPARED, INDISTINCT, Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.plan.timing import steady_timing
@@ -38,94 +39,53 @@ class Verdict(NamedTuple):
     text: str
 
 
-def only_balanced(row: Candidate) -> str | None:
-    """Return why this row fits only with balancing; None for a row that needs none."""
-    if row.unbalanced_bytes is None:
-        return None
-    needs = f"{gib_text(row.unbalanced_bytes)} of {gib_text(row.limit_bytes)} GiB"
-    return f"fits only with balancing: without it, the fullest rank needs {needs}"
-
-
-def cpu_optimizer(setup: Setup) -> str | None:
-    """Return how much CPU memory the optimizer takes, and what is unknown about its time; None if it takes none."""
-    if not setup.state_types.on_cpu:
-        return None
-    sizes = cpu_optimizer_bytes(setup)
-    rank = sizes.index(max(sizes))
-    return (
-        f"the optimizer takes {gib_text(sizes[rank])} GiB of CPU memory for a device of rank {rank}, the most of all; how "
-        "long the CPU takes for the update is not known: only transfers to it and back are timed"
-    )
-
-
-def uneven_by_counts(setup: Setup) -> str | None:
-    """Return a warning that slices of different lengths are balanced by number, with the remedy; None if not."""
-    is_counted = setup.balance is not None and setup.activation_budget is None
-    if setup.slices == 1 or setup.slice_lengths == EVEN or not is_counted:
-        return None
-    return (
-        "slices of differing lengths are balanced by their number, and host buffers are as large as the largest: "
-        "--memory balances their bytes"
-    )
-
-
-def transfer_rates(prediction: SetupPrediction) -> str | None:
-    """Return the bandwidth that transfers need and that of their link; None if nothing moves."""
-    bandwidth = prediction.bandwidth
-    if bandwidth is None:
-        return None
-    return (
-        f"each transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: to hide behind one forward it needs "
-        f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady "
-        f"phase); the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
-    )
-
-
 def remarks(row: Candidate, apart: str | None = None) -> list[str]:
     """Return remarks on a row, one sentence each. `apart`: the remark of `pairs_apart`."""
-    prediction = row.prediction
-    sentences = (
-        transfer_rates(prediction),
-        only_balanced(row),
-        costly_halves(prediction),
-        replicas_apart(row.setup),
-        uneven_by_counts(row.setup),
-        cpu_optimizer(row.setup),
-        tightness_warning(prediction),
-        apart,
-        *refusals(row),
-    )
-    return [remark for remark in sentences if remark]
+    return [*_remarks(row), *([] if apart is None else [apart]), *refusals(row)]
+
+
+def _remarks(row: Candidate) -> Iterator[str]:
+    setup, bandwidth, other, peak = row.setup, row.bandwidth, row.at_once, gib_text(row.peak_bytes)
+    if bandwidth is not None:
+        yield (
+            f"each transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: to hide behind one forward it needs "
+            f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady "
+            f"phase); the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
+        )
+    if row.unbalanced_bytes is not None:
+        needs = f"{gib_text(row.unbalanced_bytes)} of {gib_text(row.limit_bytes)} GiB"
+        yield f"fits only with balancing: without it, the fullest rank needs {needs}"
+    if other is not None:
+        yield (
+            f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with "
+            f"--bpipe-keep-weights-halves none the fullest rank needs {gib_text(other.peak_bytes)} instead of {peak} "
+            f"GiB, and an iteration takes {other.iteration_s:.3f} instead of {row.iteration_s:.3f} s"
+        )
+    yield from _replicas_apart(setup)
+    is_counted = setup.balance is not None and setup.activation_budget is None
+    if setup.slices > 1 and setup.slice_lengths != EVEN and is_counted:
+        yield (
+            "slices of differing lengths are balanced by their number, and host buffers are as large as the largest: "
+            "--memory balances their bytes"
+        )
+    if setup.state_types.on_cpu:
+        sizes = cpu_optimizer_bytes(setup)
+        rank = sizes.index(max(sizes))
+        yield (
+            f"the optimizer takes {gib_text(sizes[rank])} GiB of CPU memory for a device of rank {rank}, the most of "
+            "all; how long the CPU takes for the update is not known: only transfers to it and back are timed"
+        )
+    if row.fits and any(memory.is_tight for memory in row.memory):
+        worst = max(row.memory, key=lambda memory: memory.peak_bytes)
+        share = f"{100 * worst.peak_bytes / worst.device_bytes:.0f} %"
+        yield (
+            f"rank {worst.rank} needs {share} of its device's memory: above {100 * TIGHT:.0f} % the allocator may have "
+            "to free cached blocks and allocate them again, which takes time that is not predicted"
+        )
 
 
 def refusals(row: Candidate) -> list[str]:
     return [f"the trainer refuses this: {reason}" for reason in row.refused]
-
-
-def costly_halves(prediction: SetupPrediction) -> str | None:
-    """Return what deferred wgrads cost, and the remedy; None if that is little or nothing."""
-    if prediction.at_once is None:
-        return None
-    setup, other = prediction.setup, prediction.at_once
-    peak = prediction.peak_bytes
-    return (
-        f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with "
-        f"--bpipe-keep-weights-halves none the fullest rank needs {gib_text(other.peak_bytes)} instead of "
-        f"{gib_text(peak)} GiB, and an iteration takes {other.iteration_s:.3f} instead of "
-        f"{prediction.timing.iteration_s:.3f} s"
-    )
-
-
-def tightness_warning(prediction: SetupPrediction) -> str | None:
-    """Return a warning if the setup barely fits, else None."""
-    worst = max(prediction.memory, key=lambda rank: rank.peak_bytes)
-    if not prediction.is_tight:
-        return None
-    share = f"{100 * worst.peak_bytes / worst.device_bytes:.0f} %"
-    return (
-        f"rank {worst.rank} needs {share} of its device's memory: above {100 * TIGHT:.0f} % the allocator may have to free "
-        "cached blocks and allocate them again, which takes time that is not predicted"
-    )
 
 
 def calibration_lines(cluster: Cluster) -> list[str]:
@@ -141,13 +101,11 @@ def calibration_lines(cluster: Cluster) -> list[str]:
     return lines
 
 
-def replicas_apart(setup: Setup) -> str | None:
-    """Return the cost of pairs sharing nodes that replicas of a rank would share otherwise; None if there is none."""
-    if setup.balance is None or replicas_share_nodes(setup):
-        return None
+def _replicas_apart(setup: Setup) -> Iterator[str]:
+    """Yield the cost of pairs sharing nodes that replicas of a rank would share otherwise."""
     plain = replace(setup, balance=None, budget_bytes=None)
-    if not replicas_share_nodes(plain):
-        return None
+    if setup.balance is None or replicas_share_nodes(setup) or not replicas_share_nodes(plain):
+        return
     own_s, plain_s = (
         setup.time_factor
         * max(
@@ -156,19 +114,19 @@ def replicas_apart(setup: Setup) -> str | None:
         )
         for variant in (setup, plain)
     )
-    return (
+    yield (
         f"balanced pairs share nodes, so the replicas of a rank do not: reducing gradients and updating weights takes "
         f"{own_s:.3f} instead of {plain_s:.3f} s"
     )
 
 
-def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> str | None:
+def pairs_apart(row: Candidate, profile: Profile | None = None) -> str | None:
     """Return why pairs span two nodes, what it costs, and alternatives; None if all pairs that transfer share one."""
-    setup = prediction.setup
-    if setup.balance is None or setup.hosts != PAIR or not any(prediction.transfers):
+    setup = row.setup
+    if setup.balance is None or setup.hosts != PAIR or not any(row.transfers):
         return None
     pair_links, hosts = links(setup), hosts_of(setup)
-    senders = (rank for rank, count in enumerate(prediction.transfers) if count)
+    senders = (rank for rank, count in enumerate(row.transfers) if count)
     if not any(pair_links.crosses(rank, host.rank) for rank in senders for host in hosts[rank]):
         return None
     cluster, per_rank = setup.cluster, setup.tensor * setup.context
@@ -186,7 +144,7 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
         f"a node have {fast:.0f}"
     )
     plain = replace(setup, balance=None, budget_bytes=None)
-    slowdown = prediction.timing.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
+    slowdown = row.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
     if slowdown < NOTICED:
         return f"{text}; here computations hide them"
     *ways, last = _ways_together(setup, fills, host if host > slow else None)
@@ -241,7 +199,7 @@ def verdict(outcome: Outcome) -> Verdict:
         )
         return Verdict("no-gain", f"Balancing does not help: no configuration {condition}.")
     count = f"{outcome.num_only_balanced} of the {outcome.num_fitting} configurations that fit need it"
-    balanced = outcome.balanced.prediction
+    balanced = outcome.balanced
     if outcome.plain is None:
         nothing = (
             "Nothing fits without balancing"
@@ -249,12 +207,11 @@ def verdict(outcome: Outcome) -> Verdict:
             else f"Without balancing nothing takes less than {compared_s:.3g} s"
         )
         return Verdict("only-balanced", f"{nothing}: {count}, and the best is {describe(balanced.setup)}.")
-    plain = outcome.plain.prediction
-    gain = plain.timing.iteration_s / balanced.timing.iteration_s
-    ours = f"{balanced.timing.iteration_s:.2f} s ({describe(balanced.setup)})"
+    plain = outcome.plain
+    gain = plain.iteration_s / balanced.iteration_s
+    ours = f"{balanced.iteration_s:.2f} s ({describe(balanced.setup)})"
     comparison = (
-        f"{ours} against {plain.timing.iteration_s:.2f} s ({describe(plain.setup)}): "
-        f"{describe_change(plain, balanced)}."
+        f"{ours} against {plain.iteration_s:.2f} s ({describe(plain.setup)}): {describe_change(plain, balanced)}."
     )
     if gain >= CLEARLY:
         return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, and the best of them takes {comparison}")
@@ -326,19 +283,131 @@ def _fewer_activations(setup: Setup, space: Space) -> str:
     return " or ".join(ways) or "use more devices, or a shorter sequence"
 
 
-def describe_change(before: SetupPrediction, after: SetupPrediction) -> str:
+def describe_change(before: Candidate, after: Candidate) -> str:
     """Describe what the second setup changes: speed of a stage, bubble, and waiting."""
-    bubbles = [100 * prediction.timing.bubble_of_makespan for prediction in (before, after)]
+    bubbles = [100 * row.timing.bubble_of_makespan for row in (before, after)]
     parts = [
         f"useful work per second of computing {_while_busy(after) / _while_busy(before):.2f}x",
         f"bubble {bubbles[1]:.1f} instead of {bubbles[0]:.1f} % of the iteration",
     ]
     exposed = max(after.timing.exposed_s)
-    if exposed > 0.01 * after.timing.iteration_s:
+    if exposed > 0.01 * after.iteration_s:
         parts.append(f"exposed transfers {exposed:.2f} s")
     return ", ".join(parts)
 
 
-def _while_busy(prediction: SetupPrediction) -> float:
+def _while_busy(row: Candidate) -> float:
     """Model FLOPs per second of computing: the MFU without the bubble."""
-    return prediction.mfu / (1 - prediction.timing.bubble_of_makespan)
+    return row.mfu / (1 - row.timing.bubble_of_makespan)
+
+
+# What a row's schedule needs that the trainer cannot do or has never done (docs/supported.md).
+HALVES = (
+    "split backward passes (dgrad and wgrad apart) have never run with Transformer Engine's layers, which runs on GPUs "
+    "usually have: check with scripts/gpu_check.py --only halves"
+)
+AS_A_V = "stages placed as a V need checkpoints in the torch_dist format"
+
+FP8 = (
+    "FP8 with transfers has never run on a GPU: in its first iterations the trainer checks that everything that moves "
+    "comes back unchanged (--bpipe-verify)"
+)
+SLICES = (
+    "slices with Transformer Engine's attention have run on one GPU only: the trainer first checks its kernel on a mask "
+    "whose result is known"
+)
+HYBRID = (
+    "hybrid models need a training script of their own, such as Megatron's pretrain_hybrid.py, started with -m "
+    "megatron.scheduling.launch; this has never run with Mamba's own kernels"
+)
+TWO_PIPES = "bidirectional pipelines have run on CPUs only"
+
+# A bound above this share of the fastest time tells nothing.
+_CLEARLY = 0.99
+
+
+def family_rows(outcome: Outcome) -> list[tuple[str, str]]:
+    """Return each family with its result in words; empty without rows or with one family."""
+    if not outcome.rows or len(outcome.families) < 2:
+        return []
+    return [(family.schedule, _words(family, outcome)) for family in _ordered(outcome)]
+
+
+def trainer_needs(outcome: Outcome) -> list[str]:
+    """Return what the rows' schedules need of the trainer beyond the usual."""
+    needs = {need for row in outcome.rows for need in needs_of_setup(row.setup)}
+    order = (HALVES, AS_A_V, TWO_PIPES, FP8, SLICES, HYBRID)
+    return [need for need in order if need in needs]
+
+
+def needs_of_setup(setup: Setup) -> list[str]:
+    """Return what one setup needs of the trainer beyond the usual."""
+    model, placement = setup.model, setup.placements[0]
+    needs = {
+        HALVES: setup.splits and setup.kernels == "gpu",
+        AS_A_V: setup.pipeline > 1 and placement[0] == placement[-1],
+        TWO_PIPES: setup.num_pipes > 1,
+        FP8: setup.fp8 is not None and setup.balance is not None,
+        SLICES: setup.slices > 1 and setup.kernels == "gpu",
+        HYBRID: model.hybrid is not None,
+    }
+    return [need for need, applies in needs.items() if applies]
+
+
+def family_values(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the families' results as JSON values."""
+    return [
+        {
+            "schedule": family.schedule,
+            "iteration_time_s": None if family.fastest is None else family.fastest.iteration_s,
+            "others_at_least_s": family.bound_s,
+            "fitting": family.num_fitting,
+            "too_large": family.num_large,
+            "why": _words(family, outcome) if outcome.rows else None,
+        }
+        for family in _ordered(outcome)
+    ]
+
+
+def _ordered(outcome: Outcome) -> list[FamilyResult]:
+    """Sort by the fastest's time, then by the bounds of families that were not simulated, then the rest."""
+
+    def key(family: FamilyResult) -> tuple[int, float]:
+        if family.fastest is not None:
+            return 0, family.fastest.iteration_s
+        return (1, family.bound_s) if family.bound_s is not None else (2, 0.0)
+
+    return sorted(outcome.families, key=key)
+
+
+def _words(family: FamilyResult, outcome: Outcome) -> str:
+    best = outcome.rows[0]
+    if family.fastest is not None:
+        seconds, bound = family.fastest.iteration_s, family.bound_s
+        # Only the rows are certain to be the fastest.
+        others = (
+            ""
+            if bound is None or bound > _CLEARLY * seconds
+            else f"; the others were not simulated and take at least {bound:.3f} s"
+        )
+        return _beside(family.fastest, best) + others
+    parts = []
+    if family.num_large:
+        least, limit = family.least_bytes, best.limit_bytes
+        condition = " that could be among the rows" if family.bound_s is not None else ""
+        parts.append(
+            f"{family.num_large} configurations{condition} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+            if least is not None
+            else ""
+        )
+    if family.bound_s is not None:
+        parts.append(f"{'the others take' if parts else 'takes'} at least {family.bound_s:.3f} s, by a lower bound")
+    return "; ".join(parts) or "no configuration"
+
+
+def _beside(row: Candidate, best: Candidate) -> str:
+    seconds = row.iteration_s
+    if row is best:
+        return f"{seconds:.3f} s, the fastest: {describe(row.setup)}"
+    slower = 100 * (seconds / best.iteration_s - 1)
+    return f"{seconds:.3f} s, {slower:.1f} % more: {describe_change(best, row)}"

@@ -7,22 +7,20 @@ predicted: the result is the same as if all were.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan.candidates import Candidate
-from bpipe.plan.document import document
-from bpipe.plan.predict import costs_of, predict
+from bpipe.plan.candidates import document
+from bpipe.plan.explain import needs_of_setup
+from bpipe.plan.predict import Candidate, costs_of, predict
 from bpipe.plan.search import Progress, by_bound, search, stock_space
-from bpipe.plan.shards import stands_still
-from bpipe.plan.slices import NUMBERS
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space
-from bpipe.plan.standings import needs_of_setup
 from bpipe.plan.timing import Timing, steady_timing
+from bpipe.plan.variants import NUMBERS, stands_still
 from bpipe.predict.cluster import gib_text
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes
@@ -77,10 +75,7 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
         if needs is not None and not stands_still(setup):
             unbeaten.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
     progress("front", len(candidates), len(candidates))
-    points = (
-        Candidate(predict(setup, space.profile, formula=space.formula, timing=timing))
-        for _, timing, setup in unbeaten.rows
-    )
+    points = (predict(setup, space.profile, formula=space.formula, timing=timing) for _, timing, setup in unbeaten.rows)
     stock = search(stock_space(space), 1).stock
     return Front(tuple(points), limit, largest, len(candidates), unbeaten.num_added, stock, not_searched(space))
 
@@ -128,18 +123,15 @@ def _but(choices: Iterable[str], excluded: Collection[str]) -> list[str]:
 
 def _needs_unless_beaten(unbeaten: _Unbeaten, setup: Setup, bound_s: float, largest: int) -> int | None:
     """Return the bytes a setup needs; None if they exceed `largest` or a row beats it. Cheap bounds come first."""
+    sizes: list[Callable[[Setup], int]] = [least_bytes, peak_bytes]
+    if setup.balance is not None:
+        sizes.insert(1, least_shared_bytes)
     needs = 0
-    for needs in _rising(setup):
+    for size_of in sizes:
+        needs = size_of(setup)
         if needs > largest or unbeaten.beats(needs, bound_s):
             return None
     return needs
-
-
-def _rising(setup: Setup) -> Iterable[int]:
-    yield least_bytes(setup)
-    if setup.balance is not None:
-        yield least_shared_bytes(setup)
-    yield peak_bytes(setup)
 
 
 class _Unbeaten:
@@ -206,7 +198,7 @@ def front_document(front: Front) -> dict[str, Any]:
         "points": [
             {
                 "peak_bytes": point.peak_bytes,
-                **document(point.prediction),
+                **document(point),
                 "needs": needs_of_setup(point.setup),
                 "megatron_flags": megatron_flags(point.setup),
             }

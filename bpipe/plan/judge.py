@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bpipe.plan.budget import within_budget_or_none
-from bpipe.plan.candidates import Candidate
-from bpipe.plan.shards import stands_still
+from bpipe.plan.predict import Candidate
 from bpipe.plan.space import OPEN, Space, fewest_layers, with_block
+from bpipe.plan.variants import stands_still
 from bpipe.predict.activations import moves_anything
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import (
@@ -78,7 +78,6 @@ class Judge:
         self.needs_bytes: int | None = None
         self.num_only_balanced = 0
         self._states: dict[object, tuple[int, ...]] = {}
-        self._needs_by_setup: dict[Setup, tuple[int, bool]] = {}
         self._large: list[Closest] = []
         # By family, setups that are too large by a lower bound, with that bound.
         self._by_bound: dict[str, list[tuple[int, Setup]]] = {}
@@ -142,12 +141,12 @@ class Judge:
         return self._fitted(with_block(setup, number or num_layers))
 
     def _is_enough(self, setup: Setup) -> bool:
-        return self._need_or_bound(setup)[0] <= self._limit
+        return self._needs(setup)[0] <= self._limit
 
     def _fitted(self, setup: Setup) -> Setup | None:
         """Return the setup if it fits, balanced by a budget if even shares are not enough."""
         self.needs_bytes = None
-        peak, is_bound = self._need_or_bound(setup if setup.balance is None else replace(setup, balance=None))
+        peak, is_bound = self._needs(setup if setup.balance is None else replace(setup, balance=None))
         if setup.balance is not None:
             # What fits without balancing gains nothing from it.
             if peak <= self._limit:
@@ -169,54 +168,40 @@ class Judge:
         self._is_large(setup, peak, is_bound)
         return None
 
-    def _need_or_bound(self, setup: Setup) -> tuple[int, bool]:
+    def _needs(self, setup: Setup) -> tuple[int, bool]:
         """Return the bytes needed, or a lower bound above the limit, and whether an exact prediction may follow."""
-        if setup not in self._needs_by_setup:
-            self._needs_by_setup[setup] = self._needs(setup)
-        return self._needs_by_setup[setup]
+        return self._bound(setup) or (peak_bytes(setup), False)
 
     def _states_of(self, setup: Setup) -> tuple[int, ...]:
         """Return each rank's bytes held throughout, which do not depend on micro-batch, recomputation and groups."""
         grid = setup.tensor, setup.context, setup.pipeline, setup.routing
-        key = (
-            grid,
-            setup.balance,
-            setup.vocabulary,
-            setup.input_shards,
-            setup.schedule,
-            setup.num_chunks,
-            setup.layers,
-        )
+        key = grid, setup.balance, setup.vocabulary, setup.input_shards, setup.schedule, setup.num_chunks, setup.layers
         if key not in self._states:
             self._states[key] = rank_states(setup)
         return self._states[key]
 
-    def _needs(self, setup: Setup) -> tuple[int, bool]:
+    def _bound(self, setup: Setup) -> tuple[int, bool] | None:
+        """Return a lower bound above the limit, and whether an exact prediction may follow; None if there is none.
+
+        Nothing has to be balanced to tell that. Without a bound of the family's warm-up, orders without shards give one.
+        """
         states = self._states_of(setup)
         least = least_bytes(setup, states)
         if least > self._limit:
             return least, False
-        bound = self._bound(setup, states)
-        return (bound, True) if bound > self._limit else (peak_bytes(setup), False)
-
-    def _bound(self, setup: Setup, states: tuple[int, ...]) -> int:
-        """Return another lower bound, from the family's warm-up or from the order without shards."""
-        warm = least_warm_bytes(setup, states)
-        return warm if warm > self._limit or not setup.is_sharded else least_sharded_bytes(setup, states)
+        bound = least_warm_bytes(setup, states)
+        if bound <= self._limit and setup.is_sharded:
+            bound = least_sharded_bytes(setup, states)
+        if bound > self._limit:
+            return bound, True
+        shared = 0 if setup.balance is None else least_shared_bytes(setup, states)
+        return (shared, False) if shared > self._limit else None
 
     def _balanced(self, setup: Setup) -> tuple[int, bool, Setup] | None:
         """Return the same as `_needs` for a balanced setup, and that setup as planned; None if nothing would move."""
-        states = self._states_of(setup)
-        least = least_bytes(setup, states)
-        if least > self._limit:
-            return least, False, setup
-        # Nothing has to be balanced to tell that a lower bound is above the limit.
-        bound = self._bound(setup, states)
-        if bound > self._limit:
-            return bound, True, setup
-        shared = least_shared_bytes(setup, states)
-        if shared > self._limit:
-            return shared, False, setup
+        bound = self._bound(setup)
+        if bound is not None:
+            return *bound, setup
         if not moves_anything(setup):
             return None
         peaks = [rank.peak_bytes for rank in predict_memory(setup)]

@@ -13,8 +13,8 @@ from bpipe.config.flags.flag import Options
 from bpipe.config.flags.schedules import schedule_fields
 from bpipe.config.flags.values import TIME
 from bpipe.config.launch.megatron_command import Reading, read_settings, split_command
+from bpipe.config.launch.megatron_names import OF_A_CPU
 from bpipe.config.launch.megatron_settings import MegatronSettings
-from bpipe.config.launch.other_flags import OF_A_CPU
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds
 from bpipe.predict.hugging_face import find_model

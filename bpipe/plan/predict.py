@@ -49,31 +49,77 @@ class AtOnce:
 
 
 @dataclass(frozen=True, slots=True)
-class SetupPrediction:
-    """Prediction of a setup. `at_once` is set if deferring wgrads clearly costs memory."""
+class Candidate:
+    """A configuration with its prediction, and what else is known about it."""
 
     setup: Setup
     formula: str
+    """Of the FLOPs that MFU counts."""
     mfu: float
     timing: Timing
     memory: tuple[RankMemory, ...]
+    """Of every rank."""
     transfers: tuple[int, ...]
+    """Evictions of every rank in an iteration."""
     bandwidth: Bandwidth | None
+    """What transfers need; None if nothing moves."""
     at_once: AtOnce | None = None
+    """Set if deferring wgrads clearly costs memory."""
+    name: str = ""
+    """What the command calls it: `launch`, `stock` or `bpipe` in an answer, the change in a list of changes."""
+    unbalanced_bytes: int | None = None
+    """What its fullest rank would need without balancing, if it fits only balanced."""
+    refused: tuple[str, ...] = ()
+    """The trainer's reasons against it."""
+    is_guarded: bool = False
+    """Whether the trainer takes it and checks it as it runs."""
+    flags: str = ""
+    """What launches it, in words."""
+
+    @property
+    def iteration_s(self) -> float:
+        return float(self.timing.iteration_s)
+
+    @property
+    def range_s(self) -> list[float] | None:
+        """Seconds between which a run is likely to take; None if no run of its kind is known."""
+        bars = self.setup.error_bars
+        return None if bars is None else list(bars.range_s(self.iteration_s))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(rank.peak_bytes for rank in self.memory)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that a device may hold."""
+        return self.memory[0].limit_bytes
 
     @property
     def fits(self) -> bool:
         return all(rank.fits for rank in self.memory)
 
     @property
-    def is_tight(self) -> bool:
-        """Whether it fits, but leaves so little memory that the allocator may have to free and allocate again."""
-        return self.fits and any(rank.is_tight for rank in self.memory)
+    def can_run(self) -> bool:
+        """Whether it fits and the trainer takes it."""
+        return self.fits and not self.refused
 
     @property
-    def peak_bytes(self) -> int:
-        """Bytes of the fullest rank."""
-        return max(rank.peak_bytes for rank in self.memory)
+    def is_tight(self) -> bool:
+        """Whether it can run, but a device is so full that the allocator may have to free and allocate again."""
+        return self.can_run and any(rank.is_tight for rank in self.memory)
+
+    @property
+    def state(self) -> str:
+        """What prevents it or makes it doubtful, in words."""
+        states = {
+            "refused by the trainer": bool(self.refused),
+            "guarded": self.is_guarded,
+            "tight": self.is_tight,
+            "does not fit": not self.fits,
+        }
+        return ", ".join(words for words, holds in states.items() if holds)
 
 
 def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
@@ -95,7 +141,7 @@ def predict(
     simulation: Simulation | None = None,
     formula: str = "megatron",
     timing: Timing | None = None,
-) -> SetupPrediction:
+) -> Candidate:
     """Predict everything about one setup, from a `simulation` of all micro-batches, a known `timing`, or the steady
     phase."""
     costs = costs_of(setup, profile) if simulation is None else simulation.costs
@@ -104,7 +150,7 @@ def predict(
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.padded_vocabulary)
     count = setup.cluster.num_devices
     moves, memory = _num_evictions(setup), predict_memory(setup)
-    return SetupPrediction(
+    return Candidate(
         setup=setup,
         formula=formula,
         mfu=mfu(flops, timing.iteration_s, count, setup.peak_flops_per_s),

@@ -2,7 +2,7 @@
 
 In: the Space. Out: counts, and the best `Candidate`s, fastest first.
 
-The search is best-first, by lower bounds of the iteration's time: of a whole branch (`plan.branches`), and of a
+The search is best-first, by lower bounds of the iteration's time: of a whole branch (`plan.bounds`), and of a
 configuration (no pipeline is faster than its slowest rank's work between the first arrival and the last departure). A
 branch is opened only if its bound is below the time of the slowest row and its least memory within that time fits; the
 same holds for predicting a configuration's memory and simulating it. What can be faster than the slowest row by no more
@@ -16,22 +16,22 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
 from typing import NamedTuple
 
 from bpipe.balance.config import BALANCES
-from bpipe.plan.bounds import Bounds, resident_seconds
-from bpipe.plan.branches import Bounder, BranchBounds
-from bpipe.plan.candidates import CLEARLY, Candidate, is_level
+from bpipe.plan.bounds import Bounder, Bounds, BranchBounds
+from bpipe.plan.budget import within_budget
+from bpipe.plan.candidates import CLEARLY, is_level
 from bpipe.plan.judge import Closest, FamilyResult, Judge
-from bpipe.plan.predict import costs_of, predict
+from bpipe.plan.predict import Candidate, costs_of, predict
 from bpipe.plan.refusals import Launchable, runs_ours
-from bpipe.plan.shards import with_shards
-from bpipe.plan.slices import Slicer
 from bpipe.plan.space import Branch, Space, enumerate_branches, setups_of
 from bpipe.plan.timing import timing_within
+from bpipe.plan.variants import Slicer, with_shards
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes
 from bpipe.schedule.families.families import DEFAULTS, FAMILIES
@@ -85,10 +85,6 @@ class Members:
         self._space, self._bounds, self._cuts = space, bounds, cuts
         self._launchable, self._slicer = Launchable(space.others), Slicer(space.slices)
 
-    def of(self, branch: Branch) -> Iterator[Setup]:
-        """Yield each configuration, first with the whole vocabulary, then with its shards."""
-        return filter(None, map(self.taken, self.covered(branch)))
-
     def taken(self, setup: Setup) -> Setup | None:
         """Return a covered setup as the trainer accepts it; None if it is refused, or its shards promise no gain."""
         if setup.is_sharded and self._space.vocabulary_parallel is None:
@@ -117,10 +113,13 @@ class Members:
 
 
 def every_setup(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
-    """Yield the configurations of all branches. `cuts` counts the rest."""
+    """Yield the configurations of all branches, each first with the whole vocabulary, then with its shards.
+
+    `cuts` counts the rest.
+    """
     members = Members(space, bounds, cuts)
     for branch in enumerate_branches(space, cuts):
-        yield from members.of(branch)
+        yield from filter(None, map(members.taken, members.covered(branch)))
 
 
 def by_bound(space: Space) -> list[tuple[float, Setup]]:
@@ -146,7 +145,7 @@ def search(
     space: Space,
     num_rows: int = 10,
     progress: Progress = lambda what, done, total: None,
-    sending: Callable[[Setup], Setup] = lambda setup: setup,
+    evicts_least: bool = False,
     most_s: float = inf,
 ) -> Outcome:
     """Return the `num_rows` fastest, and the fastest of each kind.
@@ -155,7 +154,7 @@ def search(
         space: What to search.
         num_rows: Number of rows to return.
         progress: Called with the name of the phase, the number of branches done, and the number of all.
-        sending: Balances a fitting configuration anew before it is simulated.
+        evicts_least: Whether a fitting balanced configuration is planned again, to evict no more than its budget demands.
         most_s: Processor seconds after which the search ends, unless it has no row.
     """
     end_s = time.process_time() + most_s
@@ -166,7 +165,7 @@ def search(
     for branch in branches:
         progress("bounds", len(branch_bounds), len(branches))
         branch_bounds.append(bounder.of(branch))
-    state = _Search(space, num_rows, cuts, sending, end_s)
+    state = _Search(space, num_rows, cuts, evicts_least, end_s)
     stock_members, members = Members(stock_space(space), state.bounds, Counter()), Members(space, state.bounds, cuts)
 
     def tell(what: str, done: int) -> None:
@@ -221,10 +220,8 @@ class _Open(NamedTuple):
 class _Search:
     """State of a search."""
 
-    def __init__(
-        self, space: Space, num_rows: int, cuts: Counter[str], sending: Callable[[Setup], Setup], end_s: float
-    ) -> None:
-        self._space, self._cuts, self._sending, self._end_s = space, cuts, sending, end_s
+    def __init__(self, space: Space, num_rows: int, cuts: Counter[str], evicts_least: bool, end_s: float) -> None:
+        self._space, self._cuts, self._evicts_least, self._end_s = space, cuts, evicts_least, end_s
         self._unseen_s = inf
         self._limit = space.cluster.limit_bytes
         self.bounds, self._judge = Bounds(space.profile), Judge(space, cuts)
@@ -329,8 +326,6 @@ class _Search:
             if chosen is None:
                 return None
             bound_s = candidate.bound_s if chosen == setup else self.bounds.seconds(chosen)
-            # The most that it holds is known now, and gives another bound of its time.
-            bound_s = max(bound_s, resident_seconds(chosen, self._space.profile))
             return candidate._replace(bound_s=bound_s, setup=chosen, needs_bytes=judge.needs_bytes, fits=True)
         self._num_simulated += 1
         self._simulate(candidate, setup, kinds, self._judge.families[setup.schedule] if is_counted else None)
@@ -338,8 +333,10 @@ class _Search:
 
     def _simulate(self, candidate: _Open, setup: Setup, kinds: tuple[str, ...], family: FamilyResult | None) -> None:
         """Keep it if it is among the fastest of a kind, or its family's fastest."""
-        if candidate.needs_bytes is not None:
-            setup = self._sending(setup)
+        if candidate.needs_bytes is not None and self._evicts_least:
+            # One that only just fits may have no such plan, and stays.
+            with suppress(ValueError):
+                setup, _ = within_budget(setup, (self._limit,), profile=self._space.profile)
         fastest_s = inf if family is None or family.fastest is None else family.fastest.iteration_s
         limit_s = self._fastest.limit_s(kinds)
         if family is not None:
@@ -348,15 +345,13 @@ class _Search:
         if timing is None:
             return
         place, leads = (timing.iteration_s, candidate.number), family is not None and timing.iteration_s < fastest_s
-        open_kinds = self._fastest.kinds_with_room(kinds, place)
+        open_kinds = [kind for kind in kinds if place < self._fastest.slowest(kind)]
         if not open_kinds and not leads:
             return
         # Its need so far may be a lower bound, which was enough to tell that it does not fit.
         unbalanced_bytes = None if candidate.needs_bytes is None else peak_bytes(replace(setup, balance=None))
-        row = Candidate(
-            predict(setup, self._space.profile, formula=self._space.formula, timing=timing),
-            unbalanced_bytes=unbalanced_bytes,
-        )
+        prediction = predict(setup, self._space.profile, formula=self._space.formula, timing=timing)
+        row = replace(prediction, unbalanced_bytes=unbalanced_bytes)
         if family is not None and leads:
             family.fastest = row
         self._fastest.keep(open_kinds, place, row)
@@ -392,25 +387,16 @@ class _Fastest:
 
     def limit_s(self, kinds: Iterable[str]) -> float:
         """Return the seconds from which on a configuration is in no rows of these kinds."""
-        return max(map(self._limit_of, kinds))
+        compared_s = COMPARED * self.slowest("all")[0]
+        limits_s = ((kind in ("plain", "balanced"), self.slowest(kind)[0]) for kind in kinds)
+        return max(min(seconds, compared_s) if is_compared else seconds for is_compared, seconds in limits_s)
 
-    def _limit_of(self, kind: str) -> float:
-        slowest_s = self._slowest_s(kind)
-        return slowest_s if kind in ("all", "stock") else min(slowest_s, COMPARED * self._slowest_s("all"))
-
-    def _slowest_s(self, kind: str) -> float:
-        rows, size = self._rows[kind], self._sizes[kind]
-        if not size:
-            return 0.0
-        return rows[-1][0][0] if len(rows) == size else inf
-
-    def kinds_with_room(self, kinds: Iterable[str], place: tuple[float, int]) -> list[str]:
-        """Return the kinds whose rows include this place."""
-        return [
-            kind
-            for kind in kinds
-            if len(self._rows[kind]) < self._sizes[kind] or (self._sizes[kind] and place < self._rows[kind][-1][0])
-        ]
+    def slowest(self, kind: str) -> tuple[float, int]:
+        """Return the place before which a configuration is among the rows of a kind."""
+        rows = self._rows[kind]
+        if len(rows) < self._sizes[kind]:
+            return inf, 0
+        return rows[-1][0] if rows else (0.0, 0)
 
     def keep(self, kinds: Iterable[str], place: tuple[float, int], row: Candidate) -> None:
         for kind in kinds:

@@ -226,13 +226,6 @@ def _setup(space: Space, branch: Branch, **choice: Any) -> Setup:
     return Setup(**{**shared, **sizes, **choice})
 
 
-def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
-    """Yield all configurations of all branches."""
-    cuts = Counter() if cuts is None else cuts
-    for branch in enumerate_branches(space, cuts):
-        yield from setups_of(space, branch, cuts)
-
-
 def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
     """Expert-parallel sizes, with whole experts by default; one way for a model without experts."""
     experts, routing = space.model.experts, space.routing

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 from bpipe.balance.budget import BudgetTooSmall
 from bpipe.build import unchecked
@@ -37,48 +36,54 @@ _WITHOUT_END = (4, 5)
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one iteration.
-
-    `exposed_s[rank]` is the time that the rank waits for transfers. `simulated` counts micro-batches that were
-    simulated; the rest is extrapolated.
-    """
+    """Seconds of one iteration, or that a step adds to it."""
 
     iteration_s: float
     pipeline_s: float
+    busy_s: float
+    """Computing, over all ranks."""
+    span_s: float
+    """From the first computation to the last, over all ranks."""
     exposed_s: tuple[float, ...]
-    bubble_of_makespan: float
-    bubble_of_span: float
+    """Waiting for transfers, by rank."""
     simulated: int
+    """Micro-batches that were simulated; the rest is extrapolated."""
+
+    @property
+    def bubble_of_makespan(self) -> float:
+        return float(bubble(self.busy_s, len(self.exposed_s) * self.iteration_s))
+
+    @property
+    def bubble_of_span(self) -> float:
+        return float(bubble(self.busy_s, self.span_s))
 
     @property
     def bubble_of_pipeline(self) -> float:
         """Bubble of the pipeline over all ranks, 1 - computing / pipeline, without reduction and update."""
         return 1 - (1 - self.bubble_of_makespan) * self.iteration_s / self.pipeline_s
 
-
-class _Totals(NamedTuple):
-    """Seconds of an iteration or of a step: of the iteration, of the pipeline, that all ranks compute, from their first
-    computations to their last, and that each waits for transfers."""
-
-    iteration_s: float
-    pipeline_s: float
-    busy_s: float
-    span_s: float
-    exposed_s: tuple[float, ...]
-
-    def plus(self, step: _Totals, times: float) -> _Totals:
-        """Return these totals plus `times` those of a step."""
-        return _Totals(
+    def plus(self, step: Timing, times: float) -> Timing:
+        """Return these seconds plus `times` those of a step."""
+        return Timing(
             self.iteration_s + times * step.iteration_s,
             self.pipeline_s + times * step.pipeline_s,
             self.busy_s + times * step.busy_s,
             self.span_s + times * step.span_s,
             tuple(total + times * part for total, part in zip(self.exposed_s, step.exposed_s, strict=True)),
+            self.simulated,
         )
 
 
 def whole_timing(simulation: Simulation) -> Timing:
-    return _timing(_totals(simulation), _num(simulation))
+    ranks = range(simulation.schedule.num_ranks)
+    return Timing(
+        float(simulation.makespan_s),
+        float(simulation.pipeline_s),
+        float(sum(simulation.busy_s(rank) for rank in ranks)),
+        float(sum(simulation.span_s(rank) for rank in ranks)),
+        tuple(float(seconds) for seconds in simulation.exposed_s),
+        simulation.schedule.num_whole_microbatches,
+    )
 
 
 def steady_timing(setup: Setup, costs: Costs) -> Timing:
@@ -94,47 +99,43 @@ def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
     In the steady phase no micro-batch adds less than the busiest rank computes for it.
     """
     m, step = setup.num_microbatches, setup.stride
-    simulated: list[Simulation] = []
+    simulated: list[Timing] = []
     for count in _counts(setup):
         if count + step >= m:
             return _whole(setup, costs)
         try:
-            latest = simulate(unchecked(setup.program(count)), costs)
+            simulation = simulate(unchecked(setup.program(count)), costs)
         except BudgetTooSmall:
             # Room that is planned for all micro-batches may be too small for the order of fewer.
             return _whole(setup, costs)
-        added = _repeated(latest, step)
+        latest, added = whole_timing(simulation), _repeated(simulation, step)
         if added is not None:
-            return _timing(_totals(latest).plus(added, (m - count) // step), count)
-        busiest_s = max(float(latest.busy_s(rank)) for rank in range(setup.pipeline)) / count
+            return latest.plus(added, (m - count) // step)
+        busiest_s = max(float(simulation.busy_s(rank)) for rank in range(setup.pipeline)) / count
         # A time equal to `most_s` may be rounded to either side of it.
         # Passes of shards overlap, so with them a step may add less than all that a rank computes.
-        least_s = (float(latest.makespan_s) + (m - count) * busiest_s) * (1 - _ROUNDED)
+        least_s = (latest.iteration_s + (m - count) * busiest_s) * (1 - _ROUNDED)
         if least_s > most_s and not setup.is_sharded:
             return None
         simulated.append(latest)
         if _adds_evenly(simulated[-3:]):
             break
     less, latest = simulated[-2:]
-    return _timing(_totals(latest).plus(_added(less, latest), m - _num(latest)), _num(latest))
+    return latest.plus(_added(less, latest), m - latest.simulated)
 
 
-def _adds_evenly(simulated: Sequence[Simulation]) -> bool:
-    """Whether a micro-batch adds as much from the second to the third simulation as from the first to the second."""
-    if len(simulated) < 3:
+def _adds_evenly(timings: Sequence[Timing]) -> bool:
+    """Whether a micro-batch adds as much from the second to the third timing as from the first to the second."""
+    if len(timings) < 3:
         return False
-    before, now = ((added.iteration_s, *added.exposed_s) for added in map(_added, simulated, simulated[1:]))
+    before, now = ((added.iteration_s, *added.exposed_s) for added in map(_added, timings, timings[1:]))
     return all(abs(later - earlier) <= _EVEN * now[0] for earlier, later in zip(before, now, strict=True))
 
 
-def _added(less: Simulation, more: Simulation) -> _Totals:
+def _added(less: Timing, more: Timing) -> Timing:
     """Return what each further micro-batch adds."""
-    zero = _Totals(0.0, 0.0, 0.0, 0.0, (0.0,) * more.schedule.num_ranks)
-    return zero.plus(_totals(more).plus(_totals(less), -1), 1 / (_num(more) - _num(less)))
-
-
-def _num(simulation: Simulation) -> int:
-    return simulation.schedule.num_whole_microbatches
+    zero = Timing(0.0, 0.0, 0.0, 0.0, (0.0,) * len(more.exposed_s), 0)
+    return zero.plus(more.plus(less, -1), 1 / (more.simulated - less.simulated))
 
 
 def _whole(setup: Setup, costs: Costs) -> Timing:
@@ -152,13 +153,13 @@ def _counts(setup: Setup) -> Iterator[int]:
         yield (steps + further) * step + setup.num_microbatches % step
 
 
-def _repeated(simulation: Simulation, step: int) -> _Totals | None:
+def _repeated(simulation: Simulation, step: int) -> Timing | None:
     """Return what a step adds; None unless every rank repeats one in its middle, with its transfers."""
     number = step * simulation.schedule.layout.slices
     added = None
     busy, exposed = 0.0, []
     for rank, row in enumerate(simulation.computations):
-        length = len(row) * step // _num(simulation)
+        length = len(row) * step // simulation.schedule.num_whole_microbatches
         first = (len(row) - 2 * length) // 2
         if first < 0 or not length:
             return None
@@ -177,7 +178,7 @@ def _repeated(simulation: Simulation, step: int) -> _Totals | None:
         )
     assert added is not None
     seconds = float(added)
-    return _Totals(seconds, seconds, busy, seconds * len(exposed), tuple(exposed))
+    return Timing(seconds, seconds, busy, seconds * len(exposed), tuple(exposed), step)
 
 
 def _within(row: Sequence[Timed], begins: Number, seconds: Number) -> list[Timed]:
@@ -192,20 +193,3 @@ def _is_later(first: Sequence[Timed], second: Sequence[Timed], step: int, second
         and later.action == of_microbatch(earlier.action, earlier.action.microbatch + step)
         for earlier, later in zip(first, second, strict=True)
     )
-
-
-def _totals(simulation: Simulation) -> _Totals:
-    ranks = range(simulation.schedule.num_ranks)
-    return _Totals(
-        float(simulation.makespan_s),
-        float(simulation.pipeline_s),
-        float(sum(simulation.busy_s(rank) for rank in ranks)),
-        float(sum(simulation.span_s(rank) for rank in ranks)),
-        tuple(float(seconds) for seconds in simulation.exposed_s),
-    )
-
-
-def _timing(totals: _Totals, simulated: int) -> Timing:
-    iteration, pipeline, busy, span, exposed = totals
-    of_makespan, of_span = float(bubble(busy, len(exposed) * iteration)), float(bubble(busy, span))
-    return Timing(iteration, pipeline, exposed, of_makespan, of_span, simulated)

@@ -5,17 +5,16 @@ they may also make it the fullest. Remedies are fewer layers for that rank, and 
 ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.plan.bounds import last_load
+from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import Candidate
-from bpipe.plan.document import document
-from bpipe.plan.predict import SetupPrediction, costs_of, predict
-from bpipe.plan.shards import stands_still, with_shards
+from bpipe.plan.candidates import document
+from bpipe.plan.predict import Candidate, costs_of, predict
+from bpipe.plan.variants import stands_still, with_shards
 from bpipe.predict.layer_counts import redistribute_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile
@@ -31,50 +30,44 @@ HURTS = 1.05
 class Burden:
     """Burden of the vocabulary."""
 
-    prediction: SetupPrediction
+    row: Candidate
     load: float
     """Computing of the last stage's rank as a multiple of the others' mean."""
-    remedies: dict[str, SetupPrediction]
+    remedies: dict[str, Candidate]
     """Predictions by remedy: `REDISTRIBUTE`, or shards as `--bpipe-vocabulary` calls them."""
 
     @property
     def best(self) -> str:
         """The fastest that fits, or the fastest of all."""
-        return min(
-            self.remedies, key=lambda name: (not self.remedies[name].fits, self.remedies[name].timing.iteration_s)
-        )
+        return min(self.remedies, key=lambda name: (not self.remedies[name].fits, self.remedies[name].iteration_s))
 
     def gain(self, name: str) -> float:
-        return self.prediction.timing.iteration_s / self.remedies[name].timing.iteration_s
+        return self.row.iteration_s / self.remedies[name].iteration_s
 
 
-def burden(
-    prediction: SetupPrediction, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
-) -> Burden | None:
+def burden(row: Candidate, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS) -> Burden | None:
     """Return the vocabulary's burden; None if it is small or nothing clearly helps. `algorithms`: shards to try."""
-    setup = prediction.setup
+    setup = row.setup
     if setup.is_sharded or setup.pipeline < 2:
         return None
-    load = last_load(setup, profile)
+    load = Bounds(profile).load(setup)
     if load < HURTS:
         return None
-    pairs = ((name, _within(other, profile)) for name, other in alternatives(setup, profile, algorithms).items())
-    remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in pairs if other is not None}
-    result = Burden(prediction, load, remedies)
+    variants = dict(_alternatives(setup, profile, algorithms))
+    planned = ((name, _within(variant, profile)) for name, variant in variants.items())
+    remedies = {name: predict(plan, profile, formula=row.formula) for name, plan in planned if plan is not None}
+    result = Burden(row, load, remedies)
     return result if remedies and result.gain(result.best) >= HURTS else None
 
 
-def alternatives(
-    setup: Setup, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
-) -> dict[str, Setup]:
-    """Return the setup with every remedy that it can take; shards of both layers if the trainer has them."""
-    setups: dict[str, Setup] = {}
+def _alternatives(setup: Setup, profile: Profile | None, algorithms: Sequence[str]) -> Iterator[tuple[str, Setup]]:
+    """Yield every remedy that the setup can take, and the setup with it; shards of both layers if the trainer has them."""
     layers = _redistributed(setup, profile)
     if layers is not None and layers != setup.layers:
-        setups[REDISTRIBUTE] = replace(setup, layers=layers)
-    return setups | {
-        variant.vocabulary.value: variant for variant in with_shards(setup, algorithms) if not stands_still(variant)
-    }
+        yield REDISTRIBUTE, replace(setup, layers=layers)
+    for variant in with_shards(setup, algorithms):
+        if not stands_still(variant):
+            yield variant.vocabulary.value, variant
 
 
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:
@@ -101,7 +94,7 @@ def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | N
 def burden_text(result: Burden, row: int) -> str:
     """Return a sentence that says how much the vocabulary hurts in this row."""
     return (
-        f"The vocabulary hurts in row {row}: with {result.prediction.setup.padded_vocabulary} tokens the last stage's rank "
+        f"The vocabulary hurts in row {row}: with {result.row.setup.padded_vocabulary} tokens the last stage's rank "
         f"computes {result.load:.2f} times as long as the others, which wait for it. Remedies:"
     )
 
@@ -112,7 +105,7 @@ def remedy_rows(result: Burden) -> list[Candidate]:
     for name in sorted(result.remedies, key=lambda name_of: (name_of != result.best, -result.gain(name_of))):
         remedy = result.remedies[name]
         layers = f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
-        rows.append(Candidate(remedy, layers if name == REDISTRIBUTE else f"vocabulary {name}"))
+        rows.append(replace(remedy, name=layers if name == REDISTRIBUTE else f"vocabulary {name}"))
     return rows
 
 

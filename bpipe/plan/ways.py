@@ -12,13 +12,12 @@ from math import inf
 from typing import Any, NamedTuple
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.plan.bounds import lower_bound_s
+from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget_or_none
-from bpipe.plan.candidates import Candidate
-from bpipe.plan.predict import predict
+from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import Others, guarded, refused
-from bpipe.plan.shards import stands_still, with_shards
 from bpipe.plan.space import fewest_layers, with_block
+from bpipe.plan.variants import stands_still, with_shards
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes
@@ -36,15 +35,10 @@ class _Change(NamedTuple):
     kind: str
     """What it changes; a pair has two kinds."""
     name: str
-    apply: Callable[[], Setup]
-    """Return the changed configuration. Raises ValueError if there is none."""
-    unplanned: Callable[[], Setup] | None = None
-    """Like `apply`, but without the slow plan by bytes, for bounds of its time; None if nothing is planned."""
-    hosts: str = PAIR
-    """Hosts of that plan."""
-
-    def plain(self) -> Setup:
-        return (self.unplanned or self.apply)()
+    setup: Setup
+    """The changed configuration."""
+    is_planned: bool = False
+    """Whether its evictions are still to be planned by bytes, which is slow."""
 
 
 # Ratio of memory needs up to which a change helps.
@@ -73,13 +67,13 @@ def ways_to_fit(
         planned: Plans evictions within the launch's budget; it is applied to every change, too.
     """
     record = _Tried(setup, others, profile, planned)
-    for change in _changes(setup, profile):
+    for change in _changes(setup):
         record.take(change)
     # Planning who hosts for whom among many ranks takes long.
     has_pairs = planned is None or setup.hosts in (PAIR, HOST)
     for trial in record.seeds() if has_pairs else ():
-        for change in _changes(trial.changed, profile):
-            if change.unplanned is None or change.hosts in (PAIR, HOST):
+        for change in _changes(trial.changed):
+            if not change.is_planned or change.setup.hosts in (PAIR, HOST):
                 record.take(change, after=trial)
     return sorted((trial.row for trial in record.trials if record.helps(trial.row)), key=_place)
 
@@ -121,11 +115,11 @@ class _Tried:
     def helps(self, row: Candidate) -> bool:
         """Whether it needs clearly less memory, or fits and takes less time. A plan always fills its budget."""
         is_less = self._planned is not None or row.peak_bytes <= HELPFUL * self._now.peak_bytes
-        return is_less or (row.can_run and row.iteration_s < self._now.timing.iteration_s)
+        return is_less or (row.can_run and row.iteration_s < self._now.iteration_s)
 
     def _fastest_s(self, setup: Setup) -> float:
         """Return the time that a pair has to beat. Rows updated by the CPU count only for setups that are, too."""
-        now_s = self._now.timing.iteration_s if self._now.fits and not self._now.is_tight else inf
+        now_s = self._now.iteration_s if self._now.fits and not self._now.is_tight else inf
         rows = (trial.row for trial in self.trials)
         alike = (row for row in rows if row.can_run and not (row.is_tight or _on_cpu(row.setup) > _on_cpu(setup)))
         return min((row.iteration_s for row in alike), default=now_s)
@@ -135,23 +129,24 @@ class _Tried:
         if after is not None and after.kind == change.kind:
             return
         try:
-            unplanned = None if after is None else change.plain()
-            if unplanned is not None and lower_bound_s(unplanned, self._profile) >= self._fastest_s(unplanned):
+            plain = change.setup
+            if after is not None and Bounds(self._profile).seconds(plain) >= self._fastest_s(plain):
                 return
-            plain = change.apply()
+            if change.is_planned:
+                plain = _planned(plain, self._profile)
             changed = plain if self._planned is None else self._planned(plain)
             if changed in self._setups or (after is not None and peak_bytes(changed) > min(changed.limit_bytes)):
                 return
             self._setups.add(changed)
             if stands_still(changed):
                 return
-            prediction = predict(changed, self._profile)
+            row = predict(changed, self._profile)
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
             return
         name = change.name if after is None else f"{after.row.name}; {change.name}"
-        refusals = refused(changed, self._others)
-        row = Candidate(prediction, name, refused=refusals, is_guarded=guarded(changed, self._others))
+        reasons, is_guarded = refused(changed, self._others), guarded(changed, self._others)
+        row = replace(row, name=name, refused=reasons, is_guarded=is_guarded)
         is_worth_a_row = after is None or (row.can_run and row.iteration_s < self._fastest_s(changed))
         if is_worth_a_row and not any(_stands_for(trial.row, row) for trial in self.trials):
             self.trials.append(_Trial(row, change.kind, plain))
@@ -180,67 +175,70 @@ def _stands_for(row: Candidate, other: Candidate) -> bool:
     return figures == others or (alike and row.can_run and figures[0] <= others[0] and figures[1] <= others[1])
 
 
-def _changes(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
+def _changes(setup: Setup) -> Iterator[_Change]:
+    """Yield all changes that Megatron's rules and what is modelled allow."""
     yield from _recomputed(setup)
-    if setup.micro_batch > 1:
-        yield _with(setup, "batch", f"micro-batch {setup.micro_batch // 2}", micro_batch=setup.micro_batch // 2)
-    yield _with(setup, "batch", f"micro-batch {2 * setup.micro_batch}", micro_batch=2 * setup.micro_batch)
+    for size in (setup.micro_batch // 2, 2 * setup.micro_batch):
+        if size:
+            yield from _with(setup, "batch", f"micro-batch {size}", micro_batch=size)
     yield from _types(setup)
     yield from _cut(setup)
     yield from _layer_moved(setup)
     yield from _schedules(setup)
-    yield from _balanced(setup, profile)
+    yield from _balanced(setup)
     yield from _sharded(setup)
     for slices in (2, 4, 8):
         if slices > setup.slices:
-            yield _with(setup, "slices", f"{slices} slices per sequence", slices=slices)
+            yield from _with(setup, "slices", f"{slices} slices per sequence", slices=slices)
 
 
-def _with(setup: Setup, kind: str, name: str, **changes: object) -> _Change:
-    return _Change(kind, name, lambda: replace(setup, **changes))  # type: ignore[arg-type]
+def _with(setup: Setup, kind: str, name: str, **changes: Any) -> Iterator[_Change]:
+    return _made(kind, name, lambda: replace(setup, **changes))
+
+
+def _made(kind: str, name: str, make: Callable[[], Setup]) -> Iterator[_Change]:
+    """Yield the change, unless `make` raises ValueError."""
+    with suppress(ValueError):
+        yield _Change(kind, name, make())
 
 
 def _types(setup: Setup) -> Iterator[_Change]:
     """Types of gradients and optimizer state, and flags that cost nothing."""
     if not setup.distributed_optimizer:
-        yield _with(setup, "optimizer", "distributed optimizer", distributed_optimizer=True)
+        yield from _with(setup, "optimizer", "distributed optimizer", distributed_optimizer=True)
     switches, types = setup.switches, setup.state_types
     if setup.precision == "bf16" and not switches.grad_reduce_in_bf16:
-        yield _with(
-            setup,
-            "gradients",
-            "gradients in 16 bits (rounds differently)",
-            switches=replace(switches, grad_reduce_in_bf16=True),
-        )
+        short = replace(switches, grad_reduce_in_bf16=True)
+        yield from _with(setup, "gradients", "gradients in 16 bits (rounds differently)", switches=short)
     if setup.distributed_optimizer and not types.use_precision_aware_optimizer:
         moments = replace(types, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-        yield _with(setup, "optimizer", "moments of Adam in 16 bits (rounds differently)", state_types=moments)
+        yield from _with(setup, "optimizer", "moments of Adam in 16 bits (rounds differently)", state_types=moments)
     if setup.distributed_optimizer and not types.optimizer_cpu_offload:
         offloaded = replace(types, use_precision_aware_optimizer=True, optimizer_cpu_offload=True)
-        yield _with(setup, "optimizer", "optimizer on the CPU (its time is not known)", state_types=offloaded)
+        yield from _with(setup, "optimizer", "optimizer on the CPU (its time is not known)", state_types=offloaded)
     if setup.fp8 is not None and not setup.fp8.param_gather:
-        yield _with(setup, "weights", "weights gathered in 8 bits", fp8=replace(setup.fp8, param_gather=True))
+        yield from _with(setup, "weights", "weights gathered in 8 bits", fp8=replace(setup.fp8, param_gather=True))
     overlaps = switches.with_overlaps(distributed_optimizer=setup.distributed_optimizer)
     if overlaps != switches:
-        yield _with(setup, "overlap", "overlap of reductions and gathers with computation", switches=overlaps)
+        yield from _with(setup, "overlap", "overlap of reductions and gathers with computation", switches=overlaps)
 
 
 def _recomputed(setup: Setup) -> Iterator[_Change]:
     recomputed = setup.recomputed
     if setup.recompute != "none":
-        yield _with(setup, "recompute", "recompute nothing", recompute="none")
+        yield from _with(setup, "recompute", "recompute nothing", recompute="none")
     if recomputed.method is not None and recomputed.method != "uniform":
         return
     for module in MODULES:
         if recomputed.method is None and module not in recomputed.modules:
             text = "selective:" + "+".join(name for name in MODULES if name in (*recomputed.modules, module))
-            yield _with(setup, "recompute", f"recompute {module}", recompute=text)
+            yield from _with(setup, "recompute", f"recompute {module}", recompute=text)
     number = next(filter(None, (_enough_layers(setup, min(limits)) for limits in _limits(setup))), None)
     if number is not None:
         name = f"recompute {number} layer{'s' * (number > 1)} of each stage"
-        yield _Change("recompute", name, lambda: with_block(setup, number))
+        yield from _made("recompute", name, lambda: with_block(setup, number))
     if recomputed.method is None:
-        yield _with(setup, "recompute", "recompute all layers", recompute="full")
+        yield from _with(setup, "recompute", "recompute all layers", recompute="full")
 
 
 def _enough_layers(setup: Setup, limit: int) -> int | None:
@@ -253,32 +251,30 @@ def _enough_layers(setup: Setup, limit: int) -> int | None:
 def _cut(setup: Setup) -> Iterator[_Change]:
     """Twice the tensor, context or pipeline parallelism, for fewer replicas or in place of another."""
     t, p, c = setup.tensor, setup.pipeline, setup.context
-    yield _with(setup, "cut", f"tensor parallel {2 * t}", tensor=2 * t, sequence_parallel=True)
-    yield _with(setup, "cut", f"context parallel {2 * c}", context=2 * c)
-    yield _as_long(setup, f"pipeline parallel {2 * p}", t, 2 * p)
+    yield from _with(setup, "cut", f"tensor parallel {2 * t}", tensor=2 * t, sequence_parallel=True)
+    yield from _with(setup, "cut", f"context parallel {2 * c}", context=2 * c)
+    yield from _as_long(setup, f"pipeline parallel {2 * p}", t, 2 * p)
     if t > 1:
-        yield _as_long(setup, f"tensor parallel {t // 2}", t // 2, p)
-        yield _as_long(setup, f"tensor parallel {t // 2}, pipeline parallel {2 * p}", t // 2, 2 * p)
+        yield from _as_long(setup, f"tensor parallel {t // 2}", t // 2, p)
+        yield from _as_long(setup, f"tensor parallel {t // 2}, pipeline parallel {2 * p}", t // 2, 2 * p)
     if p > 1:
-        yield _as_long(setup, f"pipeline parallel {p // 2}", t, p // 2)
-        yield _as_long(setup, f"tensor parallel {2 * t}, pipeline parallel {p // 2}", 2 * t, p // 2)
+        yield from _as_long(setup, f"pipeline parallel {p // 2}", t, p // 2)
+        yield from _as_long(setup, f"tensor parallel {2 * t}, pipeline parallel {p // 2}", 2 * t, p // 2)
 
 
-def _as_long(setup: Setup, name: str, tensor: int, pipeline: int) -> _Change:
-
-    def change() -> Setup:
-        budgets = setup.budget_bytes and (min(setup.budget_bytes),) * pipeline
-        return replace(
+def _as_long(setup: Setup, name: str, tensor: int, pipeline: int) -> Iterator[_Change]:
+    with suppress(ValueError):
+        yield from _with(
             setup,
+            "cut",
+            name,
             tensor=tensor,
             pipeline=pipeline,
             layers=_layers_over(setup, pipeline, setup.num_chunks),
             mtp_stage=None,
             sequence_parallel=tensor > 1,
-            budget_bytes=budgets,
+            budget_bytes=setup.budget_bytes and (min(setup.budget_bytes),) * pipeline,
         )
-
-    return _Change("cut", name, change)
 
 
 def _layers_over(setup: Setup, pipeline: int, chunks: int) -> tuple[int, ...]:
@@ -296,7 +292,7 @@ def _layer_moved(setup: Setup) -> Iterator[_Change]:
     fullest, emptiest = needs.index(max(needs)), needs.index(min(needs))
     if setup.layers[fullest] > 1 and fullest != emptiest:
         layers = tuple(count - (rank == fullest) + (rank == emptiest) for rank, count in enumerate(setup.layers))
-        yield _with(setup, "layers", f"layers {','.join(map(str, layers))}", layers=layers)
+        yield from _with(setup, "layers", f"layers {','.join(map(str, layers))}", layers=layers)
 
 
 def _schedules(setup: Setup) -> Iterator[_Change]:
@@ -309,49 +305,37 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
     for chunks in even or _CHUNKS:
         name = setup.schedule if chunks in current.chunks(_CHUNKS[-1]) else default_family(chunks)
         if chunks != setup.num_chunks and FAMILIES[name].max_chunks != 1:
-            yield _Change("schedule", f"{name} with {chunks} chunks", _in_chunks(setup, name, chunks))
+            yield from _made("schedule", f"{name} with {chunks} chunks", partial(_in_chunks, setup, name, chunks))
     if setup.num_chunks > 1:
-        name = default_family(1)
-        yield _Change("schedule", name, _in_chunks(setup, name, 1))
+        yield from _made("schedule", default_family(1), partial(_in_chunks, setup, default_family(1), 1))
     if setup.is_sharded:
         return
     for name in (name for name, family in FAMILIES.items() if family.within is not None and name != setup.schedule):
         variants: list[tuple[int, int, Setup]] = []
         for chunks in even or _CHUNKS:
             with suppress(ValueError):
-                changed = _in_chunks(setup, name, chunks)()
+                changed = _in_chunks(setup, name, chunks)
                 variants.append((peak_bytes(changed), chunks, changed))
         if variants:
             _, chunks, least = min(variants, key=lambda entry: entry[:2])
-            yield _Change("schedule", f"{name} with {chunks} chunks", partial(_same, least))
+            yield _Change("schedule", f"{name} with {chunks} chunks", least)
 
 
-def _in_chunks(setup: Setup, name: str, chunks: int) -> Callable[[], Setup]:
+def _in_chunks(setup: Setup, name: str, chunks: int) -> Setup:
     # Options of the order are reset; slices stay.
     options: dict[str, Any] = {option: field.default for option, field in TAKEN.items() if option != "slices"}
-    options |= {"schedule": name, "num_chunks": chunks}
-    return lambda: replace(setup, layers=_layers_over(setup, setup.pipeline, chunks), mtp_stage=None, **options)
+    options |= {"schedule": name, "num_chunks": chunks, "layers": _layers_over(setup, setup.pipeline, chunks)}
+    return replace(setup, mtp_stage=None, **options)
 
 
-def _balanced(setup: Setup, profile: Profile | None) -> Iterator[_Change]:
+def _balanced(setup: Setup) -> Iterator[_Change]:
     excluded = () if setup.balance is None else (PAIR, setup.hosts)
     names = {PAIR: "balance within pairs", POOL: "balance over a pool", HOST: "evict to CPU memory"}
     for hosts, name in {**names, ALL: "balance over a pool and CPU memory"}.items():
-        if hosts in excluded:
-            continue
-
-        def even(hosts: str = hosts) -> Setup:
-            return replace(setup, balance=BalanceConfig(hosts=hosts))
-
-        if hosts in _DEVICES:
-            yield _Change("balance", name, even)
-        yield _Change(
-            "balance",
-            f"{name}, only what must leave",
-            lambda even=even: _planned(even(), profile),  # type: ignore[misc]
-            even,
-            hosts,
-        )
+        for even in _with(setup, "balance", name, balance=BalanceConfig(hosts=hosts)) if hosts not in excluded else ():
+            if hosts in _DEVICES:
+                yield even
+            yield even._replace(name=f"{name}, only what must leave", is_planned=True)
 
 
 def _limits(setup: Setup) -> Iterator[tuple[int, ...]]:
@@ -374,8 +358,4 @@ def _sharded(setup: Setup) -> Iterator[_Change]:
     with suppress(ValueError):
         for changed in with_shards(replace(setup, schedule=family), (Vocabulary.ONE.value, Vocabulary.TWO.value)):
             layers = "output layer and embedding" if changed.input_shards else "output layer"
-            yield _Change("vocabulary", f"{layers} in shards ({changed.vocabulary.value})", partial(_same, changed))
-
-
-def _same(setup: Setup) -> Setup:
-    return setup
+            yield _Change("vocabulary", f"{layers} in shards ({changed.vocabulary.value})", changed)

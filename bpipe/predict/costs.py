@@ -11,7 +11,7 @@ from operator import mul
 from typing import NamedTuple
 
 from bpipe.build import unchecked
-from bpipe.predict.expert_parallel import reach
+from bpipe.predict.exchanges import reach
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layers.ends import STATISTICS, STATISTICS_BYTES, embedding_seconds, output_seconds, shard_seconds
 from bpipe.predict.layers.layer import every_seconds, layer_seconds

@@ -148,11 +148,7 @@ def _model(config: dict[str, Any], name: str) -> Model:
     label = config.get("model_type")
     if isinstance(label, str) and label in _WITH_TEXT:
         return _model(
-            {
-                "model_type": f"{label}_text",
-                **an_object(config.get(_WITH_TEXT[label]), _WITH_TEXT[label]),
-            },
-            name,
+            {"model_type": f"{label}_text", **an_object(config.get(_WITH_TEXT[label]), _WITH_TEXT[label])}, name
         )
     kind = _kind_of(config, label)
     names = _GPT2 if label == "gpt2" else {}

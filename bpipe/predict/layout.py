@@ -16,6 +16,7 @@ from bpipe.predict.recompute import Recompute, StageLayers, read_recompute, stag
 from bpipe.predict.training import (
     ATTENTION,
     CP_COMM_TYPES,
+    CUDA_GRAPHS,
     IMPLEMENTATIONS,
     KEPT_HALVES,
     KERNELS,
@@ -36,6 +37,7 @@ _CHOICES = {
     "keep_weights_halves": KEPT_HALVES,
     "cp_comm_type": CP_COMM_TYPES,
     "transformer_impl": IMPLEMENTATIONS,
+    "cuda_graph_impl": CUDA_GRAPHS,
 }
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from bpipe.predict.expert_parallel import routed_tokens
+from bpipe.predict.exchanges import routed_tokens
 from bpipe.predict.layer_variants import Latent, LayerKind
 from bpipe.predict.layout import Setup
 from bpipe.predict.sizes import Rates, element_bytes, num_tokens

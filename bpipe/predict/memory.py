@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bpipe.predict.activations import activations, held_of
 from bpipe.predict.cluster import GIB, Cluster
-from bpipe.predict.context_parallel import exchange_bytes
+from bpipe.predict.exchanges import exchange_bytes
 from bpipe.predict.layers.ends import last_saved, loss_working_bytes, shard_bytes, shard_working_bytes
 from bpipe.predict.layers.layer import layer_working_bytes
 from bpipe.predict.layout import EVENLY, Setup
@@ -20,6 +20,7 @@ from bpipe.predict.saved_tensors import after_input_bytes, again_bytes, stage_by
 from bpipe.predict.sizes import element_bytes, num_tokens, sent_bytes, sent_from, total
 from bpipe.predict.slices import kept_memory, slice_setups
 from bpipe.predict.states import over_replicas, parameter_bytes, rank_experts, rank_parameters, weight_bytes
+from bpipe.predict.training import CUDA_GRAPHS
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.turns import WarmUp
 from bpipe.schedule.hosts import PAIR, POOL
@@ -51,7 +52,7 @@ class RankMemory:
     gradients_bytes: int
     optimizer_bytes: int
     update_bytes: int
-    """Temporaries of the weights' update."""
+    """Temporaries of the weights' update, if they may use memory of the pipeline."""
     activations_bytes: int
     """Of the rank's own micro-batches."""
     hosted_bytes: int
@@ -61,7 +62,7 @@ class RankMemory:
     fragmentation_bytes: int
     """Reserved by the allocator and not usable."""
     overhead_bytes: int
-    """CUDA context and communicators."""
+    """CUDA context and communicators; and, if an iteration is captured in a CUDA graph, temporaries of the update."""
     limit_bytes: int
     """Bytes that it may hold."""
     device_bytes: int
@@ -176,21 +177,13 @@ def peak_bytes(setup: Setup) -> int:
     return max(rank.peak_bytes for rank in predict_memory(setup))
 
 
-def state_bytes(setup: Setup) -> int:
-    """Return the state and overhead of the rank with most parameters, a lower bound of what it holds."""
-    return max(rank_states(setup))
-
-
 def rank_states(setup: Setup) -> tuple[int, ...]:
     """Return the state bytes of every rank."""
     _, gradient, state, _ = parameter_bytes(setup)
-    overhead, parameters = (
-        overhead_bytes(setup),
-        zip(weight_bytes(setup), rank_parameters(setup), rank_experts(setup), strict=True),
-    )
+    overhead, counts = overhead_bytes(setup), zip(rank_parameters(setup), rank_experts(setup), strict=True)
     return tuple(
         weights + gradient * count + over_replicas(setup, state, count, experts) + overhead
-        for weights, count, experts in parameters
+        for weights, (count, experts) in zip(weight_bytes(setup), counts, strict=True)
     )
 
 
@@ -275,20 +268,22 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
     _, gradient, state, update = parameter_bytes(setup)
     working, overhead = working_bytes(setup), overhead_bytes(setup)
     rows = []
+    shares_memory = setup.cuda_graph_impl == CUDA_GRAPHS[0]
     for rank, (count, experts) in enumerate(zip(rank_parameters(setup), rank_experts(setup), strict=True)):
         own, hosted = held_by_rank[rank]
+        temporary = over_replicas(setup, update, count, experts)
         rows.append(
             RankMemory(
                 rank=rank,
                 weights_bytes=weights[rank],
                 gradients_bytes=gradient * count,
                 optimizer_bytes=over_replicas(setup, state, count, experts),
-                update_bytes=over_replicas(setup, update, count, experts),
+                update_bytes=temporary if shares_memory else 0,
                 activations_bytes=own,
                 hosted_bytes=hosted,
                 working_bytes=working[rank],
                 fragmentation_bytes=int(_fragmentation(setup) * (own + hosted + working[rank])),
-                overhead_bytes=overhead,
+                overhead_bytes=overhead if shares_memory else overhead + temporary,
                 limit_bytes=setup.limit_bytes[rank],
                 device_bytes=setup.cluster.device.memory_bytes,
             )

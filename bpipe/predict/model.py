@@ -77,10 +77,7 @@ class Model:
         experts, layers, groups, heads = self.experts, self.num_layers, self.num_query_groups, self.num_attention_heads
         yield layers > MOST_LAYERS, f"num_layers is {layers}, but must be at most {MOST_LAYERS}"
         yield heads % groups, f"{groups} query groups do not divide {heads} heads"
-        yield (
-            self.squared_relu and self.gated,
-            "SwiGLU and squared ReLU exclude each other: leave one of the two out",
-        )
+        yield (self.squared_relu and self.gated, "SwiGLU and squared ReLU exclude each other: leave one of the two out")
         yield (
             self.mtp_use_repeated_layer and self.mtp_num_layers is None,
             "a repeated layer predicts further tokens, but there are none: give their number (--mtp-num-layers), or "

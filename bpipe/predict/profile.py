@@ -16,7 +16,7 @@ from typing import Any
 
 from bpipe.predict.layout import Setup
 from bpipe.predict.tensor_parallel import Exposed
-from bpipe.predict.training import OF_MODEL, OF_SETUP, Traced
+from bpipe.predict.training import OF_MODEL, OF_SETUP, OF_STAGE, Traced
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.values import LARGEST_BYTES, a_number, a_whole, load_json
 
@@ -61,7 +61,7 @@ class Profile:
         if setup.model.hybrid is not None:
             return f"measured for equal layers, but those of {setup.model.name} differ: leave it out"
         for name, value in self.measured:
-            own = getattr(setup.model if name in _SIZES else setup, name)
+            own = getattr(setup.model if name in OF_MODEL else setup, name)
             if own != value:
                 return f"measured with {name} {value}, but the setup has {own}: profile that, too"
         if any(entry.micro_batch in (None, setup.micro_batch) for entry in self.entries):
@@ -181,7 +181,7 @@ def read_profile(path: str) -> Profile:
     entries = tuple(_entry(path, index, stage) for index, stage in enumerate(stages))
     if any(entry.parameters is not None for entry in entries):
         return Profile(path, entries, traced=_traced(path, entries, measured))
-    return Profile(path, entries, tuple((name, measured[name]) for name in (*_SIZES, *_CHOICES) if name in measured))
+    return Profile(path, entries, tuple((name, measured[name]) for name in (*OF_MODEL, *OF_STAGE) if name in measured))
 
 
 def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object]) -> Traced:
@@ -196,10 +196,6 @@ def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object])
     return Traced((*facts, ("micro_batch", sizes[0][-1])), saved, parameters)
 
 
-# What else decides how long a stage takes, of the model and of how it is trained: `measured` of a file may name them,
-# and then the file is for such setups only.
-_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
-_CHOICES = ("tensor", "sequence", "recompute", "attention", "precision")
 _KEYS = {field.name for field in fields(Entry)}
 _WHOLE = ("saved_bytes", "parameters", "micro_batch", "layers")
 

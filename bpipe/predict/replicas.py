@@ -1,6 +1,6 @@
 """Seconds to reduce gradients and update weights, for every stage."""
 
-from bpipe.predict.expert_parallel import replicas_of_experts
+from bpipe.predict.exchanges import replicas_of_experts
 from bpipe.predict.layout import Setup
 from bpipe.predict.nodes import replica_ports, replicas_share_nodes
 from bpipe.predict.sizes import LINK_EFFICIENCY, MEMORY_EFFICIENCY

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from fractions import Fraction
 
+from bpipe.predict.flops import layer_parameters
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layout import Setup
-from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.sizes import shard_size
 from bpipe.predict.training import TYPE_BYTES, WHOLE, traced_sizes
 

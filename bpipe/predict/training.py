@@ -9,9 +9,11 @@ from typing import Any
 from bpipe.predict.cluster import DeviceKind
 from bpipe.predict.layer_variants import Routing
 
-# Of a setup's model, and of the setup itself.
+# What decides how long a stage takes, of the model and of how it is trained: a profile that names them is for such setups
+# only. What of the setup a trace names.
 OF_MODEL = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
-OF_SETUP = ("tensor", "sequence", "recompute", "attention", "precision", "sequence_parallel", "layers", "micro_batch")
+OF_STAGE = ("tensor", "sequence", "recompute", "attention", "precision")
+OF_SETUP = (*OF_STAGE, "sequence_parallel", "layers", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
 # Whose layers: Megatron's --transformer-impl.
 IMPLEMENTATIONS = ("transformer_engine", "local")
+# What is captured in CUDA graphs: nothing, or an iteration, by Megatron's --cuda-graph-impl.
+CUDA_GRAPHS = ("none", "full_iteration")
 # Which weights' halves of split backwards are deferred: the trainer's `--bpipe-keep-weights-halves`.
 KEPT_HALVES = ("linear", "none")
 # How attention reaches the parts of a sequence on other context-parallel ranks: Megatron's --cp-comm-type.
@@ -298,6 +302,8 @@ class Training:
     """Fused kernels of a GPU, or plain torch's, with which Megatron runs on a CPU."""
     transformer_impl: str = IMPLEMENTATIONS[0]
     """Whose softmax unfused attention has on a GPU: Transformer Engine's or Megatron's own; layers are alike."""
+    cuda_graph_impl: str = CUDA_GRAPHS[0]
+    """What is captured in a CUDA graph: its memory is not shared with the update of weights."""
     switches: Switches = Switches()
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     """How tokens come to experts; loads are taken to be even."""

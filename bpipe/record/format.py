@@ -342,7 +342,7 @@ class RunInfo:
     num_pipelines: int | None = None
     balanced: bool = False
     synchronous: bool = False  # whether every transfer was waited for as soon as it was started
-    captured: int | None = None  # the first iteration that a CUDA graph replays
+    captured: int | None = None  # the first iteration that a CUDA graph replays, or later if the plan changes before it
     device: str | None = None
     torch: str | None = None
     megatron_core: str | None = None
@@ -384,20 +384,20 @@ class RankHeader(_Header):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """Sizes by stage are of one micro-batch, of the largest if they differ."""
+class Sizes:
+    """Sizes that a rank measured. Those by stage are of one micro-batch, of the largest if they differ."""
 
     iteration: int
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int] = field(default_factory=dict)
     after_input_bytes: Mapping[int, int] = field(default_factory=dict)  # held between the halves of a split backward
-    received_bytes: int = 0
+    received_bytes: int = 0  # of one micro-batch
     host_bytes: int = 0  # of host buffers for others, on this device
     shard_bytes: int = 0  # of one micro-batch, in a shard of the vocabulary between S and T; 0 until one was seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Iteration(_Sizes):
+class Iteration(Sizes):
     """One rank's part of one iteration."""
 
     program: Program
@@ -519,7 +519,7 @@ class MemoryHeader(_Header):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryMark(_Sizes):
+class MemoryMark(Sizes):
     """Memory of a rank after an action, or during it if there was an error."""
 
     action: str | None = None

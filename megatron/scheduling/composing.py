@@ -7,6 +7,7 @@ from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
 from megatron.scheduling.loop.halves import ask
+from megatron.scheduling.loop.iteration_graph import Recapture
 from megatron.scheduling.loop.megatron_loops import Hooks
 from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -34,6 +35,7 @@ def install(config: SchedulingConfig, args: Any = None) -> tuple[patches.Install
     # The loop has these too, but only to check their signatures.
     called = {patch: placed[patch] for patch in patches.LEAVES if patch in placed}
     wraps = placed | loop.wraps() | called
+    wraps[patches.GRAPHED] = patches.replaced_by(Recapture(driver).call)
     if args is not None and patches.LINEAR in wraps:
         wraps |= ask(args)
     reporter = None if watermark is None else Reporter(config, driver, watermark)

@@ -10,8 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
 from bpipe.build import build
+from bpipe.config.features.feature import Settings
 from bpipe.plan.budget import Devices, better_plan, one_budget_a_rank
 from bpipe.predict.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
 from bpipe.runtime.meter import largest_by
@@ -22,6 +24,7 @@ from bpipe.transport.distributed import gathered
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.log import say
 from megatron.scheduling.loop.measurements import FirstMeasured
+from megatron.scheduling.loop.megatron_loops import as_list
 from megatron.scheduling.loop.watermark import Besides, held
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.options.budgets import budget_of
@@ -63,15 +66,25 @@ class Learner:
         before = held(arguments["model"], arguments["optimizer"])
         result = run()
         self._learned = True
-        self._learn(before, held(arguments["model"], arguments["optimizer"]))
+        process = measure_process(
+            self._driver.rank,
+            self._driver.measured(),
+            before,
+            held(arguments["model"], arguments["optimizer"]),
+            self._driver.device,
+        )
+        if Settings(get_model_config(as_list(arguments["model"])[0])).cuda_graph_impl == "full_iteration":
+            # The memory of the graph is its own: the update does not use it.
+            process = replace(process, fixed_bytes=process.fixed_bytes + process.update_bytes, update_bytes=0)
+        self._learn(process)
         return result
 
-    def _learn(self, before: Besides, after: Besides) -> None:
+    def _learn(self, process: ProcessMemory) -> None:
         """Plan again. Collective over the world."""
         driver = self._driver
         assert self._config.memory is not None
         own = (
-            measure_process(driver.rank, driver.measured(), before, after, driver.device),
+            process,
             budget_of(self._config.memory),
             self._config.costs,
         )

@@ -31,7 +31,8 @@ from bpipe.predict.saved_tensors import moved_bytes, saves_input
 from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, sent_bytes
 from bpipe.predict.tensor_parallel import exposed
 from bpipe.predict.training import Fp8, Switches
-from bpipe.record.report.memory import RankSizes, rank_peaks
+from bpipe.record.format import Sizes
+from bpipe.record.report.memory import rank_peaks
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.host_buffers import num_host_buffers
 from bpipe.schedule.layout import Vocabulary
@@ -502,7 +503,9 @@ def _peaks_as_recorded(setup: Setup) -> tuple[int, ...]:
     for rank in range(setup.pipeline):
         received = sent_bytes(setup) if rank and saves_input(setup) else 0
         lent = num_host_buffers(schedule, rank) * moved[setup.pipeline - 1 - rank]
-        peak = rank_peaks(schedule, rank, RankSizes({rank: saved[rank]}, {rank: moved[rank]}, received, lent)).num_bytes
+        of_one, leaving = {rank: saved[rank]}, {rank: moved[rank]}
+        sizes = Sizes(iteration=1, saved_bytes=of_one, moved_bytes=leaving, received_bytes=received, host_bytes=lent)
+        peak = rank_peaks(schedule, rank, sizes).num_bytes
         assert peak is not None
         peaks.append(peak)
     return tuple(peaks)

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, OverBudget, smallest_bytes, within
+from bpipe.plan.budget import Devices, OverBudget, within
 from bpipe.plan.fit import budget_text
 from tests.gloo.compare import devices_of, same
 from tests.gloo.conftest import Case, Outcome
 from tests.gloo.flags import BPIPE, INPUT_BYTES, INTERLEAVED, REPORT
+from tests.support.smallest import smallest_bytes
 
 pytestmark = pytest.mark.timeout(300)
 

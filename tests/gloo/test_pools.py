@@ -13,11 +13,12 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, smallest_bytes, within
+from bpipe.plan.budget import Devices, within
 from bpipe.plan.fit import budget_text
 from tests.gloo.compare import as_predicted, devices_of, same
 from tests.gloo.conftest import Case, Outcome
 from tests.gloo.flags import BPIPE, INPUT_BYTES, REPORT
+from tests.support.smallest import smallest_bytes
 
 pytestmark = pytest.mark.timeout(400)
 

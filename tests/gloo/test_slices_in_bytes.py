@@ -11,7 +11,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build, orders_of
-from bpipe.plan.budget import Devices, smallest_bytes, within
+from bpipe.plan.budget import Devices, within
 from bpipe.plan.fit import budget_text
 from bpipe.predict.activations import memory_of_setup
 from bpipe.record.read import read_run
@@ -22,6 +22,7 @@ from tests.gloo.compare import devices_of, same, setup_of
 from tests.gloo.conftest import Case, Outcome, asked_for, slow_but
 from tests.gloo.flags import BPIPE, FULL, LLAMA, REPORT, SEQUENCE
 from tests.gloo.test_slices import BATCH, CORE, FURTHER, SLICES, TWO, UNEVEN, V2
+from tests.support.smallest import smallest_bytes
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -78,6 +78,9 @@ class _Graph:
 
     def register_generator_state(self, state: object) -> None: ...
 
+    def __del__(self) -> None:
+        extension().drop(self.number)
+
     def pool(self) -> int:
         return self.number
 

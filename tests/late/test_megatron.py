@@ -28,7 +28,10 @@ INTERLEAVED = f"{BATCH} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 # The same slices on CPUs, which nothing leaves.
 SLICES = f"{BATCH} --bpipe-slices 4"
 # Replays draw nothing anew on late devices.
-UNCAPTURED = f"{BATCH} --train-iters 5 --attention-dropout 0 --hidden-dropout 0 --no-check-for-nan-in-loss-and-grad"
+REPLAYABLE = "--attention-dropout 0 --hidden-dropout 0 --no-check-for-nan-in-loss-and-grad"
+UNCAPTURED = f"{BATCH} --train-iters 5 {REPLAYABLE}"
+# Five iterations of 4 micro-batches, and four of 8.
+UNCAPTURED_GROWS = f"--step-batch-size-schedule '0:8 2560:16' --train-iters 9 {REPLAYABLE}"
 UNCAPTURED_CHUNKS = f"{UNCAPTURED} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 # Two iterations, and one that is captured and replayed for the rest.
 CAPTURED = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
@@ -38,7 +41,10 @@ STOCK = {
     "slices": SLICES,
     "uncaptured": UNCAPTURED,
     "uncaptured_chunks": UNCAPTURED_CHUNKS,
+    "uncaptured_grows": UNCAPTURED_GROWS,
 }
+# More than a tiny model takes: after the first iteration nothing has to leave.
+BUDGET_GIB = 1
 OWN_MEMORY = f"{BPIPE} auto --bpipe-hosts host"
 ALL_HOSTS = f"{BPIPE} auto --bpipe-hosts all --bpipe-bound 6"
 
@@ -76,10 +82,23 @@ CASES: dict[str, tuple[str, str, Draw]] = {
     "captured_nccl": ("uncaptured", f"{CAPTURED} {BPIPE} nccl", Draw(22, eagerness=0.3)),
     "captured_own_memory": ("uncaptured", f"{CAPTURED} {OWN_MEMORY}", Draw(23, COMPUTE_LAST)),
     "captured_own_loop": ("uncaptured", f"{CAPTURED} {BPIPE} peer --bpipe-schedule zb-h1", Draw(24, AS_LATE)),
+    "captured_grows": ("uncaptured_grows", f"{CAPTURED} {BPIPE} peer", Draw(26)),
+    "captured_grows_nccl": ("uncaptured_grows", f"{CAPTURED} {BPIPE} nccl", Draw(27, COPIES_LAST)),
+    "captured_learns": ("uncaptured", f"{CAPTURED} {BPIPE} peer --bpipe-memory auto:{BUDGET_GIB}", Draw(29)),
     "captured_interleaved": ("uncaptured_chunks", f"{CAPTURED} {BPIPE} peer", Draw(25, AS_LATE)),
     "slices_own_memory": ("slices", f"{OWN_MEMORY} --bpipe-bound 3", Draw(15)),
 }
-DAILY = ("nccl", "peer", "timers_1", "own_loop", "all_hosts", "interleaved_nccl", "slices_nccl", "captured_peer")
+DAILY = (
+    "nccl",
+    "peer",
+    "timers_1",
+    "own_loop",
+    "all_hosts",
+    "interleaved_nccl",
+    "slices_nccl",
+    "captured_peer",
+    "captured_grows",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,6 +163,11 @@ def test_a_report_has_the_iterations_before_the_capture_and_all_losses(on_late_d
     assert steps == {"bpipe-evictions/stage-0": [1, 2], "bpipe-replay-ms": [3, 4, 5]}
     pools = [board.Scalars(f"bpipe-graph-pool-bytes/stage-{stage}")[-1].value for stage in range(4)]
     assert run.graph_pool_bytes == max(pools) > 0
+
+
+def test_a_batch_that_grows_is_captured_anew(on_late_devices: Outcome) -> None:
+    """Megatron alone replays the four micro-batches that it captured, and trains on half of a batch of eight."""
+    assert on_late_devices.said("captured_grows").count("this iteration is captured into a CUDA graph") == 2
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ In: cases, each with the draw its devices work by. Out: what each left, as of te
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ def train(
     described = [
         {
             "name": case.name,
-            "arguments": f"{common} {case.flags}".split(),
+            "arguments": shlex.split(f"{common} {case.flags}"),
             "draw": asdict(case.draw),
             "memory": case.memory,
         }

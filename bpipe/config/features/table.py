@@ -84,21 +84,6 @@ FEATURES: tuple[Feature, ...] = (
         moving=True,
     ),
     Feature(
-        "a learned budget with a CUDA graph of an iteration",
-        lambda s: (
-            _graphs_an_iteration(s) and (str(s.bpipe_memory).startswith("auto") or getattr(s.bpipe_memory, "learns", 0))
-        ),
-        "a budget that is learned changes the schedule after the first iteration",
-        "give --bpipe-memory in GiB, or use no CUDA graphs",
-        moving=True,
-    ),
-    Feature(
-        "a batch that grows with a CUDA graph of an iteration",
-        lambda s: _graphs_an_iteration(s) and bool(s.rampup_batch_size or s.step_batch_size_schedule),
-        "a CUDA graph replays as many micro-batches as it captured, whatever the batch has become",
-        "drop --rampup-batch-size and --step-batch-size-schedule, or use no CUDA graphs",
-    ),
-    Feature(
         "checks of replays",
         lambda s: _graphs_an_iteration(s) and _verifies_replays(s),
         "replays of a CUDA graph cannot be checked, only the iterations before its capture",

@@ -6,39 +6,16 @@ Megatron's flags have Megatron's names.
 from dataclasses import replace
 
 from bpipe.balance.config import BALANCES
-from bpipe.config.flags import schedules
+from bpipe.config.flags import schedules, values
 from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.config.flags.flag import Flag, InLaunch, Read, group, number
 from bpipe.config.flags.parser import REST
-from bpipe.config.flags.values import (
-    counted,
-    factor,
-    fraction,
-    layers,
-    positive,
-    predicted_slice_lengths,
-    seconds,
-    slice_lengths,
-    tokens,
-)
+from bpipe.predict import training
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
 from bpipe.predict.layer_variants import DISPATCHERS
 from bpipe.predict.model import PRESETS
 from bpipe.predict.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
-from bpipe.predict.training import (
-    ATTENTION,
-    CP_COMM_TYPES,
-    FP8_FORMATS,
-    FP8_RECIPES,
-    KEPT_HALVES,
-    KERNELS,
-    PRECISIONS,
-    STATE_CHOICES,
-    SWITCH_HELP,
-    WHOLE,
-    flag_of,
-)
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
@@ -52,11 +29,11 @@ def recomputation(text: str) -> str:
 
 def _size(field: str, text: str, otherwise: str = "", default: int | None = None, launched: Read | None = None) -> Flag:
     text += f" (default: the model's{otherwise and f', or without a model {otherwise}'})"
-    return number(field, flag_of(field), text, launch=InLaunch(default=default, read=launched))
+    return number(field, training.flag_of(field), text, launch=InLaunch(default=default, read=launched))
 
 
 def _switch(field: str, text: str, *, megatrons: bool = True) -> Flag:
-    return Flag(field, flag_of(field), text, launch=InLaunch() if megatrons else None)
+    return Flag(field, training.flag_of(field), text, launch=InLaunch() if megatrons else None)
 
 
 # -- the model
@@ -73,8 +50,8 @@ SEQUENCE = Flag(
     "--seq-length --seq",
     "tokens per sequence, such as 8192 or 8k (default: the model's)",
     "N",
-    tokens,
-    launch=InLaunch(read=positive),
+    values.tokens,
+    launch=InLaunch(read=values.positive),
 )
 VOCABULARY_SIZE = number(
     "vocabulary",
@@ -93,7 +70,7 @@ SIZES = (
         "mtp_num_layers",
         "number of further tokens that are predicted (multi-token prediction)",
         "none",
-        launched=counted,
+        launched=values.counted,
     ),
 )
 MODEL_SWITCHES = (
@@ -140,21 +117,21 @@ ATTENTION_KIND = Flag(
     "--attention",
     "attention kernel (default flash, which needs a GPU and Transformer Engine)",
     default="flash",
-    choices=ATTENTION,
+    choices=training.ATTENTION,
 )
 CP_COMM = Flag(
     "cp_comm_type",
     "--cp-comm-type",
     "with --cp: how attention reaches the rest of a sequence (default p2p, a ring)",
-    default=CP_COMM_TYPES[0],
-    choices=CP_COMM_TYPES,
+    default=training.CP_COMM_TYPES[0],
+    choices=training.CP_COMM_TYPES,
 )
 PRECISION = Flag(
     "precision",
     "--precision",
     "training precision; gradients have 32 bits with bf16 and 16 bits with fp16 (default bf16)",
     default="bf16",
-    choices=PRECISIONS,
+    choices=training.PRECISIONS,
 )
 NO_DISTRIBUTED_OPTIMIZER = _switch(
     "no_distributed_optimizer",
@@ -167,14 +144,14 @@ NO_SEQUENCE_PARALLEL = _switch(
     megatrons=False,
 )
 SWITCHES = tuple(
-    Flag(field, flag_of(field), text, launch=InLaunch())
-    for field, text in SWITCH_HELP.items()
+    Flag(field, training.flag_of(field), text, launch=InLaunch())
+    for field, text in training.SWITCH_HELP.items()
     if field != "bpipe_differing_sizes"
 )  # fmt: skip
 DIFFERING_SIZES = Flag(
     "bpipe_differing_sizes",
     "--bpipe-differing-sizes",
-    SWITCH_HELP["bpipe_differing_sizes"],
+    training.SWITCH_HELP["bpipe_differing_sizes"],
     launch=InLaunch(
         help="micro-batches of one stage may save differing sizes: host buffers get a reserve and "
         "grow between iterations; a micro-batch too large for its buffer stays on its rank, and "
@@ -191,19 +168,19 @@ _TYPED = {
 STATE_TYPES = (
     Flag(
         "use_precision_aware_optimizer",
-        flag_of("use_precision_aware_optimizer"),
+        training.flag_of("use_precision_aware_optimizer"),
         "let Transformer Engine's Adam keep each part of its state in a type of its own",
         launch=InLaunch(),
     ),
     *(
         Flag(
             field,
-            flag_of(field),
-            f"with --use-precision-aware-optimizer: type of {_TYPED[field]} (default {WHOLE})",
+            training.flag_of(field),
+            f"with --use-precision-aware-optimizer: type of {_TYPED[field]} (default {training.WHOLE})",
             choices=choices,
-            launch=InLaunch(default=WHOLE),
+            launch=InLaunch(default=training.WHOLE),
         )
-        for field, choices in STATE_CHOICES.items()
+        for field, choices in training.STATE_CHOICES.items()
     ),
     _switch(
         "optimizer_cpu_offload",
@@ -212,10 +189,10 @@ STATE_TYPES = (
     ),
     Flag(
         "optimizer_offload_fraction",
-        flag_of("optimizer_offload_fraction"),
+        training.flag_of("optimizer_offload_fraction"),
         "with --optimizer-cpu-offload: share of the parameters (default 1)",
         "X",
-        fraction,
+        values.fraction,
         launch=InLaunch(default=1.0),
     ),
 )
@@ -231,22 +208,22 @@ TRAINING = group(
         "--kernels",
         "kernels that decide what is saved; cpu: those of Megatron without a GPU, with nothing fused (default gpu)",
         default="gpu",
-        choices=KERNELS,
+        choices=training.KERNELS,
     ),
     NO_DISTRIBUTED_OPTIMIZER,
     Flag(
         "fp8_format",
         "--fp8-format",
         "compute the layers' matrix products in FP8, in this format",
-        choices=FP8_FORMATS,
+        choices=training.FP8_FORMATS,
         launch=InLaunch(),
     ),
     Flag(
         "fp8_recipe",
         "--fp8-recipe",
-        f"with --fp8-format: how scales are chosen (default {FP8_RECIPES[0]})",
-        choices=FP8_RECIPES,
-        launch=InLaunch(default=FP8_RECIPES[0], choices=(*FP8_RECIPES, "custom")),
+        f"with --fp8-format: how scales are chosen (default {training.FP8_RECIPES[0]})",
+        choices=training.FP8_RECIPES,
+        launch=InLaunch(default=training.FP8_RECIPES[0], choices=(*training.FP8_RECIPES, "custom")),
     ),
     _switch("fp8_param_gather", "with --fp8-format: keep and gather weights in FP8 only"),
     *STATE_TYPES,
@@ -286,7 +263,7 @@ EXPERTS = group(
         "--moe-expert-capacity-factor",
         "an expert takes at most X times its even share of tokens (default: no limit)",
         "X",
-        factor,
+        values.factor,
         launch=InLaunch(),
     ),
     Flag(
@@ -329,9 +306,9 @@ KEEP_WEIGHTS_HALVES = Flag(
     "--keep-weights-halves",
     "with split backwards: the weight gradients that wait for the second half, W. linear: those of linear layers; "
     "none: none, so the first half, I, is the whole backward (default linear)",
-    default=KEPT_HALVES[0],
-    choices=KEPT_HALVES,
-    launch=InLaunch("--bpipe-keep-weights-halves", KEPT_HALVES[0]),
+    default=training.KEPT_HALVES[0],
+    choices=training.KEPT_HALVES,
+    launch=InLaunch("--bpipe-keep-weights-halves", training.KEPT_HALVES[0]),
 )
 MEMORY = Flag(
     "memory",
@@ -355,12 +332,12 @@ SLICE_LENGTHS = Flag(
     "with --slices: tokens of each slice (default even). even: equal lengths; work: equal FLOPs, so later slices "
     "are shorter; time: equal predicted time, which is launched as a list; or a list",
     "even|work|time|N,N,...",
-    predicted_slice_lengths,
+    values.predicted_slice_lengths,
     default=EVEN,
     launch=InLaunch(
         "--bpipe-slice-lengths",
         EVEN,
-        read=slice_lengths,
+        read=values.slice_lengths,
         value="even|work|N,N,...",
         help="with --bpipe-slices: tokens of each slice (default even). even: equal lengths; work: "
         "equal FLOPs, so later slices are shorter, for long sequences; or a list, such as `bpipe "
@@ -372,7 +349,7 @@ LAYERS = Flag(
     "--layers",
     "number of layers of every stage (default: equal, or one more on stages before the last)",
     "N,N,...",
-    layers,
+    values.layers,
 )
 CONFIGURATION = group(
     "configuration",
@@ -479,7 +456,7 @@ SEARCHED_FLAGS = group(
         "processor seconds after which the search ends, if it has a row, and says how fast what it has not looked at "
         "may be (default 12)",
         "SECONDS",
-        seconds,
+        values.seconds,
         12.0,
     ),
     Flag(

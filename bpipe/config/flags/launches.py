@@ -38,6 +38,7 @@ def argument_of(flag: str) -> str:
 
 
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+_IMPLEMENTATIONS = ("local", "transformer_engine", "inference_optimized")
 _POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 
 
@@ -59,59 +60,41 @@ def _switches(*names: str) -> list[Flag]:
     return [Flag(name[2:].replace("-", "_"), "", "", launch=InLaunch(name)) for name in names]
 
 
-_SIZES = (
+MEGATRON = (
     *_of(positive, "--padded-vocab-size", "--max-position-embeddings", "--num-layers-per-virtual-pipeline-stage"),
-    *_of(
-        positive, "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--recompute-num-layers"
-    ),
+    *_of(positive, "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *_of(positive, "--recompute-num-layers"),
     *_of(positive, "--make-vocab-size-divisible-by", default=128),
-)
-_LAYERS = (
     *_of(str, "--pipeline-model-parallel-layout"),
     *_of(str, "--normalization", default="LayerNorm", choices=("LayerNorm", "RMSNorm")),
     *_of(str, "--position-embedding-type", default="learned_absolute", choices=_POSITIONS),
     *_of(float, "--attention-dropout", "--hidden-dropout", default=0.1),
     *_switches("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
     *_switches("--group-query-attention", "--use-rotary-position-embeddings"),
-)
-_TRAINING = (
     *_of(str, "--cp-comm-type", default=["p2p"], count="+"),
     *_of(str, "--attention-backend", default="auto", choices=_BACKENDS),
-    *_of(
-        str,
-        "--transformer-impl",
-        default="transformer_engine",
-        choices=("local", "transformer_engine", "inference_optimized"),
-    ),
+    *_of(str, "--transformer-impl", default="transformer_engine", choices=_IMPLEMENTATIONS),
+    *_of(str, "--cuda-graph-impl", default="none", choices=("none", "local", "transformer_engine", "full_iteration")),
     *_of(str, "--recompute-granularity", choices=("full", "selective")),
     *_of(str, "--recompute-method", choices=("uniform", "block")),
     *_of(str, "--recompute-modules", count="+"),
-    *_switches(
-        "--recompute-activations",
-        "--sequence-parallel",
-        "--fp16",
-        "--bf16",
-        "--use-distributed-optimizer",
-        "--use-flash-attn",
-    ),
+    *_switches("--recompute-activations", "--sequence-parallel", "--fp16", "--bf16", "--use-distributed-optimizer"),
+    *_switches("--use-flash-attn"),
     *_switches("--sft", "--dataloader-inter-document-masking", "--apply-query-key-layer-scaling"),
-)
-_EXPERTS = (
+    # Experts.
     *_of(positive, "--num-experts", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"),
     *_of(positive, "--moe-router-topk", default=2),
     *_of(str, "--moe-router-score-function", default="softmax", choices=("softmax", "sigmoid", "sqrtsoftplus")),
     *_of(str, "--moe-layer-freq", default=1),
     *_switches("--moe-shared-expert-gate", "--moe-grouped-gemm"),
-)
-_LATENT = (
+    # Latent attention, and windows.
     *_switches("--multi-latent-attention"),
     *_of(positive, "--q-lora-rank"),
     *_of(positive, "--kv-lora-rank", default=32),
     *_of(positive, "--qk-head-dim", "--v-head-dim", default=128),
     *_of(positive, "--qk-pos-emb-head-dim", default=64),
     *_of(str, "--window-size", "--window-attn-skip-freq"),
-)
-_HYBRID = (
+    # Hybrid models.
     *_of(str, "--hybrid-layer-pattern", "--hybrid-override-pattern"),
     *_of(str, "--spec", count="*"),
     *_of(positive, "--mamba-state-dim", default=128),
@@ -120,7 +103,6 @@ _HYBRID = (
     *_of(positive, "--mamba-num-heads"),
     *_switches("--is-hybrid-model"),
 )
-MEGATRON = (*_SIZES, *_LAYERS, *_TRAINING, *_EXPERTS, *_LATENT, *_HYBRID)
 
 _ROWS = {
     flag.in_launch: flag

@@ -7,9 +7,11 @@ counted as layers, and a layout that lists every stage. A test holds both direct
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
+from bpipe.config.flags.flag import Options
+from bpipe.config.flags.launches import argument_of
 from bpipe.predict.hybrid import MOST_LAYERS
 from bpipe.predict.layer_counts import without_layers
 
@@ -20,37 +22,25 @@ COUNT_EMBEDDING, COUNT_LOSS = "--account-for-embedding-in-pipeline-split", "--ac
 LAYOUT = "--pipeline-model-parallel-layout"
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The values of Megatron's flags, None or False where one is not given."""
+def given(args: Options, *flags: str) -> list[Any]:
+    """Return the values of flags: None or False where one is not given."""
+    return [getattr(args, argument_of(flag)) for flag in flags]
 
-    layers_of_a_chunk: int | None = None
-    chunks: int | None = None
-    first: int | None = None
-    last: int | None = None
-    count_embedding: bool = False
-    count_loss: bool = False
-    layout: str | None = None
-    further: int = 0
-    """Layers that predict further tokens."""
 
-    def __post_init__(self) -> None:
-        numbers = {LAYERS_OF_A_CHUNK: self.layers_of_a_chunk, CHUNKS: self.chunks, FIRST: self.first, LAST: self.last}
-        for flag, value in numbers.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} is {value}, but must be at least 1")
-        if [self.layers_of_a_chunk, self.chunks, self.layout].count(None) < 2:
-            raise ValueError(f"{LAYERS_OF_A_CHUNK}, {CHUNKS} and {LAYOUT} exclude each other: give one of them")
-        ends = self.first is not None or self.last is not None
-        counted = self.count_embedding or self.count_loss
-        if ends and counted:
-            raise ValueError(f"{FIRST} / {LAST} and {COUNT_EMBEDDING} / {COUNT_LOSS} exclude each other: give either")
-        if self.layout is not None and (ends or counted):
-            raise ValueError(
-                f"{LAYOUT} says where every layer is: drop {FIRST}, {LAST}, {COUNT_EMBEDDING} and {COUNT_LOSS}"
-            )
-        if ends and self.layers_of_a_chunk is not None:
-            raise ValueError(f"with {FIRST} / {LAST} Megatron needs {CHUNKS} instead of {LAYERS_OF_A_CHUNK}")
+def check_split(args: Options) -> None:
+    """Raise ValueError for flags that exclude each other."""
+    layers_of_a_chunk, chunks, layout = given(args, LAYERS_OF_A_CHUNK, CHUNKS, LAYOUT)
+    if [layers_of_a_chunk, chunks, layout].count(None) < 2:
+        raise ValueError(f"{LAYERS_OF_A_CHUNK}, {CHUNKS} and {LAYOUT} exclude each other: give one of them")
+    ends, counted = any(given(args, FIRST, LAST)), any(given(args, COUNT_EMBEDDING, COUNT_LOSS))
+    if ends and counted:
+        raise ValueError(f"{FIRST} / {LAST} and {COUNT_EMBEDDING} / {COUNT_LOSS} exclude each other: give either")
+    if layout is not None and (ends or counted):
+        raise ValueError(
+            f"{LAYOUT} says where every layer is: drop {FIRST}, {LAST}, {COUNT_EMBEDDING} and {COUNT_LOSS}"
+        )
+    if ends and layers_of_a_chunk is not None:
+        raise ValueError(f"with {FIRST} / {LAST} Megatron needs {CHUNKS} instead of {LAYERS_OF_A_CHUNK}")
 
 
 def split_flags(layers: tuple[int, ...], pipeline: int, further: int = 0, mtp_stage: int | None = None) -> list[str]:
@@ -105,46 +95,48 @@ def _repeated(symbol: str, number: int) -> str:
     return symbol if number == 1 else f"{symbol}*{number}" if number else ""
 
 
-def read_split(split: Split, num_layers: int, pipeline: int) -> tuple[int, ...]:
+def read_split(args: Options) -> tuple[int, ...]:
     """Return the layers of every stage as Megatron places them. Raises ValueError for what it would refuse."""
-    if split.layout is not None:
-        return _read_layout(split.layout, num_layers, pipeline, split.further)
-    ranks = _rank_layers(split, num_layers, pipeline)
-    chunks = split.chunks or 1
-    if split.layers_of_a_chunk is not None:
-        if ranks[0] % split.layers_of_a_chunk:
-            raise ValueError(
-                f"{LAYERS_OF_A_CHUNK} {split.layers_of_a_chunk} does not divide the {ranks[0]} layers of a rank"
-            )
-        chunks = ranks[0] // split.layers_of_a_chunk
+    check_split(args)
+    layers_of_a_chunk, chunks, layout = given(args, LAYERS_OF_A_CHUNK, CHUNKS, LAYOUT)
+    if layout is not None:
+        return _read_layout(layout, args)
+    ranks = _rank_layers(args)
+    chunks = chunks or 1
+    if layers_of_a_chunk is not None:
+        if ranks[0] % layers_of_a_chunk:
+            raise ValueError(f"{LAYERS_OF_A_CHUNK} {layers_of_a_chunk} does not divide the {ranks[0]} layers of a rank")
+        chunks = ranks[0] // layers_of_a_chunk
     for rank, num in enumerate(ranks):
         if num % chunks:
             raise ValueError(f"{CHUNKS} {chunks} does not divide the {num} layers of rank {rank}")
     layers = [num // chunks for num in ranks] * chunks
-    layers[0] -= split.count_embedding
-    layers[-1] -= split.count_loss
+    count_embedding, count_loss = given(args, COUNT_EMBEDDING, COUNT_LOSS)
+    layers[0] -= count_embedding
+    layers[-1] -= count_loss
     refuse_empty(layers)
     return tuple(layers)
 
 
-def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
+def _rank_layers(args: Options) -> list[int]:
     """Return the layers of every rank, with embedding and loss if they count as layers."""
-    first, last = ([] if end is None else [end] for end in (split.first, split.last))
-    left = num_layers - sum(first) - sum(last) + split.count_embedding + split.count_loss
-    ranks = pipeline - len(first) - len(last)
+    first, last = ([] if end is None else [end] for end in given(args, FIRST, LAST))
+    counted = [flag for flag in (COUNT_EMBEDDING, COUNT_LOSS) if any(given(args, flag))]
+    left = args.num_layers - sum(first) - sum(last) + len(counted)
+    ranks = args.pipeline_model_parallel_size - len(first) - len(last)
     if ranks < 0 or left < 0 or (not ranks and left) or (ranks and left % ranks):
-        flags = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
-        flags += [COUNT_EMBEDDING] * split.count_embedding + [COUNT_LOSS] * split.count_loss
+        flags = [f"{flag} {value}" for flag, values in ((FIRST, first), (LAST, last)) for value in values] + counted
         besides = f" with {' '.join(flags)}" if flags else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
         raise ValueError(
-            f"--num-layers {num_layers} cannot be divided evenly over --pipeline-model-parallel-size {pipeline}{besides}"
+            f"--num-layers {args.num_layers} cannot be divided evenly over --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}{besides}"
         )
     return [*first, *([left // ranks] * ranks if ranks else []), *last]
 
 
-def further_stage(split: Split) -> int | None:
+def further_stage(layout: str | None) -> int | None:
     """Return the stage of a layout that predicts further tokens; None: the last one, or there are none."""
-    stages = [] if split.layout is None else _spelled(split.layout).split("|")
+    stages = [] if layout is None else _spelled(layout).split("|")
     return next((stage for stage, layers in enumerate(stages[:-1]) if "m" in layers), None)
 
 
@@ -164,8 +156,8 @@ def _spelled(text: str) -> str:
     return spelled
 
 
-def _read_layout(text: str, num_layers: int, pipeline: int, further: int) -> tuple[int, ...]:
-    spelled = _spelled(text)
+def _read_layout(text: str, args: Options) -> tuple[int, ...]:
+    spelled, further = _spelled(text), args.mtp_num_layers or 0
     if not re.fullmatch(r"E[t|]*m*\|?L", spelled):
         raise ValueError(
             f"{LAYOUT} {text[:60]}: give one E first, then t for every layer with | between stages, m for every further "
@@ -177,11 +169,12 @@ def _read_layout(text: str, num_layers: int, pipeline: int, further: int) -> tup
             f"{further or 'not given'}"
         )
     layers = [stage.count("t") for stage in spelled.split("|")]
-    if len(layers) % pipeline:
-        raise ValueError(f"{LAYOUT} {text[:60]} has {len(layers)} stages, not a multiple of the {pipeline} ranks")
-    if sum(layers) != num_layers:
-        raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, but --num-layers is {num_layers}")
-    refuse_empty(layers, further_stage(Split(layout=text)))
+    if len(layers) % args.pipeline_model_parallel_size:
+        ranks = f"the {args.pipeline_model_parallel_size} ranks"
+        raise ValueError(f"{LAYOUT} {text[:60]} has {len(layers)} stages, not a multiple of {ranks}")
+    if sum(layers) != args.num_layers:
+        raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, but --num-layers is {args.num_layers}")
+    refuse_empty(layers, further_stage(text))
     return tuple(layers)
 
 

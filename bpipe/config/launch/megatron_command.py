@@ -1,6 +1,6 @@
 """Read a Megatron launch as this package's own options.
 
-`config.flags.launches.READ` lists the flags that are read. `other_flags` lists those that are refused, because they would
+`config.flags.launches.READ` lists the flags that are read. `megatron_names` lists those that are refused, because they would
 change the result and are not modelled, and those without influence. Any other flag is listed as not considered. Imports
 no Megatron; a test holds the tables to the parser of the installed one.
 """
@@ -15,14 +15,28 @@ from bpipe.config.flags.flag import Options
 from bpipe.config.flags.launches import SAME
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.flags.values import AUTO
-from bpipe.config.launch.expert_flags import parts_of_flags
-from bpipe.config.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
-from bpipe.config.launch.layer_split import Split, further_stage
-from bpipe.config.launch.megatron_names import unknown_flags, unknown_note
+from bpipe.config.launch.layer_flags import hybrid_of_flags, layers_of, parts_of_flags, settle_pattern
+from bpipe.config.launch.layer_split import CHUNKS, LAYERS_OF_A_CHUNK, LAYOUT, further_stage, given
+from bpipe.config.launch.megatron_names import (
+    GRAPHS,
+    PREDICTED_WITHOUT,
+    REFUSED,
+    is_without_influence,
+    refused_for,
+    unknown_flags,
+    unknown_note,
+)
 from bpipe.config.launch.megatron_settings import MegatronSettings
-from bpipe.config.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.predict.recompute import MODULES, Recompute
-from bpipe.predict.training import CP_COMM_TYPES, FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, flag_of
+from bpipe.predict.training import (
+    CP_COMM_TYPES,
+    CUDA_GRAPHS,
+    FP8_RECIPES,
+    IMPLEMENTATIONS,
+    STATE_FIELDS,
+    SWITCHES,
+    flag_of,
+)
 from bpipe.schedule.families.families import FAMILIES
 
 # Fields whose values a launch gives unchanged.
@@ -190,27 +204,17 @@ def _model(args: Options, notes: list[str]) -> dict[str, Any]:
 
 
 def _parallel(args: Options) -> dict[str, Any]:
-    pipeline, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
-    if not (args.num_layers_per_virtual_pipeline_stage or chunks or args.pipeline_model_parallel_layout):
-        chunks = _own_chunks(args.bpipe_schedule)
-    split = Split(
-        layers_of_a_chunk=args.num_layers_per_virtual_pipeline_stage,
-        chunks=chunks,
-        first=args.decoder_first_pipeline_num_layers,
-        last=args.decoder_last_pipeline_num_layers,
-        count_embedding=args.account_for_embedding_in_pipeline_split,
-        count_loss=args.account_for_loss_in_pipeline_split,
-        layout=args.pipeline_model_parallel_layout,
-        further=args.mtp_num_layers or 0,
-    )
-    layers = layers_of(args, split)
+    pipeline = args.pipeline_model_parallel_size
+    if not any(given(args, LAYERS_OF_A_CHUNK, CHUNKS, LAYOUT)):
+        args.num_virtual_stages_per_pipeline_rank = _own_chunks(args.bpipe_schedule)
+    layers = layers_of(args)
     options = {
         **{field: getattr(args, SAME[field]) for field in _CUT},
         "pipeline": pipeline,
         **_context(args),
         "chunks": len(layers) // pipeline,
         "layers": layers,
-        "mtp_stage": further_stage(split),
+        "mtp_stage": further_stage(args.pipeline_model_parallel_layout),
         "no_sequence_parallel": not args.sequence_parallel,
         "balance": BALANCES[args.bpipe],
         **{flag.field: getattr(args, SAME[flag.field]) for flag in ORDER},
@@ -258,6 +262,11 @@ def _training(args: Options, notes: list[str]) -> dict[str, Any]:
         switches["tp_comm_overlap"] = False
     if args.fp8_format is not None and args.fp8_recipe == "custom":
         raise ValueError(f"--fp8-recipe custom is not modelled: give one of {', '.join(FP8_RECIPES)}")
+    if args.cuda_graph_impl not in CUDA_GRAPHS:
+        raise ValueError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} is not modelled: {GRAPHS}; leave the flag out to predict the run "
+            "without it"
+        )
     attention = _attention(args, notes)
     differing = [flag_of(name) for name in _DIFFERING if getattr(args, name)]
     if differing:
@@ -268,6 +277,7 @@ def _training(args: Options, notes: list[str]) -> dict[str, Any]:
         "transformer_impl": "local"
         if "local" in (args.transformer_impl, args.attention_backend)
         else IMPLEMENTATIONS[0],
+        "cuda_graph_impl": args.cuda_graph_impl,
         "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
         "no_distributed_optimizer": not args.use_distributed_optimizer,
         **switches,

@@ -10,12 +10,11 @@ from dataclasses import asdict
 from bpipe.balance.config import BalanceConfig
 from bpipe.config.flags.budgets import budget_text
 from bpipe.config.flags.launches import words
-from bpipe.config.launch.expert_flags import flags_of_parts
-from bpipe.config.launch.hybrid_flags import flags_of_hybrid
+from bpipe.config.launch.layer_flags import flags_of_hybrid, flags_of_parts
 from bpipe.config.launch.layer_split import split_flags
 from bpipe.predict.layout import Setup
 from bpipe.predict.recompute import Recompute
-from bpipe.predict.training import SWITCHES, StateTypes
+from bpipe.predict.training import CUDA_GRAPHS, SWITCHES, StateTypes
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import PAIR
@@ -121,10 +120,11 @@ def _schedule_flags(setup: Setup) -> list[str]:
 
 
 def _memory(setup: Setup) -> list[str]:
-    fp8, types = setup.fp8, setup.state_types
+    fp8, types, is_captured = setup.fp8, setup.state_types, setup.cuda_graph_impl != CUDA_GRAPHS[0]
     values = {
         "attention_backend": "flash" if setup.attention == "flash" else "unfused",
         "transformer_impl": "local" if setup.transformer_impl == "local" else None,
+        "cuda_graph_impl": setup.cuda_graph_impl if is_captured else None,
         **{name: setup.precision == name for name in ("bf16", "fp16")},
         "fp8_format": None if fp8 is None else fp8.format,
         "fp8_recipe": None if fp8 is None else fp8.recipe,
@@ -137,7 +137,9 @@ def _memory(setup: Setup) -> list[str]:
             name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES
         },
     }
-    return [*_recompute_flags(setup.recomputed), *words(values)]
+    # Without it Megatron refuses the graph: a replay cannot ask whether a loss is a number.
+    no_check = ["--no-check-for-nan-in-loss-and-grad"] if is_captured else []
+    return [*_recompute_flags(setup.recomputed), *words(values), *no_check]
 
 
 def _recompute_flags(recompute: Recompute) -> list[str]:

@@ -1,10 +1,11 @@
-"""Find flags of a launch that neither Megatron nor this project has.
+"""Flags of Megatron by name: those that nobody has, those that are refused, and those without influence.
 
 Megatron's names are in `megatron_flags.txt`, one per line: those of the version that this package installs, to whose
-parser a test holds them. Ours are those of the table.
+parser a test holds them and the tables below. Ours are those of the table of flags.
 """
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
 
@@ -53,3 +54,114 @@ def without(unknown: Sequence[str], flags: Sequence[str]) -> list[str]:
             is_known = word.partition("=")[0] not in unknown
         kept += [word] if is_known else []
     return kept
+
+
+_OFFLOAD, _FSDP = "offloading", "sharding by FSDP"
+_LOW = "4-bit training, or 8-bit training of only some layers or of more than matrices"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+GRAPHS = "CUDA graphs, which keep what they capture in memory of their own"
+# Values with which a refused flag may be given; further ones by flag.
+_NEUTRAL = ("0", "None", "none")
+_NEUTRAL_OF = {
+    "--tensor-parallel-num-weight-shards": "1",
+    "--expert-tensor-parallel-num-weight-shards": "1",
+    "--num-distributed-optimizer-instances": "1",
+    "--optimizer": "adam",
+    "--muon-scalar-optimizer": "adam",
+    "--cross-entropy-fusion-impl": "native",
+    "--mlp-chunks-for-training": "1",
+}
+REFUSED = {
+    "--moe-layer-recompute": "an old name of the supported --recompute-granularity selective --recompute-modules moe",
+    "--moe-latent-size": "experts of a smaller hidden size",
+    "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
+    **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading"), _OFFLOAD),
+    **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
+    **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
+    "--hybrid-context-parallel": "context parallelism whose size differs by sequence",
+    "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
+    "--distribute-saved-activations": "distributed saved activations",
+    **dict.fromkeys(("--experimental-attention-variant", "--use-kitchen-attention"), "another attention"),
+    "--qk-l2-norm": "norms of queries and keys that compute in 32 bit",
+    "--mtp-hybrid-override-pattern": "multi-token prediction by hybrid layers",
+    **dict.fromkeys(
+        ("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
+        "layers of different kinds",
+    ),
+    "--disable-mamba-mem-eff-path": "kernels of Mamba layers that keep more",
+    "--attention-output-gate": "a gate after attention",
+    "--quick-geglu": "this activation function",
+    "--use-checkpoint-args": "sizes from a checkpoint",
+    "--yaml-cfg": "flags from a file",
+    GROUP: "larger groups of micro-batches",
+    "--optimizer": "an optimizer other than Adam, whose state has another size",
+    "--muon-scalar-optimizer": "Muon, whose state has another size",
+    **dict.fromkeys(("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"), GRAPHS),
+    "--cross-entropy-fusion-impl": "another loss, which keeps no softmax in 32 bit",
+    "--fp16-lm-cross-entropy": "a loss in 16 bit",
+    # `MLP.forward` adds an offset to the one half, which makes a tensor of it, too.
+    "--no-bias-swiglu-fusion": "a SwiGLU of separate kernels, which keep two more tensors inside the MLP",
+    "--fp32-residual-connection": "activations between layers in 32 bit",
+    "--defer-embedding-wgrad-compute": "an output layer that keeps the logits' gradients of several micro-batches",
+    "--overlap-moe-expert-parallel-comm": "forwards and backwards of two micro-batches at once",
+    "--moe-paged-stash": "experts' inputs in pages",
+    "--moe-expert-rank-capacity-factor": "a budget of tokens for all experts of a device",
+    "--moe-ncclep-static-shape": "experts' inputs in a buffer for the largest of them",
+    "--mlp-chunks-for-training": "an MLP in parts of the sequence",
+    "--no-clone-scatter-output-in-embedding": "an embedding whose whole output every tensor-parallel rank keeps",
+    **dict.fromkeys(("--logits-load-dir", "--logits-save-dir"), "logits of another model, or kept for one"),
+    "--ddp-reduce-scatter-with-fp32-accumulation": "gradients that are reduced through a buffer of their size",
+    "--no-fp8-wgrad": "gradients of weights by 16-bit products, whose inputs are kept in 16 bit",
+    "--num-distributed-optimizer-instances": "optimizer state on only some of the replicas",
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients of some weights in 32 bit",
+    "--use-transformer-engine-op-fuser": "an MLP of fused operations",
+    "--te-precision-config-file": "precisions from a file",
+    "--freeze-all-layers": "layers that are not trained",
+    "--perform-rl-step": "reinforcement learning",
+}
+
+# Refused flags that describe the kernels `cpu`, which are modelled.
+OF_A_CPU = ("--no-bias-swiglu-fusion",)
+
+# Flags that are predicted as if they were not given, and why.
+PREDICTED_WITHOUT = {
+    "--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without the flag",
+    # By Megatron's modules: fused kernels keep their input, the others the sum of input and bias.
+    "--no-bias-gelu-fusion": "keeps one input of the GELU, as without the flag: same memory, but it takes longer",
+    "--no-rope-fusion": "keeps sines and cosines for every layer, which are small beside it: predicted as without the flag",
+    "--no-gradient-accumulation-fusion": "makes the gradient of one weight more at a time: predicted as without the flag",
+    "--mtp-detach-heads": "keeps the same, and ends the backward of further tokens earlier: predicted as without the flag",
+    "--no-bias-dropout-fusion": "keeps the same mask of one byte per value: same memory, but it takes longer",
+}
+
+# Patterns of flags.
+WITHOUT_INFLUENCE = """
+    --*-data-path --*weight-decay* --adam-* --app-tag-* --async-* --auto-detect-ckpt-format --bpipe-executor
+    --bpipe-peak-tflops --bpipe-report* --bpipe-strict --bpipe-timeout --bpipe-verify --ckpt-*
+    --clip-grad --cuda-graph-warmup-steps --data-args-path --data-cache-path --data-path --dataloader-type --ddp-average-in-collective
+    --decoupled-* --disable-gloo-process-groups --dist-ckpt-* --distributed-backend --distributed-timeout-*
+    --eod-mask-loss --eval-i* --exit-* --finetune --fp8-amax-* --fp8-margin --hysteresis --init-method-*
+    --initial-loss-scale --load --local-rank --log-* --logging-level --loss-scale* --lr --lr-* --mamba-inference-*
+    --manual-gc* --merge-file --min-loss-scale --min-lr --mock-data --mtp-loss-scaling-factor
+    --no-check-for-nan-in-loss-and-grad --no-create-attention-mask-in-dataloader --no-initialization --no-load-*
+    --no-mmap-bin-files --no-one-logger --no-save-* --non-persistent-* --norm-epsilon --null-tokenizer-*
+    --num-dataset-builder-threads --num-workers --one-logger-* --override-opt* --profile* --pytorch-profiler-*
+    --rerun-mode --reset-* --rotary-base --save --save-interval --save-retain-interval --seed --sgd-momentum
+    --skip-train --split --tensorboard-* --timing-* --tokenizer-* --train-iters --train-samples --trust-remote-code
+    --use-checkpoint-opt* --use-cpu-initialization --use-dist-ckpt --use-mcore-models --use-pytorch-profiler
+    --vocab-file --wandb-*
+""".split()
+
+
+def refused_for(flag: str, value: str, own_group: str) -> str | None:
+    """Return what is not modelled of a flag with this value; None if nothing is.
+
+    `own_group`: the default size of groups of micro-batches, the number of ranks.
+    """
+    neutral = (*_NEUTRAL, own_group if flag == GROUP else _NEUTRAL_OF.get(flag))
+    return None if value in neutral else REFUSED.get(flag)
+
+
+def is_without_influence(flag: str) -> bool:
+    """Whether a flag changes neither memory nor time."""
+    return any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)

@@ -1,6 +1,6 @@
 """Settings of a Megatron training, as far as predictions depend on them, from its flags, its parsed arguments or its log.
 
-Reads what the table `config.flags.launches.READ` covers and what `other_flags` refuses. Imports no Megatron; a test holds
+Reads what the table `config.flags.launches.READ` covers and what `megatron_names` refuses. Imports no Megatron; a test holds
 the names of arguments to the installed parser.
 """
 
@@ -18,7 +18,7 @@ from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.flag import Flag, Options
 from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
 from bpipe.config.flags.parser import parser_of_launch
-from bpipe.config.launch.other_flags import GROUP, REFUSED
+from bpipe.config.launch.megatron_names import GROUP, REFUSED
 from bpipe.values import LARGEST
 
 _BEGIN, _END = re.compile(r"(?<!-)-{8,} arguments -{8}"), re.compile(r"(?<!-)-{8,} end of arguments -{8}")

@@ -9,16 +9,8 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from bpipe.config.flags.launches import READ
-from bpipe.config.launch.hybrid_flags import OLD_PATTERN, PATTERN
-from bpipe.config.launch.layer_split import (
-    CHUNKS,
-    COUNT_EMBEDDING,
-    COUNT_LOSS,
-    FIRST,
-    LAST,
-    LAYERS_OF_A_CHUNK,
-    LAYOUT,
-)
+from bpipe.config.launch.layer_flags import OLD_PATTERN, PATTERN
+from bpipe.config.launch.layer_split import CHUNKS, COUNT_EMBEDDING, COUNT_LOSS, FIRST, LAST, LAYERS_OF_A_CHUNK, LAYOUT
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.predict.layout import Setup

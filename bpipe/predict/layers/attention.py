@@ -5,7 +5,7 @@ projected up by one module, which keeps the norm's input and output. Attention k
 were rotated; a token's one rotated key is joined to the keys of all heads.
 """
 
-from bpipe.predict.context_parallel import with_exchange
+from bpipe.predict.exchanges import with_exchange
 from bpipe.predict.layers.norms import GPU_DROPOUT_BYTES
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import latent_up_products

@@ -3,16 +3,7 @@
 from bpipe.predict.layers.norms import dropout_saved, local_norms_saved, norms_before_copies
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import matrix_products
-from bpipe.predict.sizes import (
-    Rates,
-    Saved,
-    element_bytes,
-    num_tokens,
-    predicted_tokens,
-    sent_bytes,
-    shard_size,
-    total,
-)
+from bpipe.predict.sizes import Rates, Saved, element_bytes, num_tokens, predicted_tokens, sent_bytes, shard_size, total
 from bpipe.predict.states import parameter_bytes
 from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import ShardCost

@@ -2,49 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from bpipe.predict.expert_parallel import routed_tokens
+from bpipe.predict.exchanges import routed_tokens
+from bpipe.predict.flops import layer_parameters
 from bpipe.predict.layer_variants import LayerKind
-from bpipe.predict.layers import mamba
-from bpipe.predict.layers.attention import (
-    attention_after_input,
-    attention_saved,
-    attention_working_bytes,
-    core_saved,
-    core_seconds,
-    core_working_bytes,
-    local_attention_saved,
-    query_norms_bytes,
-    up_projections_s,
-)
-from bpipe.predict.layers.ends import embedding_saved, embedding_seconds
-from bpipe.predict.layers.experts import (
-    experts_after_input,
-    experts_again,
-    experts_saved,
-    experts_touched_bytes,
-    experts_way_s,
-    experts_working_bytes,
-)
-from bpipe.predict.layers.mlp import (
-    local_mlp_saved,
-    mlp_after_input,
-    mlp_forward_s,
-    mlp_saved,
-    mlp_touched_bytes,
-    mlp_working_bytes,
-)
-from bpipe.predict.layers.norms import (
-    dropout_saved,
-    keeps_received,
-    local_norms_saved,
-    norm_seconds,
-    norms_alone,
-    norms_before_copies,
-    norms_saved,
-)
+from bpipe.predict.layers import attention, ends, mamba, mlp, norms
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products, projection_products
-from bpipe.predict.parameters import layer_parameters
 from bpipe.predict.recompute import LayerScope, read_recompute
 from bpipe.predict.sizes import (
     KERNEL_S,
@@ -74,10 +37,10 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope
     scope = setup.recomputed.scope(0) if scope is None else scope
     forward, backward = _between_matrices(setup, kind)
     casts, casts_back = cast_seconds(setup, kind)
-    way = experts_way_s(setup) if kind.experts else 0.0
+    way = mlp.experts_way_s(setup) if kind.experts else 0.0
     core_forward, core_backward = mamba.scan_seconds(setup) if kind.is_mamba else (0.0, 0.0)
     if kind.attends:
-        core_forward, core_backward = core_seconds(setup, Rates.of(setup), kind.window)
+        core_forward, core_backward = attention.core_seconds(setup, Rates.of(setup), kind.window)
     waits = exposed(setup, kind, scope)
     joining, joining_back = _joining_s(setup) if kind.further else (0.0, 0.0)
     forward += joining + casts + way + core_forward
@@ -95,17 +58,17 @@ def _joining_s(setup: Setup) -> tuple[float, float]:
     states, the projection of both, and the norm behind the layer; with what tensor parallelism waits for."""
     rates, product, hop = Rates.of(setup), projection_products(setup), gather_s(setup)
     between = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size / setup.sequence_shards
-    lookup, added = embedding_seconds(setup)
+    lookup, added = ends.embedding_seconds(setup)
     # The projection's output is gathered; with sequence parallelism its input, too, and again for its weights, and of
     # both the gradients are scattered or gathered. A join reads and writes both.
     waits, waits_back = (3, 5) if setup.sequence_parallel else (1, 4)
-    norms, norms_back = 3 * 2 + 4, 3 * 3 + 4
+    passes, passes_back = 3 * 2 + 4, 3 * 3 + 4
     return (
-        lookup + product.forward_s + norms * between / rates.memory + waits * hop + JOINING_KERNELS * KERNEL_S,
+        lookup + product.forward_s + passes * between / rates.memory + waits * hop + JOINING_KERNELS * KERNEL_S,
         added
         + product.input_s
         + product.weight_s
-        + norms_back * between / rates.memory
+        + passes_back * between / rates.memory
         + waits_back * hop
         + 2 * JOINING_KERNELS * KERNEL_S,
     )
@@ -116,9 +79,9 @@ def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
     rates, model, products = Rates.of(setup), setup.model, layer_products(setup, kind).total()
     per_width = element_bytes(setup) * num_tokens(setup)
     between = per_width * model.hidden_size / setup.sequence_shards
-    inside = experts_touched_bytes(setup) if kind.experts else mlp_touched_bytes(setup) if kind.has_mlp else 0.0
+    inside = mlp.experts_touched_bytes(setup) if kind.experts else mlp.mlp_touched_bytes(setup) if kind.has_mlp else 0.0
     # Norms of queries and keys read and write; backward they read what went in and out, and write.
-    normed = query_norms_bytes(setup) if kind.attends else 0.0
+    normed = attention.query_norms_bytes(setup) if kind.attends else 0.0
     normed += per_width * model.latent_ranks / setup.sequence_shards
     kernels, kernels_back = FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
     if kind.is_mamba:
@@ -136,14 +99,14 @@ def _parts_again_s(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> fl
     """Seconds of recomputed parts besides the attention core; what they wait for on links is in `exposed`."""
     is_gpu, seconds = setup.kernels == "gpu", 0.0
     if "layernorm" in modules:
-        seconds += norm_seconds(setup) * (norms_alone(setup, kind) if is_gpu else kind.num_parts)
+        seconds += norms.norm_seconds(setup) * (norms.norms_alone(setup, kind) if is_gpu else kind.num_parts)
     if kind.experts:
-        seconds += experts_again(setup, kind, modules)
+        seconds += mlp.experts_again(setup, kind, modules)
     elif "mlp" in modules and kind.has_mlp:
         # Transformer Engine's has the norm in it.
-        seconds += mlp_forward_s(setup, kind) + (norm_seconds(setup) if is_gpu else 0.0)
+        seconds += mlp.mlp_forward_s(setup, kind) + (norms.norm_seconds(setup) if is_gpu else 0.0)
     if setup.model.latent is not None and "mla_up_proj" in modules:
-        seconds += up_projections_s(setup)
+        seconds += attention.up_projections_s(setup)
     return seconds
 
 
@@ -157,19 +120,14 @@ def _accumulated(setup: Setup, kind: LayerKind) -> float:
     )
 
 
-def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """Return seconds of dgrad and wgrad of one layer; attention's core has no weights.
-
-    Tensor parallelism makes them longer than the whole: no wgrad hides what is scattered or summed, and with sequence
-    parallelism inputs of matrices after norms are gathered again before it.
-    """
-    return every_seconds(setup, kind, scope)[2:]
-
-
 def every_seconds(
     setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None
 ) -> tuple[float, float, float, float]:
-    """Return seconds of a layer: forward, backward, and the halves of that."""
+    """Return seconds of a layer: forward, backward, and dgrad and wgrad; attention's core has no weights.
+
+    Tensor parallelism makes the halves longer than the whole: no wgrad hides what is scattered or summed, and with
+    sequence parallelism inputs of matrices after norms are gathered again before it.
+    """
     rates = Rates.of(setup)
     kind = setup.model.kind(0) if kind is None else kind
     forward, backward = layer_seconds(setup, kind, scope)
@@ -198,51 +156,51 @@ def saved_within(setup: Setup, kind: LayerKind, scope: LayerScope) -> tuple[Save
     further = _further_saved(setup, scope) if kind.further else ()
     if scope.whole:
         return (*further, *((Saved("layer input", sent_bytes(setup)),) if scope.keeps_input else ()))
-    core = core_saved(setup) if kind.attends and "core_attn" not in scope.modules else ()
+    core = attention.core_saved(setup) if kind.attends and "core_attn" not in scope.modules else ()
     return (*further, *(_fused_saved if setup.kernels == "gpu" else _local_saved)(setup, kind, scope.modules, core))
 
 
 def _further_saved(setup: Setup, scope: LayerScope) -> tuple[Saved, ...]:
     """Return what joining hidden states to a further token's embedding saves, and the norm behind the layer."""
-    embedding = embedding_saved(setup, shifted=True)
+    embedding = ends.embedding_saved(setup, shifted=True)
     if scope.whole:
         return (Saved("embedding of a further token", sent_bytes(setup)), *embedding)
     rows: tuple[Saved, ...] = ()
-    if setup.sequence_shards > 1 and (keeps_received(setup) or "layernorm" in scope.modules):
+    if setup.sequence_shards > 1 and (norms.keeps_received(setup) or "layernorm" in scope.modules):
         # The layer's first norm keeps a part of what the projection gathered, and with it the whole.
         rows = (Saved("gathered output of the projection", setup.sequence_shards * sent_bytes(setup)),)
         rows += (Saved("the part of it that is the layer's input", sent_bytes(setup), -1),)
     both = 2 * num_tokens(setup) * setup.model.hidden_size
     joined = Saved("input of the projection of both", kept_bytes(setup, both, setup.sequence_shards))
-    return (*rows, *norms_before_copies(setup, 3), joined, *embedding)
+    return (*rows, *norms.norms_before_copies(setup, 3), joined, *embedding)
 
 
 def _fused_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: tuple[Saved, ...]) -> tuple[Saved, ...]:
     """As Transformer Engine's layers keep it."""
     again = "mlp" in modules and kind.has_mlp and not kind.experts
-    norms = 2 * kind.num_parts - again - norms_alone(setup, kind) * ("layernorm" in modules)
-    around = (*norms_saved(setup, kind, norms), *dropout_saved(setup, kind.num_parts))
+    number = 2 * kind.num_parts - again - norms.norms_alone(setup, kind) * ("layernorm" in modules)
+    around = (*norms.norms_saved(setup, kind, number), *norms.dropout_saved(setup, kind.num_parts))
     if kind.is_mamba:
         return (*around, *mamba.scan_saved(setup), *core)
-    attention = attention_saved(setup, modules) if kind.attends else ()
-    return (*around, *attention, *_mlp_saved(setup, kind, modules, mlp_saved), *core)
+    attending = attention.attention_saved(setup, modules) if kind.attends else ()
+    return (*around, *attending, *_mlp_saved(setup, kind, modules, mlp.mlp_saved), *core)
 
 
 def _local_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: tuple[Saved, ...]) -> tuple[Saved, ...]:
     """As torch's own kernels keep it. A recomputed norm keeps its input; its output is freed once it is read."""
     parts = kind.num_parts
     inputs = (Saved("norm input", sent_bytes(setup), parts),)
-    norms = inputs if "layernorm" in modules else local_norms_saved(setup, parts)
-    attention = local_attention_saved(setup, "core_attn" in modules) if kind.attends else ()
-    mlp = _mlp_saved(setup, kind, modules, local_mlp_saved)
-    return (*norms, *attention, *core, *dropout_saved(setup, parts), *mlp)
+    around = inputs if "layernorm" in modules else norms.local_norms_saved(setup, parts)
+    attending = attention.local_attention_saved(setup, "core_attn" in modules) if kind.attends else ()
+    behind = _mlp_saved(setup, kind, modules, mlp.local_mlp_saved)
+    return (*around, *attending, *core, *norms.dropout_saved(setup, parts), *behind)
 
 
 def _mlp_saved(
     setup: Setup, kind: LayerKind, modules: frozenset[str], dense: Callable[[Setup], tuple[Saved, ...]]
 ) -> tuple[Saved, ...]:
     if kind.experts:
-        return experts_saved(setup, modules)
+        return mlp.experts_saved(setup, modules)
     return dense(setup) if kind.has_mlp and "mlp" not in modules else ()
 
 
@@ -256,9 +214,9 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
     if kind.is_mamba:
         rows += mamba.scan_after_input(setup)
     elif kind.attends:
-        rows += attention_after_input(setup)
+        rows += attention.attention_after_input(setup)
     if kind.has_mlp:
-        rows += experts_after_input(setup) if kind.experts else mlp_after_input(setup)
+        rows += mlp.experts_after_input(setup) if kind.experts else mlp.mlp_after_input(setup)
     if kind.further:
         gradient = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size, setup.tensor)
         rows += (Saved("input of the projection of both", sent_bytes(setup), 2), Saved("gradient behind it", gradient))
@@ -269,11 +227,11 @@ def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
     """Return the largest temporaries of a backward: of a scan, MLP or experts, or of attention after the MLP."""
     if kind.is_mamba:
         return mamba.scan_working_bytes(setup)
-    attention = attention_working_bytes(setup) + core_working_bytes(setup) if kind.attends else 0
+    attending = attention.attention_working_bytes(setup) + attention.core_working_bytes(setup) if kind.attends else 0
     if not kind.has_mlp:
-        return attention
-    freed = total(_mlp_saved(setup, kind, setup.recomputed.scope(0).modules, mlp_saved))
-    return max(experts_working_bytes(setup) if kind.experts else mlp_working_bytes(setup), attention - freed)
+        return attending
+    freed = total(_mlp_saved(setup, kind, setup.recomputed.scope(0).modules, mlp.mlp_saved))
+    return max(mlp.experts_working_bytes(setup) if kind.experts else mlp.mlp_working_bytes(setup), attending - freed)
 
 
 def layer_bytes(setup: Setup, recompute: str | None = None, kinds: Sequence[LayerKind] = ()) -> int:

@@ -5,27 +5,15 @@ loop keeps the last backward's input until the next forward has returned.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from bpipe.record.format import Sizes
 from bpipe.schedule.action import Key, Kind
 from bpipe.schedule.families.families import exchange_of
 from bpipe.schedule.host_buffers import num_host_buffers
 from bpipe.schedule.memory import KeptMemory, Memory, StageMemory, live_bytes, memory_of, num_transfers, peak_bytes
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class RankSizes:
-    """Measured sizes of one rank. Those of one micro-batch are by stage."""
-
-    saved_bytes: Mapping[int, int]
-    moved_bytes: Mapping[int, int]
-    received_bytes: int  # of one micro-batch
-    host_bytes: int  # of its host buffers
-    after_input_bytes: Mapping[int, int] = field(default_factory=dict)  # held between the halves of a backward
-    shard_bytes: int = 0  # of one micro-batch, in a shard of the vocabulary between its passes
-    own_bytes: int = 0  # of its host buffers in its node's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +98,7 @@ def kept_peak(schedule: Schedule, rank: int, kept: Mapping[int, KeptMemory]) -> 
     return max(live_bytes(schedule, rank, memory), default=0)
 
 
-def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPeaks:
+def rank_peaks(schedule: Schedule, rank: int, sizes: Sizes | None) -> RankPeaks:
     """Return the rank's peak, and its peak if it filled its bound, with what cannot move of evicted micro-batches."""
     units = dict.fromkeys(schedule.layout.stages_of(rank), 1)
     # If partners use their own host memory, no host buffer was made here.

@@ -12,8 +12,8 @@ from statistics import median
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.record.format import ONE_SIDED
-from bpipe.record.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
+from bpipe.record.format import ONE_SIDED, Iteration
+from bpipe.record.report.memory import RankPeaks, rank_peaks, whole_peaks, without_transfers
 from bpipe.record.report.selection import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
 from bpipe.schedule.action import Kind
 from bpipe.schedule.dependencies import NOTHING, Dependencies
@@ -51,7 +51,7 @@ class Prediction:
 
     report: Simulation
     basis: Basis
-    sizes: tuple[RankSizes | None, ...]
+    sizes: tuple[Iteration | None, ...]
     peaks: tuple[RankPeaks, ...]
     unbalanced: tuple[RankPeaks, ...]  # without transfers
     balanced_bytes: (
@@ -112,7 +112,7 @@ def replay(measured: Measured) -> Prediction:
 def _stage_cost(
     schedule: Schedule,
     stage: int,
-    sizes: Sequence[RankSizes | None],
+    sizes: Sequence[Iteration | None],
     seconds: Mapping[tuple[int, Kind], float],
     bytes_per_s: float | None,
 ) -> StageCost:
@@ -153,7 +153,7 @@ def _one_sided(measured: Measured) -> frozenset[int]:
     return frozenset(places | {partners[place] for place in places if partners})
 
 
-def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
+def _balanced(program: ScheduleConfig, sizes: Sequence[Iteration | None]) -> tuple[int, ...] | None:
     """Return the peaks if the run were balanced: empty if nothing would move, None if a size is not known."""
     schedule = build(replace(program, balance=BalanceConfig()))
     if not any(slot.transfers for row in schedule.ranks for slot in row):
@@ -164,21 +164,14 @@ def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tup
     return whole_peaks(schedule, saved, between, max(size.shard_bytes for size in present))
 
 
-def _sizes(measured: Measured, place: int) -> RankSizes | None:
+def _sizes(measured: Measured, place: int) -> Iteration | None:
     """Return the sizes of the iteration shown in which they are largest: they differ only if micro-batches do."""
     parts = [lane.source for _, lane in lanes_of(measured.shown, place)]
     if not parts:
         return None
     largest = max(parts, key=lambda part: sum(part.saved_bytes.values()))
-    return RankSizes(
-        saved_bytes=largest.saved_bytes,
-        moved_bytes=largest.moved_bytes,
-        received_bytes=largest.received_bytes,
-        host_bytes=max(part.host_bytes for part in parts),
-        after_input_bytes=largest.after_input_bytes,
-        shard_bytes=largest.shard_bytes,
-        own_bytes=max(part.own_bytes for part in parts),
-    )
+    hosted, own = (max(getattr(part, name) for part in parts) for name in ("host_bytes", "own_bytes"))
+    return replace(largest, host_bytes=hosted, own_bytes=own)
 
 
 def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[int, ...]]:

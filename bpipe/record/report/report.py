@@ -8,8 +8,7 @@ from typing import Any
 from bpipe.record import compare as trainings_compare
 from bpipe.record.compare import difference, read_training
 from bpipe.record.read import read_run
-from bpipe.record.report.compare import Comparison, StageRow, compare, max_known, shared_cores
-from bpipe.record.report.differences import Difference, differences
+from bpipe.record.report.compare import Comparison, Difference, StageRow, compare, differences, max_known, shared_cores
 from bpipe.record.report.memory import moved_nothing
 from bpipe.record.report.replay import replay
 from bpipe.record.report.selection import choose

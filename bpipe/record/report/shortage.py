@@ -165,17 +165,13 @@ def _fullest(rank: RankHeld) -> MemoryMark:
 
 def _ways(program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes) -> tuple[ShortageRemedy, ...]:
     """As it was; balanced; with half the micro-batch; with both."""
-    ways = [_way("as it was run", program, ranks, sizes, 1)]
-    if balanced := _balanced(program):
-        ways.append(_way("with --bpipe", balanced, ranks, sizes, 1))
+    ways = [("as it was run", program, 1), ("with --bpipe", _balanced(program), 1)]
     batch = next((rank.micro_batch for rank in ranks.values() if rank.micro_batch), None)
     if batch is not None and batch % 2 == 0:
         halved = replace(program, num_microbatches=2 * program.num_microbatches)
-        flag = f"--micro-batch-size {batch // 2}"
-        ways.append(_way(f"with {flag}", halved, ranks, sizes, 2))
-        if both := _balanced(halved):
-            ways.append(_way(f"with {flag} and --bpipe", both, ranks, sizes, 2))
-    return tuple(ways)
+        with_flag = f"with --micro-batch-size {batch // 2}"
+        ways += [(with_flag, halved, 2), (f"{with_flag} and --bpipe", _balanced(halved), 2)]
+    return tuple(_way(name, config, ranks, sizes, parts) for name, config, parts in ways if config is not None)
 
 
 def _balanced(program: ScheduleConfig) -> ScheduleConfig | None:

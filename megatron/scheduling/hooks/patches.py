@@ -106,6 +106,8 @@ CONFIGURED = patch("megatron.core.transformer.transformer_config", "TransformerC
 
 _TRAINING, _ARGUMENTS = "megatron.training.training", "megatron.training.arguments"
 TRAIN_STEP = patch(_TRAINING, "train_step", "model optimizer iteration", observes=True)
+# What captures an iteration into a CUDA graph and replays it.
+GRAPHED = patch("megatron.core.full_cuda_graph", "FullCudaGraphWrapper.__call__", "self", observes=True)
 PARSE_ARGS = patch(_ARGUMENTS, "parse_args", "extra_args_provider ignore_unknown_args")
 PRETRAIN = patch(_TRAINING, "pretrain", bound_in=("megatron.training",), observes=True)
 VALIDATE_ARGS = patch(_ARGUMENTS, "validate_args", "args defaults")

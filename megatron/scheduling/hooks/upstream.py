@@ -134,7 +134,7 @@ _NOT_IN_ARGUMENTS = set(
 _NOT_IN_CONFIGURATION = set(
     """bias_gelu_fusion bias_swiglu_fusion ckpt_format dataloader_inter_document_masking fake_process_group
     hybrid_layer_pattern inprocess_restart iterations_to_skip load non_persistent_ckpt_type num_experts perform_rl_step
-    quick_geglu rampup_batch_size save seq_length sft step_batch_size_schedule swiglu
+    quick_geglu save seq_length sft swiglu
     untie_embeddings_and_output_weights use_megatron_fsdp use_torch_fsdp2 yaml_cfg""".split()
 )
 

@@ -246,7 +246,7 @@ class Driver:
         if self.changed_over and is_capturing(self.device):
             raise RuntimeFault(
                 f"rank {dist.get_rank()}: a CUDA graph captures an iteration of {program.num_microbatches} micro-batches "
-                "that has not run before: keep the number of micro-batches, and use --cuda-graph-warmup-steps 1 or more"
+                "that has not run before: use --cuda-graph-warmup-steps 1 or more"
             )
         if self._program is not None and self.changed_over:
             # All ranks change programs at once, so host buffers for one program are enough.
@@ -432,7 +432,7 @@ class Driver:
                 "keys_bytes": self.slicing.kept.peak_bytes,
                 "predicted_keys_bytes": kept_peak(engine.schedule, self.rank, self.slicing.kept.memory),
             }
-        summary = summary_of(
+        return summary_of(
             engine,
             self._meter,
             self.rank,
@@ -444,7 +444,6 @@ class Driver:
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
             **slices,
         )
-        return replace(summary, graph_pool_bytes=measurements.graph_pool_bytes())
 
 
 def _streams_of_layers(config: Any) -> Sequence[Any]:

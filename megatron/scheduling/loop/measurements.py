@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.timers import DummyTimer
 
 from bpipe.balance.pairs import own_bytes
@@ -28,14 +27,6 @@ from megatron.scheduling.options.arguments import TIMERS_LEVEL
 ByNumber = Mapping[Key, int]
 # The storages that whoever computes keeps from the first half of a backward to the second.
 Waiting = Callable[[Action], Sequence[torch.UntypedStorage]]
-
-
-def graph_pool_bytes() -> int | None:
-    """Return the bytes of the memory that only the CUDA graph of a training iteration uses; None without one."""
-    graph = FullCudaGraphWrapper.cuda_graph["training"]
-    if graph is None:
-        return None
-    return sum(int(segment["total_size"]) for segment in torch.cuda.memory_snapshot(graph.pool()))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from bpipe.record.format import Iteration, Row
 from bpipe.runtime.retention import Share
 from bpipe.schedule.action import TRANSFER, Kind
-from megatron.scheduling.loop.measurements import graph_pool_bytes
+from megatron.scheduling.loop.iteration_graph import graph_pool_bytes
 from megatron.scheduling.loop.watermark import Guard
 from megatron.scheduling.placement.pipelines import gathered
 from megatron.scheduling.placement.positions import Positions
@@ -26,8 +26,6 @@ class Writers:
     def __init__(self, positions: Positions, interval: int | None) -> None:
         self._positions, self._interval = positions, interval
         self._guard = Guard("logging to TensorBoard and Weights & Biases")
-        # Of the CUDA graph of an iteration: replays do not change it, and to ask for it walks all of the allocator's memory.
-        self._pool_bytes: int | None = None
 
     def look(self) -> bool:
         """Whether there are any. Collective over the world if an interval is set."""
@@ -62,10 +60,10 @@ class Writers:
     def write_replay(self, iteration: int, elapsed_s: float) -> None:
         """Write what is known of an iteration that is captured into a CUDA graph or replays one, if this is one.
         Collective as `gathered`."""
-        self._pool_bytes = self._pool_bytes or graph_pool_bytes()
-        if self._pool_bytes is not None:
+        pool_bytes = graph_pool_bytes()
+        if pool_bytes is not None:
             self._tell_all(
-                iteration, {"bpipe-graph-pool-bytes": float(self._pool_bytes)}, {"bpipe-replay-ms": 1e3 * elapsed_s}
+                iteration, {"bpipe-graph-pool-bytes": float(pool_bytes)}, {"bpipe-replay-ms": 1e3 * elapsed_s}
             )
 
     def _tell_all(self, iteration: int, own: dict[str, float], whole: dict[str, float]) -> None:

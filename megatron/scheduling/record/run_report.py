@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bpipe.runtime.failures import Failure
 from bpipe.runtime.run_record import PeakFlops, RunRecord, peak_of
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.iteration_graph import graph_pool_bytes
 from megatron.scheduling.loop.log import say
 from megatron.scheduling.loop.megatron_loops import as_list
 from megatron.scheduling.loop.watermark import Watermark, held
@@ -178,7 +180,7 @@ class Reporter:
         def summarize() -> None:
             report = self._driver.stage_report(record.pipeline)
             if report is not None:
-                record.summarize(report)
+                record.summarize(replace(report, graph_pool_bytes=graph_pool_bytes()))
 
         self._guard.run(summarize, SUMMARY.path(self._folder, dist.get_rank()))
 

@@ -32,14 +32,25 @@ void Machine::reset(int devices, int connections) {
     queues_[device].assign(connections, {});
     handed_out_[device] = {};
   }
-  for (auto& [number, graph] : graphs_)
-    for (auto& [stream, operation] : graph->operations) {
-      operation.end->graph = 0;
-      operation.end->over = true;
-    }
+  for (auto& [number, graph] : graphs_) end_all(*graph);
   graphs_.clear();
   counts.clear();
   failed.clear();
+}
+
+void Machine::end_all(Graph& graph) {
+  for (auto& [stream, operation] : graph.operations) {
+    operation.end->graph = 0;
+    operation.end->over = true;
+  }
+}
+
+void Machine::drop(int number) {
+  Guard guard(mutex);
+  auto found = graphs_.find(number);
+  if (found == graphs_.end()) return;
+  end_all(*found->second);
+  graphs_.erase(found);
 }
 
 Stream& Machine::stream(int device, int id) {

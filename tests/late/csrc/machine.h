@@ -85,6 +85,8 @@ class Machine {
   int end_capture(int device);
   // Give a stream all of a graph.
   void replay(int graph, int stream);
+  // What was replayed still runs; the graph's memory may be given to others.
+  void drop(int graph);
   // The graph that captures what this stream is given, or what any of the device's is; null for none.
   Graph* captures(int device, int stream);
   Graph* captures(int device);
@@ -103,6 +105,7 @@ class Machine {
 
  private:
   Ending capture(Graph& graph, int stream, Operation operation);
+  static void end_all(Graph& graph);
   void join(const Ending& ending, int device, int stream);
   void refuse_captured(const Ending& ending, const std::string& what) const;
   bool step_towards(const Ending& ending, std::set<std::pair<int, int>>& asked);

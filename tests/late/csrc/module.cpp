@@ -152,6 +152,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return graph;
   });
   m.def("replay", [](int graph, int stream) { Machine::get().replay(graph, stream); }, without);
+  m.def("drop", [](int graph) { Machine::get().drop(graph); });
   m.def("pool_bytes", [](int graph) { return CachingAllocator::get().pool_bytes(graph); });
   m.def("expect_hosts", [](int number) { Hosts::get().expect(number); });
   m.def("stuck", [] { return Hosts::get().stuck(); });

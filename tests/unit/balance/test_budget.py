@@ -18,7 +18,7 @@ from bpipe.balance.budget import (
 )
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_hosts
-from bpipe.plan.budget import predicted_devices, smallest_bytes, within
+from bpipe.plan.budget import predicted_devices, within
 from bpipe.plan.fit import plan_lines
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
@@ -29,6 +29,7 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.hosts import POOL, in_pairs
 from bpipe.schedule.memory import live_bytes, memory_of, num_transfers, peak_bytes
 from bpipe.schedule.schedule import Schedule, Slot
+from tests.support.smallest import smallest_bytes
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

@@ -14,11 +14,11 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import CHOSEN, groups
-from bpipe.plan.candidates import Candidate, describe
+from bpipe.plan.candidates import describe
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import refused
-from bpipe.plan.shards import has_one_queue, stands_still
+from bpipe.plan.variants import has_one_queue, stands_still
 from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layer_counts import split_layers
@@ -74,7 +74,7 @@ def test_balancing_evenly_stands_for_what_fills_the_device_as_fast() -> None:
     """`fit` evicted only what had to leave, up to the last byte of the limit: 79.0 of 79.2 GiB, tight, where plain
     --bpipe needs 71.5 and takes as long."""
     (even,) = [way for way in ways_to_fit(SETUP) if way.name.startswith("balance ")]
-    assert even.prediction.setup.activation_budget is None
+    assert even.setup.activation_budget is None
     assert even.fits
 
 
@@ -85,14 +85,14 @@ def test_a_way_launches_as_it_says() -> None:
     ways = ways_to_fit(setup)
     assert len(ways) > 5
     for way in ways:
-        changed = way.prediction.setup
+        changed = way.setup
         if changed.activation_budget is not None:
             # What a budget plans the trainer plans anew.
             continue
         words = [word for flag, values in groups(megatron_flags(changed)) for word in (flag, *values)]
         again = setup_from(words, changed.cluster, changed.padded_vocabulary, changed.kernels)
-        assert predict(again).timing.iteration_s == pytest.approx(way.prediction.timing.iteration_s), way.name
-        assert peak_bytes(again) == way.prediction.peak_bytes, way.name
+        assert predict(again).timing.iteration_s == pytest.approx(way.iteration_s), way.name
+        assert peak_bytes(again) == way.peak_bytes, way.name
         assert {flag for flag, _ in groups(words)} & CHOSEN
 
 
@@ -128,7 +128,7 @@ def test_a_budget_stands_for_the_devices_memory(capsys: pytest.CaptureFixture[st
 
 
 def test_a_layer_moved_and_schedules_made_for_a_bound_are_ways() -> None:
-    result = {way.name: way.prediction for way in ways_to_fit(replace(SETUP, layers=(12, *LAYERS[1:7], 8)))}
+    result = {way.name: way for way in ways_to_fit(replace(SETUP, layers=(12, *LAYERS[1:7], 8)))}
     assert result["layers 11,10,10,10,10,10,10,9"].setup.layers == (11, *LAYERS[1:7], 9)
     bounded = [name for name, family in FAMILIES.items() if family.within is not None]
     assert bounded
@@ -177,7 +177,7 @@ def test_what_a_way_plans_for_leaves_a_device_room() -> None:
     assert ways["balance within pairs"].is_tight
     assert not ways[SENT].is_tight
     assert ways[SENT].fits
-    assert ways[SENT].prediction.setup.budget_bytes == (int(75.1 * GIB),) * 8
+    assert ways[SENT].setup.budget_bytes == (int(75.1 * GIB),) * 8
     assert "recompute 4 layers of each stage" in ways
 
 
@@ -227,7 +227,7 @@ def test_nothing_one_flag_away_is_better_than_the_first_row(setup: Setup) -> Non
     assert first.can_run
     for other in one_flag_away(setup):
         try:
-            row = Candidate(predict(other), refused=refused(other))
+            row = replace(predict(other), refused=refused(other))
         except ValueError:
             continue
         queued = has_one_queue(other) and (other.input_shards or other.vocabulary is Vocabulary.TWO)

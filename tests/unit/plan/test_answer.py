@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from bpipe.plan.answer import LAUNCH, OURS, STOCK, accuracy, advice, answer, answer_document
-from bpipe.plan.candidates import CLEARLY, Candidate
+from bpipe.plan.candidates import CLEARLY
 from bpipe.plan.explain import calibration_lines
-from bpipe.plan.predict import SetupPrediction, predict
+from bpipe.plan.predict import Candidate, predict
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, is_never_calibrated
 from bpipe.predict.layer_variants import Experts
@@ -20,16 +20,14 @@ SETUP = Setup(PRESETS["gpt3-13b"], parse_cluster("a100-80g:1x8"), 1, 8, 1, 64, 2
 
 
 @pytest.fixture(scope="module")
-def prediction() -> SetupPrediction:
+def prediction() -> Candidate:
     return predict(SETUP)
 
 
-def choice(
-    name: str, prediction: SetupPrediction, seconds: float, fits: bool = True, refused: bool = False
-) -> Candidate:
+def choice(name: str, prediction: Candidate, seconds: float, fits: bool = True, refused: bool = False) -> Candidate:
     memory = tuple(replace(rank, limit_bytes=2 * rank.peak_bytes if fits else 1) for rank in prediction.memory)
     timed = replace(prediction, timing=replace(prediction.timing, iteration_s=seconds), memory=memory)
-    return Candidate(timed, name, refused=("a reason",) * refused)
+    return replace(timed, name=name, refused=("a reason",) * refused)
 
 
 LEVEL, FASTER = 1 / (CLEARLY - 0.01), 1 / (CLEARLY + 0.01)
@@ -46,7 +44,7 @@ LEVEL, FASTER = 1 / (CLEARLY - 0.01), 1 / (CLEARLY + 0.01)
     ],
 )
 def test_the_first_is_taken_that_nothing_is_clearly_faster_than(
-    prediction: SetupPrediction, launch: float, stock: float, ours: float, taken: str, words: str
+    prediction: Candidate, launch: float, stock: float, ours: float, taken: str, words: str
 ) -> None:
     seconds = {OURS: ours, LAUNCH: launch, STOCK: stock}
     found = answer(choice(name, prediction, each) for name, each in seconds.items())
@@ -56,7 +54,7 @@ def test_the_first_is_taken_that_nothing_is_clearly_faster_than(
     assert ("predictions cannot tell" in advice(found)) is any(each < seconds[taken] for each in seconds.values())
 
 
-def test_what_does_not_fit_or_is_refused_is_never_taken(prediction: SetupPrediction) -> None:
+def test_what_does_not_fit_or_is_refused_is_never_taken(prediction: Candidate) -> None:
     launch = choice(LAUNCH, prediction, 1.0, fits=False)
     stock, ours = choice(STOCK, prediction, 2.0), choice(OURS, prediction, 1.0, refused=True)
     assert answer([launch, stock, ours]).taken is stock
@@ -79,12 +77,12 @@ def test_error_bars_follow_the_kind_of_a_setup() -> None:
         CALIBRATED,
     ]
     assert on["mi300x-192g"].error_bars is None
-    choices = [Candidate(predict(on["mi300x-192g"]), STOCK)]
+    choices = [replace(predict(on["mi300x-192g"]), name=STOCK)]
     assert "no measured run on" in accuracy(choices[0])
     never = {name: is_never_calibrated(one.cluster) for name, one in on.items()}
     assert never == {"h100-80g": False, "b200-180g": False, "mi300x-192g": True}
     for name, one in on.items():
-        assert ("Never calibrated" in accuracy(Candidate(predict(one)))) is never[name]
+        assert ("Never calibrated" in accuracy(predict(one))) is never[name]
         assert any("never calibrated" in line for line in calibration_lines(one.cluster)) is never[name]
     assert not is_never_calibrated(replace(on["b200-180g"].cluster, factor=1.1))
     assert answer_document(answer(choices))["choices"]["stock"]["range_s"] is None

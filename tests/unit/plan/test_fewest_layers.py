@@ -42,15 +42,15 @@ def test_a_search_finds_what_trying_every_number_finds(schedules: tuple[str, ...
     space = replace(SMALL, schedules=schedules, balances=balances)
     every = replace(space, recompute=("none", "full", *(f"full:block:{number}" for number in range(1, 17))))
     chosen, tried = search(space, num_rows=3), search(every, num_rows=3)
-    assert chosen.rows[0].prediction.timing.iteration_s == tried.rows[0].prediction.timing.iteration_s
-    assert all(found.prediction.fits for found in chosen.rows)
+    assert chosen.rows[0].iteration_s == tried.rows[0].iteration_s
+    assert all(found.fits for found in chosen.rows)
     assert chosen.num_fitting <= tried.num_fitting, "of each configuration one"
 
 
 def test_one_layer_fewer_would_not_fit() -> None:
     """Where something is recomputed, and not all: and with nothing recomputed it is too much."""
     found = search(SMALL, num_rows=30).rows
-    blocks = [row.prediction.setup for row in found if row.prediction.setup.recomputed.method == "block"]
+    blocks = [row.setup for row in found if row.setup.recomputed.method == "block"]
     assert blocks
     for setup in blocks:
         number = setup.recomputed.num_layers

@@ -11,11 +11,12 @@ import pytest
 from bpipe.cli import main
 from bpipe.plan.front import Front, find_front, not_searched, standing
 from bpipe.plan.predict import predict
-from bpipe.plan.space import VOCABULARIES, Space, enumerate_setups
+from bpipe.plan.space import VOCABULARIES, Space
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import EVENLY
 from bpipe.predict.model import gpt
 from bpipe.schedule.hosts import ARRANGEMENTS
+from tests.support.predicted import enumerate_setups
 
 # One head, so nothing is tensor parallel, and too many weights for one rank: pairs have something to share.
 SPACE = Space(
@@ -50,7 +51,7 @@ def test_it_is_the_front_of_predicting_everything(front: Front) -> None:
     assert [(point.peak_bytes, point.iteration_s) for point in front.points] == sorted(wanted)
     assert front.num_simulated < len(every) / 2
     # Both kinds are on it, so that neither could be left out of the search.
-    assert {point.prediction.setup.balance for point in front.points} == {None, EVENLY}
+    assert {point.setup.balance for point in front.points} == {None, EVENLY}
 
 
 def test_a_front_names_the_winner_and_its_neighbours(front: Front) -> None:

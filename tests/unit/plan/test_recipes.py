@@ -18,7 +18,7 @@ import pytest
 from bpipe.cli import main
 from bpipe.config.features.feature import State
 from bpipe.config.launch.capture import write_launches
-from bpipe.plan.launch_states import states_of_launch, worst
+from bpipe.plan.refusals import states_of_launch, worst
 
 ROOT = Path(__file__).resolve().parents[3]
 LINES = (ROOT / "tests/data/recipes_2026.csv").read_text().splitlines()

@@ -13,17 +13,16 @@ from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan.bounds import Bounds, lower_bound_s, resident_seconds
-from bpipe.plan.branches import Bounder
+from bpipe.plan.bounds import Bounder, Bounds
 from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import describe
-from bpipe.plan.explain import only_balanced, verdict
+from bpipe.plan.explain import remarks, verdict
 from bpipe.plan.judge import Judge
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.search import INDISTINCT, Members, Outcome, by_bound, search
-from bpipe.plan.space import CUTS, Space, divisors, enumerate_branches, enumerate_setups, num_grids, usual_contexts
+from bpipe.plan.space import CUTS, Space, divisors, enumerate_branches, num_grids, usual_contexts
 from bpipe.plan.timing import steady_timing, whole_timing
-from bpipe.predict.activations import activations, moves_anything
+from bpipe.predict.activations import activations, held_by, held_within, moves_anything
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import EVENLY, Setup
@@ -34,16 +33,15 @@ from bpipe.predict.memory import (
     peak_bytes,
     predict_memory,
     rank_states,
-    state_bytes,
 )
 from bpipe.predict.model import PRESETS, gpt
-from bpipe.predict.peak_counts import held_by, held_within
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import HOST, PAIR, POOL
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
+from tests.support.predicted import enumerate_setups, lower_bound_s
 from tests.unit.predict.published import MIXTRAL_8X7B
 
 A100 = parse_cluster("a100-80g:4x8")
@@ -59,7 +57,7 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
     """Kim et al. 2023: t=4, p=8, b=2 with recomputed attention is the fastest of 96B on 32 A100s, and fits only
     balanced."""
     best = outcome.rows[0]
-    setup = best.prediction.setup
+    setup = best.setup
     assert (setup.tensor, setup.pipeline, setup.micro_batch, setup.recompute, setup.balance) == (
         4,
         8,
@@ -67,12 +65,10 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
         "selective",
         EVENLY,
     )
-    assert "fits only with balancing: without it, the fullest rank needs 81.4 of 79.2 GiB" in (
-        only_balanced(best) or ""
-    )
+    assert "fits only with balancing: without it, the fullest rank needs 81.4 of 79.2 GiB" in remarks(best)
     assert verdict(outcome).text.startswith("Balancing gains 1.")
     assert outcome.plain is not None
-    assert only_balanced(outcome.plain) is None
+    assert not any("only with balancing" in remark for remark in remarks(outcome.plain))
 
 
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
@@ -82,7 +78,7 @@ def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> 
     wanted = [setup for setup in fitting if setup.balance is None or key(setup) not in unbalanced]
     quick = sorted(wanted, key=lambda setup: lower_bound_s(setup))[:40]
     times = sorted(predict(setup).timing.iteration_s for setup in quick)
-    assert [found.prediction.timing.iteration_s for found in outcome.rows] == pytest.approx(times[:10])
+    assert [found.iteration_s for found in outcome.rows] == pytest.approx(times[:10])
     assert outcome.num_simulated < 30
 
 
@@ -91,10 +87,10 @@ def test_several_kinds_of_hosts_are_compared_in_one_search() -> None:
     space = replace(UNFUSED, schedules=("1f1b",), uneven=False, max_micro_batch=2)
     kinds = [(PAIR,), (HOST,)]
     each = [found for hosts in kinds for found in search(replace(space, hosts=hosts), num_rows=6).rows]
-    merged = {found.prediction.setup: found.prediction.timing.iteration_s for found in each}
+    merged = {found.setup: found.iteration_s for found in each}
     both = search(replace(space, hosts=(PAIR, HOST)), num_rows=6)
-    assert [found.prediction.timing.iteration_s for found in both.rows] == sorted(merged.values())[:6]
-    setups = [found.prediction.setup for found in both.rows]
+    assert [found.iteration_s for found in both.rows] == sorted(merged.values())[:6]
+    setups = [found.setup for found in both.rows]
     assert {setup.hosts for setup in setups if setup.balance is not None} == {PAIR, HOST}
     assert ["--bpipe-hosts" in megatron_flags(setup) for setup in setups] == [setup.hosts == HOST for setup in setups]
     assert len(list(enumerate_setups(replace(space, hosts=(PAIR, HOST))))) < 2 * len(list(enumerate_setups(space)))
@@ -116,7 +112,7 @@ def key(setup: Setup) -> tuple[object, ...]:
 def test_the_bound_is_below_the_time_and_the_state_below_the_peak() -> None:
     for setup in list(enumerate_setups(UNFUSED))[::97]:
         assert lower_bound_s(setup) <= steady_timing(setup, costs_of(setup)).iteration_s * (1 + 1e-9)
-        assert state_bytes(setup) <= max(rank.peak_bytes for rank in predict_memory(setup))
+        assert max(rank_states(setup)) <= max(rank.peak_bytes for rank in predict_memory(setup))
 
 
 def drawn_space(number: int) -> Space:
@@ -153,12 +149,11 @@ def test_no_member_of_a_branch_is_below_its_bounds(number: int) -> None:
     branches = list(enumerate_branches(space, Counter()))
     for branch in draw.sample(branches, min(6, len(branches))):
         bound = bounder.of(branch)
-        setups = list(members.of(branch))
+        setups = list(filter(None, map(members.taken, members.covered(branch))))
         for setup in draw.sample(setups, min(5, len(setups))):
             seconds, needs = steady_timing(setup, costs_of(setup)).iteration_s, peak_bytes(setup)
             assert bound.seconds <= lower_bound_s(setup) * (1 + 1e-9), describe(setup)
             assert bound.bytes_within(seconds) <= needs, describe(setup)
-            assert resident_seconds(setup) <= seconds * (1 + 1e-9), describe(setup)
             if setup.is_sharded:
                 assert least_sharded_bytes(setup, rank_states(setup)) <= needs, describe(setup)
 
@@ -254,7 +249,7 @@ def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
     stage."""
     found = search(Space(PRESETS["llama3-405b"], parse_cluster("h100-80g:2048x8"), 2048, 8192), num_rows=3)
     assert found.num_fitting > 10
-    best = found.rows[0].prediction.setup
+    best = found.rows[0].setup
     assert len(set(best.layers)) == 2
     # As NVIDIA lays it: 128 stages, the ends the embedding and the output layer alone.
     assert best.layers == (0, *(1,) * 126, 0)
@@ -276,7 +271,7 @@ def test_the_first_rows_of_every_family_are_those_of_asking_everything() -> None
     assert found.cuts["slower"] > 100
     fitting = []
     for setup in enumerate_setups(SMALL):
-        if state_bytes(setup) > SMALL.cluster.device.memory_bytes:
+        if max(rank_states(setup)) > SMALL.cluster.device.memory_bytes:
             continue
         if setup.balance is None or not all(rank.fits for rank in predict_memory(replace(setup, balance=None))):
             fitting += [one for one in [as_it_fits(setup)] if one is not None]
@@ -286,11 +281,11 @@ def test_the_first_rows_of_every_family_are_those_of_asking_everything() -> None
         if len(times) >= 5 and lower_bound_s(setup) >= sorted(times)[4]:
             break
         times.append(predict(setup).timing.iteration_s)
-    assert [row.prediction.timing.iteration_s for row in found.rows] == pytest.approx(sorted(times)[:5])
+    assert [row.iteration_s for row in found.rows] == pytest.approx(sorted(times)[:5])
     assert {standing.schedule for standing in found.families} == set(SEARCHED)
     for standing in found.families:
         if standing.fastest is not None:
-            assert standing.fastest.prediction.setup.schedule == standing.schedule
+            assert standing.fastest.setup.schedule == standing.schedule
 
 
 def test_what_balancing_moves_is_asked_of_the_pass() -> None:
@@ -409,11 +404,11 @@ def test_long_sequences_are_tried_in_parts() -> None:
     cluster, model = parse_cluster("h100-80g:2x8"), PRESETS["llama3-8b"]
     space = Space(model, cluster, 16, 65536, schedules=("1f1b",), recompute=("none",), balances=("none",))
     plain, parts = search(space), search(replace(space, contexts=(1, 2, 3, 8)))
-    assert parts.rows[0].prediction.timing.iteration_s < plain.rows[0].prediction.timing.iteration_s
+    assert parts.rows[0].iteration_s < plain.rows[0].iteration_s
     # Of t = 1, 2, 4, 8: with 2 parts all go over 16 devices, with 8 only two do, and 3 divide nothing.
     assert num_grids(parts.space) == num_grids(space) + (4 + 3 + 2 + 1) + (2 + 1 + 1 + 1) + 4
     assert parts.cuts["context"] == 2 + 4
-    best = parts.rows[0].prediction.setup
+    best = parts.rows[0].setup
     assert f"t={best.tensor} c={best.context} p={best.pipeline}" in describe(best)
     flags = megatron_flags(best)
     wanted = ["--context-parallel-size", str(best.context), "--cp-comm-type", "p2p"]
@@ -462,7 +457,7 @@ def test_a_batch_with_a_huge_prime_is_answered() -> None:
             Space(PRESETS["llama3-8b"], parse_cluster("h100-80g:8"), batch, 8192, schedules=("1f1b", "gpipe")),
             num_rows=1,
         )
-        assert found.rows[0].prediction.setup.num_microbatches >= 65536 // 8 // 64
+        assert found.rows[0].setup.num_microbatches >= 65536 // 8 // 64
 
 
 def test_experts_are_spread_over_every_number_of_devices() -> None:
@@ -485,7 +480,7 @@ def test_experts_are_spread_over_every_number_of_devices() -> None:
     assert {setup.routing for setup in dense} == {Routing()}
     ways = sum(sum(setup.tensor * setup.data % ep == 0 for ep in (1, 2, 4, 8)) for setup in dense)
     assert len(setups) == ways
-    best = search(space, num_rows=1).rows[0].prediction
+    best = search(space, num_rows=1).rows[0]
     assert best.fits
     assert f"ep={best.setup.routing.expert}" in describe(best.setup)
     cuts: Counter[str] = Counter()

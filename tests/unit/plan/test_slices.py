@@ -10,7 +10,7 @@ import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.cli import main
-from bpipe.plan.bounds import Bounds, lower_bound_s
+from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import describe
 from bpipe.plan.predict import costs_of, simulation_of
@@ -24,6 +24,7 @@ from bpipe.predict.memory import least_bytes, least_shared_bytes, least_warm_byt
 from bpipe.predict.model import PRESETS, llama
 from bpipe.predict.profile import Entry, Profile
 from bpipe.schedule.families.families import FAMILIES
+from tests.support.predicted import lower_bound_s
 
 MODEL = llama("long", 16, 4096, 32, 8, 14336, 32000, 65536)
 SPACE = Space(

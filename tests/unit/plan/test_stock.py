@@ -14,17 +14,18 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.cli import main
 from bpipe.plan.answer import answer_of, plainest_of_ours
-from bpipe.plan.candidates import CLEARLY, Candidate, is_level
-from bpipe.plan.predict import predict
+from bpipe.plan.candidates import CLEARLY, is_level
+from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import runs_ours
 from bpipe.plan.search import Outcome, search
-from bpipe.plan.space import Space, enumerate_setups, with_free_switches
+from bpipe.plan.space import Space, with_free_switches
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS
 from bpipe.predict.training import Switches
 from bpipe.schedule.families.families import DEFAULTS
+from tests.support.predicted import enumerate_setups
 from tests.unit.plan.test_refused import SPACE
 
 FREE = Switches(overlap_grad_reduce=True, overlap_param_gather=True, tp_comm_overlap=True)
@@ -54,7 +55,7 @@ def test_ours_is_a_row_with_the_flags_that_it_may_have(outcome: Outcome) -> None
     ours = outcome.rows[found.row - 1]
     assert runs_ours(ours.setup)
     assert ours.setup.switches == FREE
-    assert ours.prediction in [choice.prediction for choice in found.choices]
+    assert ours.setup in [choice.setup for choice in found.choices]
     first = next(row for row in outcome.rows if runs_ours(row.setup))
     assert is_level(outcome.rows[found.row - 1].iteration_s, first.iteration_s)
 
@@ -130,9 +131,7 @@ def test_the_answer_never_loses_to_a_stock_row_that_it_does_not_show(number: int
     outcome = search(with_free_switches(space), 10)
     alone = replace(space, schedules=DEFAULTS, balances=("none",), vocabulary_parallel=("none",))
     rivals = [
-        one.prediction.timing.iteration_s
-        for switches in every_switch(space)
-        for one in search(replace(alone, switches=switches), 1).rows
+        one.iteration_s for switches in every_switch(space) for one in search(replace(alone, switches=switches), 1).rows
     ]
     assert bool(rivals) is (outcome.stock is not None)
     if outcome.stock is not None:
@@ -167,6 +166,6 @@ def test_ours_is_what_is_supported_and_plain_where_level(rows: list[tuple[Setup,
 
     def row(setup: Setup, seconds: float) -> Candidate:
         prediction = predict(setup)
-        return Candidate(replace(prediction, timing=replace(prediction.timing, iteration_s=seconds)))
+        return replace(prediction, timing=replace(prediction.timing, iteration_s=seconds))
 
     assert plainest_of_ours([row(*one) for one in rows], ()) == place

@@ -12,8 +12,8 @@ import torch
 from bpipe.build import unchecked
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.search import every_setup
-from bpipe.plan.shards import has_one_queue, stands_still
 from bpipe.plan.space import Space
+from bpipe.plan.variants import has_one_queue, stands_still
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import gpt

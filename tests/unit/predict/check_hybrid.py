@@ -16,11 +16,11 @@ from typing import Any
 # Prepares Megatron at its import.
 from check_saved import add_arguments, megatron_flags, one_stage, parse_cluster, torch
 
+from bpipe.predict.flops import layer_parameters
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layer_variants import Experts
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model, gpt
-from bpipe.predict.parameters import layer_parameters
 
 GPT = replace(gpt("gpt", 3, 64, 4, 256, 32), hybrid=Hybrid("*-M", 8, 16, 16, 4))
 LLAMA = replace(GPT, name="llama", num_query_groups=2, ffn_hidden_size=160, gated=True, rms_norm=True)

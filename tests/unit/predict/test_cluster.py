@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.document import configuration
+from bpipe.plan.candidates import configuration
 from bpipe.plan.predict import predict
-from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.space import Space
 from bpipe.predict.cluster import DEVICES, parse_cluster
 from bpipe.predict.cluster_file import read_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import PRESETS
 from bpipe.predict.nodes import rank_domains, rank_nodes, replicas_share_nodes
+from tests.support.predicted import enumerate_setups
 
 OWN = """
 nodes = 16

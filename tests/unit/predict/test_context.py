@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bpipe.plan.predict import predict
 from bpipe.predict.cluster import Cluster, parse_cluster
-from bpipe.predict.context_parallel import exchange_bytes
+from bpipe.predict.exchanges import exchange_bytes
 from bpipe.predict.layers.attention import core_seconds
 from bpipe.predict.layers.layer import layer_saved
 from bpipe.predict.layout import Setup

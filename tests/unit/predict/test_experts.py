@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.expert_parallel import exchange
+from bpipe.predict.exchanges import exchange
 from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, Routing, read_pattern, write_pattern
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
-from bpipe.predict.parameters import num_parameters
+from tests.support.predicted import num_parameters
 from tests.unit.predict.published import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_30B, QWEN3_235B
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
+from bpipe.predict.activations import held_by
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
-from bpipe.predict.layers.layer import halves_seconds, layer_seconds
+from bpipe.predict.layers.layer import every_seconds, layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.peak_counts import held_by
 from bpipe.predict.profile import read_profile
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import one_f_one_b
@@ -33,7 +33,7 @@ ALONE = replace(LLAMA, tensor=1, cluster=parse_cluster("h100-80g:8x1"))
 
 def test_the_halves_are_the_whole() -> None:
     forward, backward = layer_seconds(ALONE)
-    first, second = halves_seconds(ALONE)
+    first, second = every_seconds(ALONE)[2:]
     assert first + second == pytest.approx(backward)
     # Of a forward, W has the products alone; I has the attention's backward, two and a half times its forward, too.
     assert second < forward < first

@@ -24,9 +24,9 @@ from bpipe.predict.layers.attention import core_seconds
 from bpipe.predict.layers.layer import layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
-from bpipe.predict.parameters import num_parameters
 from bpipe.predict.sizes import Rates
 from bpipe.predict.states import rank_parameters
+from tests.support.predicted import num_parameters
 
 NAMES = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size".split()
 LINES = (Path(__file__).resolve().parents[2] / "data" / "hugging_face.csv").read_text().splitlines()

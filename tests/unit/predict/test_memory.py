@@ -15,6 +15,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build, unchecked
 from bpipe.cli import main
+from bpipe.predict.activations import held_by, held_by_orders
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.layer_counts import split_layers
@@ -23,7 +24,6 @@ from bpipe.predict.layers.layer import layer_bytes
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt
-from bpipe.predict.peak_counts import held_by, held_by_orders
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
 
@@ -182,6 +182,20 @@ def test_real_runs_on_eight_a100(vocabulary: int) -> None:
 def test_what_does_not_divide_is_refused_with_the_numbers(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         setup(**sizes)
+
+
+def test_a_graph_of_an_iteration_shares_no_memory_with_the_update() -> None:
+    """Gradients in 16 bits are copied to 32 for the update, in memory that no micro-batch needs by then."""
+    eager = setup(precision="fp16")
+    for without, within in zip(
+        *(predict_memory(each) for each in (eager, replace(eager, cuda_graph_impl="full_iteration"))), strict=True
+    ):
+        assert without.update_bytes > 0
+        assert within.state_bytes == without.state_bytes
+        pipeline = (
+            without.activations_bytes + without.hosted_bytes + without.working_bytes + without.fragmentation_bytes
+        )
+        assert within.peak_bytes == without.state_bytes + without.overhead_bytes + pipeline + without.update_bytes
 
 
 @pytest.mark.parametrize(("mtp_stage", "own"), [(None, 7), (6, 6)])

@@ -10,7 +10,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.config.features.feature import Feature, State
 from bpipe.config.features.table import FEATURES, PLACED, SHARDED, SLICED
-from bpipe.plan.launch_states import SUPPORTED
+from bpipe.plan.refusals import SUPPORTED
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.options.arguments import SchedulingConfig
 

@@ -19,8 +19,6 @@ BESIDE = {
     **dict.fromkeys(
         (
             "differing sizes in a CUDA graph of an iteration",
-            "a learned budget with a CUDA graph of an iteration",
-            "a batch that grows with a CUDA graph of an iteration",
             "checks of replays",
             "shards of the vocabulary or slices in a CUDA graph of an iteration",
             "two pipelines in a CUDA graph of an iteration",
@@ -42,14 +40,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "differing sizes in a CUDA graph of an iteration": [
         GRAPH | {"bpipe_differing_sizes": True},
         GRAPH | {"variable_seq_lengths": True},
-    ],
-    "a learned budget with a CUDA graph of an iteration": [
-        GRAPH | {"bpipe_memory": "auto:10"},
-        GRAPH | {"bpipe_memory": SimpleNamespace(learns=True)},
-    ],
-    "a batch that grows with a CUDA graph of an iteration": [
-        GRAPH | {"rampup_batch_size": ["8", "8", "320"]},
-        GRAPH | {"step_batch_size_schedule": "0:8 100:16"},
     ],
     "checks of replays": [
         GRAPH | {"bpipe_verify": "all"},

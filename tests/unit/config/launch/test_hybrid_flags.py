@@ -18,12 +18,13 @@ from bpipe.cli import main
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
-from bpipe.plan.space import CUTS, Space, enumerate_setups
+from bpipe.plan.space import CUTS, Space
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layer_variants import Experts
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
+from tests.support.predicted import enumerate_setups
 from tests.unit.config.launch.test_megatron_command import setups
 from tests.unit.predict.published import NEMOTRON_3_NANO, NEMOTRON_H_8B
 

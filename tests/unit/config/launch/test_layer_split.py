@@ -6,11 +6,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.config.launch.layer_split import Split, layout_text, read_split, split_flags
+from bpipe.config.flags.flag import Options
+from bpipe.config.flags.launches import READ
+from bpipe.config.launch.layer_split import layout_text, read_split, split_flags
 from bpipe.config.launch.megatron_command import read_command
 from bpipe.predict.layer_counts import split_layers
 
 SIZES = "--hidden-size 64 --num-attention-heads 4 --seq-length 128 --position-embedding-type rope".split()
+
+
+NAMES = {
+    "layers_of_a_chunk": "num_layers_per_virtual_pipeline_stage",
+    "chunks": "num_virtual_stages_per_pipeline_rank",
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+    "count_embedding": "account_for_embedding_in_pipeline_split",
+    "count_loss": "account_for_loss_in_pipeline_split",
+    "layout": "pipeline_model_parallel_layout",
+    "further": "mtp_num_layers",
+}
+
+
+def split(num_layers: int, pipeline: int, **given: object) -> Options:
+    """Arguments of so many layers and ranks, and of the flags that place layers."""
+    named = {NAMES[name]: value for name, value in given.items()}
+    sizes = {"num_layers": num_layers, "pipeline_model_parallel_size": pipeline}
+    return Options(**{flag.field: flag.default for flag in READ.values()} | sizes | named)
 
 
 def placed(flags: list[str], layers: tuple[int, ...], pipeline: int, further: int = 0) -> tuple[object, object]:
@@ -28,7 +49,7 @@ def test_there_and_back(pipeline: int, chunks: int, data: st.DataObject) -> None
     if len(layers) > 1 and data.draw(st.booleans()):
         layers = (*layers[:-1], 0)
     assert placed(split_flags(layers, pipeline), layers, pipeline) == (layers, None)
-    assert read_split(Split(layout=layout_text(layers)), sum(layers), pipeline) == layers
+    assert read_split(split(sum(layers), pipeline, layout=layout_text(layers))) == layers
 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 3), st.booleans())
@@ -69,13 +90,12 @@ def test_llama_405b_as_its_authors_laid_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "message"),
+    ("given", "message"),
     [
         ({"layers_of_a_chunk": 2, "chunks": 2}, "exclude each other"),
         ({"first": 3, "count_loss": True}, "exclude each other"),
         ({"layout": "Et|tL", "first": 1}, "says where every layer is"),
         ({"first": 3, "layers_of_a_chunk": 1}, "Megatron needs --num-virtual-stages-per-pipeline-rank"),
-        ({"last": 0}, "--decoder-last-pipeline-num-layers is 0"),
         ({}, r"--num-layers 10 cannot be divided evenly over --pipeline-model-parallel-size 4: say how with"),
         ({"first": 2}, "with --decoder-first-pipeline-num-layers 2"),
         ({"first": 1, "chunks": 2}, "does not divide the 1 layers of rank 0"),
@@ -90,6 +110,6 @@ def test_llama_405b_as_its_authors_laid_it() -> None:
         ({"layout": "Et*5||t*4|tL"}, "stage 1 has no layer"),
     ],
 )
-def test_what_megatron_would_refuse_or_nobody_models(split: dict[str, object], message: str) -> None:
+def test_what_megatron_would_refuse_or_nobody_models(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_split(Split(**split), 10, 4)  # type: ignore[arg-type]
+        read_split(split(10, 4, **given))

@@ -22,9 +22,8 @@ from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.megatron_names import names
+from bpipe.config.launch.megatron_names import REFUSED, WITHOUT_INFLUENCE, names
 from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
-from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import EVENLY, Setup
@@ -372,8 +371,10 @@ def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, A
     without = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)}
     assert not without & (set(READ) | set(REFUSED))
     words = tuple(("recompute offload fp8 fp4 moe expert fsdp shard dtype fusion overlap cuda-graph mtp").split())
-    # What only says how a scale comes from past values is done either way, and no training generates text.
+    # What only says how a scale comes from past values is done either way, no training generates text, and a graph is the
+    # same whenever it is captured.
     scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--mtp-loss-scaling-factor"}
+    scales |= {"--cuda-graph-warmup-steps"}
     inference = {flag for flag in without if flag.startswith("--mamba-inference-")}
     assert [
         flag for flag in without - scales - inference if any(word in flag for word in words) and "ckpt" not in flag

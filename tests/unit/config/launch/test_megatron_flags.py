@@ -62,6 +62,7 @@ SETUPS = [
     setup("llama3-8b", 2, 4, chunks=2, recompute="full:uniform:2"),
     setup("llama3-8b", 2, 4, recompute="selective:mlp+layernorm"),
     setup("llama3-8b", 2, 4, slices=4),
+    setup("llama3-8b", 2, 4, balance=EVENLY, cuda_graph_impl="full_iteration"),
     setup("llama3-8b", 2, 4, chunks=2, slices=2, slice_lengths=(4608, 3584), balance=EVENLY),
     replace(AHEAD, model=replace(AHEAD.model, mtp_num_layers=2, mtp_use_repeated_layer=True)),
     replace(AHEAD, layers=(11, 11, 10, 0)),
@@ -95,7 +96,7 @@ def rows_of_plans() -> list[Setup]:
             ("llama3-405b", "h100-80g:32x8", 256, 8192, {"max_micro_batch": 2, "distributed_optimizer": False}),
         )
     ]
-    return [result.prediction.setup for space in spaces for result in search(space, num_rows=4).rows]
+    return [result.setup for space in spaces for result in search(space, num_rows=4).rows]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.record.read import read_held, read_run
-from bpipe.record.report.differences import Difference
+from bpipe.record.report.compare import Difference
 from bpipe.record.report.memory import own_peak, peak_of_rule, rule_by_slice, whole_peaks
 from bpipe.record.report.replay import replay
 from bpipe.record.report.report import report_of

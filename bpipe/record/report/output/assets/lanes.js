@@ -11,7 +11,7 @@ const POINTED = 9;
 
 // `area` is { left, right, y, height }, `view` { start, end }; `look` has the colours and patterns, and the font size of labels or 0.
 function paintLane(g, lane, columns, area, view, look) {
-  const scale = (area.right - area.left) / (view.end - view.start);
+  const at = placer(area, view);
   const last = firstBeyond(lane.start, view.end);
   const shares = new Shares(area);
   const plain = GROUPS.map(() => []);
@@ -19,8 +19,8 @@ function paintLane(g, lane, columns, area, view, look) {
   const pointed = [];
   const labels = [];
   for (let index = firstBeyond(lane.reach, view.start, true); index < last; index++) {
-    const from = Math.max(area.left - 4, area.left + (lane.start[index] - view.start) * scale);
-    const to = Math.min(area.right + 4, area.left + (lane.end[index] - view.start) * scale);
+    const from = Math.max(area.left - 4, at(lane.start[index]));
+    const to = Math.min(area.right + 4, at(lane.end[index]));
     const group = lane.group[index];
     const width = to - from;
     if (width < NARROW) {
@@ -39,7 +39,7 @@ function paintLane(g, lane, columns, area, view, look) {
     paintBoxes(g, outlined[group], area, 1, look.groups[group], area.height >= 8 ? look.patterns[group] : look.groups[group]);
   });
   for (let index = 0; index < pointed.length; index += 3) paintPointed(g, pointed[index], pointed[index + 1], area, pointed[index + 2], look);
-  for (const index of labels) paintLabel(g, lane, index, columns, area, view, look);
+  for (const index of labels) paintLabel(g, lane, index, columns, area, at, look);
 }
 
 // Starts and widths of one colour; wide ones with the pattern.
@@ -56,15 +56,10 @@ function paintBoxes(g, boxes, area, inset, colour, pattern) {
 // A transfer points to where it goes.
 function paintPointed(g, from, to, area, group, look) {
   const tip = Math.min(6, (to - from) / 3);
-  const away = group === 3;
+  const [tail, neck, point] = group === 3 ? [from, to - tip, to] : [to, from + tip, from];
   const [top, middle, foot] = [area.y + 0.5, area.y + area.height / 2, area.y + area.height - 0.5];
   g.beginPath();
-  g.moveTo(from + (away ? 0 : tip), top);
-  g.lineTo(to - (away ? tip : 0), top);
-  if (away) g.lineTo(to, middle);
-  g.lineTo(to - (away ? tip : 0), foot);
-  g.lineTo(from + (away ? 0 : tip), foot);
-  if (!away) g.lineTo(from, middle);
+  for (const [x, y] of [[tail, top], [neck, top], [point, middle], [neck, foot], [tail, foot]]) g.lineTo(x, y);
   g.closePath();
   g.fillStyle = look.groups[group];
   g.fill();
@@ -72,19 +67,16 @@ function paintPointed(g, from, to, area, group, look) {
   g.stroke();
 }
 
-function paintLabel(g, lane, index, columns, area, view, look) {
-  const scale = (area.right - area.left) / (view.end - view.start);
-  const left = Math.max(area.left, area.left + (lane.start[index] - view.start) * scale);
-  const right = Math.min(area.right, area.left + (lane.end[index] - view.start) * scale);
+function paintLabel(g, lane, index, columns, area, at, look) {
+  const left = Math.max(area.left, at(lane.start[index]));
+  const right = Math.min(area.right, at(lane.end[index]));
   const place = lane.places[index];
   const text = `${look.withStage ? columns.stage[place] : ""}${columns.kindOf(place)}${columns.microbatch[place]}`;
   const width = text.length * look.label * 0.6;
   if (right - left < width + 3) return;
   const middle = (left + right) / 2;
-  if (look.patterns[lane.group[index]] !== look.groups[lane.group[index]]) {
-    g.fillStyle = look.groups[lane.group[index]];
-    g.fillRect(middle - width / 2 - 1, area.y + 2, width + 2, area.height - 4);
-  }
+  const colour = look.groups[lane.group[index]];
+  if (look.patterns[lane.group[index]] !== colour) fillBox(g, colour, middle - width / 2 - 1, area.y + 2, width + 2, area.height - 4);
   g.fillStyle = look["on-action"];
   g.fillText(text, middle, area.y + area.height / 2 + 0.5);
 }

@@ -12,19 +12,15 @@ function drawLegend({ colours, ratio, data }) {
     paintBoxes(g, [0, 28], area, 0, colours.lines[group], colours.lines[group]);
     paintBoxes(g, [0, 28], area, 1, colours.groups[group], colours.patterns[group]);
   };
-  const fill = (g, colour, ...rectangle) => {
-    g.fillStyle = colour;
-    g.fillRect(...rectangle);
-  };
   const entries = [
     ["forward", (g) => box(g, 0)],
     ["backward", (g) => box(g, 1)],
     ["eviction, return", (g) => paintPointed(g, 0, 28, area, 3, colours)],
     ["load, hosting", (g) => paintPointed(g, 0, 28, area, 4, colours)],
-    ["exposed transfer time", (g) => fill(g, colours.barrier, 0, 0, 28, 13)],
-    ["measured memory", (g) => { fill(g, colours.held, 0, 3, 28, 10); fill(g, colours["held-line"], 0, 3, 28, 1); }],
-    ["simulated memory", (g) => fill(g, colours.predicted, 0, 6, 28, 2)],
-    ["bound", (g) => { fill(g, colours.bound, 0, 6, 11, 2); fill(g, colours.bound, 16, 6, 12, 2); }],
+    ["exposed transfer time", (g) => fillBox(g, colours.barrier, 0, 0, 28, 13)],
+    ["measured memory", (g) => { fillBox(g, colours.held, 0, 3, 28, 10); fillBox(g, colours["held-line"], 0, 3, 28, 1); }],
+    ["simulated memory", (g) => fillBox(g, colours.predicted, 0, 6, 28, 2)],
+    ["bound", (g) => { fillBox(g, colours.bound, 0, 6, 11, 2); fillBox(g, colours.bound, 16, 6, 12, 2); }],
   ];
   byId("legend").replaceChildren(...entries.map(([text, paint]) => {
     const canvas = element("canvas", { width: 28 * ratio, height: 13 * ratio, style: "width:28px;height:13px", "aria-hidden": "true" });

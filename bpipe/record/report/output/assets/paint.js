@@ -30,22 +30,40 @@ function mix(colour, ground, share) {
   return `#${parts(colour).map((part, index) => Math.round(part * share + other[index] * (1 - share)).toString(16).padStart(2, "0")).join("")}`;
 }
 
+// Where a time lies on a lane, in pixels.
+function placer(area, view) {
+  const scale = (area.right - area.left) / (view.end - view.start);
+  return (time) => area.left + (time - view.start) * scale;
+}
+
+function fillBox(g, colour, x, y, width, height) {
+  g.fillStyle = colour;
+  g.fillRect(x, y, width, height);
+}
+
+function strokeLine(g, colour, width, points) {
+  g.beginPath();
+  for (const [x, y] of points) g.lineTo(x, y);
+  g.strokeStyle = colour;
+  g.lineWidth = width;
+  g.stroke();
+}
+
+// `style`: such as bold or italic.
+function setType(g, size, align, style = "") {
+  g.font = `${style} ${size}px system-ui, 'Liberation Sans', sans-serif`;
+  g.textAlign = align;
+  g.textBaseline = "middle";
+}
+
 function stripes(background, line, { size, thickness, alpha }, ratio) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = Math.round(size * ratio);
   const g = tile.getContext("2d");
   g.scale(tile.width / size, tile.height / size);
-  g.fillStyle = background;
-  g.fillRect(0, 0, size, size);
+  fillBox(g, background, 0, 0, size, size);
   g.globalAlpha = alpha;
-  g.strokeStyle = line;
-  g.lineWidth = thickness;
-  for (const shift of [-size, 0, size]) {
-    g.beginPath();
-    g.moveTo(shift - 1, size + 1);
-    g.lineTo(shift + size + 1, -1);
-    g.stroke();
-  }
+  for (const shift of [-size, 0, size]) strokeLine(g, line, thickness, [[shift - 1, size + 1], [shift + size + 1, -1]]);
   const pattern = g.createPattern(tile, "repeat");
   pattern.setTransform(new DOMMatrix().scale(1 / ratio));
   return pattern;
@@ -53,22 +71,19 @@ function stripes(background, line, { size, thickness, alpha }, ratio) {
 
 // Exposed time, in which computation waits: stripes across the lane in the gap (`band` 0), and a band along its foot over whatever is there.
 function paintWaits(g, lane, area, view, look, band) {
-  const scale = (area.right - area.left) / (view.end - view.start);
+  const at = placer(area, view);
   const last = firstBeyond(lane.start, view.end);
   let painted = -Infinity;
   for (let index = firstBeyond(lane.reach, view.start, true); index < last; index++) {
-    const from = Math.max(area.left, area.left + (lane.start[index] - view.start) * scale);
-    const to = Math.min(area.right, Math.max(from + 1, area.left + (lane.end[index] - view.start) * scale));
+    const from = Math.max(area.left, at(lane.start[index]));
+    const to = Math.min(area.right, Math.max(from + 1, at(lane.end[index])));
     if (to <= painted || (!band && to - from < NARROW)) continue;
     painted = to;
-    g.fillStyle = band ? look["wait-line"] : look.barrier;
-    if (!band) {
-      g.fillRect(from, area.y, to - from, area.height);
-    } else {
-      const foot = area.y + area.height - band;
-      g.fillRect(from, foot - 1, to - from, band + 1);
-      g.fillStyle = look.wait;
-      g.fillRect(from, foot, to - from, band);
+    const foot = area.y + area.height - band;
+    if (!band) fillBox(g, look.barrier, from, area.y, to - from, area.height);
+    else {
+      fillBox(g, look["wait-line"], from, foot - 1, to - from, band + 1);
+      fillBox(g, look.wait, from, foot, to - from, band);
     }
   }
 }
@@ -76,7 +91,7 @@ function paintWaits(g, lane, area, view, look, band) {
 // Steps of held bytes as a line, at most four points a pixel column; with `fill` the area under it.
 function paintCurve(g, memory, area, view, top, { fill, line, width }) {
   const { left, right, y, height } = area;
-  const scale = (right - left) / (view.end - view.start);
+  const at = placer(area, view);
   const floor = y + height;
   const level = (held) => floor - (held / top) * height;
   let index = firstBeyond(memory.times, view.start);
@@ -84,7 +99,7 @@ function paintCurve(g, memory, area, view, top, { fill, line, width }) {
   g.beginPath();
   g.moveTo(left, level(held));
   while (index < memory.times.length && memory.times[index] <= view.end) {
-    const x = left + (memory.times[index] - view.start) * scale;
+    const x = at(memory.times[index]);
     const column = Math.floor(x);
     let [least, most] = [held, held];
     g.lineTo(x, level(held));
@@ -93,7 +108,7 @@ function paintCurve(g, memory, area, view, top, { fill, line, width }) {
       least = Math.min(least, held);
       most = Math.max(most, held);
       index++;
-    } while (index < memory.times.length && left + (memory.times[index] - view.start) * scale < column + 1 && memory.times[index] <= view.end);
+    } while (index < memory.times.length && at(memory.times[index]) < column + 1 && memory.times[index] <= view.end);
     g.lineTo(x, level(least));
     g.lineTo(x, level(most));
     g.lineTo(x, level(held));
@@ -119,14 +134,11 @@ function tickStep(view, width) {
 
 function paintAxis(g, area, view, look) {
   const step = tickStep(view, area.right - area.left);
-  const scale = (area.right - area.left) / (view.end - view.start);
-  g.font = "11px system-ui, 'Liberation Sans', sans-serif";
-  g.textAlign = "center";
-  g.textBaseline = "middle";
+  const at = placer(area, view);
+  setType(g, 11, "center");
   for (let number = Math.ceil(view.start / step); number * step <= view.end; number++) {
-    const x = area.left + (number * step - view.start) * scale;
-    g.fillStyle = look.grid;
-    g.fillRect(Math.round(x), area.y, 1, area.height);
+    const x = at(number * step);
+    fillBox(g, look.grid, Math.round(x), area.y, 1, area.height);
     g.fillStyle = look.muted;
     if (x > area.left + 14 && x < area.right - 22) g.fillText(secondsText(number * step, step), x, 13);
   }

@@ -105,20 +105,25 @@ class Timeline {
     const { colours } = this;
     const { left, right } = this.area;
     g.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    g.fillStyle = colours.card;
-    g.fillRect(0, 0, this.width, this.height);
+    fillBox(g, colours.card, 0, 0, this.width, this.height);
     paintAxis(g, { left, right, y: AXIS - 4, height: this.height }, this.view, this.colours);
+    const shift = AXIS - scrollTop;
+    this.within(g, [0, AXIS, this.width, this.height - AXIS], () => {
+      for (const row of this.layout.rows) {
+        if (row.top + row.height + shift >= AXIS && row.top + shift <= this.height) this.drawRow(g, row, shift);
+      }
+    });
+    byId("range").textContent = `${this.timeText(this.view.start)} to ${this.timeText(this.view.end)}`;
+  }
+
+  // What is drawn outside of this rectangle is not seen.
+  within(g, rectangle, draw) {
     g.save();
     g.beginPath();
-    g.rect(0, AXIS, this.width, this.height - AXIS);
+    g.rect(...rectangle);
     g.clip();
-    const shift = AXIS - scrollTop;
-    for (const row of this.layout.rows) {
-      if (row.top + row.height + shift < AXIS || row.top + shift > this.height) continue;
-      this.drawRow(g, row, shift);
-    }
+    draw();
     g.restore();
-    byId("range").textContent = `${this.timeText(this.view.start)} to ${this.timeText(this.view.end)}`;
   }
 
   timeText(seconds) {
@@ -131,31 +136,24 @@ class Timeline {
     g.lineWidth = 1;
     for (const band of row.bands) {
       const area = { left, right, y: band.y + shift, height: band.height };
-      g.save();
-      g.beginPath();
-      g.rect(left, area.y - 2, right - left, area.height + 4);
-      g.clip();
-      if (band.name === "memory") this.drawMemory(g, row.track, area);
-      else this.drawLane(g, row.track[band.side], band, area);
-      g.restore();
+      this.within(g, [left, area.y - 2, right - left, area.height + 4], () => {
+        if (band.name === "memory") this.drawMemory(g, row.track, area);
+        else this.drawLane(g, row.track[band.side], band, area);
+      });
     }
     this.drawNames(g, row, shift);
-    g.fillStyle = colours.line;
     const foot = row.top + row.height + shift + this.layout.size.gap / 2;
-    g.fillRect(0, Math.round(foot), this.width, this.layout.size.gap > 3 ? 1 : 0.5);
+    fillBox(g, colours.line, 0, Math.round(foot), this.width, this.layout.size.gap > 3 ? 1 : 0.5);
   }
 
   drawLane(g, side, band, area) {
     const { colours } = this;
     const { label } = this.layout.size;
-    g.fillStyle = colours.lane;
-    g.fillRect(area.left, area.y, area.right - area.left, area.height);
+    fillBox(g, colours.lane, area.left, area.y, area.right - area.left, area.height);
     if (!side) {
       if (band.name === "compute" && area.height >= 9) {
         g.fillStyle = colours.muted;
-        g.font = "italic 11px system-ui, 'Liberation Sans', sans-serif";
-        g.textAlign = "left";
-        g.textBaseline = "middle";
+        setType(g, 11, "left", "italic");
         g.fillText("no record of this rank", area.left + 8, area.y + area.height / 2);
       }
       return;
@@ -163,18 +161,15 @@ class Timeline {
     const isCompute = band.name === "compute";
     if (isCompute) paintWaits(g, side.lanes.waits, area, this.view, this.colours, 0);
     const look = { ...this.looks[band.side], label: isCompute ? label : 0, withStage: this.withStage };
-    g.font = `${label || 9}px system-ui, 'Liberation Sans', sans-serif`;
-    g.textAlign = "center";
-    g.textBaseline = "middle";
+    setType(g, label || 9, "center");
     paintLane(g, side.lanes[band.name], side.columns, area, this.view, look);
     if (isCompute) paintWaits(g, side.lanes.waits, area, this.view, this.colours, area.height > 10 ? 4 : 2);
   }
 
   drawMemory(g, track, area) {
     const { colours, memoryTop: top } = this;
-    g.fillStyle = colours.grid;
     for (const bytes of this.memoryTicks(area)) {
-      g.fillRect(area.left, Math.round(area.y + area.height * (1 - bytes / top)) - (bytes ? 0 : 1), area.right - area.left, 1);
+      fillBox(g, colours.grid, area.left, Math.round(area.y + area.height * (1 - bytes / top)) - (bytes ? 0 : 1), area.right - area.left, 1);
     }
     if (track.measured) {
       paintCurve(g, track.measured.memory, area, this.view, top, { fill: colours.held, line: colours["held-line"], width: 1 });
@@ -182,13 +177,8 @@ class Timeline {
     if (track.simulated) paintCurve(g, track.simulated.memory, area, this.view, top, { line: colours.predicted, width: 1.75 });
     if (track.bound !== null) {
       const y = area.y + area.height * (1 - track.bound / top);
-      g.strokeStyle = colours.bound;
-      g.lineWidth = 1.5;
       g.setLineDash([7, 4]);
-      g.beginPath();
-      g.moveTo(area.left, y);
-      g.lineTo(area.right, y);
-      g.stroke();
+      strokeLine(g, colours.bound, 1.5, [[area.left, y], [area.right, y]]);
       g.setLineDash([]);
     }
     g.lineWidth = 1;
@@ -213,19 +203,16 @@ class Timeline {
     const gutter = this.area.left;
     const isNarrow = gutter < 150;
     const fullest = row.track === this.fullest;
-    g.textBaseline = "middle";
-    g.textAlign = "left";
     g.fillStyle = fullest ? colours.bound : colours.text;
-    g.font = `600 ${label ? label + 1 : 9}px system-ui, 'Liberation Sans', sans-serif`;
+    setType(g, label ? label + 1 : 9, "left", "600");
     const line = row.top + shift + Math.max(compute, 8) / 2;
     const name = isNarrow ? row.track.label.replace(/ \(rank .*/, "") : row.track.label;
     g.fillText(fullest && !label ? `${name}, bottleneck` : name, 8, line, gutter - (label && !isNarrow ? 74 : 16));
     if (!label) return;
-    g.font = `${label}px system-ui, 'Liberation Sans', sans-serif`;
+    setType(g, label, "left");
     if (fullest) g.fillText("bottleneck", 8, line + label + 4, gutter - 16);
-    g.textAlign = "right";
     g.fillStyle = colours.muted;
-    g.font = `${label - 1}px system-ui, 'Liberation Sans', sans-serif`;
+    setType(g, label - 1, "right");
     for (const band of row.bands) {
       if (band.name === "memory") this.drawMemoryAxis(g, band, shift, gutter);
       else if (band.name === "compute" && !isNarrow) g.fillText(band.side, gutter - 7, band.y + shift + Math.min(band.height, 20) / 2);
@@ -253,15 +240,11 @@ class Timeline {
     g.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     g.clearRect(0, 0, this.width, this.height);
     if (this.drag?.select) {
-      g.fillStyle = colours.pick;
       g.globalAlpha = 0.22;
-      g.fillRect(Math.min(this.drag.x, this.drag.from), AXIS, Math.abs(this.drag.x - this.drag.from), this.height);
+      fillBox(g, colours.pick, Math.min(this.drag.x, this.drag.from), AXIS, Math.abs(this.drag.x - this.drag.from), this.height);
       g.globalAlpha = 1;
     }
-    if (this.hover !== null && this.hover >= left && this.hover <= right) {
-      g.fillStyle = colours.muted;
-      g.fillRect(Math.round(this.hover), AXIS - 4, 1, this.height);
-    }
+    if (this.hover !== null && this.hover >= left && this.hover <= right) fillBox(g, colours.muted, Math.round(this.hover), AXIS - 4, 1, this.height);
     if (this.pick) this.markPick(g, left, right);
   }
 
@@ -279,8 +262,7 @@ class Timeline {
   // --- Time and place -------------------------------------------------------------------------------------------------------------------
 
   xOf(time) {
-    const { left, right } = this.area;
-    return left + ((time - this.view.start) / (this.view.end - this.view.start)) * (right - left);
+    return placer(this.area, this.view)(time);
   }
 
   timeOf(x) {

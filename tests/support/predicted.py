@@ -1,0 +1,32 @@
+"""What tests compare predictions with: every setup of a space, bounds from whole costs, and parameters of models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from bpipe.plan import bounds
+from bpipe.plan.space import Space, enumerate_branches, setups_of
+from bpipe.predict.flops import layer_parameters
+from bpipe.predict.layout import Setup
+from bpipe.predict.model import Model
+
+
+def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
+    """Yield all configurations of all branches."""
+    cuts = Counter() if cuts is None else cuts
+    for branch in enumerate_branches(space, cuts):
+        yield from setups_of(space, branch, cuts)
+
+
+def lower_bound_s(setup: Setup) -> float:
+    """Return the bound of `Bounds` from the costs of the whole setup, of which nothing is cached."""
+    return bounds._bound(setup, bounds._work_of(setup, None)) + bounds._update_s(setup, None)
+
+
+def num_parameters(model: Model) -> int:
+    """Return the number of all parameters."""
+    layers = sum(model.num_held(kind, number) * sum(layer_parameters(model, kind)) for kind, number in model.kinds())
+    embedding = model.vocabulary * model.hidden_size * (1 if model.tied_embedding else 2)
+    positions = model.sequence * model.hidden_size * model.learned_positions
+    return layers + model.norm_parameters + embedding + positions
