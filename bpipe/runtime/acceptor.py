@@ -147,9 +147,7 @@ class ReceivingAcceptor(Acceptor):
             if host_buffer in self._hosted:
                 raise RuntimeFault(f"{action}: host buffer {host_buffer} still holds {self._hosted[host_buffer]}")
             self._hosted[host_buffer] = action
-            tensors = self._memory_of(host_buffer, action.stage)
-            pending = self._transport.host(host_buffer, tensors) if tensors else Done()
-            self._pending[host_buffer] = action, pending
+            self._start(action, host_buffer, self._transport.host)
 
     def give_back(self, action: Action, host_buffer: int) -> None:
         with self._streams.outbound():
@@ -157,9 +155,15 @@ class ReceivingAcceptor(Acceptor):
             hosted = self._hosted.pop(host_buffer, None)
             if hosted is None or hosted.key != action.key:
                 raise RuntimeFault(f"{action}: host buffer {host_buffer} holds {hosted or 'nothing'}")
-            tensors = self._memory_of(host_buffer, action.stage)
-            pending = self._transport.give_back(host_buffer, tensors) if tensors else Done()
-            self._pending[host_buffer] = action, pending
+            self._start(action, host_buffer, self._transport.give_back)
+
+    def _start(
+        self, action: Action, host_buffer: int, transfer: Callable[[int, Sequence[torch.Tensor]], Pending]
+    ) -> None:
+        if host_buffer in self._pending:
+            raise RuntimeFault(f"{action}: host buffer {host_buffer} has a transfer under way; is a wait missing?")
+        tensors = self._memory_of(host_buffer, action.stage)
+        self._pending[host_buffer] = action, transfer(host_buffer, tensors) if tensors else Done()
 
     def _memory_of(self, host_buffer: int, stage: int) -> list[torch.Tensor]:
         """Return uint8 tensors over the buffer's memory, as long as the stage's storages."""
