@@ -147,7 +147,7 @@ class ReceivingAcceptor(Acceptor):
             if host_buffer in self._hosted:
                 raise RuntimeFault(f"{action}: host buffer {host_buffer} still holds {self._hosted[host_buffer]}")
             self._hosted[host_buffer] = action
-            tensors = self._memory_of(host_buffer, action.stage)
+            tensors = self._memory_for(action, host_buffer)
             pending = self._transport.host(host_buffer, tensors) if tensors else Done()
             self._pending[host_buffer] = action, pending
 
@@ -157,13 +157,15 @@ class ReceivingAcceptor(Acceptor):
             hosted = self._hosted.pop(host_buffer, None)
             if hosted is None or hosted.key != action.key:
                 raise RuntimeFault(f"{action}: host buffer {host_buffer} holds {hosted or 'nothing'}")
-            tensors = self._memory_of(host_buffer, action.stage)
+            tensors = self._memory_for(action, host_buffer)
             pending = self._transport.give_back(host_buffer, tensors) if tensors else Done()
             self._pending[host_buffer] = action, pending
 
-    def _memory_of(self, host_buffer: int, stage: int) -> list[torch.Tensor]:
-        """Return uint8 tensors over the buffer's memory, as long as the stage's storages."""
-        key, lengths = (host_buffer, stage), self._sizes[stage]
+    def _memory_for(self, action: Action, host_buffer: int) -> list[torch.Tensor]:
+        """Return uint8 tensors over the buffer's memory, as long as the storages of the action's stage."""
+        if host_buffer in self._pending:
+            raise RuntimeFault(f"{action}: host buffer {host_buffer} has a transfer under way; is a wait missing?")
+        key, lengths = (host_buffer, action.stage), self._sizes[action.stage]
         if key not in self._tensors:
             piece, offsets = self._layout.place(host_buffer, lengths) if lengths else (0, [])
             self._tensors[key] = [self._pieces[piece].narrow(0, *part) for part in zip(offsets, lengths, strict=True)]

@@ -94,13 +94,9 @@ def connected(
 ) -> tuple[Connections, list[MeasuredLink], str, Pipelines]:
     """Connect the pairs of this schedule. Collective over the world if anything moves, without a message otherwise.
 
-    Returns:
-        This rank's connections by the other's position in the pipeline; every pair's link; a table of them for the log;
-        and the global ranks of every pipeline, by position, empty if nothing moves.
-
-    Raises:
-        ValueError: A pair has no transport on this device, or ranks have other schedules.
-        RuntimeError: A pair has no transport.
+    Returns this rank's connections by the other's position in the pipeline; every pair's link; a table of them for the
+    log; and the global ranks of every pipeline, by position, empty if nothing moves. Raises ValueError if a pair has no
+    transport on this device or ranks have other schedules, and RuntimeError if a pair has no transport.
     """
     if not moves_anything(schedule):
         return {}, [], "", []

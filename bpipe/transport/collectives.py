@@ -135,7 +135,8 @@ class _UnderWay(NamedTuple):
 
 
 class Collectives:
-    """One rank's collectives for one program; the groups may serve several.
+    """One rank's messages for one program: those with two ends pass over `edges`, all others here. The groups may serve
+    several programs.
 
     `rank_of(action)` is where a computation runs. `slices` is the number of slices of a micro-batch, which may differ in
     shape.
@@ -149,8 +150,9 @@ class Collectives:
         device: torch.device,
         second: SecondStep | None = None,
         slices: int = 1,
+        edges: Edges | None = None,
     ) -> None:
-        self._slices = slices
+        self._slices, self._edges = slices, edges
         self._rank, self._groups, self._rank_of, self._device, self._second = rank, groups, rank_of, device, second
         # Errors on the lane, which otherwise only the rank that needs the sum would notice.
         self._errors: list[Exception] = []
@@ -162,13 +164,18 @@ class Collectives:
 
     def post(self, message: Message) -> None:
         """Be ready for a broadcast."""
-        if self._sort(message) in self._shapes:
+        if self._edges is not None and not message.is_collective:
+            self._edges.post(message)
+        elif self._sort(message) in self._shapes:
             self._receive(message)
         else:
             self._posted.add(message.value)
 
     def send(self, message: Message, tensors: Tensors) -> None:
         """Send this rank's part, which must not be used again: a reduction may write over it."""
+        if self._edges is not None and not message.is_collective:
+            self._edges.send(message, tensors)
+            return
         self._raise_errors()
         # Some backends know what is over without being waited for: drop it if nobody here needs the result.
         self._passing = {
@@ -202,6 +209,8 @@ class Collectives:
     def wait(self, message: Message) -> Tensors:
         """Wait for a message and return its result: nothing for a broadcast that this rank sent or a reduction for
         another rank."""
+        if self._edges is not None and not message.is_collective:
+            return self._edges.wait(message)
         if message.value in self._firsts:
             with name_timeout(self._groups.timeout_s):
                 for sent in self._firsts.pop(message.value):
@@ -291,25 +300,6 @@ class Collectives:
         # Waiting for works drops them, so the lane has its own.
         later = second.lane.run(job, [gathering.works.again()])
         return gathering._replace(later=later, later_result=total) if taker == self._rank else gathering
-
-
-class EdgesAndCollectives:
-    """One rank's messages: those with two ends over edges, all others as collectives."""
-
-    def __init__(self, edges: Edges, collectives: Collectives) -> None:
-        self._edges, self._collectives = edges, collectives
-
-    def post(self, message: Message) -> None:
-        self._carrier(message).post(message)
-
-    def send(self, message: Message, tensors: Tensors) -> None:
-        self._carrier(message).send(message, tensors)
-
-    def wait(self, message: Message) -> Tensors:
-        return self._carrier(message).wait(message)
-
-    def _carrier(self, message: Message) -> Edges | Collectives:
-        return self._collectives if message.is_collective else self._edges
 
 
 def _kind(message: Message) -> Kind:

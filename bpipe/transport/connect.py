@@ -235,23 +235,6 @@ def connect(
     return next(iter(connections.values()), None), links
 
 
-def _connected(
-    pairs: Sequence[Pair], two_sided: Sequence[str], timeout_s: float, device: Device
-) -> dict[int, Connection]:
-    """Return this rank's connections by the other's rank, ascending, with groups for all two-sided transports."""
-    rank = dist.get_rank()
-    connections: dict[int, Connection] = {}
-    for low, high in sorted(pairs):
-        control = pair_control(low, high, timeout_s)
-        groups = {name: pair_groups(low, high, name, timeout_s) for name in two_sided}
-        if control is not None:
-            partner = high if rank == low else low
-            own = {name: pair for name, pair in groups.items() if pair is not None}
-            lanes = device.lanes(timeout_s)
-            connections[partner] = Connection(partner, control, own, device, lanes, timeout_s)
-    return dict(sorted(connections.items()))
-
-
 def connect_all(
     pairs: Sequence[Pair],
     wanted: str,
@@ -281,7 +264,15 @@ def connect_all(
     names = tuple(name for name in candidates(wanted, device.device.type) if not (own_memory and name == "host"))
     rank = dist.get_rank()
     everyone = _neighbours(buffers or Buffers())
-    connections = _connected(pairs, [name for name in names if name in TWO_SIDED], timeout_s, device)
+    connections: dict[int, Connection] = {}
+    for low, high in sorted(pairs):
+        control = pair_control(low, high, timeout_s)
+        groups = {name: pair_groups(low, high, name, timeout_s) for name in names if name in TWO_SIDED}
+        if control is not None:
+            partner = high if rank == low else low
+            own = {name: pair for name, pair in groups.items() if pair is not None}
+            connections[partner] = Connection(partner, control, own, device, device.lanes(timeout_s), timeout_s)
+    connections = dict(sorted(connections.items()))
     # Host memory that was asked for is used if what is really needed fits, which is known once an iteration has run. It
     # is chosen automatically only if it fits in any case.
     here = Location.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)

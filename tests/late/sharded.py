@@ -19,7 +19,7 @@ from bpipe.runtime.stage import Messages, Part, Shards, TorchStages
 from bpipe.runtime.vocabulary import embedded
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.schedule import Schedule
-from bpipe.transport.collectives import INPUT_SORTS, SORTS, Collectives, EdgesAndCollectives, SecondStep, SharedGroups
+from bpipe.transport.collectives import INPUT_SORTS, SORTS, Collectives, SecondStep, SharedGroups
 from bpipe.transport.distributed import new_group
 from bpipe.transport.edges import Edges
 from bpipe.transport.streams import beside
@@ -166,7 +166,7 @@ class ShardRank(Rank):
         }
         shared = SharedGroups(everybody, groups, hosts)  # type: ignore[arg-type]
         second = SecondStep(output.late, beside(here, TIMEOUT_S)) if isinstance(output, EarlyShard) else None
-        return EdgesAndCollectives(edges, Collectives(self.rank, shared, layout.rank_of_action, here, second))
+        return Collectives(self.rank, shared, layout.rank_of_action, here, second, edges=edges)
 
     def executor(self, stages: TorchStages, messages: Messages) -> Executor:
         return Executor(self._pipeline.schedule, self.rank, stages, messages, *self.shards)

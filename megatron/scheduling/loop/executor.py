@@ -33,7 +33,6 @@ from bpipe.transport.collectives import (
     INPUT_SORTS,
     SORTS,
     Collectives,
-    EdgesAndCollectives,
     SecondStep,
     SharedGroups,
     connect_shared,
@@ -251,7 +250,7 @@ class Loop:
                 executor = Executor(schedule, rank, stages, edges)
             else:
                 stages = sharded = self._sharded(part, models)
-                carried = EdgesAndCollectives(edges, self._collectives(schedule, sharded.shard))
+                carried = self._collectives(schedule, sharded.shard, edges)
                 executor = Executor(schedule, rank, stages, carried, sharded.shard, sharded.inputs)
             prepared = self._prepared[key] = _Prepared(
                 executor, stages, Marks.of(order, stages.chunks, self._num_pipes)
@@ -283,8 +282,8 @@ class Loop:
         inputs = Inputs.of(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
         return ShardedStages(part, layer, early, inputs)
 
-    def _collectives(self, schedule: Schedule, shard: OutputShard) -> Collectives:
-        """Return the collectives over shards. Collective over the world the first time."""
+    def _collectives(self, schedule: Schedule, shard: OutputShard, edges: Edges) -> Collectives:
+        """Return the messages of a rank with shards. Collective over the world the first time."""
         device = self._driver.device
         if self._shared is None:
             self._shared = self._connect_shards()
@@ -294,7 +293,9 @@ class Loop:
             self._lane = self._lane or beside(device, self._config.message_timeout_s)
             second = SecondStep(shard.late, self._lane)
         slices = schedule.layout.slices
-        return Collectives(self._driver.rank, self._shared, schedule.layout.rank_of_action, device, second, slices)
+        return Collectives(
+            self._driver.rank, self._shared, schedule.layout.rank_of_action, device, second, slices, edges
+        )
 
 
 class _Around:

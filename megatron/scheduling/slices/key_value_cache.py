@@ -96,7 +96,7 @@ class KeptKeys:
                     "before it"
                 )
             pair = layers[layer] = self._make_room(key), self._make_room(value)
-            self.count(sum(kept.nbytes for kept in pair))
+            self._count(sum(kept.nbytes for kept in pair))
             self.keys_bytes[now.stage] = sum(kept.nbytes for pair in layers.values() for kept in pair)
         keys, values = (_Join.apply(own, self, kept, now.number) for own, kept in zip((key, value), pair, strict=True))
         return keys, values
@@ -109,10 +109,14 @@ class KeptKeys:
         if gradients:
             self.gradients_bytes[stage] = gradients
         self._addresses.difference_update(kept.address for kept in tensors)
-        self.count(-gradients - sum(kept.whole.nbytes for kept in tensors))
+        self._count(-gradients - sum(kept.whole.nbytes for kept in tensors))
 
-    def count(self, more: int) -> None:
-        """Count bytes that are kept from now on, or no longer if they are negative."""
+    def collected(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that collects gradients, and return it."""
+        self._count(gradient.nbytes)
+        return gradient
+
+    def _count(self, more: int) -> None:
         self.nbytes += more
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
@@ -148,8 +152,9 @@ class _Join(torch.autograd.Function):
         begin, end = cutting.bounds[number], cutting.bounds[number + 1]
         if number == cutting.slices - 1:
             # A sum in 16 bits over k slices would round k times, where the kernel of the whole sequence rounds once.
-            kept.gradient = gradient.to(torch.float32) if gradient.element_size() < 4 else gradient.clone()
-            keys.count(kept.gradient.nbytes)
+            kept.gradient = keys.collected(
+                gradient.to(torch.float32) if gradient.element_size() < 4 else gradient.clone()
+            )
         elif kept.gradient is None:
             raise RuntimeFault(
                 f"the backward of slice {number} runs before that of slice {cutting.slices - 1}, the last: a schedule must "

@@ -124,7 +124,7 @@ def test_a_summary_is_written_where_a_step_is_recorded_or_it_says_something_new(
         with record.step(engine, meter, [], None):
             if engine.recorder is not None:
                 engine.recorder.begin()
-            meter.peak_bytes, meter.saved_bytes = peak, {0: peak}
+            meter.peak_bytes, meter.each_bytes = peak, {(0, 0): peak}
     # The first step does not count once there is another; the third is recorded; the sixth held more.
     assert written == [1, 2, 3, 6]
     assert json.loads(SUMMARY.path(tmp_path / "record", 0).read_text())["peak_bytes"] == 7

@@ -13,7 +13,7 @@ import torch
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.program import Message
 from bpipe.transport import collectives
-from bpipe.transport.collectives import SORTS, Collectives, EdgesAndCollectives, SharedGroups
+from bpipe.transport.collectives import SORTS, Collectives, SharedGroups
 from tests.unit.transport.loopback import controls
 
 CPU = torch.device("cpu")
@@ -232,12 +232,12 @@ def test_each_message_goes_its_way(ranks: list[Collectives]) -> None:
     edges: Any = SimpleNamespace(
         post=lambda message: log.append(f"post {message}"), wait=lambda message: (torch.tensor(4),)
     )
-    both = [EdgesAndCollectives(edges, rank_collectives) for rank_collectives in ranks]
-    for rank in range(RANKS):
-        both[rank].send(statistics(0), (torch.tensor([rank]),))
-    (whole,) = both[0].wait(statistics(0))
+    for number, rank in enumerate(ranks):
+        rank._edges = edges
+        rank.send(statistics(0), (torch.tensor([number]),))
+    (whole,) = ranks[0].wait(statistics(0))
     assert whole.tolist() == [[0], [1], [2]]
     passed = Message(300, (Action(0, Kind.FORWARD, 0),), (Action(1, Kind.FORWARD, 0),), (0, 1))
-    both[1].post(passed)
-    assert both[1].wait(passed) == (torch.tensor(4),)
+    ranks[1].post(passed)
+    assert ranks[1].wait(passed) == (torch.tensor(4),)
     assert log == ["post 0F0>1F0"]
