@@ -113,9 +113,8 @@ def tell(*parts: str | Table) -> None:
     print("\n".join(line.rstrip() for line in capture.get().split("\n")), end="")
 
 
-def _every(seconds: float, show: Progress) -> Progress:
-    """Return what shows progress no more often than every so many seconds."""
-    shown_at = time.monotonic()
+def _every(seconds: float, shown_at: float, show: Progress) -> Progress:
+    """Return what shows progress no more often than every so many seconds after `shown_at`."""
 
     def progress(what: str, done: int, total: int) -> None:
         nonlocal shown_at
@@ -131,7 +130,9 @@ def progress_of(what: str) -> Iterator[Progress]:
     """Show progress on stderr until the block ends: on a terminal as a bar, elsewhere as a line every few seconds."""
     if not sys.stderr.isatty():
         line = "{}: {}, {} of {}"
-        yield _every(_LINE_EVERY_S, lambda *at: print(line.format(what, *at), file=sys.stderr, flush=True))
+        yield _every(
+            _LINE_EVERY_S, time.monotonic(), lambda *at: print(line.format(what, *at), file=sys.stderr, flush=True)
+        )
         return
     from rich.progress import Progress, TimeElapsedColumn
 
@@ -140,7 +141,7 @@ def progress_of(what: str) -> Iterator[Progress]:
     ) as bar:
         task = bar.add_task(what, total=None)
         yield _every(
-            _EVERY_S, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+            _EVERY_S, 0.0, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
         )
 
 

@@ -35,10 +35,10 @@ class _Change(NamedTuple):
     kind: str
     """What it changes; a pair has two kinds."""
     name: str
-    setup: Setup
-    """The changed configuration."""
-    is_planned: bool = False
-    """Whether its evictions are still to be planned by bytes, which is slow."""
+    make: Callable[[], Setup]
+    """Returns the changed configuration; raises ValueError if Megatron's rules or what is modelled do not allow it."""
+    planned_hosts: str | None = None
+    """Hosts of evictions that are still to be planned by bytes, which is slow."""
 
 
 # Ratio of memory needs up to which a change helps.
@@ -73,7 +73,7 @@ def ways_to_fit(
     has_pairs = planned is None or setup.hosts in (PAIR, HOST)
     for trial in record.seeds() if has_pairs else ():
         for change in _changes(trial.changed):
-            if not change.is_planned or change.setup.hosts in (PAIR, HOST):
+            if change.planned_hosts in (None, PAIR, HOST):
                 record.take(change, after=trial)
     return sorted((trial.row for trial in record.trials if record.helps(trial.row)), key=_place)
 
@@ -129,10 +129,10 @@ class _Tried:
         if after is not None and after.kind == change.kind:
             return
         try:
-            plain = change.setup
+            plain = change.make()
             if after is not None and Bounds(self._profile).seconds(plain) >= self._fastest_s(plain):
                 return
-            if change.is_planned:
+            if change.planned_hosts is not None:
                 plain = _planned(plain, self._profile)
             changed = plain if self._planned is None else self._planned(plain)
             if changed in self._setups or (after is not None and peak_bytes(changed) > min(changed.limit_bytes)):
@@ -176,11 +176,11 @@ def _stands_for(row: Candidate, other: Candidate) -> bool:
 
 
 def _changes(setup: Setup) -> Iterator[_Change]:
-    """Yield all changes that Megatron's rules and what is modelled allow."""
+    """Yield all changes, whether or not they are allowed."""
     yield from _recomputed(setup)
     for size in (setup.micro_batch // 2, 2 * setup.micro_batch):
         if size:
-            yield from _with(setup, "batch", f"micro-batch {size}", micro_batch=size)
+            yield _with(setup, "batch", f"micro-batch {size}", micro_batch=size)
     yield from _types(setup)
     yield from _cut(setup)
     yield from _layer_moved(setup)
@@ -189,56 +189,50 @@ def _changes(setup: Setup) -> Iterator[_Change]:
     yield from _sharded(setup)
     for slices in (2, 4, 8):
         if slices > setup.slices:
-            yield from _with(setup, "slices", f"{slices} slices per sequence", slices=slices)
+            yield _with(setup, "slices", f"{slices} slices per sequence", slices=slices)
 
 
-def _with(setup: Setup, kind: str, name: str, **changes: Any) -> Iterator[_Change]:
-    return _made(kind, name, lambda: replace(setup, **changes))
-
-
-def _made(kind: str, name: str, make: Callable[[], Setup]) -> Iterator[_Change]:
-    """Yield the change, unless `make` raises ValueError."""
-    with suppress(ValueError):
-        yield _Change(kind, name, make())
+def _with(setup: Setup, kind: str, name: str, **changes: Any) -> _Change:
+    return _Change(kind, name, partial(replace, setup, **changes))
 
 
 def _types(setup: Setup) -> Iterator[_Change]:
     """Types of gradients and optimizer state, and flags that cost nothing."""
     if not setup.distributed_optimizer:
-        yield from _with(setup, "optimizer", "distributed optimizer", distributed_optimizer=True)
+        yield _with(setup, "optimizer", "distributed optimizer", distributed_optimizer=True)
     switches, types = setup.switches, setup.state_types
     if setup.precision == "bf16" and not switches.grad_reduce_in_bf16:
         short = replace(switches, grad_reduce_in_bf16=True)
-        yield from _with(setup, "gradients", "gradients in 16 bits (rounds differently)", switches=short)
+        yield _with(setup, "gradients", "gradients in 16 bits (rounds differently)", switches=short)
     if setup.distributed_optimizer and not types.use_precision_aware_optimizer:
         moments = replace(types, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-        yield from _with(setup, "optimizer", "moments of Adam in 16 bits (rounds differently)", state_types=moments)
+        yield _with(setup, "optimizer", "moments of Adam in 16 bits (rounds differently)", state_types=moments)
     if setup.distributed_optimizer and not types.optimizer_cpu_offload:
         offloaded = replace(types, use_precision_aware_optimizer=True, optimizer_cpu_offload=True)
-        yield from _with(setup, "optimizer", "optimizer on the CPU (its time is not known)", state_types=offloaded)
+        yield _with(setup, "optimizer", "optimizer on the CPU (its time is not known)", state_types=offloaded)
     if setup.fp8 is not None and not setup.fp8.param_gather:
-        yield from _with(setup, "weights", "weights gathered in 8 bits", fp8=replace(setup.fp8, param_gather=True))
+        yield _with(setup, "weights", "weights gathered in 8 bits", fp8=replace(setup.fp8, param_gather=True))
     overlaps = switches.with_overlaps(distributed_optimizer=setup.distributed_optimizer)
     if overlaps != switches:
-        yield from _with(setup, "overlap", "overlap of reductions and gathers with computation", switches=overlaps)
+        yield _with(setup, "overlap", "overlap of reductions and gathers with computation", switches=overlaps)
 
 
 def _recomputed(setup: Setup) -> Iterator[_Change]:
     recomputed = setup.recomputed
     if setup.recompute != "none":
-        yield from _with(setup, "recompute", "recompute nothing", recompute="none")
+        yield _with(setup, "recompute", "recompute nothing", recompute="none")
     if recomputed.method is not None and recomputed.method != "uniform":
         return
     for module in MODULES:
         if recomputed.method is None and module not in recomputed.modules:
             text = "selective:" + "+".join(name for name in MODULES if name in (*recomputed.modules, module))
-            yield from _with(setup, "recompute", f"recompute {module}", recompute=text)
+            yield _with(setup, "recompute", f"recompute {module}", recompute=text)
     number = next(filter(None, (_enough_layers(setup, min(limits)) for limits in _limits(setup))), None)
     if number is not None:
         name = f"recompute {number} layer{'s' * (number > 1)} of each stage"
-        yield from _made("recompute", name, lambda: with_block(setup, number))
+        yield _Change("recompute", name, partial(with_block, setup, number))
     if recomputed.method is None:
-        yield from _with(setup, "recompute", "recompute all layers", recompute="full")
+        yield _with(setup, "recompute", "recompute all layers", recompute="full")
 
 
 def _enough_layers(setup: Setup, limit: int) -> int | None:
@@ -251,30 +245,25 @@ def _enough_layers(setup: Setup, limit: int) -> int | None:
 def _cut(setup: Setup) -> Iterator[_Change]:
     """Twice the tensor, context or pipeline parallelism, for fewer replicas or in place of another."""
     t, p, c = setup.tensor, setup.pipeline, setup.context
-    yield from _with(setup, "cut", f"tensor parallel {2 * t}", tensor=2 * t, sequence_parallel=True)
-    yield from _with(setup, "cut", f"context parallel {2 * c}", context=2 * c)
-    yield from _as_long(setup, f"pipeline parallel {2 * p}", t, 2 * p)
-    if t > 1:
-        yield from _as_long(setup, f"tensor parallel {t // 2}", t // 2, p)
-        yield from _as_long(setup, f"tensor parallel {t // 2}, pipeline parallel {2 * p}", t // 2, 2 * p)
-    if p > 1:
-        yield from _as_long(setup, f"pipeline parallel {p // 2}", t, p // 2)
-        yield from _as_long(setup, f"tensor parallel {2 * t}, pipeline parallel {p // 2}", 2 * t, p // 2)
+    yield _with(setup, "cut", f"tensor parallel {2 * t}", tensor=2 * t, sequence_parallel=True)
+    yield _with(setup, "cut", f"context parallel {2 * c}", context=2 * c)
+    for tensor, pipeline in ((t, 2 * p), (t // 2, p), (t // 2, 2 * p), (t, p // 2), (2 * t, p // 2)):
+        sizes = ("tensor", tensor, t), ("pipeline", pipeline, p)
+        name = ", ".join(f"{what} parallel {size}" for what, size, now in sizes if size != now)
+        if tensor and pipeline:
+            yield _Change("cut", name, partial(_cut_anew, setup, tensor, pipeline))
 
 
-def _as_long(setup: Setup, name: str, tensor: int, pipeline: int) -> Iterator[_Change]:
-    with suppress(ValueError):
-        yield from _with(
-            setup,
-            "cut",
-            name,
-            tensor=tensor,
-            pipeline=pipeline,
-            layers=_layers_over(setup, pipeline, setup.num_chunks),
-            mtp_stage=None,
-            sequence_parallel=tensor > 1,
-            budget_bytes=setup.budget_bytes and (min(setup.budget_bytes),) * pipeline,
-        )
+def _cut_anew(setup: Setup, tensor: int, pipeline: int) -> Setup:
+    return replace(
+        setup,
+        tensor=tensor,
+        pipeline=pipeline,
+        layers=_layers_over(setup, pipeline, setup.num_chunks),
+        mtp_stage=None,
+        sequence_parallel=tensor > 1,
+        budget_bytes=setup.budget_bytes and (min(setup.budget_bytes),) * pipeline,
+    )
 
 
 def _layers_over(setup: Setup, pipeline: int, chunks: int) -> tuple[int, ...]:
@@ -292,7 +281,7 @@ def _layer_moved(setup: Setup) -> Iterator[_Change]:
     fullest, emptiest = needs.index(max(needs)), needs.index(min(needs))
     if setup.layers[fullest] > 1 and fullest != emptiest:
         layers = tuple(count - (rank == fullest) + (rank == emptiest) for rank, count in enumerate(setup.layers))
-        yield from _with(setup, "layers", f"layers {','.join(map(str, layers))}", layers=layers)
+        yield _with(setup, "layers", f"layers {','.join(map(str, layers))}", layers=layers)
 
 
 def _schedules(setup: Setup) -> Iterator[_Change]:
@@ -305,20 +294,19 @@ def _schedules(setup: Setup) -> Iterator[_Change]:
     for chunks in even or _CHUNKS:
         name = setup.schedule if chunks in current.chunks(_CHUNKS[-1]) else default_family(chunks)
         if chunks != setup.num_chunks and FAMILIES[name].max_chunks != 1:
-            yield from _made("schedule", f"{name} with {chunks} chunks", partial(_in_chunks, setup, name, chunks))
+            yield _Change("schedule", f"{name} with {chunks} chunks", partial(_in_chunks, setup, name, chunks))
     if setup.num_chunks > 1:
-        yield from _made("schedule", default_family(1), partial(_in_chunks, setup, default_family(1), 1))
+        yield _Change("schedule", default_family(1), partial(_in_chunks, setup, default_family(1), 1))
     if setup.is_sharded:
         return
     for name in (name for name, family in FAMILIES.items() if family.within is not None and name != setup.schedule):
-        variants: list[tuple[int, int, Setup]] = []
+        variants: list[tuple[int, int]] = []
         for chunks in even or _CHUNKS:
             with suppress(ValueError):
-                changed = _in_chunks(setup, name, chunks)
-                variants.append((peak_bytes(changed), chunks, changed))
+                variants.append((peak_bytes(_in_chunks(setup, name, chunks)), chunks))
         if variants:
-            _, chunks, least = min(variants, key=lambda entry: entry[:2])
-            yield _Change("schedule", f"{name} with {chunks} chunks", least)
+            _, chunks = min(variants)
+            yield _Change("schedule", f"{name} with {chunks} chunks", partial(_in_chunks, setup, name, chunks))
 
 
 def _in_chunks(setup: Setup, name: str, chunks: int) -> Setup:
@@ -332,10 +320,12 @@ def _balanced(setup: Setup) -> Iterator[_Change]:
     excluded = () if setup.balance is None else (PAIR, setup.hosts)
     names = {PAIR: "balance within pairs", POOL: "balance over a pool", HOST: "evict to CPU memory"}
     for hosts, name in {**names, ALL: "balance over a pool and CPU memory"}.items():
-        for even in _with(setup, "balance", name, balance=BalanceConfig(hosts=hosts)) if hosts not in excluded else ():
-            if hosts in _DEVICES:
-                yield even
-            yield even._replace(name=f"{name}, only what must leave", is_planned=True)
+        if hosts in excluded:
+            continue
+        even = _with(setup, "balance", name, balance=BalanceConfig(hosts=hosts))
+        if hosts in _DEVICES:
+            yield even
+        yield even._replace(name=f"{name}, only what must leave", planned_hosts=hosts)
 
 
 def _limits(setup: Setup) -> Iterator[tuple[int, ...]]:
@@ -358,4 +348,4 @@ def _sharded(setup: Setup) -> Iterator[_Change]:
     with suppress(ValueError):
         for changed in with_shards(replace(setup, schedule=family), (Vocabulary.ONE.value, Vocabulary.TWO.value)):
             layers = "output layer and embedding" if changed.input_shards else "output layer"
-            yield _Change("vocabulary", f"{layers} in shards ({changed.vocabulary.value})", changed)
+            yield _with(changed, "vocabulary", f"{layers} in shards ({changed.vocabulary.value})")
