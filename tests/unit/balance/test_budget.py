@@ -96,6 +96,12 @@ def test_whom_it_refuses() -> None:
         balance_within(generate("1f1b", 3, 8), ActivationBudget((300, 300, 99), memory_of([100] * 3)), (1, 0, 2))
 
 
+def test_who_lacks_most_is_paired_with_who_has_most_to_spare() -> None:
+    """By room that is left, not by what a rank holds or has room for."""
+    rooms = ActivationBudget((400, 100, 200, 300), memory_of([100] * 4))
+    assert chosen_partners(generate("1f1b", 4, 8), rooms) == (2, 3, 0, 1)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
     rng = random.Random(seed)

@@ -244,6 +244,9 @@ def test_whom_it_refuses() -> None:
     for activation_budget, reason in cases.items():
         with pytest.raises(BudgetTooSmall, match=reason):
             balance_over_hosts(plain, POOL, ActivationBudget(activation_budget, memory))
+    with pytest.raises(BudgetTooSmall, match=r"\(rank 0 300, rank 1 200 bytes\)") as two:
+        balance_over_hosts(plain, POOL, ActivationBudget((200, 200, 200, 200), memory))
+    assert two.value.pair == (0, 0), "the one that lacks most is named"
     with pytest.raises(BudgetTooSmall, match=r"rank 0 has no room for its own micro-batches, and no other rank"):
         balance_over_hosts(generate("gpipe", 1, 4), POOL, ActivationBudget((399,), memory_of([100])))
     with pytest.raises(ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3"):
