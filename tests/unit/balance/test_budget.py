@@ -4,6 +4,7 @@ import random
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from bpipe.balance.budget import (
     sent_bytes,
     smallest_level_of_pair,
 )
+from bpipe.balance.config import named_balance
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_hosts
 from bpipe.plan.budget import predicted_devices, smallest_bytes, within
@@ -100,6 +102,20 @@ def test_who_lacks_most_is_paired_with_who_has_most_to_spare() -> None:
     """By room that is left, not by what a rank holds or has room for."""
     rooms = ActivationBudget((400, 100, 200, 300), memory_of([100] * 4))
     assert chosen_partners(generate("1f1b", 4, 8), rooms) == (2, 3, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"name": "bpip"}, "unknown balance 'bpip', did you mean 'bpipe'"),
+        ({"name": "none", "hosts": POOL}, "hosts pool says how to balance"),
+        ({"name": "none", "bounds": [3]}, "bounds and partners say how to balance"),
+        ({"name": "none", "partners": [1, 0]}, "bounds and partners say how to balance"),
+    ],
+)
+def test_what_names_no_balance_is_refused(asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        named_balance(**asked)
 
 
 @pytest.mark.parametrize("seed", range(6))

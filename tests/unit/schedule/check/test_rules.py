@@ -127,6 +127,10 @@ SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
         lambda one: replace(one, hosts=((host_memory_of(1),), (), (), ())),
         "rank 0: it cannot evict to the CPU memory of rank 1, only to its own",
     ),
+    "slices": (
+        lambda one: replace(one, layout=replace(one.layout, slices=3)),
+        "8 slices do not make whole micro-batches of 3",
+    ),
     "too few partners": (lambda one: replace(one, hosts=in_pairs((3, 2, 1))), "hosts are given for 3 of 4 ranks"),
 }
 
