@@ -118,6 +118,7 @@ def test_what_one_micro_batch_holds_is_no_other_ones_until_it_is_released() -> N
     addresses = frozenset(storage._cdata for storage in storages[:2])
     claims = Claims()
     assert claims.hold(addresses, 0)
+    assert claims.hold(addresses, 0), "it may leave twice"
     assert not claims.hold(addresses, 1)
     assert claims.claim(storages, 1) == [False, False, True]
     claims.release(0)
