@@ -220,6 +220,13 @@ def test_one_sends_to_several_and_several_to_one() -> None:
         balance_within(plain, ActivationBudget((300, 200, 200, 600), memory), (3, 2, 1, 0))
 
 
+def test_who_is_on_the_same_node_comes_before_the_usual_partner() -> None:
+    for nodes, host in ((None, "3"), ((0, 0, 1, 1), "1+3")):
+        how = BalanceConfig((3, 4, 4, 4), hosts=POOL, nodes=nodes)
+        found = build(ScheduleConfig("1f1b", 4, 8, balance=how))
+        assert write_hosts(found.hosts or ()).split(",")[0] == host
+
+
 def test_no_host_buffer_serves_two_ranks() -> None:
     """The rank that fills it would have to wait for the one that empties it, and neither knows the other."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
