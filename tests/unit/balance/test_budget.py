@@ -4,6 +4,7 @@ import random
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from bpipe.balance.budget import (
     sent_bytes,
     smallest_level_of_pair,
 )
+from bpipe.balance.config import named_balance
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_hosts
 from bpipe.plan.budget import predicted_devices, within
@@ -95,6 +97,26 @@ def test_whom_it_refuses() -> None:
             balance_within(plain, ActivationBudget(activation_budget, memory), (3, 2, 1, 0))
     with pytest.raises(BudgetTooSmall, match="rank 2 has no partner"):
         balance_within(generate("1f1b", 3, 8), ActivationBudget((300, 300, 99), memory_of([100] * 3)), (1, 0, 2))
+
+
+def test_who_lacks_most_is_paired_with_who_has_most_to_spare() -> None:
+    """By room that is left, not by what a rank holds or has room for."""
+    rooms = ActivationBudget((400, 100, 200, 300), memory_of([100] * 4))
+    assert chosen_partners(generate("1f1b", 4, 8), rooms) == (2, 3, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"name": "bpip"}, "unknown balance 'bpip', did you mean 'bpipe'"),
+        ({"name": "none", "hosts": POOL}, "hosts pool says how to balance"),
+        ({"name": "none", "bounds": [3]}, "bounds and partners say how to balance"),
+        ({"name": "none", "partners": [1, 0]}, "bounds and partners say how to balance"),
+    ],
+)
+def test_what_names_no_balance_is_refused(asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        named_balance(**asked)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -220,6 +220,13 @@ def test_one_sends_to_several_and_several_to_one() -> None:
         balance_within(plain, ActivationBudget((300, 200, 200, 600), memory), (3, 2, 1, 0))
 
 
+def test_who_is_on_the_same_node_comes_before_the_usual_partner() -> None:
+    for nodes, host in ((None, "3"), ((0, 0, 1, 1), "1+3")):
+        how = BalanceConfig((3, 4, 4, 4), hosts=POOL, nodes=nodes)
+        found = build(ScheduleConfig("1f1b", 4, 8, balance=how))
+        assert write_hosts(found.hosts or ()).split(",")[0] == host
+
+
 def test_no_host_buffer_serves_two_ranks() -> None:
     """The rank that fills a buffer would have to wait for the one that empties it, and neither knows the other."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
@@ -244,6 +251,9 @@ def test_whom_it_refuses() -> None:
     for activation_budget, reason in cases.items():
         with pytest.raises(BudgetTooSmall, match=reason):
             balance_over_hosts(plain, POOL, ActivationBudget(activation_budget, memory))
+    with pytest.raises(BudgetTooSmall, match=r"\(rank 0 300, rank 1 200 bytes\)") as two:
+        balance_over_hosts(plain, POOL, ActivationBudget((200, 200, 200, 200), memory))
+    assert two.value.pair == (0, 0), "the one that lacks most is named"
     with pytest.raises(BudgetTooSmall, match=r"rank 0 has no room for its own micro-batches, and no other rank"):
         balance_over_hosts(generate("gpipe", 1, 4), POOL, ActivationBudget((399,), memory_of([100])))
     with pytest.raises(ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3"):

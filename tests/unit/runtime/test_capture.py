@@ -56,6 +56,13 @@ def test_a_tensor_python_still_holds_stays() -> None:
     assert kept in moved(out, x)
 
 
+@pytest.mark.parametrize(("device", "moves"), [("cpu", True), ("cpu:3", True), ("meta", False), ("cuda:0", False)])
+def test_what_is_on_another_device_stays(device: str, moves: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    found = find([x.exp().exp().sum().grad_fn], [x], torch.device(device))
+    assert {item.alone for item in found} == {moves}
+
+
 def test_views_of_one_storage_are_one_storage() -> None:
     """Q, K and V of an attention layer are strided views of one product; nothing may be made contiguous."""
     weight = torch.nn.Parameter(torch.randn(8, 24))
@@ -113,6 +120,7 @@ def test_what_one_micro_batch_holds_is_no_other_ones_until_it_is_released() -> N
     addresses = frozenset(storage._cdata for storage in storages[:2])
     claims = Claims()
     assert claims.hold(addresses, 0)
+    assert claims.hold(addresses, 0), "it may leave twice"
     assert not claims.hold(addresses, 1)
     assert claims.claim(storages, 1) == [False, False, True]
     claims.release(0)
@@ -263,6 +271,8 @@ def test_a_backward_in_pieces_reads_what_was_emptied_and_filled_again() -> None:
     chain = Chain(1)
     pieces = chain.pieces()
     storages = [item.storage for item in found_in(chain, pieces) if item.alone and item.nbytes >= TALL_BYTES]
+    # tanh's and sin's are one, exp's and the third part's input another, and sigmoid's.
+    assert len(storages) == 3
     del pieces
     kept = [storage.clone() for storage in storages]
     for storage in storages:
@@ -271,3 +281,18 @@ def test_a_backward_in_pieces_reads_what_was_emptied_and_filled_again() -> None:
         storage.resize_(copy.nbytes())
         storage.copy_(copy)
     assert torch.equal(chain.backward(), expected)
+
+
+def test_what_somebody_else_holds_besides_the_loop_stays() -> None:
+    """A module that keeps the tensor it was given last may read it again."""
+    chain = Chain(0)
+
+    def num_leaving() -> int:
+        return sum(item.alone for item in found_in(chain, chain.pieces()) if item.nbytes >= TALL_BYTES)
+
+    elsewhere = chain.inputs[1]
+    assert num_leaving() == 2
+    elsewhere = chain.outputs[1].detach()
+    assert num_leaving() == 2
+    del elsewhere
+    assert num_leaving() == 3

@@ -201,6 +201,7 @@ def test_where_nothing_is_large_enough_nothing_travels() -> None:
         assert meter.peak_microbatches == (4 if rank == 0 else 1)
         rows, _ = engine.recorder.rows(meter.saved_bytes, {0: 0})
         assert len(rows) == 2 * 8, "computations only"
+        assert max(row.live_bytes or 0 for row in rows) == meter.peak_bytes
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

@@ -28,8 +28,9 @@ class Noted:
         self._notes.append(f"{self._name} is dropped")
 
 
-def parts(notes: list[str], error: Exception | None = None) -> tuple[Any, list[Noted]]:
-    return Noted("engine", notes), [Noted("first", notes, error), Noted("second", notes)]
+def parts(notes: list[str], error: Exception | None = None) -> tuple[Any, list[Any]]:
+    """None is the connection of a rank in no pair."""
+    return Noted("engine", notes), [Noted("first", notes, error), None, Noted("second", notes)]
 
 
 DROPPED = ["engine is dropped", "first is dropped", "second is dropped"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -79,3 +80,12 @@ def test_a_rank_that_moves_nothing_is_certified_of_nothing() -> None:
     verifier.leaves(Action(0, Kind.EVICT, 0), "stage 1", [], [])
     verifier.end()
     assert verifier.certificate == Certificate(iterations=1)
+
+
+@pytest.mark.parametrize(("iterations", "told_after"), [(1, [0]), (2, [1]), (math.inf, [1])])
+def test_what_was_checked_is_told_once(iterations: float, told_after: list[int]) -> None:
+    verifier, told = Verifier("rank 0", CPU, iterations), []
+    for number in range(4):
+        verifier.end()
+        told += [number] * verifier.first_over
+    assert told == told_after

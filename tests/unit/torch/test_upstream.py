@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from bpipe.build import ScheduleConfig, build
-from bpipe.record.format import SUMMARY
+from bpipe.record.format import RECORD, SUMMARY
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
 from bpipe.torch import upstream
 from bpipe.torch.record import StepRecord
 from bpipe.transport.config import TransferConfig
+from bpipe.transport.connect import MeasuredLink
 
 
 def test_the_installed_torch_lacks_nothing() -> None:
@@ -120,12 +121,15 @@ def test_a_summary_is_written_where_a_step_is_recorded_or_it_says_something_new(
         summarize(summary)
 
     monkeypatch.setattr(record._record, "summarize", noted)
+    links = [MeasuredLink((0, 3), "peer", {}), MeasuredLink((1, 2), "gloo", {})]
     for peak in (9, 5, 5, 5, 4, 7, 7):
-        with record.step(engine, meter, [], None):
+        with record.step(engine, meter, links, None):
             if engine.recorder is not None:
                 engine.recorder.begin()
             meter.peak_bytes, meter.each_bytes = peak, {(0, 0): peak}
     # The first step does not count once there is another; the third is recorded; the sixth held more.
     assert written == [1, 2, 3, 6]
+    header = json.loads(RECORD.path(tmp_path / "record", 0).read_text().splitlines()[0])
+    assert (header["transport"], header["partner"]) == ("peer", 3), "of its own links"
     assert json.loads(SUMMARY.path(tmp_path / "record", 0).read_text())["peak_bytes"] == 7
     assert len((tmp_path / "record" / "iterations.jsonl").read_text().splitlines()) == 7

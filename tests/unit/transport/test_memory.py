@@ -33,7 +33,7 @@ def numbers(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 511, 513, 4096])
+@pytest.mark.parametrize("length", [1, 5, 7, 8, 9, 511, 513, 4096])
 def test_every_byte_is_copied_and_none_beside_them(length: int) -> None:
     """Whole words are copied as such, everything else byte by byte."""
     region = own_memory(2 * length + 512, CPU)

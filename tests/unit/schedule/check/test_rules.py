@@ -130,6 +130,10 @@ SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
         lambda plan: replace(plan, hosts=((host_memory_of(1),), (), (), ())),
         "rank 0: it cannot evict to the CPU memory of rank 1, only to its own",
     ),
+    "slices": (
+        lambda plan: replace(plan, layout=replace(plan.layout, slices=3)),
+        "8 slices do not make whole micro-batches of 3",
+    ),
     "too few partners": (lambda plan: replace(plan, hosts=in_pairs((3, 2, 1))), "hosts are given for 3 of 4 ranks"),
 }
 
