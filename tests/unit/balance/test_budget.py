@@ -1,4 +1,4 @@
-"""Balancing in bytes: only what must leaves, host buffers count all the time, and no plan tried needs less."""
+"""Balancing in bytes: as little as possible is evicted, host buffers count all the time, and no other plan needs less."""
 
 import random
 from contextlib import suppress
@@ -57,7 +57,7 @@ def test_nothing_leaves_where_there_is_room() -> None:
 
 
 def test_the_heavy_rank_sends_wherever_it_is() -> None:
-    """With an output layer on the last chunk its rank is the evictor."""
+    """If the last chunk has an output layer, its rank is the evictor."""
     plain = generate("interleaved-1f1b", 4, 8, 2)
     sizes = [100] * 7 + [900]
     memory = memory_of(sizes)
@@ -67,7 +67,7 @@ def test_the_heavy_rank_sends_wherever_it_is() -> None:
     check(fitted)
     assert [num_transfers(fitted, rank).evictions > 0 for rank in range(4)] == [False, False, False, True]
     assert all(
-        most <= room for most, room in zip(held(fitted, activation_budget), activation_budget.room_bytes, strict=True)
+        peak <= room for peak, room in zip(held(fitted, activation_budget), activation_budget.room_bytes, strict=True)
     )
 
 
@@ -107,11 +107,11 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
     def rooms_at(level: int) -> ActivationBudget:
         return ActivationBudget(tuple(max(0, level - own) for own in fixed), memory)
 
-    most = max(peak + own for peak, own in zip(peak_bytes(plain, memory), fixed, strict=True))
-    partners = chosen_partners(plain, rooms_at(most))
+    budget = max(peak + own for peak, own in zip(peak_bytes(plain, memory), fixed, strict=True))
+    partners = chosen_partners(plain, rooms_at(budget))
     for pair in sorted({tuple(sorted(both)) for both in enumerate(partners)}):
         low, high = pair
-        level = smallest_level_of_pair(plain, partners, (low, high), rooms_at, most)
+        level = smallest_level_of_pair(plain, partners, (low, high), rooms_at, budget)
         loose = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level).room_bytes)]
         balance_within(plain, ActivationBudget(tuple(loose), memory), partners)
         tight = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level - 1).room_bytes)]
@@ -120,27 +120,29 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
 
 
 def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
-    """Every set of the sender's micro-batches, each leaving in every slot after its forward and coming back in every
-    one before its need.
+    """Return plans for every set of the sender's micro-batches, with every slot for leaving and every slot for return.
 
-    What leaves later or comes back earlier only makes less room for the sender; both are tried, as the host has to have
-    room, too.
+    Later evictions and earlier loads free less on the sender; they are tried because the host needs room, too.
     """
     slots = {kind: {} for kind in (Kind.FORWARD, Kind.BACKWARD)}
     for slot, cell in enumerate(schedule.ranks[sender]):
         if cell.compute is not None:
             slots[cell.compute.kind][cell.compute.microbatch] = slot
     stays = {
-        one: [
-            (out, back) for out, back in combinations(range(slots[Kind.FORWARD][one] + 1, slots[Kind.BACKWARD][one]), 2)
+        microbatch: [
+            (out, load)
+            for out, load in combinations(
+                range(slots[Kind.FORWARD][microbatch] + 1, slots[Kind.BACKWARD][microbatch]), 2
+            )
         ]
-        for one in slots[Kind.FORWARD]
+        for microbatch in slots[Kind.FORWARD]
     }
     plans = []
     for count in range(len(stays) + 1):
         for chosen in combinations(stays, count):
             plans += [
-                with_stays(schedule, sender, host, chosen, times) for times in product(*(stays[one] for one in chosen))
+                with_stays(schedule, sender, host, chosen, times)
+                for times in product(*(stays[microbatch] for microbatch in chosen))
             ]
     return plans
 
@@ -151,18 +153,18 @@ def with_stays(
     rows = [list(row) for row in schedule.ranks]
     partners = [host if rank == sender else sender if rank == host else rank for rank in range(schedule.num_ranks)]
     (stage,) = schedule.layout.stages_of(sender)
-    for one, both in zip(chosen, times, strict=True):
-        for slot, own, other in zip(both, (Kind.EVICT, Kind.LOAD), (Kind.HOST, Kind.RETURN), strict=True):
-            for rank, kind in ((sender, own), (host, other)):
+    for microbatch, both in zip(chosen, times, strict=True):
+        for slot, own, host_kind in zip(both, (Kind.EVICT, Kind.LOAD), (Kind.HOST, Kind.RETURN), strict=True):
+            for rank, kind in ((sender, own), (host, host_kind)):
                 rows[rank][slot] = Slot(
-                    rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(stage, kind, one))
+                    rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(stage, kind, microbatch))
                 )
     return replace(schedule, ranks=tuple(map(tuple, rows)), hosts=in_pairs(partners))
 
 
 @pytest.mark.parametrize(("p", "m"), [(3, 3), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_no_part_and_no_plan_of_all_moves_fewer_bytes(p: int, m: int) -> None:
-    """The first rank and the last of 1F1B, in rooms of every size. Of every transfer a third moves, two, or all."""
+    """The first and last rank of 1F1B, with rooms of every size. A third, two thirds or all of each micro-batch moves."""
     plain, partners = generate("1f1b", p, m), (p - 1, *range(1, p - 1), 0)
     parts = ((4, 8, 12),) * p
     memories = {part: memory_of([12] * p, [part, *(12,) * (p - 1)]) for part in parts[0]}
@@ -176,14 +178,14 @@ def test_no_part_and_no_plan_of_all_moves_fewer_bytes(p: int, m: int) -> None:
         for part, memory in memories.items()
     }
     refused, less = 0, 0
-    for own, other in product(range(12, 12 * p + 1, 4), range(12, 12 * m + 13, 4)):
-        least = min((moved for mine, theirs, moved in needs if mine <= own and theirs <= other), default=None)
-        activation_budget = ActivationBudget((own, *(1000,) * (p - 2), other), memories[12])
+    for own, host_room in product(range(12, 12 * p + 1, 4), range(12, 12 * m + 13, 4)):
+        least = min((moved for needed, theirs, moved in needs if needed <= own and theirs <= host_room), default=None)
+        activation_budget = ActivationBudget((own, *(1000,) * (p - 2), host_room), memories[12])
         try:
             chosen = fewest_moved(plain, activation_budget, parts, partners)
         except BudgetTooSmall:
             refused += 1
-            assert least is None, f"rooms for {own} and {other}: a plan that moves {least} keeps them"
+            assert least is None, f"rooms for {own} and {host_room}: a plan that moves {least} keeps them"
             continue
         fitted = balance_within(plain, chosen, partners)
         check(fitted)
@@ -206,7 +208,7 @@ def test_parts_keep_rooms_that_whole_microbatches_do_not() -> None:
 
 
 def test_a_budget_lets_no_more_leave_than_must() -> None:
-    """Of ten layers those that are enough; the smallest budget is smaller than where whole micro-batches leave."""
+    """As many of ten layers leave as suffice; the smallest budget is below that of whole micro-batches."""
     setup = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 4, 8, 1, 32, 8192, (10,) * 8, "none")
     devices = predicted_devices(setup, [2**40])
     alone = max(devices.need_bytes(devices.schedule))
@@ -214,7 +216,7 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
     assert smallest_bytes(devices) < smallest_bytes(whole)
     moved = []
     for budget in (alone, *range(alone - 2**30, smallest_bytes(whole), -(2**32)), smallest_bytes(whole)):
-        part, all_of_it = (within(replace(one, budget_bytes=(budget,) * 8)) for one in (devices, whole))
+        part, all_of_it = (within(replace(case, budget_bytes=(budget,) * 8)) for case in (devices, whole))
         assert all(need <= budget for need in part.need_bytes)
         assert part.moved_bytes <= all_of_it.moved_bytes
         assert bool(part.how.parts) == any("GiB of each of" in line for line in plan_lines(part))
@@ -224,7 +226,7 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
 
 
 def test_host_buffers_with_a_reserve_take_room() -> None:
-    """What they take is counted where rooms are kept, and not what a transfer moves."""
+    """Budgets count the buffers' size, not the bytes that a transfer moves."""
     plain = generate("1f1b", 4, 8)
     memory = memory_of([800] * 4)
     activation_budget = ActivationBudget((2400, 3200, 3200, 800 + 2 * 800), memory)

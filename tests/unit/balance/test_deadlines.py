@@ -44,7 +44,7 @@ class Drawn:
 
 
 def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | None:
-    """None where no plan keeps the rooms."""
+    """Return a random case; None if no plan keeps the rooms."""
     rng = random.Random(seed)
     name, chunks = rng.choice([("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("zb-h1", 1)])
     p = rng.choice([4, 6])
@@ -57,8 +57,8 @@ def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | No
     slow, alone = Links(Link(Fraction(rng.randint(2, 20)))), frozenset(range(p))
     slow = replace(slow, host=Link(Fraction(2 + seed % 19)))
     costs = Costs(tuple(stages), slow, FAMILIES[name].exchange, one_sided=rng.choice([alone, frozenset()]))
-    most = max(peak_bytes(plain, costs.memory))
-    activation_budget = ActivationBudget((int(most * rng.choice([0.7, 0.8, 0.9])),) * p, costs.memory)
+    fullest = max(peak_bytes(plain, costs.memory))
+    activation_budget = ActivationBudget((int(fullest * rng.choice([0.7, 0.8, 0.9])),) * p, costs.memory)
     how = BalanceConfig(activation_budget=activation_budget, hosts=rng.choice(arrangements))
     try:
         return Drawn(plain, costs, how, balanced(plain, how))
@@ -67,7 +67,7 @@ def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | No
 
 
 BEHIND = {seed: case for seed in range(120) if (case := drawn(seed, (HOST, ALL))) is not None}
-# In the last nobody waits any more afterwards.
+# In the last one nobody waits any more afterwards.
 CASES = {seed: case for seed in (*range(200), 437) if (case := drawn(seed)) is not None}
 
 
@@ -86,10 +86,10 @@ def test_what_is_taken_waits_less_and_keeps_every_room() -> None:
         for rank, room in enumerate(case.activation_budget.room_bytes):
             assert sum(allocated_bytes(schedule, rank, case.activation_budget.memory)) <= room, f"{seed}: rank {rank}"
             assert num_transfers(schedule, rank).evictions == num_transfers(case.planned, rank).evictions
-        found = plan_budget.in_time(case.found, case.plain, case.costs)
-        assert found.moved_bytes <= case.found.moved_bytes
-        before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
-        assert found.exposed_s == tuple(map(float, after.exposed_s))
+        fit = plan_budget.in_time(case.found, case.plain, case.costs)
+        assert fit.moved_bytes <= case.found.moved_bytes
+        before, after = simulate(case.planned, case.costs), simulate(fit.schedule, case.costs)
+        assert fit.exposed_s == tuple(map(float, after.exposed_s))
         assert sum(after.exposed_s) <= sum(before.exposed_s)
         assert max(after.exposed_s) <= max(before.exposed_s)
         assert after.makespan_s <= before.makespan_s
@@ -111,7 +111,7 @@ def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> 
             assert sum(allocated_bytes(schedule, rank, case.activation_budget.memory)) <= room, f"{seed}: rank {rank}"
             assert sorted(hosts_of(schedule, rank).items()) == sorted(hosts_of(case.planned, rank).items())
         if case.how.hosts == HOST:
-            # Whatever the other links are like.
+            # Independent of the other links.
             elsewhere = replace(case.costs, links=replace(case.costs.links, inside=Link(1)))
             assert (
                 balance_in_time(
@@ -123,8 +123,8 @@ def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> 
             )
             # As older records have it.
             assert balance_in_time(case.planned, case.activation_budget, replace(costs, own_s=())) is case.planned
-        found = plan_budget.in_time(case.found, case.plain, case.costs)
-        before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
+        fit = plan_budget.in_time(case.found, case.plain, case.costs)
+        before, after = simulate(case.planned, case.costs), simulate(fit.schedule, case.costs)
         assert sum(after.exposed_s) <= sum(before.exposed_s)
         better += sum(after.exposed_s) < sum(before.exposed_s)
     assert len(BEHIND) > 30
@@ -139,14 +139,14 @@ def test_an_iteration_too_long_to_look_at_is_said(monkeypatch: pytest.MonkeyPatc
     )
     count = sum(len(slot.computations) for row in case.plain.ranks for slot in row)
     monkeypatch.setattr(plan_budget, "MOST_COMPUTATIONS", count - 1)
-    found = plan_budget.in_time(case.found, case.plain, case.costs)
-    assert found.schedule is case.planned
+    fit = plan_budget.in_time(case.found, case.plain, case.costs)
+    assert fit.schedule is case.planned
     why = f"{count} computations of an iteration are more than {count - 1}"
     assert (
-        plan_lines(found)[-1]
+        plan_lines(fit)[-1]
         == f"whether transfers end before they are needed was not looked at, and none is issued earlier: {why}"
     )
-    assert plan_values(found)["unjudged"] == why
+    assert plan_values(fit)["unjudged"] == why
 
 
 @pytest.mark.parametrize("links", [Links(), Links(Link(10**9))])
@@ -157,16 +157,16 @@ def test_with_fast_links_the_plan_is_the_very_same(links: Links) -> None:
             balance_in_time(case.planned, case.activation_budget, plan_budget.windows_of(costs, case.plain.num_ranks))
             is case.planned
         )
-        found = plan_budget.in_time(case.found, case.plain, costs)
-        assert found.schedule is case.planned
-        assert found.how == case.how
+        fit = plan_budget.in_time(case.found, case.plain, costs)
+        assert fit.schedule is case.planned
+        assert fit.how == case.how
 
 
 def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None:
-    """One half micro-batch of stage 0 leaves, beside a long forward; between two backwards, of a second each, is a
-    bubble of a second.
+    """Half a micro-batch of stage 0 leaves during a long forward; between two backwards of a second is a bubble of a
+    second.
 
-    From the bubble behind the first backward on, five slots before this one's, there is room.
+    From the bubble after the first backward on, five slots before the load's backward, there is room.
     """
     plain = FAMILIES["1f1b"].generate(6, 6, 1)
     memory = memory_of([100] * 6, [50] * 6)
@@ -174,11 +174,13 @@ def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None
     planned = balanced(plain, BalanceConfig(activation_budget=activation_budget))
     ((stage, microbatch),) = evictions(planned)
     need = [cell.compute for cell in plain.ranks[0]].index(Action(stage, Kind.BACKWARD, microbatch))
-    (slot,) = (place for place, cell in enumerate(planned.ranks[0]) for one in cell.transfers if one.kind is Kind.LOAD)
+    (slot,) = (
+        place for place, cell in enumerate(planned.ranks[0]) for action in cell.transfers if action.kind is Kind.LOAD
+    )
     assert need - slot == 5
 
     def exposed(seconds: int) -> int:
-        """How long is waited for it, where a transfer takes so long."""
+        """A wait is reported if a transfer takes so long."""
         links = Links(Link(Fraction(50, seconds)))
         stages = [StageCost(10 if rank == 0 else 1, 1, moved_bytes=50, saved_bytes=100) for rank in range(6)]
         costs = Costs(tuple(stages), links)
@@ -192,11 +194,11 @@ def test_what_is_waited_for_all_the_same_is_said() -> None:
     case = next(
         case for case in CASES.values() if any(plan_budget.in_time(case.found, case.plain, case.costs).exposed_s or ())
     )
-    found = plan_budget.in_time(case.found, case.plain, case.costs)
-    assert found.exposed_s is not None
-    assert plan_lines(found)[-1].startswith("not every transfer ends before it is needed")
-    assert f"{max(found.exposed_s):.3f} s" in plan_lines(found)[-1]
-    assert plan_values(found)["exposed_s"] == list(found.exposed_s)
+    fit = plan_budget.in_time(case.found, case.plain, case.costs)
+    assert fit.exposed_s is not None
+    assert plan_lines(fit)[-1].startswith("not every transfer ends before it is needed")
+    assert f"{max(fit.exposed_s):.3f} s" in plan_lines(fit)[-1]
+    assert plan_values(fit)["exposed_s"] == list(fit.exposed_s)
     # Nobody asked, so nothing is said.
     assert "exposed_s" not in plan_values(case.found)
 

@@ -30,23 +30,23 @@ def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int 
     ("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("grouped-interleaved", 2), ("v-half", 2), ("zb-h1", 1)]
 )
 def test_no_load_could_come_earlier_and_no_eviction_later(name: str, chunks: int, hosts: str) -> None:
-    """Right before its backward a load had only that slot to come back in: three of 1F1B's cool-down stood in bubbles,
-    and a stage without bubbles waited for each of them.
+    """A load right before its backward had only one slot to run in: three in 1F1B's cool-down fell into bubbles, and a
+    stage without bubbles waited for each of them.
 
-    What leaves is needed in the next slot: so a run waits there for the end of an eviction, and no earlier.
+    An eviction's memory is needed in the next slot, so a run waits there for the end of the eviction, not earlier.
     """
     for p, m in ((4, 8), (6, 6), (8, 16)):
         schedule = build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig(hosts=hosts)))
         memory = counting(schedule.num_stages)
         assert schedule.bounds is not None
         for rank, bound in enumerate(schedule.bounds):
-            held = own_bytes(schedule, rank, memory)
-            assert max(held) <= bound
+            curve = own_bytes(schedule, rank, memory)
+            assert max(curve) <= bound
             transfers = ((slot, cell.transfers) for slot, cell in enumerate(schedule.ranks[rank]))
             for slots in slots_away(transfers).values():
                 earlier = slots[-1] - 1
-                assert held[slots[0] + 1] + 1 > bound
-                assert earlier == slots[0] or held[earlier] + 1 > bound
+                assert curve[slots[0] + 1] + 1 > bound
+                assert earlier == slots[0] or curve[earlier] + 1 > bound
 
 
 def test_interleaved_evicts_the_furthest_needed() -> None:
@@ -69,7 +69,7 @@ def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_f
 
 
 def test_pairs_that_could_keep_less_hold_as_much_as_the_heaviest() -> None:
-    """Ranks 0 and 6 need 6; 1 and 7 and the others evict no more than that asks of them."""
+    """Ranks 0 and 6 need 6; 1 and 7 and the others evict no more than this bound requires."""
     plain, partners = generate("1f1b", 8, 16), (6, 7, 5, 4, 3, 2, 0, 1)
     balanced = balance(plain, None, partners)
     assert balanced == balance(plain, [6] * 8, partners)
@@ -95,7 +95,7 @@ def test_a_bound_that_the_rank_itself_cannot_keep() -> None:
 
 @pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
 def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) -> None:
-    """Also where fewer micro-batches than ranks make the first ranks equally heavy, and in larger groups."""
+    """Also if fewer micro-batches than ranks make the first ranks equally heavy, and in larger groups."""
     for p in (1, 2, 3, 4, 5, 8, 11):
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p, 3 * p + 1} - {0}):
             for g in {None, m} if FAMILIES[name].takes_groups and m > p else {None}:
@@ -111,7 +111,7 @@ def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) 
             (3, 2, 1, 0, 7, 6, 5, 4),
         ),  # two pipes in opposite directions: each half is a pipeline's
         ((3, 3, 3, 3, 3), (4, 3, 2, 1, 0)),
-        ((1, 9, 2, 1, 4), (4, 3, 2, 1, 0)),  # of equally light ranks the opposite one; one is left over
+        ((1, 9, 2, 1, 4), (4, 3, 2, 1, 0)),  # among equally light ranks the opposite one; one is left over
         ((1, 1, 9, 4, 4, 4), (3, 2, 1, 0, 5, 4)),  # no opposite one among the lightest: the nearest
     ],
 )
@@ -185,20 +185,24 @@ def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]
             away.discard(compute.microbatch)
             before = row[slot - 1]
             if before is not None and before.kind is Kind.FORWARD:
-                finished = [one.microbatch for one in row[: slot - 2] if one is not None and one.kind is Kind.FORWARD]
+                finished = [
+                    action.microbatch
+                    for action in row[: slot - 2]
+                    if action is not None and action.kind is Kind.FORWARD
+                ]
                 plan.setdefault(slot - 2, set()).add(("EVICT", finished[-1]))
                 away.add(finished[-1])
     return plan
 
 
 def placed(plan: dict[int, set[tuple[str, int]]]) -> dict[tuple[str, int, int], int]:
-    """By transfer, and how many of its kind that micro-batch had before, the slot."""
-    found: dict[tuple[str, int, int], int] = {}
+    """Return the slot of each transfer, by kind, micro-batch and the number of earlier ones."""
+    slots: dict[tuple[str, int, int], int] = {}
     for slot, transfers in sorted(plan.items()):
         for kind, microbatch in transfers:
-            nth = sum(one[:2] == (kind, microbatch) for one in found)
-            found[kind, microbatch, nth] = slot
-    return found
+            nth = sum(key[:2] == (kind, microbatch) for key in slots)
+            slots[kind, microbatch, nth] = slot
+    return slots
 
 
 def test_the_worked_example() -> None:
@@ -231,15 +235,15 @@ def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
     check(balanced)
     assert max(peak_counts(balanced)) <= mu_opt(p)
     for stage in range(p // 2):
-        made = placed(
+        slots = placed(
             {
                 slot: {(action.kind.value, action.microbatch) for action in cell.transfers}
                 for slot, cell in enumerate(balanced.ranks[stage])
             }
         )
         printed = placed(algorithm_1(plain, stage))
-        assert made.keys() == printed.keys()
-        for transfer, slot in made.items():
+        assert slots.keys() == printed.keys()
+        for transfer, slot in slots.items():
             # Loads come as soon as the bound has room for them, where the algorithm leaves them the slot before their
             # backward.
             assert slot == printed[transfer] or (transfer[0] == "LOAD" and slot < printed[transfer])
@@ -257,17 +261,17 @@ def test_the_smallest_bound_is_the_papers_once_the_pipeline_is_full(p: int) -> N
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
-# A stage's micro-batch, and the slots of its forward, of what needs it back, and of what lets it go.
+# A stage's micro-batch, and the slots of its forward, of the first use of its activations, and of their release.
 Key = tuple[int, int]
 Spans = dict[Key, tuple[int, int, int]]
 Keys = frozenset[Key]
-# Of each rank of a pair, which are away, and which were.
+# For each rank of a pair, the micro-batches that are away, and those that were.
 State = tuple[tuple[Keys, Keys], tuple[Keys, Keys]]
 NOTHING: Keys = frozenset()
 
 
 def drawn(seed: int) -> Schedule:
-    """Every rank's order drawn at random from what could come next."""
+    """Draw every rank's order at random from what could come next."""
     rng = random.Random(seed)
     p, m = rng.choice((2, 2, 3, 4)), rng.randint(2, 5)
     orders: list[list[Action]] = [[] for _ in range(p)]
@@ -303,43 +307,43 @@ def can_keep(schedule: Schedule, pair: tuple[int, int], bound: int) -> bool:
     for slot in range(len(schedule.ranks[0])):
         after: set[State] = set()
         for state in states:
-            choices = [list(moves(spans[one], *state[one], slot)) for one in (0, 1)]
+            choices = [list(moves(spans[rank], *state[rank], slot)) for rank in (0, 1)]
             for chosen in product(*choices):
-                held = [
-                    sum(first <= slot <= last for first, _, last in spans[one].values())
-                    - len(state[one][0])
-                    + len(chosen[one][0])
-                    + len(state[1 - one][0])
-                    + len(chosen[1 - one][1])
-                    for one in (0, 1)
+                counts = [
+                    sum(first <= slot <= last for first, _, last in spans[rank].values())
+                    - len(state[rank][0])
+                    + len(chosen[rank][0])
+                    + len(state[1 - rank][0])
+                    + len(chosen[1 - rank][1])
+                    for rank in (0, 1)
                 ]
-                if max(held) <= bound:
-                    mine, other = (
-                        ((away - loaded) | evicted, back | loaded)
-                        for (away, back), (loaded, evicted) in zip(state, chosen, strict=True)
+                if max(counts) <= bound:
+                    evicted_here, evicted_there = (
+                        ((away - loaded) | evicted, loaded_before | loaded)
+                        for (away, loaded_before), (loaded, evicted) in zip(state, chosen, strict=True)
                     )
-                    after.add((mine, other))
+                    after.add((evicted_here, evicted_there))
         states = after
-    return any(not mine[0] and not other[0] for mine, other in states)
+    return any(not first[0] and not second[0] for first, second in states)
 
 
 def spans_of(schedule: Schedule, rank: int) -> Spans:
-    found: Spans = {}
+    spans: Spans = {}
     for number, slot in enumerate(schedule.ranks[rank]):
         if slot.compute is not None:
             key = slot.compute.stage, slot.compute.microbatch
-            first, needed, _ = found.get(key, (number, number, number))
-            found[key] = first, number if slot.compute.kind in (B, Kind.BACKWARD_INPUT) else needed, number
-    return found
+            first, needed, _ = spans.get(key, (number, number, number))
+            spans[key] = first, number if slot.compute.kind in (B, Kind.BACKWARD_INPUT) else needed, number
+    return spans
 
 
-def moves(spans: Spans, away: Keys, back: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
-    """What a rank may load and evict beside a slot. What its next slot computes on has to come back now."""
+def moves(spans: Spans, away: Keys, kept: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
+    """Yield what a rank may load and evict during a slot. What its next slot needs has to come back now."""
     due = {key for key in away if spans[key][1] == slot + 1}
     may_leave = [
         key
         for key, (first, needed, _) in spans.items()
-        if first < slot < needed - 1 and key not in away and key not in back
+        if first < slot < needed - 1 and key not in away and key not in kept
     ]
     for loaded in subsets(sorted(away)):
         if due <= loaded:
@@ -347,14 +351,14 @@ def moves(spans: Spans, away: Keys, back: Keys, slot: int) -> Iterator[tuple[Key
 
 
 def bounds_of(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Of every pair, the smallest bound that is found and the smallest there is."""
+    """Yield, for every pair, the smallest bound that is found and the smallest that exists."""
     memory = counting(schedule.num_stages)
     for pair in pairs_of(choose_partners(schedule, None)):
         if pair[0] != pair[1]:
-            found = smallest_bound(schedule, pair, memory)
+            smallest = smallest_bound(schedule, pair, memory)
             yield (
-                found,
-                next(bound for bound in range(1, found + 1) if bound == found or can_keep(schedule, pair, bound)),
+                smallest,
+                next(bound for bound in range(1, smallest + 1) if bound == smallest or can_keep(schedule, pair, bound)),
             )
 
 
@@ -368,20 +372,20 @@ CHUNKS = [
 
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), [*SMALL, *LARGER, *CHUNKS])
 def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chunks: int) -> None:
-    assert [found == least for found, least in bounds_of(FAMILIES[name].generate(p, m, chunks))] == [True] * (p // 2)
+    assert [bound == least for bound, least in bounds_of(FAMILIES[name].generate(p, m, chunks))] == [True] * (p // 2)
 
 
 def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
     """Loads right before their backwards made partners host too long: 2 % of these can keep one less."""
     every = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
     assert len(every) > 700
-    assert max(found - least for found, least in every) <= 1
-    assert sum(found > least for found, least in every) <= len(every) // 80
+    assert max(bound - least for bound, least in every) <= 1
+    assert sum(bound > least for bound, least in every) <= len(every) // 80
 
 
 @pytest.mark.parametrize(("seed", "bound"), [(54, 3), (61, 2), (110, 2), (248, 3), (263, 3)])
 def test_where_a_partner_has_room_only_for_a_while_loads_come_early(seed: int, bound: int) -> None:
-    """Bounds that were refused: what is hosted goes back as soon as its own rank has room for it again."""
+    """These bounds were once refused: hosted activations now return as soon as their own rank has room."""
     schedule = drawn(seed)
     balanced = balance(schedule, (bound,) * schedule.num_ranks)
     check(balanced)

@@ -44,17 +44,17 @@ def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int 
 
 
 def moved(schedule: Schedule, sizes: Sequence[int]) -> int:
-    every = (one for row in schedule.ranks for cell in row for one in cell.transfers)
-    return sum(sizes[one.stage] for one in every if one.kind is Kind.EVICT)
+    every = (action for row in schedule.ranks for cell in row for action in cell.transfers)
+    return sum(sizes[action.stage] for action in every if action.kind is Kind.EVICT)
 
 
-# Of one sender: the most of its own micro-batches it holds, the host buffers it needs on every rank, and how many
-# micro-batches leave.
+# For one sender: the most of its own micro-batches that it holds, the host buffers that it needs on every rank, and the
+# number of evictions.
 Way = tuple[int, tuple[int, ...], int]
 
 
 def every_way(schedule: Schedule, sender: int) -> set[Way]:
-    """Every set of the sender's micro-batches, each from every slot to every later one, on every other rank."""
+    """Return a way for every set of the sender's micro-batches, with every pair of slots and every host."""
     row, num_ranks = schedule.ranks[sender], schedule.num_ranks
     slots = {
         (cell.compute.kind, cell.compute.microbatch): slot for slot, cell in enumerate(row) if cell.compute is not None
@@ -69,56 +69,56 @@ def every_way(schedule: Schedule, sender: int) -> set[Way]:
 
 
 def _way(own: Sequence[int], chosen: Sequence[tuple[tuple[int, int], int] | None], num_ranks: int) -> Way:
-    away = [one for one in chosen if one is not None]
+    away = [stay for stay in chosen if stay is not None]
     curve, hosted = list(own), [[0] * len(own) for _ in range(num_ranks)]
-    for (out, back), host in away:
-        # What leaves is held to the end of its slot, and again from the start of that in which it comes.
-        for slot in range(out + 1, back):
+    for (out, load), host in away:
+        # An evicted micro-batch is held until the end of its slot, and again from the start of the load's slot.
+        for slot in range(out + 1, load):
             curve[slot] -= 1
-        for slot in range(out, back + 1):
+        for slot in range(out, load + 1):
             hosted[host][slot] += 1
     return max(curve), tuple(map(max, hosted)), len(away)
 
 
 def best_of(ways: Sequence[set[Way]]) -> list[list[Way]]:
-    """Of each rank those that no other is as good as in everything."""
+    """Return each rank's ways that no other way dominates."""
     kept = []
     for of_rank in ways:
-        found: list[Way] = []
-        for one in sorted(of_rank, key=lambda way: (way[0] + sum(way[1]) + way[2], way)):
-            if not any(_as_good(other, one) for other in found):
-                found.append(one)
-        kept.append(found)
+        best: list[Way] = []
+        for candidate in sorted(of_rank, key=lambda way: (way[0] + sum(way[1]) + way[2], way)):
+            if not any(_as_good(better, candidate) for better in best):
+                best.append(candidate)
+        kept.append(best)
     return kept
 
 
-def _as_good(one: Way, other: Way) -> bool:
+def _as_good(first: Way, second: Way) -> bool:
     return (
-        one[0] <= other[0]
-        and one[2] <= other[2]
-        and all(mine <= theirs for mine, theirs in zip(one[1], other[1], strict=True))
+        first[0] <= second[0]
+        and first[2] <= second[2]
+        and all(ours <= theirs for ours, theirs in zip(first[1], second[1], strict=True))
     )
 
 
 def fewest_bytes(
     ways: Sequence[Sequence[Way]], sizes: Sequence[int], activation_budget: Sequence[int], in_turn: bool
 ) -> int | None:
-    """Over all ways of all ranks together: the fewest bytes that move, None where nothing keeps the rooms.
+    """Return the fewest bytes moved over all ways of all ranks; None if none keeps the rooms.
 
-    `in_turn`: a rank may send to make room for what comes to it from another.
+    With `in_turn`, a rank may evict to make room for what it hosts.
     """
-    found: list[int] = []
+    totals: list[int] = []
     for chosen in product(*ways):
         if not in_turn and any(
             leaving and any(buffers[rank] for _, buffers, _ in chosen) for rank, (_, _, leaving) in enumerate(chosen)
         ):
             continue
-        held = [peak * size for (peak, _, _), size in zip(chosen, sizes, strict=True)]
+        peaks = [peak * size for (peak, _, _), size in zip(chosen, sizes, strict=True)]
         for (_, buffers, _), size in zip(chosen, sizes, strict=True):
-            held = [one + count * size for one, count in zip(held, buffers, strict=True)]
-        if all(one <= room for one, room in zip(held, activation_budget, strict=True)):
-            found.append(sum(count * size for (_, _, count), size in zip(chosen, sizes, strict=True)))
-    return min(found, default=None)
+            peaks = [peak + count * size for peak, count in zip(peaks, buffers, strict=True)]
+        if all(peak <= room for peak, room in zip(peaks, activation_budget, strict=True)):
+            totals.append(sum(count * size for (_, _, count), size in zip(chosen, sizes, strict=True)))
+    return min(totals, default=None)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def fewest_bytes(
     [(3, 3, 80), pytest.param(3, 4, 200, marks=pytest.mark.slow), pytest.param(4, 3, 200, marks=pytest.mark.slow)],
 )
 def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int, num_rooms: int) -> None:
-    """1F1B in rooms of all sizes, micro-batches of each stage of a size of their own.
+    """1F1B with rooms of all sizes, and micro-batches whose size depends on the stage.
 
-    No plan of all moves less, also none by which a rank sends to make room for another's. What is refused such a plan
-    alone may keep.
+    No plan moves less, not even one in which a rank evicts to make room for another's micro-batches. Only such a plan
+    may keep rooms that are refused.
     """
     plain = generate("1f1b", p, m)
     ways = best_of([every_way(plain, rank) for rank in range(p)])
@@ -164,7 +164,7 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_packing_of_all_is_nearer(seed: int) -> None:
-    """And there is one wherever there can be one."""
+    """A packing is found whenever one exists."""
     rng = random.Random(seed)
     none = 0
     for _ in range(40):
@@ -177,9 +177,9 @@ def test_no_packing_of_all_is_nearer(seed: int) -> None:
         def cost(owner: int, host: int, nodes: Sequence[int] = nodes) -> int:
             return APART * (nodes[owner] != nodes[host]) + abs(owner - host)
 
-        found = pack(items, spare, cost)
+        packing = pack(items, spare, cost)
         best = min((_total(items, hosts, cost) for hosts in _packings(items, spare)), default=None)
-        assert (None if found is None else _total(items, found, cost)) == best
+        assert (None if packing is None else _total(items, packing, cost)) == best
         none += best is None
     assert 0 < none < 40
 
@@ -193,13 +193,13 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
         taken = [0] * len(spare)
         for item, host in zip(items, hosts, strict=True):
             taken[host] += item.num_bytes
-        if all(one <= room for one, room in zip(taken, spare, strict=True)):
+        if all(used <= room for used, room in zip(taken, spare, strict=True)):
             yield hosts
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
 def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None:
-    """With equal stages of 1F1B every pair of mirror images holds as much, so nobody else has more room."""
+    """With equal stages in 1F1B all pairs of mirror images hold the same, so no other rank has more room."""
     plain = generate("1f1b", p, m)
     pooled, paired = balance_over_hosts_within(plain, POOL, None), balance(plain)
     assert pooled.bounds == paired.bounds
@@ -221,7 +221,7 @@ def test_one_sends_to_several_and_several_to_one() -> None:
 
 
 def test_no_host_buffer_serves_two_ranks() -> None:
-    """The rank that fills it would have to wait for the one that empties it, and neither knows the other."""
+    """The rank that fills a buffer would have to wait for the one that empties it, and neither knows the other."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     gathered = balance_over_hosts(plain, POOL, ActivationBudget((300, 200, 200, 600), memory))
     of = {rank: {buffer for stay, buffer in host_buffers(gathered, 3).items() if stay.stage == rank} for rank in (0, 1)}
@@ -264,7 +264,7 @@ def test_the_smallest_level_is_kept_and_one_below_is_not() -> None:
 
 
 def test_same_node_first() -> None:
-    """Rank 0's usual partner is on the other node: what has room on its own node comes first."""
+    """Rank 0's usual partner is on another node: ranks with room on its own node come first."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     activation_budget = ActivationBudget((300, 300, 400, 300), memory)
     assert write_hosts(balance_over_hosts(plain, POOL, activation_budget).hosts or ()) == "3,none,none,0"
@@ -273,7 +273,7 @@ def test_same_node_first() -> None:
 
 
 def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:
-    """Else a ring of ranks may wait for each other, each for its first."""
+    """Otherwise ranks might wait for each other in a ring, each for its first transfer."""
     memory = memory_of([100 + 30 * (stage % 3) for stage in range(8)])
     plain = generate("1f1b", 8, 24)
     level, _ = smallest_level(
@@ -282,8 +282,8 @@ def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:
     pooled = balance_over_hosts(plain, POOL, ActivationBudget((level,) * 8, memory))
     assert any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
     for slot in range(len(pooled.ranks[0])):
-        orders = [[(one.stage, one.microbatch) for one in row[slot].transfers] for row in pooled.ranks]
-        # Those of the lowest sender first, and each sender's as it has them itself.
+        orders = [[(action.stage, action.microbatch) for action in row[slot].transfers] for row in pooled.ranks]
+        # The lowest sender's come first, and each sender's in its own order.
         in_order = [key for rank, order in enumerate(orders) for key in order if key[0] == rank]
         assert all(order == [key for key in in_order if key in order] for order in orders)
 
@@ -305,9 +305,9 @@ SHAPES = {name: (4, 8, max(1, family.min_chunks)) for name, family in FAMILIES.i
 @pytest.mark.parametrize("hosts", [HOST, ALL])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_family_keeps_less_than_pairs_and_every_rule(name: str, hosts: str) -> None:
-    """`build` asks all rules. What is written is read back as it was."""
+    """`build` checks all rules. What is written is read back unchanged."""
     p, m, v = SHAPES[name]
-    schedule, paired = (balanced(name, p, m, v, each) for each in (hosts, PAIR))
+    schedule, paired = (balanced(name, p, m, v, arrangement) for arrangement in (hosts, PAIR))
     assert schedule.bounds is not None
     assert max(schedule.bounds) <= max(paired.bounds or ())
     assert max(peak_counts(schedule)) <= max(schedule.bounds)
@@ -316,7 +316,7 @@ def test_every_family_keeps_less_than_pairs_and_every_rule(name: str, hosts: str
 
 
 def test_two_are_held_where_pairs_hold_three_and_none_can_hold_one() -> None:
-    """While one is computed on another is on its way."""
+    """While one micro-batch is computed, another is on its way."""
     schedule = balanced("1f1b", 4, 8)
     assert schedule.bounds == (2, 2, 2, 2)
     assert write_hosts(schedule.hosts or ()) == "own,own,none,none"
@@ -324,7 +324,7 @@ def test_two_are_held_where_pairs_hold_three_and_none_can_hold_one() -> None:
     assert [num_host_memory_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
     with pytest.raises(ValueError, match=r"rank 0 cannot keep to 1 micro-batches.*CPU memory keeps for all ranks is 2"):
         balanced("1f1b", 4, 8, bounds=(1,))
-    # With a rank of its own each does what it can.
+    # With one rank for each, each host takes what it can.
     assert peak_counts(balanced("1f1b", 4, 8, bounds=(2, 4, 4, 4))) == (2, 3, 2, 1)
     with pytest.raises(BudgetTooSmall, match="rank 0 has no room for even one micro-batch"):
         balance_over_hosts(generate("1f1b", 4, 8), HOST, ActivationBudget((0, 1, 1, 1), memory_of([1] * 4)))
@@ -337,11 +337,11 @@ def test_one_rank_alone_keeps_what_no_partner_could() -> None:
 
 
 def test_devices_come_before_a_nodes_memory() -> None:
-    """Rank 3 has room for one micro-batch of rank 0, and nobody for any of rank 1."""
+    """Rank 3 has room for one micro-batch of rank 0, and no rank has room for any of rank 1."""
     schedule = balanced("1f1b", 4, 8, hosts=ALL)
     assert write_hosts(schedule.hosts or ()) == "3+own,own,none,none"
     assert num_buffers_for(schedule, 3) == {0: 1}
-    # With room enough on devices it is the pool's plan to the last action.
+    # With enough room on devices it equals the pool's plan to the last action.
     assert balanced("1f1b", 4, 8, hosts=ALL, bounds=(3,)) == balanced("1f1b", 4, 8, hosts=POOL, bounds=(3,))
 
 
@@ -358,41 +358,41 @@ def test_what_an_arrangement_is_called() -> None:
 def test_as_many_buffers_as_are_full_at_once(name: str, v: int, hosts: str) -> None:
     schedule = balanced(name, 4, 12, v, hosts)
     for rank in range(4):
-        mine = set(in_own(schedule, rank))
-        assert set(host_memory_buffers(schedule, rank)) == mine
+        stays = set(in_own(schedule, rank))
+        assert set(host_memory_buffers(schedule, rank)) == stays
         full: set[tuple[int, int]] = set()
-        most, nth = 0, {}
+        fullest, nth = 0, {}
         for cell in schedule.ranks[rank]:
-            for one in cell.transfers:
-                key = (one.stage, one.microbatch)
-                if one.kind is Kind.EVICT:
+            for action in cell.transfers:
+                key = (action.stage, action.microbatch)
+                if action.kind is Kind.EVICT:
                     nth[key] = nth.get(key, -1) + 1
-                    full |= {key} if Residency(*key, nth[key]) in mine else set()
-            most = max(most, len(full))
-            full -= {(one.stage, one.microbatch) for one in cell.transfers if one.kind is Kind.LOAD}
-        assert num_host_memory_buffers(schedule, rank) == most
+                    full |= {key} if Residency(*key, nth[key]) in stays else set()
+            fullest = max(fullest, len(full))
+            full -= {(action.stage, action.microbatch) for action in cell.transfers if action.kind is Kind.LOAD}
+        assert num_host_memory_buffers(schedule, rank) == fullest
 
 
 @pytest.mark.parametrize("hosts", [HOST, POOL, ALL])
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("chimera", 1)])
 def test_no_buffer_holds_two_at_once(name: str, v: int, hosts: str) -> None:
-    """A buffer is free in the slot after its load, not beside it."""
+    """A buffer is free in the slot after its load, not during it."""
     schedule = balanced(name, 4, 12, v, hosts)
     for rank in range(4):
         for buffers in (host_buffers(schedule, rank), host_memory_buffers(schedule, rank)):
-            for (stay, buffer), (other, another) in combinations(buffers.items(), 2):
-                first, second = sorted(_away(schedule, of) for of in (stay, other))
+            for (stay, buffer), (later, another) in combinations(buffers.items(), 2):
+                first, second = sorted(_away(schedule, of) for of in (stay, later))
                 assert buffer != another or first[1] < second[0]
 
 
 def _away(schedule: Schedule, stay: Residency) -> tuple[int, int]:
-    """The slots beside which it leaves and comes back."""
+    """Return the slots of the eviction and the load of a stay."""
     rank = schedule.layout.rank_of(stay.stage, stay.microbatch)
     slots = {
-        one.kind: slot
+        action.kind: slot
         for slot, cell in enumerate(schedule.ranks[rank])
-        for one in cell.transfers
-        if (one.stage, one.microbatch) == stay[:2] and one.kind in (Kind.EVICT, Kind.LOAD)
+        for action in cell.transfers
+        if (action.stage, action.microbatch) == stay[:2] and action.kind in (Kind.EVICT, Kind.LOAD)
     }
     return slots[Kind.EVICT], slots[Kind.LOAD]
 
@@ -430,24 +430,26 @@ def test_nothing_moves_less_and_nothing_of_it_stays_off_devices_needlessly(p: in
 
 
 def every_tier(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
-    """Peak and number of evictions of every set of the rank's micro-batches, at every time."""
+    """Return peak and number of evictions for every set of the rank's micro-batches and all their slots."""
     own = live_bytes(schedule, rank, memory_of([1] * schedule.num_ranks))
     slots = {
-        (one.kind, one.microbatch): slot for slot, cell in enumerate(schedule.ranks[rank]) for one in cell.computations
+        (action.kind, action.microbatch): slot
+        for slot, cell in enumerate(schedule.ranks[rank])
+        for action in cell.computations
     }
     choices = []
     for microbatch in range(schedule.num_microbatches):
         between = range(slots[Kind.FORWARD, microbatch] + 1, slots[Kind.BACKWARD, microbatch])
-        choices.append([(), *(range(out + 1, back) for out, back in combinations(between, 2))])
-    found = set()
+        choices.append([(), *(range(out + 1, load) for out, load in combinations(between, 2))])
+    tiers = set()
     for chosen in product(*choices):
         curve = list(own)
         for away in chosen:
             for slot in away:
                 curve[slot] -= 1
-        # Beside two slots in a row nothing is away in between.
-        found.add((max(curve), sum(away != () for away in chosen)))
-    return found
+        # With two successive slots nothing is away in between.
+        tiers.add((max(curve), sum(away != () for away in chosen)))
+    return tiers
 
 
 def least_moved(ways: Collection[tuple[int, int]], size: int, room: int) -> int | None:
@@ -455,7 +457,7 @@ def least_moved(ways: Collection[tuple[int, int]], size: int, room: int) -> int 
 
 
 def fewest_kept(schedule: Schedule, sizes: Sequence[int], activation_budget: Sequence[int]) -> int:
-    """Over every choice of a host, or none, for every stay: the fewest bytes that none has."""
+    """Return the fewest bytes without a host, over every choice of hosts."""
     p = schedule.num_ranks
     senders = [rank for rank in range(p) if hosts_of(schedule, rank)]
     hosts = [rank for rank in range(p) if rank not in senders]
@@ -473,15 +475,15 @@ def fewest_kept(schedule: Schedule, sizes: Sequence[int], activation_budget: Seq
 
 
 def _taken(stays: Sequence[tuple[int, int, int]], chosen: Sequence[int | None], host: int, sizes: Sequence[int]) -> int:
-    """What a host's buffers take: for each sender as many as are full at once."""
+    """Return the bytes of a host's buffers: for each sender as many as are full at once."""
     total = 0
     for sender in {rank for rank, _, _ in stays}:
-        mine = [
-            (out, back)
-            for (rank, out, back), where in zip(stays, chosen, strict=True)
+        spans = [
+            (out, load)
+            for (rank, out, load), where in zip(stays, chosen, strict=True)
             if where == host and rank == sender
         ]
-        total += sizes[sender] * max((sum(out <= at <= back for out, back in mine) for at, _ in mine), default=0)
+        total += sizes[sender] * max((sum(out <= slot <= load for out, load in spans) for slot, _ in spans), default=0)
     return total
 
 
@@ -490,26 +492,30 @@ def times(schedule: Schedule, links: Links) -> Simulation:
 
 
 def test_it_takes_the_link_to_the_nodes_memory_and_no_other() -> None:
-    """8 bytes at 2 bytes a second in each direction, while links between devices would take none, or for ever."""
+    """8 bytes at 2 bytes per second in each direction; links between devices are infinitely fast, or slow."""
     schedule = balanced("1f1b", 4, 8)
     for inside in (Link(), Link(1e-6)):
-        found = times(schedule, Links(inside=inside, host=Link(2)))
-        assert {one.end_s - one.start_s for row in found.transfers for one in row} == {4}
+        report = times(schedule, Links(inside=inside, host=Link(2)))
+        assert {transfer.end_s - transfer.start_s for row in report.transfers for transfer in row} == {4}
     assert times(schedule, Links(host=Link(2))).makespan_s < times(schedule, Links(host=Link(1))).makespan_s
 
 
 def test_what_goes_to_a_device_does_not_wait_for_what_goes_to_memory() -> None:
-    """Two ports: with a link to memory that takes ages, what goes to rank 3 still ends at once."""
+    """There are two ports: transfers to rank 3 end at once even if the link to host memory is very slow."""
     schedule = balanced("1f1b", 4, 8, hosts=ALL)
-    found = times(schedule, Links(inside=Link(8), host=Link(0.1)))
-    to_rank_3 = [one for one in found.transfers[3] if one.action.kind is Kind.HOST]
-    assert {one.end_s - one.start_s for one in to_rank_3} == {1}
+    report = times(schedule, Links(inside=Link(8), host=Link(0.1)))
+    to_rank_3 = [transfer for transfer in report.transfers[3] if transfer.action.kind is Kind.HOST]
+    assert {transfer.end_s - transfer.start_s for transfer in to_rank_3} == {1}
 
 
 def test_a_load_waits_for_what_brought_it_there() -> None:
-    found = times(balanced("1f1b", 4, 8), Links(host=Link(1 / 3)))
-    for row in found.transfers:
-        ends = {(one.action.stage, one.action.microbatch): one.end_s for one in row if one.action.kind is Kind.EVICT}
-        loads = [one for one in row if one.action.kind is Kind.LOAD]
-        assert all(one.start_s >= ends[one.action.stage, one.action.microbatch] for one in loads)
-        assert all(buffer < 3 for _, buffer in with_host_buffers(found, 0))
+    report = times(balanced("1f1b", 4, 8), Links(host=Link(1 / 3)))
+    for row in report.transfers:
+        ends = {
+            (transfer.action.stage, transfer.action.microbatch): transfer.end_s
+            for transfer in row
+            if transfer.action.kind is Kind.EVICT
+        }
+        loads = [transfer for transfer in row if transfer.action.kind is Kind.LOAD]
+        assert all(transfer.start_s >= ends[transfer.action.stage, transfer.action.microbatch] for transfer in loads)
+        assert all(buffer < 3 for _, buffer in with_host_buffers(report, 0))

@@ -1,4 +1,4 @@
-"""Who hosts is data: pairs, a pool, a rank's own host memory. Each is judged, lowered, simulated, written and read."""
+"""Hosts are data: pairs, a pool, a rank's own host memory. Each is checked, lowered, simulated, written and read."""
 
 from dataclasses import replace
 from itertools import product
@@ -24,18 +24,18 @@ GUEST = (Kind.HOST, Kind.RETURN)
 
 
 def in_a_pool() -> Schedule:
-    """Micro-batch 3 of rank 0 goes to rank 2 instead of rank 3."""
+    """Return a schedule in which micro-batch 3 of rank 0 goes to rank 2 instead of rank 3."""
     rows = [list(row) for row in PAIRS.ranks]
     for slot, cell in enumerate(rows[3]):
-        moved = tuple(one for one in cell.transfers if one.kind in GUEST and one.microbatch == 3)
-        rows[3][slot] = replace(cell, transfers=tuple(one for one in cell.transfers if one not in moved))
+        moved = tuple(action for action in cell.transfers if action.kind in GUEST and action.microbatch == 3)
+        rows[3][slot] = replace(cell, transfers=tuple(action for action in cell.transfers if action not in moved))
         rows[2][slot] = replace(rows[2][slot], transfers=rows[2][slot].transfers + moved)
     return replace(PAIRS, ranks=tuple(map(tuple, rows)), hosts=read_hosts("3+2,none,none,none"), bounds=None)
 
 
 @pytest.mark.parametrize("forwards", [(1, 1, 1, 1, 6), (6, 1, 1, 1, 1), (2, 5, 1, 3, 1)])
 def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[int, ...]) -> None:
-    """Two hosts may both be there before their guest, and it sends first to the one that came last."""
+    """Two hosts may both arrive before the evictor, which sends first to the one that arrived last."""
     plain = build(ScheduleConfig("1f1b", 5, 12))
     for activation_budget in product((2, 3, 5, 8), repeat=5):
         try:
@@ -47,9 +47,11 @@ def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[
         stages = tuple(StageCost(seconds, 2, moved_bytes=3, saved_bytes=3) for seconds in forwards)
         report = simulate(pooled, Costs(stages, Links(Link(1))))
         spans: dict[tuple[int, int, bool], set[tuple[object, object]]] = {}
-        for one in (one for row in report.transfers for one in row):
-            leaves = one.action.kind in (Kind.EVICT, Kind.HOST)
-            spans.setdefault((one.action.stage, one.action.microbatch, leaves), set()).add((one.start_s, one.end_s))
+        for transfer in (transfer for row in report.transfers for transfer in row):
+            leaves = transfer.action.kind in (Kind.EVICT, Kind.HOST)
+            spans.setdefault((transfer.action.stage, transfer.action.microbatch, leaves), set()).add(
+                (transfer.start_s, transfer.end_s)
+            )
         assert all(len(same) == 1 for same in spans.values()), activation_budget
 
 
@@ -57,10 +59,12 @@ def test_what_comes_back_from_elsewhere_is_refused() -> None:
     """Micro-batch 3 goes to rank 2 and would come back from rank 3."""
     schedule = in_a_pool()
     rows = [list(row) for row in schedule.ranks]
-    back = Action(0, Kind.RETURN, 3)
-    slot = next(slot for slot, cell in enumerate(rows[2]) if back in cell.transfers)
-    rows[2][slot] = replace(rows[2][slot], transfers=tuple(one for one in rows[2][slot].transfers if one != back))
-    rows[3][slot] = replace(rows[3][slot], transfers=(*rows[3][slot].transfers, back))
+    load = Action(0, Kind.RETURN, 3)
+    slot = next(slot for slot, cell in enumerate(rows[2]) if load in cell.transfers)
+    rows[2][slot] = replace(
+        rows[2][slot], transfers=tuple(action for action in rows[2][slot].transfers if action != load)
+    )
+    rows[3][slot] = replace(rows[3][slot], transfers=(*rows[3][slot].transfers, load))
     with pytest.raises(ScheduleError, match="0LOAD3: it is with rank 2, not with rank 3"):
         check(replace(schedule, ranks=tuple(map(tuple, rows))))
 

@@ -26,55 +26,55 @@ FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_IN
 
 @dataclass
 class Life:
-    """When each action of one micro-batch of a stage starts and ends, on one rank: slots are from n to n + 1."""
+    """When each action of one micro-batch of a stage starts and ends on one rank: a slot lasts from n to n + 1."""
 
     times: dict[Kind, list[tuple[Fraction, Fraction]]]
 
-    def held(self, at: Fraction, size: StageMemory) -> int:
-        """Bytes held at a time at which nothing starts or ends."""
+    def held(self, time: Fraction, size: StageMemory) -> int:
+        """Return the bytes held at a time when nothing starts or ends."""
         if Kind.HOST in self.times:
             stays = zip(self.times[Kind.HOST], self.times[Kind.RETURN], strict=True)
-            return sum(size.moved_bytes for host, back in stays if host[0] < at < back[1])
+            return sum(size.moved_bytes for host, load in stays if host[0] < time < load[1])
         away = any(
-            evict[1] < at < load[0]
+            evict[1] < time < load[0]
             for evict, load in zip(self.times.get(Kind.EVICT, []), self.times.get(Kind.LOAD, []), strict=True)
         )
         (start, _) = self.times[FORWARD][0]
         (_, end) = self.times[BACKWARD if BACKWARD in self.times else WEIGHT][0]
-        if not start < at < end:
+        if not start < time < end:
             return 0
         here = size.saved_bytes
         if INPUT in self.times:
             first, last = self.times[INPUT][0]
-            if at > last:
+            if time > last:
                 here = size.after_input_bytes
-            elif at > first:
+            elif time > first:
                 here = max(size.saved_bytes, size.after_input_bytes)
         return here - size.moved_bytes * away
 
 
 def lives(rows: list[tuple[Action, Fraction, Fraction]]) -> dict[Key, Life]:
-    found: dict[Key, Life] = {}
+    by_key: dict[Key, Life] = {}
     for action, start, end in rows:
-        life = found.setdefault((action.stage, action.microbatch), Life({}))
+        life = by_key.setdefault((action.stage, action.microbatch), Life({}))
         life.times.setdefault(action.kind, []).append((start, end))
-    return found
+    return by_key
 
 
 def slow_curve(schedule: Schedule, rank: int, memory: Memory) -> list[int]:
-    """What is held in the middle of each slot."""
+    """Return the bytes held in the middle of each slot."""
     rows = [
         (action, Fraction(slot), Fraction(slot + 1))
         for slot, cell in enumerate(schedule.ranks[rank])
         for action in (*cell.computations, *cell.transfers)
     ]
-    found = lives(rows)
+    by_key = lives(rows)
     middles = [slot + Fraction(1, 2) for slot in range(len(schedule.ranks[rank]))]
-    return [sum(life.held(at, memory.stages[stage]) for (stage, _), life in found.items()) for at in middles]
+    return [sum(life.held(time, memory.stages[stage]) for (stage, _), life in by_key.items()) for time in middles]
 
 
 def one_order(rng: random.Random, m: int, halves: float) -> tuple[list[Action], list[Action]]:
-    """What two stages do: the first in any order that the second can follow, of each backward whole or in halves."""
+    """Draw orders of two stages: the first in any order that the second can follow, backwards whole or in halves."""
     split = [rng.random() < halves for _ in range(m)]
     order: list[Action] = []
     done, waiting, left = 0, [], []
@@ -85,9 +85,9 @@ def one_order(rng: random.Random, m: int, halves: float) -> tuple[list[Action], 
             waiting.append(done)
             done += 1
         elif waiting and (roll < 0.8 or not left):
-            one = waiting.pop(rng.randrange(len(waiting)))
-            order.append(Action(0, INPUT if split[one] else BACKWARD, one))
-            left += [one] * split[one]
+            microbatch = waiting.pop(rng.randrange(len(waiting)))
+            order.append(Action(0, INPUT if split[microbatch] else BACKWARD, microbatch))
+            left += [microbatch] * split[microbatch]
         elif left:
             order.append(Action(0, WEIGHT, left.pop(rng.randrange(len(left)))))
     return order, [Action(1, action.kind, action.microbatch) for action in order]
@@ -100,21 +100,21 @@ def random_schedule(seed: int, halves: float = 0.6) -> Schedule:
 
 
 def overlapping(schedule: Schedule, rng: random.Random) -> Schedule:
-    """Only rank 0, with some forwards and the backwards after them (of other micro-batches) in one slot."""
+    """Return rank 0 alone, with some forwards and the backwards after them (of other micro-batches) in one slot."""
     row = [cell for cell in schedule.ranks[0] if cell.compute is not None]
     merged = []
     while row:
         cell, *row = row
-        one, other = cell.compute, row[0].compute if row else None
-        assert one is not None
+        first, second = cell.compute, row[0].compute if row else None
+        assert first is not None
         if (
-            other is not None
-            and one.kind is FORWARD
-            and other.kind in (BACKWARD, INPUT)
-            and one.microbatch != other.microbatch
+            second is not None
+            and first.kind is FORWARD
+            and second.kind in (BACKWARD, INPUT)
+            and first.microbatch != second.microbatch
             and rng.random() < 0.7
         ):
-            cell, row = replace(cell, overlapped=other), row[1:]
+            cell, row = replace(cell, overlapped=second), row[1:]
         merged.append(cell)
     return Schedule("overlapping", schedule.num_microbatches, one_pipe((0,)), (tuple(merged),))
 
@@ -143,7 +143,7 @@ def test_slots_hold_what_looking_at_each_microbatch_says(seed: int, memory: Memo
 def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, memory: Memory, above: int) -> None:
     plain = random_schedule(seed)
     least = [0, 0]
-    for _ in range(200):  # bounds in bytes, up from the smallest: the first that can be kept
+    for _ in range(200):  # the first bound in bytes, from the smallest on, that can be kept
         try:
             schedule = balance_within(plain, ActivationBudget(tuple(max(1, bound + above) for bound in least), memory))
             break
@@ -168,14 +168,14 @@ def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, m
         assert max(slow_curve(schedule, rank, memory)) <= max(1, least[rank] + above)
         assert list(live_bytes(schedule, rank, memory)) == slow_curve(schedule, rank, memory)
         rows = [
-            (one.action, Fraction(one.start_s), Fraction(one.end_s))
-            for one in (*report.computations[rank], *report.transfers[rank])
+            (timed.action, Fraction(timed.start_s), Fraction(timed.end_s))
+            for timed in (*report.computations[rank], *report.transfers[rank])
         ]
         levels = report.levels(rank)
         for level, behind in pairwise(levels):
-            at = Fraction(level.start_s + behind.start_s) / 2
+            time = Fraction(level.start_s + behind.start_s) / 2
             assert level.held_bytes == sum(
-                life.held(at, memory.stages[stage]) for (stage, _), life in lives(rows).items()
+                life.held(time, memory.stages[stage]) for (stage, _), life in lives(rows).items()
             )
         assert levels[-1].held_bytes == 0
 
@@ -190,10 +190,12 @@ def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
     for size in range(schedule.num_microbatches + 1):
         for chosen in combinations(range(schedule.num_microbatches), size):
             left = list(curve)
-            for one in chosen:
-                for slot in range(slots[FORWARD][one] + 2, slots[INPUT][one] - 1):
+            for microbatch in chosen:
+                for slot in range(slots[FORWARD][microbatch] + 2, slots[INPUT][microbatch] - 1):
                     left[slot] -= memory.stages[0].moved_bytes
-            if max(left) <= bound and all(slots[INPUT][one] - slots[FORWARD][one] > 3 for one in chosen):
+            if max(left) <= bound and all(
+                slots[INPUT][microbatch] - slots[FORWARD][microbatch] > 3 for microbatch in chosen
+            ):
                 return size
     return None
 
@@ -201,7 +203,7 @@ def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
 @pytest.mark.parametrize(("halves", "after"), [(0.0, 2), *((0.8, after) for after in range(4))])
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int, halves: float, after: int) -> None:
-    """In parts of a half: whatever W needs, less or more than F saved, what can leave is of one size."""
+    """W may need less or more than F saved; what can leave always has the same size."""
     schedule, memory = random_schedule(seed, halves), memory_of([2, 2], [2, 2], [after, after])
     for bound in range(2, max(slow_curve(schedule, 0, memory))):
         expected = fewest(schedule, bound, memory)

@@ -42,7 +42,7 @@ def schedules() -> Iterator[Schedule]:
 
 
 def grids() -> Iterator[Schedule]:
-    """Schedules whose slots are as long as their computations, also those that only our own loop runs."""
+    """Return schedules whose slots last as long as their computations, including those that only our own loop runs."""
     yield from schedules()
     for name, p, m, v in (
         *(("v-half", 5, 7, 2), ("v-half", 8, 16, 2), ("v-min", 6, 9, 2), ("zb-h1", 4, 8, 1), ("mixpipe", 4, 9, 1)),
@@ -79,7 +79,7 @@ def test_unit_costs_and_free_links_give_the_unit_grid(schedule: Schedule, exchan
 
 @pytest.mark.parametrize(
     "schedule",
-    [one for one in schedules() if one.partners],
+    [schedule for schedule in schedules() if schedule.partners],
     ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}",
 )
 def test_transfers_as_long_as_a_slot_hide_and_peak_as_the_schedule_says(schedule: Schedule) -> None:
@@ -200,14 +200,14 @@ def test_a_one_sided_transfer_waits_for_no_partner() -> None:
         == when(met, 0, "0B0").start_s
         < when(met, 0, "0EVICT3").start_s
     )
-    # What is fetched back has been put there, also where the putting takes longer than everything between.
+    # What is loaded has been evicted before, even if the eviction takes longer than everything in between.
     slow = simulate(schedule, Costs((replace(stages[0], transfer_s=50), *stages[1:]), one_sided=frozenset({0})))
     assert when(slow, 0, "0LOAD1").start_s >= when(slow, 0, "0EVICT1").end_s
 
 
 @pytest.mark.parametrize("one_sided", [frozenset[int](), frozenset({0})])
 def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_sided: frozenset[int]) -> None:
-    """Stage 0 of 4, 8 micro-batches: three evictions and three loads, nothing of them hidden."""
+    """Stage 0 of 4, 8 micro-batches: three evictions and three loads, none of them hidden."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     costs = uniform(4, StageCost(10, 20, transfer_s=7))
     hidden, report = (simulate(schedule, replace(costs, one_sided=one_sided, synchronous=how)) for how in (False, True))
@@ -215,7 +215,11 @@ def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_
     assert report.exposed_s[0] >= 6 * 7
     assert report.exposed_s[0] == 6 * 7 or not one_sided
     for timed in report.transfers[0]:
-        overlapping = [one for one in report.computations[0] if one.start_s < timed.end_s and timed.start_s < one.end_s]
+        overlapping = [
+            computation
+            for computation in report.computations[0]
+            if computation.start_s < timed.end_s and timed.start_s < computation.end_s
+        ]
         assert not overlapping, f"{timed.action} beside {overlapping}"
     assert len(report.transfers[0]) == 6
 
@@ -302,7 +306,8 @@ def test_reductions_of_two_ranks_by_hand() -> None:
 def test_buckets_are_reduced_beside_the_last_backward() -> None:
     """One rank, two micro-batches, b = 8 and a reduction of 4: of four buckets the last begins with the backward's end.
 
-    A 32B model on 8 devices a replica was predicted 318 TFLOP/s a GPU, in one lump behind everything, and measured 460.
+    A 32B model on 8 devices per replica was predicted at 318 TFLOP/s per GPU, with one reduction after everything;
+    measured were 460.
     """
     costs = uniform(1, StageCost(2, 8, reduction_s=4, optimizer_s=1))
     schedule = build(ScheduleConfig("1f1b", 1, 2))
@@ -314,9 +319,9 @@ def test_buckets_are_reduced_beside_the_last_backward() -> None:
     assert reduced(4, 1) == (Reduced(0, 20, 24),)
     # Buckets are complete at 14, 16, 18 and 20.
     assert reduced(4, 4) == (Reduced(0, 14, 21),)
-    # Each takes longer than the backward of it.
+    # Each takes longer than its backward.
     assert reduced(16, 4) == (Reduced(0, 14, 30),)
-    # Not beside computations nothing begins before their end.
+    # If it may not overlap computations, nothing begins before their end.
     assert reduced(4, 4, eager=False) == (Reduced(0, 20, 24),)
 
 
@@ -332,7 +337,7 @@ CASES = [("chimera", 1, 1), ("mixpipe", 1, 2), ("bitpipe", 2, 1), ("bitpipe", 2,
 @pytest.mark.parametrize("p", [8, 16])
 @pytest.mark.parametrize(("name", "v", "rounds"), CASES)
 def test_eagerly_one_reduction_is_exposed_and_lazily_one_for_each_chunk(name: str, v: int, rounds: int, p: int) -> None:
-    """Stage 0 is complete only when all is over; whatever a rank has of both pipes besides was complete sooner."""
+    """Stage 0 is complete only at the end; a rank's other stages of both pipes were complete earlier."""
     schedule = build(ScheduleConfig(name, p, rounds * p, num_chunks=v))
     seconds = Fraction(1, 4 * v)
     costs = uniform(p * v, StageCost(Fraction(1, v), Fraction(2, v), reduction_s=seconds))
@@ -344,18 +349,18 @@ def test_a_reduction_waits_for_the_later_of_a_pair() -> None:
     """Rank 7 is on another node with slow links; its mirror image, rank 0, is complete long before."""
     schedule = build(ScheduleConfig("bitpipe", 8, 16, num_chunks=2))
     links = Links(Link(latency_s=1), Link(latency_s=7), (0, 0, 0, 0, 0, 0, 0, 1))
-    found = simulate(schedule, Costs((StageCost(2, 4, reduction_s=1),) * 16, links, eager=True))
+    report = simulate(schedule, Costs((StageCost(2, 4, reduction_s=1),) * 16, links, eager=True))
     ends = [
         {timed.action.stage: timed.end_s for timed in row if timed.action.kind.value == "B"}
-        for row in found.computations
+        for row in report.computations
     ]
     assert any(ends[0][stage] != ends[7][stage] for stage in ends[0])
-    for rank, row in enumerate(found.reductions):
-        assert row == found.reductions[7 - rank]
-        assert sorted(one.stage for one in row) == list(schedule.layout.stages_of(rank))
-        for one in row:
-            assert one.start_s >= max(ends[rank][one.stage], ends[7 - rank][one.stage])
-    assert found.reductions[0][0].start_s == max(min(ends[0].values()), min(ends[7].values()))
+    for rank, row in enumerate(report.reductions):
+        assert row == report.reductions[7 - rank]
+        assert sorted(reduction.stage for reduction in row) == list(schedule.layout.stages_of(rank))
+        for reduction in row:
+            assert reduction.start_s >= max(ends[rank][reduction.stage], ends[7 - rank][reduction.stage])
+    assert report.reductions[0][0].start_s == max(min(ends[0].values()), min(ends[7].values()))
 
 
 def test_a_transfer_is_given_way_to_as_well() -> None:
@@ -364,10 +369,12 @@ def test_a_transfer_is_given_way_to_as_well() -> None:
     plain, eager = (simulate(schedule, replace(uniform(16, cost), eager=eager)) for eager in (False, True))
     assert eager.transfers == plain.transfers, "nobody waits for a reduction"
     for rank, row in enumerate(eager.reductions):
-        for one in row:
+        for transfer in row:
             pair = (rank, 7 - rank)
-            beside = [t for r in pair for t in eager.transfers[r] if t.start_s < one.end_s and t.end_s > one.start_s]
-            assert bool(beside) == (one.end_s - one.start_s > 40)
+            beside = [
+                t for r in pair for t in eager.transfers[r] if t.start_s < transfer.end_s and t.end_s > transfer.start_s
+            ]
+            assert bool(beside) == (transfer.end_s - transfer.start_s > 40)
 
 
 def test_with_one_pipe_a_rank_reduces_by_itself() -> None:
@@ -385,13 +392,13 @@ ALL_ONE = ShardCost(1, 1, 1, 1)
 
 
 def times(simulation: Simulation, kind: Kind, microbatch: int) -> list[tuple[Number, Number]]:
-    """From when to when, by rank."""
+    """Return starts and ends by rank."""
     rows = simulation.computations
     return [
-        (one.start_s, one.end_s)
+        (timed.start_s, timed.end_s)
         for row in rows
-        for one in row
-        if (one.action.kind, one.action.microbatch) == (kind, microbatch)
+        for timed in row
+        if (timed.action.kind, timed.action.microbatch) == (kind, microbatch)
     ]
 
 
@@ -417,8 +424,12 @@ def test_shards_of_the_embedding_by_hand() -> None:
         assert times(simulation, Kind.INPUT_FORWARD, 0) == [(0, 1)] * 3
         assert times(simulation, Kind.FORWARD, 0)[0] == (begin, begin + 1)
         over = times(simulation, Kind.BACKWARD, 0)[0][1]
-        there = over + 5 + latency
-        assert times(simulation, Kind.INPUT_BACKWARD, 0) == [(over, over + 1), (there, there + 1), (there, there + 1)]
+        arrival_s = over + 5 + latency
+        assert times(simulation, Kind.INPUT_BACKWARD, 0) == [
+            (over, over + 1),
+            (arrival_s, arrival_s + 1),
+            (arrival_s, arrival_s + 1),
+        ]
 
 
 def test_collectives_of_a_sort_take_turns() -> None:
@@ -456,11 +467,11 @@ def test_each_rank_may_have_a_cost_of_its_own() -> None:
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_logits_are_held_from_s_to_t_on_every_rank(vocabulary: Vocabulary) -> None:
-    """In slots as in seconds, and never of more than one micro-batch."""
+    """In slots as in seconds, and never for more than one micro-batch."""
     p, m = 4, 12
     schedule = sharded(p, m, vocabulary)
     for rank, row in enumerate(schedule.ranks):
-        curve, held = (
+        curve, plain = (
             live_bytes(schedule, rank, memory_of([100] * p, shard_bytes=7)),
             live_bytes(schedule, rank, memory_of([100] * p)),
         )
@@ -468,7 +479,7 @@ def test_logits_are_held_from_s_to_t_on_every_rank(vocabulary: Vocabulary) -> No
         for slot, cell in enumerate(row):
             kind = cell.compute.kind if cell.compute else None
             between = between or kind is Kind.SHARD_FORWARD
-            assert curve[slot] - held[slot] == 7 * between
+            assert curve[slot] - plain[slot] == 7 * between
             between = between and kind is not Kind.SHARD_BACKWARD
     costs = Costs((StageCost(1, 2, saved_bytes=100),) * p, shards=(ShardCost(1, 1, held_bytes=7),))
     simulation = simulate(schedule, costs)
@@ -499,17 +510,17 @@ SLICED = Costs((FIRST, SECOND) * 2, Links(Link(10)), slices=2, kept=KEPT)
 
 def test_each_slice_takes_its_own_seconds_and_its_message_its_own() -> None:
     """Messages of 3 s and 1 s. Rank 1 has B of the second slice first."""
-    found = simulate(build(ScheduleConfig("1f1b", 2, 1, slices=2)), SLICED)
-    rows = [[(str(one.action), one.start_s, one.end_s) for one in row] for row in found.computations]
+    report = simulate(build(ScheduleConfig("1f1b", 2, 1, slices=2)), SLICED)
+    rows = [[(str(timed.action), timed.start_s, timed.end_s) for timed in row] for row in report.computations]
     assert rows[0] == [("0F0", 0, 2), ("0F1", 2, 5), ("0B1", 17, 23), ("0B0", 23, 27)]
     assert rows[1] == [("1F0", 5, 7), ("1F1", 7, 10), ("1B1", 10, 16), ("1B0", 16, 20)]
     # Back come 10 bytes at 16, and 30 at 20.
-    assert found.pipeline_s == 27
+    assert report.pipeline_s == 27
 
 
 def test_what_is_held_is_by_slice_and_kept_keys_are_held_until_the_first_slices_backward() -> None:
-    found = simulate(build(ScheduleConfig("1f1b", 2, 1, slices=2)), SLICED)
-    levels = [(level.start_s, level.held_bytes) for level in found.levels(0)]
+    report = simulate(build(ScheduleConfig("1f1b", 2, 1, slices=2)), SLICED)
+    levels = [(level.start_s, level.held_bytes) for level in report.levels(0)]
     # Keys with F0, sums with B1; both go with B0.
     assert levels == [(0, 68), (2, 88), (17, 104), (23, 84), (27, 0)]
 
@@ -530,13 +541,13 @@ def test_a_transfer_lasts_as_its_slice_has_bytes() -> None:
     room = ActivationBudget((200, 1000, 1000, 1000), costs.memory)
     how = BalanceConfig(activation_budget=room)
     fitted = balanced(schedule, how)
-    found = simulate(fitted, costs)
-    moves = [one for one in found.transfers[0] if one.action.kind.value == "EVICT"]
+    report = simulate(fitted, costs)
+    moves = [transfer for transfer in report.transfers[0] if transfer.action.kind.value == "EVICT"]
     assert moves
-    for one in moves:
-        number = one.action.microbatch % 2
-        assert one.end_s - one.start_s >= (0.5, 0.15)[number]
-    assert alone.peak_bytes(0) > 200 >= found.peak_bytes(0)
+    for transfer in moves:
+        number = transfer.action.microbatch % 2
+        assert transfer.end_s - transfer.start_s >= (0.5, 0.15)[number]
+    assert alone.peak_bytes(0) > 200 >= report.peak_bytes(0)
     windows = windows_of(costs, 4)
     assert windows.slices == 2
     assert [windows.transfer_s(1, number, 0, Host(3)) for number in (0, 1, 6, 7)] == [
@@ -544,11 +555,11 @@ def test_a_transfer_lasts_as_its_slice_has_bytes() -> None:
         Fraction(3, 20),
     ] * 2
     in_time = balanced(schedule, replace(how, windows=windows))
-    assert simulate(in_time, costs).exposed_transfer_s <= found.exposed_transfer_s
+    assert simulate(in_time, costs).exposed_transfer_s <= report.exposed_transfer_s
 
 
 def test_slices_and_shards_of_the_vocabulary_are_not_predicted_together() -> None:
-    """They train together. Costs of shards are of whole micro-batches: a table of them was read beyond its end."""
+    """Slices and shards can be combined. Costs of shards are per whole micro-batch: their table was once read beyond its end."""
     schedule = build(ScheduleConfig("1f1b", 2, 1, slices=2, vocabulary=Vocabulary.ONE))
     with pytest.raises(ValueError, match=r"costs of 2 slices together with shards of the vocabulary: .* leave"):
         simulate(schedule, replace(SLICED, shards=(ShardCost(1, 1),)))

@@ -1,4 +1,4 @@
-"""Messages meet by their order in a communicator: what crosses and who waits is named, by hand for small loops."""
+"""Messages meet by their order in a communicator: crossed messages and waiting ranks are named, by hand for small loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def kernel(ranks: tuple[int, ...], *ends: tuple[str, int, str]) -> Kernel:
 
 
 def waited(*kernels: Kernel) -> Loop:
-    return [item for each in kernels for item in (each, Wait(each))]
+    return [item for kernel in kernels for item in (kernel, Wait(kernel))]
 
 
 def test_a_message_passes_when_both_ends_have_begun() -> None:
@@ -28,23 +28,26 @@ def test_messages_of_one_way_are_taken_in_order() -> None:
         "rank 1 takes 0F1 of rank 0 for 2B0",
         "rank 1 takes 2B0 of rank 0 for 0F1",
     ]
-    # Nobody uses it.
+    # A message that nobody uses.
     unused = kernel((0, 1), ("receive", 0, "0F1"), ("receive", 0, ""))
     assert faults([waited(both), waited(unused)]) == []
 
 
 def test_two_directions_in_one_communicator_share_a_queue() -> None:
-    """What is issued together has no order among itself."""
+    """Messages issued together have no order among themselves."""
     send, receive = ("send", 1, "0F0"), ("receive", 1, "1B0")
-    back, forth = ("send", 0, "1B0"), ("receive", 0, "0F0")
-    two, other = [kernel((0, 1), each) for each in (send, receive)], [kernel((0, 1), each) for each in (back, forth)]
-    waits = [Wait(two[1])], [Wait(other[1])]
-    assert faults([[*two, *waits[0]], [*other, *waits[1]]]) == [
+    backward, forward = ("send", 0, "1B0"), ("receive", 0, "0F0")
+    first, second = (
+        [kernel((0, 1), part) for part in (send, receive)],
+        [kernel((0, 1), part) for part in (backward, forward)],
+    )
+    waits = [Wait(first[1])], [Wait(second[1])]
+    assert faults([[*first, *waits[0]], [*second, *waits[1]]]) == [
         "rank 0 waits for rank 1 to take 0F0",
         "rank 1 waits for rank 0 to take 1B0",
     ]
-    assert faults([[*two, *waits[0]], [*reversed(other), *waits[1]]]) == []
-    assert faults([waited(kernel((0, 1), send, receive)), waited(kernel((0, 1), back, forth))]) == []
+    assert faults([[*first, *waits[0]], [*reversed(second), *waits[1]]]) == []
+    assert faults([waited(kernel((0, 1), send, receive)), waited(kernel((0, 1), backward, forward))]) == []
 
 
 def test_communicators_of_pairs_that_are_made_in_different_orders_are_never_made() -> None:

@@ -95,13 +95,13 @@ def test_large_schedules_keep_every_rule(config: ScheduleConfig) -> None:
 @settings(max_examples=30)
 @given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, above: int, rng: random.Random) -> None:
-    """Rank by rank its own bound: the pair's smallest and up to four more."""
+    """Each rank has its own bound: the pair's smallest and up to four more."""
     plain = FAMILIES[config.schedule].generate(config.num_ranks, config.num_microbatches, config.num_chunks, config)
     ranks = list(range(config.num_ranks))
     rng.shuffle(ranks)
     partners = list(range(config.num_ranks))
-    for one, other in zip(ranks[::2], ranks[1::2], strict=False):
-        partners[one], partners[other] = other, one
+    for first, second in zip(ranks[::2], ranks[1::2], strict=False):
+        partners[first], partners[second] = second, first
     pairs = [(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(partners)]
     least = [smallest_bound(plain, pair, counting(plain.num_stages)) for pair in pairs]
     bounds = [bound + above for bound in least]
@@ -109,7 +109,7 @@ def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, ab
     check(balanced)
     assert balanced.bounds == tuple(bounds)
     for rank in range(config.num_ranks):
-        tighter = [bound - (one in (rank, partners[rank])) for one, bound in enumerate(least)]
+        tighter = [bound - (place in (rank, partners[rank])) for place, bound in enumerate(least)]
         if min(tighter) >= 1:
             with pytest.raises(ValueError, match=f"both keep is {least[rank]} |Give it {least[rank]},"):
                 balance(plain, tighter, partners)
@@ -124,27 +124,29 @@ CONFIGS = [
 
 
 def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
-    """A few cells exchanged, cleared, doubled, moved, or transfers taken, added, and shifted on both ranks."""
+    """Return the schedule with a few cells exchanged, cleared, doubled or moved, or transfers removed, added or shifted."""
     rows = [list(row) for row in schedule.ranks]
     for _ in range(rng.choice([1, 1, 1, 2])):
         rank = rng.randrange(len(rows))
         row = rows[rank]
-        one, other = rng.randrange(len(row)), rng.randrange(len(row))
+        first, second = rng.randrange(len(row)), rng.randrange(len(row))
         change = rng.randrange(5)
         if change == 0:
-            row[one], row[other] = row[other], row[one]
+            row[first], row[second] = row[second], row[first]
         elif change == 1:
-            row[one] = Slot(row[other].compute, row[one].transfers, row[other].overlapped)
+            row[first] = Slot(row[second].compute, row[first].transfers, row[second].overlapped)
         elif change == 2:
-            row[one] = Slot(row[one].compute, (), row[one].overlapped if rng.random() < 0.5 else None)
+            row[first] = Slot(row[first].compute, (), row[first].overlapped if rng.random() < 0.5 else None)
         elif change == 3:
             partner = schedule.partners[rank] if schedule.partners else rank
             stage = schedule.layout.placements[0].index(rank)
             kind = rng.choice([Kind.EVICT, Kind.LOAD])
             added = Action(stage, kind, rng.randrange(schedule.num_microbatches))
-            row[one] = Slot(row[one].compute, (*row[one].transfers, added))
-            back = rows[partner][one]
-            rows[partner][one] = Slot(back.compute, (*back.transfers, Action(stage, OTHER_END[kind], added.microbatch)))
+            row[first] = Slot(row[first].compute, (*row[first].transfers, added))
+            host_slot = rows[partner][first]
+            rows[partner][first] = Slot(
+                host_slot.compute, (*host_slot.transfers, Action(stage, OTHER_END[kind], added.microbatch))
+            )
         else:
             moving = [slot for slot, cell in enumerate(row) if cell.transfers]
             if moving and schedule.partners:

@@ -72,9 +72,9 @@ def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
         schedule = generate("interleaved-1f1b", p, m, v)
         check(schedule)
         order = [
-            one.compute for one in schedule.ranks[0] if one.compute is not None and one.compute.kind is Kind.FORWARD
+            cell.compute for cell in schedule.ranks[0] if cell.compute is not None and cell.compute.kind is Kind.FORWARD
         ]
-        assert [(one.stage // p, one.microbatch) for one in order] == chunk_turns(groups_of(m, p), v)
+        assert [(action.stage // p, action.microbatch) for action in order] == chunk_turns(groups_of(m, p), v)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ FULL = ("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 
 @pytest.mark.parametrize(("name", "v"), [*FULL, ("bitpipe", 2)])
 def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -> None:
     fill, pipes = FAMILIES[name].fill, FAMILIES[name].num_pipes
-    for p in (pipes * one for one in (1, 2, 3, 4, 6)):
+    for p in (pipes * multiple for multiple in (1, 2, 3, 4, 6)):
         for balance in ("none", "bpipe"):
             full, more = (
                 peak_counts(build(ScheduleConfig(name, p, rounds * p, num_chunks=v, balance=named_balance(balance))))
@@ -129,7 +129,7 @@ def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -
             assert (
                 more == (5 * p,) * p
                 if fill is None
-                else all(one <= other for one, other in zip(more, full, strict=True))
+                else all(actual <= expected for actual, expected in zip(more, full, strict=True))
             )
 
 
@@ -138,7 +138,7 @@ FIRST = (2, 2, 2), (2, 2, 7), (4, 2, 4), (4, 2, 7), (4, 2, 12), (4, 2, 17), (5, 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.ahead is not None])
 def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
-    """Searches count with it before any schedule is made."""
+    """Searches rely on it before any schedule is generated."""
     family = FAMILIES[name]
     assert family.ahead is not None
     for p, v, m in FIRST:
@@ -147,22 +147,22 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
         chunks = v if family.max_chunks is None else family.max_chunks
         for group in (family.usual_group(p), p) if family.takes_groups else (1,):
             asked = FamilyOptions(group_size=min(group, m)) if family.takes_groups else FamilyOptions()
-            most = peak_counts(family.generate(p, m, chunks, asked))[0]
-            assert most >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
+            peak = peak_counts(family.generate(p, m, chunks, asked))[0]
+            assert peak >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-min", "zb-v"])
 @pytest.mark.parametrize("slices", [2, 3, 4, 8])
 def test_the_first_rank_holds_as_many_slices_as_is_said(name: str, slices: int) -> None:
-    """Searches count so many slices where a family says nothing of its warm-up in slices."""
+    """Searches assume this number of slices if a family does not declare its warm-up in slices."""
     family = FAMILIES[name]
     assert family.ahead is not None
     assert family.sliced_warm_up is None
     for p in (2, 3, 4, 5, 8, 9):
         for m in (1, -(-2 * p // slices), 3 * p):
             width = m * slices
-            made = family.generate(p, m, 2, FamilyOptions(slices=slices))
-            assert peak_counts(made)[0] >= family.ahead(p, width, 2, 1), (p, m)
+            schedule = family.generate(p, m, 2, FamilyOptions(slices=slices))
+            assert peak_counts(schedule)[0] >= family.ahead(p, width, 2, 1), (p, m)
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliced_warm_up is not None])
@@ -173,14 +173,14 @@ def test_ranks_hold_as_many_slices_at_their_first_backward_as_is_said(name: str)
         for v in (1,) if family.max_chunks == 1 else (2, 3):
             for group in (None, p) if family.takes_groups and p <= m else (None,):
                 orders = family.orders(p, m, v, FamilyOptions(group_size=group, slices=slices))
-                said = family.sliced_warm_up(p, m, v, group, slices)
+                warm_up = family.sliced_warm_up(p, m, v, group, slices)
                 for rank, order in enumerate(orders):
-                    actions = [one for one in order if isinstance(one, Action)]
+                    actions = [action for action in order if isinstance(action, Action)]
                     first = next(place for place, action in enumerate(actions) if action.kind is not Kind.FORWARD)
-                    begun = Counter(action.stage // p for action in actions[: said.lengths[rank]])
-                    assert first >= said.lengths[rank], (p, v, m, group, rank)
-                    assert [begun[chunk] for chunk in range(v)] == said.at_first_backward(rank)
-                assert any(said.lengths) or m % (group or 1)
+                    begun = Counter(action.stage // p for action in actions[: warm_up.lengths[rank]])
+                    assert first >= warm_up.lengths[rank], (p, v, m, group, rank)
+                    assert [begun[chunk] for chunk in range(v)] == warm_up.at_first_backward(rank)
+                assert any(warm_up.lengths) or m % (group or 1)
 
 
 SIZES = (4, 2, 4), (4, 3, 8), (4, 2, 13), (5, 3, 15), (5, 2, 20), (6, 4, 12), (8, 3, 24), (8, 5, 32), (8, 2, 25)
@@ -193,18 +193,21 @@ def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> 
     assert family.warm_up is not None
     for p, v, m in SIZES:
         for group in (family.usual_group(p), p) if family.splits else (p,):
-            schedule, said = family.generate(p, m, v, FamilyOptions(group_size=group)), family.warm_up(p, m, v, group)
+            schedule, warm_up = (
+                family.generate(p, m, v, FamilyOptions(group_size=group)),
+                family.warm_up(p, m, v, group),
+            )
             for rank in range(p):
                 order = [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
                 first = next(place for place, action in enumerate(order) if action.kind is not Kind.FORWARD)
-                begun = Counter(action.stage // p for action in order[: said.lengths[rank]])
-                assert first >= said.lengths[rank], (p, v, m, group, rank)
-                assert [begun[chunk] for chunk in range(v)] == said.at_first_backward(rank)
+                begun = Counter(action.stage // p for action in order[: warm_up.lengths[rank]])
+                assert first >= warm_up.lengths[rank], (p, v, m, group, rank)
+                assert [begun[chunk] for chunk in range(v)] == warm_up.at_first_backward(rank)
             for rank in range(p // 2) if m % group == 0 else ():
                 saved, after = ([sizes.choice((0, 1, 2, 5)) for _ in range(p * v)] for _ in range(2))
                 memory, partner = memory_of(saved, None, after), p - 1 - rank
-                held = [sum(map(mul, counts, saved[partner::p])) for counts in said.meanwhile(rank, partner)]
-                together = sum(map(mul, said.at_first_backward(rank), saved[rank::p])) + min(held)
+                partner_held = [sum(map(mul, counts, saved[partner::p])) for counts in warm_up.meanwhile(rank, partner)]
+                together = sum(map(mul, warm_up.at_first_backward(rank), saved[rank::p])) + min(partner_held)
                 assert together <= max(
                     map(add, live_bytes(schedule, rank, memory), live_bytes(schedule, partner, memory))
                 )
@@ -266,19 +269,19 @@ def test_it_is_megatrons_order(p: int, m: int, v: int, g: int) -> None:
         ahead = min(2 * (p - rank - 1) + (v - 1) * g + 1, len(turns))
         pairs = len(turns) - ahead
         assert [len(cell) for cell in cells] == [1] * ahead + [2] * pairs + [1] * (len(turns) - pairs)
-        flat = [one for cell in cells for one in cell]
-        forwards = [(one.stage // p, one.microbatch) for one in flat if one.kind is Kind.FORWARD]
-        backwards = [(v - 1 - one.stage // p, one.microbatch) for one in flat if one.kind is Kind.BACKWARD]
+        flat = [action for cell in cells for action in cell]
+        forwards = [(action.stage // p, action.microbatch) for action in flat if action.kind is Kind.FORWARD]
+        backwards = [(v - 1 - action.stage // p, action.microbatch) for action in flat if action.kind is Kind.BACKWARD]
         assert forwards == backwards == turns
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 8, 2), (4, 8, 2), (4, 16, 3), (8, 16, 2), (8, 32, 4)])
 def test_ranks_hold_one_more_than_interleaved_and_pairs_level_it(p: int, m: int, v: int) -> None:
     plain, interleaved = made(p, m, v), build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v))
-    assert peak_counts(plain) == tuple(one + 1 for one in peak_counts(interleaved))
+    assert peak_counts(plain) == tuple(peak + 1 for peak in peak_counts(interleaved))
     balanced = made(p, m, v, balance=BalanceConfig())
     peaks = peak_counts(plain)
-    # What leaves beside a pair is there until both are over, and what comes back already: one more than half of both.
+    # What is evicted during a pair is held until both are over, and so is what is loaded: one more than half of both.
     assert max(peak_counts(balanced)) == (peaks[0] + peaks[-1]) // 2 + 1
     for exchange in EXCHANGES:
         check(balanced, exchange)
@@ -286,18 +289,18 @@ def test_ranks_hold_one_more_than_interleaved_and_pairs_level_it(p: int, m: int,
 
 
 def test_a_pair_begins_with_both_inputs_and_passes_both_outputs_on_behind() -> None:
-    """In the loop that overlaps messages and in the one that does not, nothing stands between the two of a pair."""
+    """In the loop that overlaps messages and in the one that does not, nothing runs between the two of a pair."""
     schedule = made(4, 8, 2, balance=BalanceConfig())
     for exchange in EXCHANGES:
         for program, row in zip(lower(schedule, exchange), schedule.ranks, strict=True):
-            ran = [number for number, one in enumerate(program.instructions) if one.op is Op.RUN]
+            ran = [number for number, instruction in enumerate(program.instructions) if instruction.op is Op.RUN]
             together = [cell.computations for cell in row if cell.overlapped is not None]
-            found = [
+            pairs = [
                 (program.instructions[number].operand, program.instructions[number + 1].operand)
                 for number in ran
                 if number + 1 in ran and program.starts.count(number + 1) == 0
             ]
-            assert [pair for pair in found if pair in together] == together
+            assert [pair for pair in pairs if pair in together] == together
 
 
 def test_micro_batches_that_do_not_exist_leave_the_other_of_their_pair_alone() -> None:

@@ -1,4 +1,4 @@
-"""Grouped interleaving: what it holds, how long it takes, and that any sizes will do."""
+"""Grouped interleaving: what it holds, how long it takes, and that it accepts any sizes."""
 
 from fractions import Fraction
 from functools import lru_cache
@@ -58,12 +58,12 @@ V_MIN = (12.3, 25.8, 19.3, 22.9, 25.2)
 
 
 def bubble_percent(schedule: Schedule) -> float:
-    """Where every computation takes a slot."""
+    """Here every computation takes a slot."""
     return 100 * (1 - 3 * schedule.num_chunks * schedule.num_microbatches / len(schedule.ranks[0]))
 
 
 def test_the_published_point() -> None:
-    """The figures that a prototype had: half of a micro-batch less than V-Half, and a smaller bubble."""
+    """A prototype's figures: half a micro-batch less than V-Half, and a smaller bubble."""
     plain = build(ScheduleConfig(NAME, 8, 32, num_chunks=4, group_size=4))
     assert peak_counts(plain) == tuple(range(20, 12, -1))
     balanced = build(ScheduleConfig(NAME, 8, 32, num_chunks=4, balance=BalanceConfig(), group_size=4))
@@ -74,13 +74,13 @@ def test_the_published_point() -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("v", [1, 2, 4])
 def test_what_it_holds_is_what_the_formula_says(p: int, v: int) -> None:
-    """No more with whatever number of micro-batches, and in small groups, which starve the pipeline, less."""
+    """No more with any number of micro-batches, and less in small groups, which starve the pipeline."""
     for g in range(1, p + 3):
         for m in (1, g, g + 1, 2 * g + p, 3 * g + p + 1):
             peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, FamilyOptions(group_size=g)))
-            most = tuple(min(m * v, (v - 1) * min(g, m) + p - rank) for rank in range(p))
-            assert all(peak <= one for peak, one in zip(peaks, most, strict=True)), (g, m)
-            assert peaks == most or m < 3 * g + p or 2 * g < p, (g, m)
+            bounds = tuple(min(m * v, (v - 1) * min(g, m) + p - rank) for rank in range(p))
+            assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True)), (g, m)
+            assert peaks == bounds or m < 3 * g + p or 2 * g < p, (g, m)
 
 
 def test_a_group_of_half_as_many_as_there_are_ranks_is_the_default() -> None:
@@ -110,21 +110,25 @@ def test_any_sizes_and_costs(size: tuple[int, int, int], group: int | None, cost
 @settings(max_examples=60)
 @given(sizes, st.integers(1, 12), some_costs)
 def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: int, costs: UnitCosts) -> None:
-    """The order is that of trying every discipline to its end, and none that is given up would have been shorter."""
+    """The result equals that of running every discipline to its end, and none that is abandoned would have been shorter."""
     p, m, v = size
-    taken, at = turns(groups_of(m, min(group, m)), v), stage_ticks(costs, v)
+    taken, ticks = turns(groups_of(m, min(group, m)), v), stage_ticks(costs, v)
     rules = [
-        ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, one) for one in Discipline
+        ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, discipline)
+        for discipline in Discipline
     ]
-    every = [one for rule in rules if (one := schedule_list(taken, p, at, rule)) is not None]
-    first = min(every, key=lambda one: one.makespan)
+    every = [order for rule in rules if (order := schedule_list(taken, p, ticks, rule)) is not None]
+    first = min(every, key=lambda order: order.makespan)
     assert FAMILIES[NAME].orders(p, m, v, FamilyOptions(group_size=group, costs=costs)) == actions_of(first, taken)
     for rule in rules:
-        one, other = schedule_list(taken, p, at, rule), schedule_list(taken, p, at, rule, shorter_than=first.makespan)
-        assert other is None
-        if one is not None and one.makespan > first.makespan:
-            assert schedule_list(taken, p, at, rule, shorter_than=one.makespan) is None
-            assert schedule_list(taken, p, at, rule, shorter_than=one.makespan + 1) == one
+        order, shorter = (
+            schedule_list(taken, p, ticks, rule),
+            schedule_list(taken, p, ticks, rule, shorter_than=first.makespan),
+        )
+        assert shorter is None
+        if order is not None and order.makespan > first.makespan:
+            assert schedule_list(taken, p, ticks, rule, shorter_than=order.makespan) is None
+            assert schedule_list(taken, p, ticks, rule, shorter_than=order.makespan + 1) == order
 
 
 @settings(max_examples=40)
@@ -132,7 +136,7 @@ def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: i
 def test_ranks_choose_within_what_a_rule_lets_them_hold(
     size: tuple[int, int, int], group: int, costs: UnitCosts, data: st.DataObject
 ) -> None:
-    """Or they wait for each other, and the rule has no order."""
+    """Otherwise they wait for each other, and the rule has no order."""
     p, m, v = size
     caps = tuple(data.draw(st.lists(st.integers(1, 20), min_size=p, max_size=p)))
     rule = ChoiceRule(caps, (0,) * p, data.draw(st.sampled_from(Discipline)), data.draw(st.none() | st.integers(2, 30)))
@@ -141,10 +145,10 @@ def test_ranks_choose_within_what_a_rule_lets_them_hold(
     if listed is None:
         return
     for rank, kinds in enumerate(listed.kinds):
-        held = peak = 0
+        count = peak = 0
         for kind in kinds:
-            held += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(kind, 0)
-            peak = max(peak, held)
+            count += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(kind, 0)
+            peak = max(peak, count)
         assert peak <= caps[rank]
     assert listed.makespan >= m * (costs.forward + costs.backward_input + costs.backward_weight)
     assert FAMILIES[NAME].layout(p, v).num_stages == p * v
@@ -152,13 +156,13 @@ def test_ranks_choose_within_what_a_rule_lets_them_hold(
 
 @lru_cache(maxsize=64)
 def chosen(p: int, m: int, v: int, bound: int, costs: UnitCosts) -> float:
-    """The bubble in percent of what is chosen for a bound, which it keeps."""
+    """Return the bubble, in percent, of the order chosen for a bound, which it keeps."""
     schedule = build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,)), costs=costs))
     assert max(peak_counts(schedule)) <= bound
     return float(iteration_time(schedule, costs).bubble_percent)
 
 
-# Each takes a choice a cost. The ends and the middle always; what lies between them with --slow.
+# Each needs one choice per cost: the ends and the middle always, those in between with --slow.
 BETWEEN = (18, 24)
 
 
@@ -196,7 +200,7 @@ def test_the_front_is_reached_with_other_sizes(p: int, m: int, v: int, bound: in
 
 
 def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
-    """And a hop that is next to nothing costs next to nothing."""
+    """A very short hop costs very little."""
     assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) == pytest.approx(
         chosen(4, 8, 2, 6, UnitCosts()), abs=0.06
     )
@@ -246,7 +250,7 @@ def test_what_is_chosen_keeps_the_bound_and_the_order_of_micro_batches(
 
 
 def occupied(schedule: Schedule) -> list[int]:
-    """Of each rank, in whole micro-batches: what a run of it allocates."""
+    """Return what a run allocates on each rank, in whole micro-batches."""
     return [rank_peaks(schedule, rank, None).microbatches for rank in range(schedule.num_ranks)]
 
 
@@ -254,17 +258,17 @@ def occupied(schedule: Schedule) -> list[int]:
     "size", [(4, 8, 2, 5), (4, 8, 2, 8), (4, 16, 4, 12), (8, 32, 4, 18), (8, 32, 4, 20), (8, 32, 4, 29)]
 )
 def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
-    """A rank that hosts early and is full late needs room for both."""
+    """A rank that hosts early and is full late needs memory for both."""
     p, m, v, bound = size
-    there, gone = (
+    staying, gone = (
         build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,), buffers_stay=stay)))
         for stay in (True, False)
     )
-    assert max(occupied(there)) <= bound
-    assert occupied(there) == list(allocated_counts(there))
+    assert max(occupied(staying)) <= bound
+    assert occupied(staying) == list(allocated_counts(staying))
     assert max(occupied(gone)) == max(allocated_counts(gone)) == bound + 1 + 2 * (size[-1] == 20)
     assert (
         iteration_time(gone, UnitCosts()).makespan
-        <= iteration_time(there, UnitCosts()).makespan
+        <= iteration_time(staying, UnitCosts()).makespan
         < 1.03 * iteration_time(gone, UnitCosts()).makespan
     )

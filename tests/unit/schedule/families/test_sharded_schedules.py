@@ -1,4 +1,4 @@
-"""Schedules with shards of the vocabulary: where S and T stand, what ranks then hold, how long it takes."""
+"""Schedules with shards of the vocabulary: the places of S and T, what ranks then hold, and the duration."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def sharded(
 
 
 def order(schedule: Schedule, rank: int, *kinds: Kind) -> list[Action]:
-    return [one for cell in schedule.ranks[rank] for one in cell.computations if one.kind in kinds]
+    return [action for cell in schedule.ranks[rank] for action in cell.computations if action.kind in kinds]
 
 
 PICTURE = """\
@@ -67,14 +67,14 @@ def test_any_number_of_micro_batches_runs_whatever_waits(
     assert schedule.layout == Layout((tuple(range(p)),), vocabulary, input_shards)
     # Where all streams share one queue, collectives of S and T, and of shards of the embedding, would need one order
     # together.
-    for waits in (one for one in STOOD if one < WaitLevel.ONE_QUEUE or not input_shards):
+    for waits in (level for level in STOOD if level < WaitLevel.ONE_QUEUE or not input_shards):
         assert not blocked_ranks(schedule, waits, Exchange.POSTED)
 
 
 def test_in_one_queue_shards_of_the_embedding_are_seen_to_block() -> None:
     """One rank issues a reduction of embeddings before a gradient's, another after it."""
     blocked = blocked_ranks(sharded(4, 16, ONE, input_shards=True), WaitLevel.ONE_QUEUE, Exchange.POSTED)
-    assert {"the embeddings", "the last gradient"} <= {one.message.partition(" of ")[0] for one in blocked}
+    assert {"the embeddings", "the last gradient"} <= {block.message.partition(" of ")[0] for block in blocked}
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8, 16])
@@ -116,7 +116,7 @@ def test_other_families_run_with_any_number_of_micro_batches(name: str, v: int, 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
 def test_groups_of_any_size_run_ahead(group: int) -> None:
-    """Where a forward more would make ranks wait for each other, a micro-batch more does not."""
+    """If one more forward would make ranks wait for each other, one more micro-batch does not."""
     for m in (5, 12, 17):
         whole, shards = (
             build(ScheduleConfig("grouped-interleaved", 6, m, num_chunks=3, group_size=min(group, m), vocabulary=kind))
@@ -126,7 +126,7 @@ def test_groups_of_any_size_run_ahead(group: int) -> None:
 
 
 def test_one_forward_more_could_make_ranks_wait_for_each_other() -> None:
-    """Then every backward is that of the micro-batch before, whatever the order is."""
+    """Then every backward is that of the previous micro-batch, in any order."""
     name, p, m = "zb-v", 8, 24
     orders = FAMILIES[name].orders
     layout = replace(FAMILIES[name].layout(p, 2), vocabulary=ONE)
@@ -198,11 +198,13 @@ def with_both_layers(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved-1f1b"])
-@pytest.mark.parametrize(("there", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0"), ("3IB5", "3IB6")])
-def test_one_rank_with_another_order_is_refused(name: str, there: str, instead: str) -> None:
-    """What would meet in no order of collectives: two of one rank exchanged."""
+@pytest.mark.parametrize(
+    ("original", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0"), ("3IB5", "3IB6")]
+)
+def test_one_rank_with_another_order_is_refused(name: str, original: str, instead: str) -> None:
+    """Two computations of one rank are exchanged, so that their collectives would never meet."""
     text = with_both_layers(name)
-    exchanged = text.replace(there, "X").replace(instead, there).replace("X", instead)
+    exchanged = text.replace(original, "X").replace(instead, original).replace("X", instead)
     assert exchanged != text
     with pytest.raises(ScheduleError):
         check(read_csv(exchanged))

@@ -1,4 +1,4 @@
-"""How long orders take: at costs, beside the shortest order of the same computations, and in docs/schedules.md."""
+"""Durations of orders: at given costs, against the shortest order of the same computations, and in docs/schedules.md."""
 
 import re
 from fractions import Fraction
@@ -28,31 +28,31 @@ COSTS = st.builds(UnitCosts, *[st.fractions(Fraction(1, 4), 4, max_denominator=1
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 4), (4, 8), (3, 2), (8, 5)])
 def test_a_pipeline_is_as_long_as_its_formula(name: str, p: int, m: int) -> None:
-    found = iteration_time(build(ScheduleConfig(name, p, m)), UnitCosts(Fraction(3, 2), 1, Fraction(1, 3)))
-    each = Fraction(3, 2) + 1 + Fraction(1, 3)
-    assert found.makespan == (m + p - 1) * each
-    assert found.bubble_percent == 100 * Fraction(p - 1, m + p - 1)
+    timing = iteration_time(build(ScheduleConfig(name, p, m)), UnitCosts(Fraction(3, 2), 1, Fraction(1, 3)))
+    total = Fraction(3, 2) + 1 + Fraction(1, 3)
+    assert timing.makespan == (m + p - 1) * total
+    assert timing.bubble_percent == 100 * Fraction(p - 1, m + p - 1)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 5), st.integers(1, 9), COSTS)
 def test_it_takes_as_long_as_the_simulator_says(name: str, p: int, m: int, costs: UnitCosts) -> None:
-    """The simulator runs the programs; here only what needs what is looked at."""
+    """The simulator runs the programs; `iteration_time` only follows dependencies."""
     family = FAMILIES[name]
     p, v = p * family.num_pipes, family.min_chunks
     schedule = family.generate(p, m, v)
     backward = costs.backward_input + costs.backward_weight
-    one = StageCost(Fraction(costs.forward) / v, Fraction(backward) / v, weight_s=Fraction(costs.backward_weight) / v)
-    simulation = simulate(schedule, Costs((one,) * schedule.num_stages))
-    found = iteration_time(schedule, costs)
-    assert found.makespan == simulation.pipeline_s
+    cost = StageCost(Fraction(costs.forward) / v, Fraction(backward) / v, weight_s=Fraction(costs.backward_weight) / v)
+    simulation = simulate(schedule, Costs((cost,) * schedule.num_stages))
+    timing = iteration_time(schedule, costs)
+    assert timing.makespan == simulation.pipeline_s
     busiest = max(sum(timed.end_s - timed.start_s for timed in row) for row in simulation.computations)
-    assert found.bubble_percent == 100 * (1 - Fraction(busiest) / found.makespan)
+    assert timing.bubble_percent == 100 * (1 - Fraction(busiest) / timing.makespan)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8)])
 def test_a_message_takes_its_hop(p: int, m: int) -> None:
-    """The first forward to the last rank, the last backward back."""
+    """The bubble is the first forward's way to the last rank and the last backward's way back."""
     hop = Fraction(1, 3)
     assert (
         iteration_time(build(ScheduleConfig("gpipe", p, m)), UnitCosts(1, 1, 1, hop)).makespan
@@ -104,16 +104,16 @@ LENGTHS = {
 
 
 def of_family(name: str) -> tuple[Schedule, int, list[tuple[UnitCosts, float, float]]]:
-    chunks, most, *lengths = LENGTHS[name]
+    chunks, peak, *lengths = LENGTHS[name]
     schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks))
-    return schedule, most, [(costs, *pair) for costs, pair in zip(BOTH_COSTS, lengths, strict=True)]
+    return schedule, peak, [(costs, *pair) for costs, pair in zip(BOTH_COSTS, lengths, strict=True)]
 
 
 def test_every_family_is_as_long_as_it_was() -> None:
     assert list(LENGTHS) == [name for name, family in FAMILIES.items() if not family.overlaps]
     for name in LENGTHS:
-        schedule, most, lengths = of_family(name)
-        assert most == max(peak_counts(schedule))
+        schedule, peak, lengths = of_family(name)
+        assert peak == max(peak_counts(schedule))
         for costs, length, _ in lengths:
             assert iteration_time(schedule, costs).makespan == length, name
 
@@ -121,14 +121,14 @@ def test_every_family_is_as_long_as_it_was() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_order_is_shorter_than_the_shortest() -> None:
-    """Or, where others compute here too and its time ends first, the solver does not contradict it; that is seldom."""
+    """If other processes slow the solver down and its time runs out, it must at least not contradict; that is rare."""
     num_proven = 0
     for name in LENGTHS:
-        schedule, most, lengths = of_family(name)
+        schedule, peak, lengths = of_family(name)
         for costs, _, least in lengths:
-            found = shortest(schedule, costs, most, LIMIT_S)
-            assert found.proven <= least <= found.makespan, (name, costs)
-            num_proven += found.is_proven
+            result = shortest(schedule, costs, peak, LIMIT_S)
+            assert result.proven <= least <= result.makespan, (name, costs)
+            num_proven += result.is_proven
     assert num_proven >= 22
 
 

@@ -68,14 +68,16 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(
         for slot in row:
             if slot.compute is not None:
                 by_sort.setdefault((slot.compute.stage, slot.compute.kind), []).append(slot.compute.microbatch)
-        assert all(found == list(range(m)) for found in by_sort.values()), "weights add up in micro-batch order"
+        assert all(microbatches == list(range(m)) for microbatches in by_sort.values()), (
+            "weights add up in micro-batch order"
+        )
     assert iteration_time(schedule, costs).makespan <= iteration_time(generate(name, p, m), costs).makespan * Fraction(
         21, 20
     ), "costs are looked at"
 
 
 def test_costs_may_be_as_fine_as_numbers_are() -> None:
-    """Times in ticks of what all costs are multiples of went beyond a number that was taken for never."""
+    """Times in common ticks of these costs exceeded a number that meant never."""
     for hop in (Fraction(3, 63025129939556336), Fraction(5e-324)):
         costs = UnitCosts(2, 2, Fraction(3, 4), hop)
         schedule = generate("v-half", 5, 20, costs)
@@ -98,9 +100,9 @@ BUBBLES = {
 
 @pytest.mark.parametrize("costs", BUBBLES)
 def test_bubbles_at_durations_that_differ(costs: tuple[int | Fraction, ...]) -> None:
-    at = UnitCosts(*costs)
-    found = [float(iteration_time(generate(name, 8, 32, at), at).bubble_percent) for name in MOST]
-    assert all(bubble <= most for bubble, most in zip(found, BUBBLES[costs], strict=True)), found
+    unit_costs = UnitCosts(*costs)
+    bubbles = [float(iteration_time(generate(name, 8, 32, unit_costs), unit_costs).bubble_percent) for name in MOST]
+    assert all(bubble <= limit for bubble, limit in zip(bubbles, BUBBLES[costs], strict=True)), bubbles
 
 
 def test_shortening_keeps_orders_that_are_as_short_as_can_be() -> None:
@@ -123,28 +125,28 @@ def test_a_v_of_many_micro_batches_is_the_same_as_if_all_were_moved(
     monkeypatch: pytest.MonkeyPatch, name: str, p: int, slices: int
 ) -> None:
     few = v_shape._num_steady(p, slices)
-    found: list[object] = []
+    lengthenings: list[object] = []
 
     def noting(*asked: Any) -> object:
-        found.append(lengthened(*asked))
-        return found[-1]
+        lengthenings.append(lengthened(*asked))
+        return lengthenings[-1]
 
     for further in (1, p + 2):
         with monkeypatch.context() as patched:
             patched.setattr(v_shape, "lengthened", noting)
-            made = orders_of(name, p, few + further, slices)
+            orders = orders_of(name, p, few + further, slices)
         with monkeypatch.context() as patched:
             patched.setattr(v_shape, "lengthened", lambda *asked: None)
-            assert made == orders_of(name, p, few + further, slices)
-    assert len(found) == 2
-    assert None not in found
+            assert orders == orders_of(name, p, few + further, slices)
+    assert len(lengthenings) == 2
+    assert None not in lengthenings
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_step_of_several_micro_batches_is_repeated_as_often_as_asked(name: str) -> None:
     family, p = FAMILIES[name], 4
     for m, step, times in ((12, 1, 0), (12, 1, 5), (14, 3, 2)):
-        few, many = (family.orders(p, each, 1, FamilyOptions()) for each in (m, m + step * times))
+        few, many = (family.orders(p, count, 1, FamilyOptions()) for count in (m, m + step * times))
         layout = family.layout(p, 1)
         costs = ALIKE if family.splits else UnitCosts(1, 2)
         assert lengthened(layout, m, few, step, times, costs) == [list(order) for order in many]
@@ -154,7 +156,7 @@ def test_where_no_step_repeats_there_are_none() -> None:
     family = FAMILIES["1f1b"]
     few = family.orders(4, 4, 1, FamilyOptions())
     assert lengthened(family.layout(4, 1), 4, few, 1, 3, ALIKE) is None, "the pipeline is never full"
-    # GPipe computes all forwards, then all backwards: nothing stands twice that is a whole step.
+    # GPipe computes all forwards, then all backwards, so no whole step repeats.
     family = FAMILIES["gpipe"]
     assert lengthened(family.layout(4, 1), 30, family.orders(4, 30, 1, FamilyOptions()), 1, 3, ALIKE) is None
 

@@ -1,4 +1,4 @@
-"""CSV and JSON are exact both ways, and nothing that is no schedule is taken for one."""
+"""CSV and JSON are exact both ways, and nothing else is accepted as a schedule."""
 
 import contextlib
 import json
@@ -144,7 +144,7 @@ TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_cs
 
 
 def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
-    """A text is either refused with a TextError or read, judged, written and read again as the same schedule."""
+    """A text is either refused with a TextError, or read, judged, written and read again as the same schedule."""
     try:
         schedule = reader(text)
     except TextError:
@@ -207,10 +207,12 @@ def test_any_value_anywhere_in_a_document_is_read_or_refused(value: object, numb
     places: list[tuple[object, object]] = []
     waiting: list[object] = [document]
     while waiting:
-        at = waiting.pop()
-        inner = list(at.items()) if isinstance(at, dict) else list(enumerate(at)) if isinstance(at, list) else []
-        places += [(at, key) for key, _ in inner]
-        waiting += [one for _, one in inner]
+        node = waiting.pop()
+        inner = (
+            list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+        )
+        places += [(node, key) for key, _ in inner]
+        waiting += [child for _, child in inner]
     holder, key = places[number % len(places)]
     holder[key] = value  # type: ignore[index]
     survives(read_json, write_json, json.dumps(document))
@@ -237,7 +239,7 @@ CASES = [
 
 
 def of(schedule: Any) -> Schedule:
-    """Read as a user would: the file, on the unit grid."""
+    """Read a file as a user would, on the unit grid."""
     return align(read(as_csv(schedule)))
 
 
@@ -248,8 +250,10 @@ def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) ->
     ours = of(theirs)
     check(ours)
     assert is_sound(ours)
-    mine = [[stage for stage, rank in enumerate(ours.layout.placements[0]) if rank == at] for at in range(p)]
-    assert list(peak_counts(ours)) == [peak(theirs, rank, mine[rank]) for rank in range(p)]
+    own_stages = [
+        [stage for stage, rank in enumerate(ours.layout.placements[0]) if rank == place] for place in range(p)
+    ]
+    assert list(peak_counts(ours)) == [peak(theirs, rank, own_stages[rank]) for rank in range(p)]
 
 
 @counts
@@ -267,9 +271,9 @@ def test_compute_only_files_go_both_ways(name: str) -> None:
     text = as_csv(theirs)
     schedule = read_csv(text)
     written = write_csv(schedule)
-    # Torch's rows end where they end, ours are of one length.
+    # Torch's rows differ in length; ours are equally long.
     assert [line.rstrip(",") for line in written.splitlines()] == [line.rstrip(",") for line in text.splitlines()]
     assert read_csv(written) == schedule
-    assert {rank: [one for one in row if one is not None] for rank, row in parsed(written).items()} == {
-        rank: [one for one in row if one is not None] for rank, row in rows(theirs).items()
+    assert {rank: [action for action in row if action is not None] for rank, row in parsed(written).items()} == {
+        rank: [action for action in row if action is not None] for rank, row in rows(theirs).items()
     }

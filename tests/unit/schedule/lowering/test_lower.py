@@ -1,4 +1,4 @@
-"""Programs by hand, and that those of any order complete, lose nothing, and keep little of what they send."""
+"""Programs checked by hand; programs of any order complete, lose nothing, and keep little of what they send."""
 
 import random
 from collections import Counter
@@ -177,7 +177,7 @@ SCHEDULES = {
 
 
 def written(programs: tuple[Program, ...]) -> str:
-    """A step a line, without those that do nothing, and ranks apart."""
+    """Return a line for each step that does something, rank by rank."""
     ranks = []
     for program in programs:
         bounds = zip(program.starts, [*program.starts[1:], len(program.ops)], strict=True)
@@ -217,7 +217,7 @@ def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v:
         )
     )
     assert turns == posted
-    # Every rank sends a message a turn at least.
+    # Every rank sends at least one message per turn.
     assert waiting >= turns + Fraction(1, 10) * m * v
 
 
@@ -239,9 +239,9 @@ def test_what_passes_is_sent_once_and_waited_for(name: str) -> None:
     dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
     programs = lower(schedule, Exchange.POSTED)
     sent = [(program.rank, operand.value) for program in programs for operand in messages(program, Op.SEND)]
-    computed = {one for row in schedule.ranks for cell in row for one in cell.computations}
+    computed = {action for row in schedule.ranks for cell in row for action in cell.computations}
     routes = {
-        value: dependencies.route(value) for value in {dependencies.value_of(one) for one in computed} - {NOTHING}
+        value: dependencies.route(value) for value in {dependencies.value_of(action) for action in computed} - {NOTHING}
     }
     passing = {value: route for value, route in routes.items() if route.takers and len(route.parties) > 1}
     assert sorted(sent) == sorted((maker, value) for value, route in passing.items() for maker in route.makers)
@@ -277,13 +277,13 @@ def test_one_message_of_every_sender_is_posted_in_its_order(name: str) -> None:
 
 
 def messages(program: Program, op: Op) -> Iterator[Message]:
-    return (operand for each, operand in program.instructions if each is op and isinstance(operand, Message))
+    return (operand for kind, operand in program.instructions if kind is op and isinstance(operand, Message))
 
 
 @pytest.mark.parametrize("exchange", Exchange)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_programs_complete_in_any_interleaving_or_in_none(name: str, exchange: Exchange) -> None:
-    """As the deadlock check says. What the rules take under an exchange completes."""
+    """Programs that the rules accept under an exchange complete, as the deadlock check says."""
     schedule = SCHEDULES[name]()
     try:
         programs = [program.instructions for program in lower(schedule, exchange)]
@@ -301,7 +301,7 @@ def test_programs_complete_in_any_interleaving_or_in_none(name: str, exchange: E
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "refilled", "own memory", "v-half", "overlapped"])
 def test_nothing_can_be_left_out(name: str) -> None:
-    """Each instruction in turn."""
+    """Yield each instruction in turn."""
     schedule = SCHEDULES[name]()
     programs = [program.instructions for program in lower(schedule, Exchange.POSTED)]
     assert fault_of(schedule, programs, 0) is None
@@ -320,12 +320,12 @@ def test_no_two_messages_of_one_way_can_change_places(name: str, op: Op) -> None
     programs = [program.instructions for program in lower(schedule, Exchange.POSTED)]
     changed = 0
     for rank, program in enumerate(programs):
-        places = [index for index, one in enumerate(program) if one.op is op]
+        places = [index for index, instruction in enumerate(program) if instruction.op is op]
         for first, second in pairwise(places):
-            one, other = program[first].operand, program[second].operand
-            if isinstance(one, Message) and isinstance(other, Message) and one.parties == other.parties:
+            earlier, later = program[first].operand, program[second].operand
+            if isinstance(earlier, Message) and isinstance(later, Message) and earlier.parties == later.parties:
                 swapped = list(program)
-                swapped[first], swapped[second] = Instruction(op, other), Instruction(op, one)
+                swapped[first], swapped[second] = Instruction(op, later), Instruction(op, earlier)
                 assert fault_of(schedule, [*programs[:rank], swapped, *programs[rank + 1 :]], first)
                 changed += 1
     assert changed > 4
@@ -333,7 +333,7 @@ def test_no_two_messages_of_one_way_can_change_places(name: str, op: Op) -> None
 
 @st.composite
 def orders(draw: st.DrawFn) -> Schedule:
-    """Any order of ready computations, drawn at random; shards keep one order on all ranks."""
+    """Draw any order of ready computations; shards keep one order on all ranks."""
     p, chunks, pipes, m = (
         draw(st.integers(1, 4)),
         draw(st.integers(1, 2)),
@@ -351,16 +351,16 @@ def orders(draw: st.DrawFn) -> Schedule:
     queues = [[Action(stage, kind, k) for kind in kinds] for stage in range(p * chunks) for k in range(m)]
     shards = [(kind, k) for k in rng.sample(range(m), m) for kind in layout.shard_kinds]
     queues += [[Action(rank, kind, k) for kind, k in shards] for rank in range(p)]
-    made: dict[int, int] = {}
+    counts: dict[int, int] = {}
     rows: list[list[Action]] = [[] for _ in range(p)]
 
     def is_ready(action: Action) -> bool:
         value = dependencies.operand_of(action)
-        return value == NOTHING or made.get(value, 0) == len(dependencies.route(value).makers)
+        return value == NOTHING or counts.get(value, 0) == len(dependencies.route(value).makers)
 
     while ready := [queue for queue in queues if queue and is_ready(queue[0])]:
         action = rng.choice(ready).pop(0)
-        made[dependencies.value_of(action)] = made.get(dependencies.value_of(action), 0) + 1
+        counts[dependencies.value_of(action)] = counts.get(dependencies.value_of(action), 0) + 1
         rows[layout.rank_of_action(action)].append(action)
     assert not any(queues)
     return place("drawn", m, layout, rows)
@@ -402,7 +402,10 @@ def schedule(request: pytest.FixtureRequest) -> Schedule:
 def test_the_same_is_done_in_the_same_order_but_for_letting_go(schedule: Schedule) -> None:
     for judged, run in zip(lower(schedule, Exchange.POSTED), lower_as_run(schedule, Exchange.POSTED), strict=True):
         assert Counter(judged.instructions) == Counter(run.instructions)
-        others = [[one for one in program.instructions if not lets_go(one, program)] for program in (judged, run)]
+        others = [
+            [instruction for instruction in program.instructions if not lets_go(instruction, program)]
+            for program in (judged, run)
+        ]
         assert others[0] == others[1]
         slots = [
             [program.slot_of(index) for index, op in enumerate(program.ops) if op == Op.RUN]
@@ -412,15 +415,15 @@ def test_the_same_is_done_in_the_same_order_but_for_letting_go(schedule: Schedul
         assert len(run.starts) == len(judged.starts)
 
 
-def lets_go(one: Instruction, program: Program) -> bool:
-    if one.op is not Op.WAIT or not isinstance(one.operand, Message):
+def lets_go(instruction: Instruction, program: Program) -> bool:
+    if instruction.op is not Op.WAIT or not isinstance(instruction.operand, Message):
         return False
-    makers, takers = program.messages.dependencies.route(one.operand.value)
+    makers, takers = program.messages.dependencies.route(instruction.operand.value)
     return program.rank in makers and (len(makers) == 1 or program.rank not in takers)
 
 
 class Arrived(World):
-    """A world in which a rank must not have to wait for what it has sent."""
+    """A world in which a rank must never wait for what it has sent."""
 
     def may(self, rank: int, instruction: Instruction) -> bool:
         may = super().may(rank, instruction)
@@ -436,7 +439,7 @@ class Arrived(World):
 def test_whoever_lets_go_never_waits(schedule: Schedule, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lowered = lower_as_run(schedule, Exchange.POSTED)
     programs = [program.instructions for program in lowered]
-    ends = [max(index for index, one in enumerate(program) if one.op is Op.RUN) for program in programs]
+    ends = [max(index for index, instruction in enumerate(program) if instruction.op is Op.RUN) for program in programs]
 
     class Ending(Arrived):
         def __init__(self, schedule: Schedule) -> None:
@@ -445,7 +448,7 @@ def test_whoever_lets_go_never_waits(schedule: Schedule, seed: int, monkeypatch:
 
         @property
         def ending(self) -> list[bool]:
-            """By rank: whether all that is left is to let go of what nobody answers."""
+            """Return by rank whether it has only unanswered sends left to release."""
             return [done > end for done, end in zip(self.done, ends, strict=True)]
 
         def op(self, rank: int, instruction: Instruction) -> None:
@@ -463,19 +466,21 @@ def test_no_more_is_kept_however_many_micro_batches_there_are(name: str) -> None
 
 
 def most_kept(schedule: Schedule) -> int:
-    most = 0
+    peak = 0
     for program in lower_as_run(schedule, Exchange.POSTED):
         kept = 0
-        for one in program.instructions:
-            kept += (one.op is Op.SEND) - lets_go(one, program)
-            most = max(most, kept)
-    return most
+        for instruction in program.instructions:
+            kept += (instruction.op is Op.SEND) - lets_go(instruction, program)
+            peak = max(peak, kept)
+    return peak
 
 
 def test_megatrons_loops_wait_as_they_do() -> None:
     schedule = build(ScheduleConfig("1f1b", 4, 8))
     for exchange in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_INTERLEAVED):
-        programs = [[program.instructions for program in made(schedule, exchange)] for made in (lower, lower_as_run)]
+        programs = [
+            [program.instructions for program in lowering(schedule, exchange)] for lowering in (lower, lower_as_run)
+        ]
         assert programs[0] == programs[1]
 
 
@@ -485,19 +490,19 @@ SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
 @pytest.mark.parametrize("vocabulary", SPLIT)
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 16)])
 def test_of_what_all_shards_share_little_is_kept(p: int, m: int, vocabulary: Vocabulary) -> None:
-    """The last rank keeps its output until all have it; each rank keeps its part of a gradient."""
+    """The last rank keeps its output until all ranks have it; each rank keeps its part of a gradient."""
     for program in lower_as_run(build(ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)), Exchange.POSTED):
         dependencies, kept = program.messages.dependencies, set[int]()
-        most: Counter[str] = Counter()
+        peaks: Counter[str] = Counter()
         for op, operand in zip(program.ops, program.operands, strict=True):
             if isinstance(operand, int) and op == Op.WAIT:
                 kept.discard(operand)
             elif isinstance(operand, int) and op == Op.SEND:
                 kept.add(operand)
-                most |= Counter(dependencies.sort(value) for value in kept)
-        assert most["statistics"] == 1
-        assert most["last gradient"] <= 3
-        assert program.rank < p - 1 or most["output"] <= 3
+                peaks |= Counter(dependencies.sort(value) for value in kept)
+        assert peaks["statistics"] == 1
+        assert peaks["last gradient"] <= 3
+        assert program.rank < p - 1 or peaks["output"] <= 3
         assert not kept
 
 
@@ -518,7 +523,7 @@ def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) 
         ran = [slot.compute for slot in row if slot.compute is not None]
         for stage in layout.stages_of(rank):
             own = [microbatch for microbatch in range(num_microbatches) if layout.rank_of(stage, microbatch) == rank]
-            assert [one for one in ran if one.stage == stage] == [
+            assert [action for action in ran if action.stage == stage] == [
                 Action(stage, Kind.FORWARD, microbatch) for microbatch in own
             ]
         assert all(not slot.transfers for slot in row)
@@ -526,7 +531,7 @@ def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) 
 
 
 def test_round_robin_fills_and_then_never_waits() -> None:
-    """A rank of two chunks computes two a micro-batch."""
+    """A rank with two chunks computes two forwards per micro-batch."""
     schedule = forwards_only(one_pipe([*range(4)] * 2), 16)
     assert {len(row) for row in schedule.ranks} <= set(range(2 * 16, 2 * 16 + 8))
 
@@ -535,11 +540,11 @@ def test_round_robin_fills_and_then_never_waits() -> None:
 def test_shards_of_the_output_layer_follow_the_last_stage_in_one_order(num_microbatches: int) -> None:
     layout = Layout((tuple(range(4)),), Vocabulary.ONE)
     schedule = forwards_only(layout, num_microbatches)
-    shards = [[one for one in computed(schedule, rank) if one.kind is not Kind.FORWARD] for rank in range(4)]
-    assert [[(one.kind, one.microbatch) for one in of_rank] for of_rank in shards] == [
+    shards = [[action for action in computed(schedule, rank) if action.kind is not Kind.FORWARD] for rank in range(4)]
+    assert [[(action.kind, action.microbatch) for action in of_rank] for of_rank in shards] == [
         [(o.kind, o.microbatch) for o in shards[0]]
     ] * 4
-    assert {one.stage for one in shards[3]} == {3}
+    assert {action.stage for action in shards[3]} == {3}
     assert len(shards[0]) == 2 * num_microbatches
     assert not blocked_ranks(schedule, WaitLevel.ONE_QUEUE, Exchange.POSTED)
 
@@ -552,7 +557,7 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
 def test_shards_of_the_embedding_come_before_the_first_stage(num_microbatches: int) -> None:
     schedule = forwards_only(Layout((tuple(range(4)),), Vocabulary.ONE, input_shards=True), num_microbatches)
     for rank in range(4):
-        looked_up = [one for one in computed(schedule, rank) if one.kind is Kind.INPUT_FORWARD]
+        looked_up = [action for action in computed(schedule, rank) if action.kind is Kind.INPUT_FORWARD]
         assert looked_up == [Action(rank, Kind.INPUT_FORWARD, microbatch) for microbatch in range(num_microbatches)]
     first = computed(schedule, 0)
     for microbatch in range(num_microbatches):
