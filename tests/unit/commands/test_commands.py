@@ -53,7 +53,7 @@ def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -
     flags += ["--gbs", "32"]
     times_printed = re.search(r"takes ([\d.]+) instead of ([\d.]+) s", output(capsys, *flags, "--balance", "bpipe"))
     assert times_printed is not None
-    times = [document(capsys, *flags, "--balance", one)["iteration_time_s"] for one in ("bpipe", "none")]
+    times = [document(capsys, *flags, "--balance", balance)["iteration_time_s"] for balance in ("bpipe", "none")]
     assert float(times_printed[1]) - float(times_printed[2]) == pytest.approx(times[0] - times[1], rel=0.1)
     assert "instead of" not in output(capsys, *flags)
     # Where replicas were apart before, balancing changes nothing of that.
@@ -197,9 +197,13 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
 def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
     plain = document(capsys, *SIMULATE, "--precision", "fp16")
     tightest = document(capsys, *BALANCED)
-    most = max(stage["peak_bytes"] for stage in plain["stages"]) / 2**30
+    peak_gib = max(stage["peak_bytes"] for stage in plain["stages"]) / 2**30
     evictions = []
-    for budget in (most + 1, most - 0.1, max(stage["peak_bytes"] for stage in tightest["stages"]) / 2**30 + 0.1):
+    for budget in (
+        peak_gib + 1,
+        peak_gib - 0.1,
+        max(stage["peak_bytes"] for stage in tightest["stages"]) / 2**30 + 0.1,
+    ):
         result = document(capsys, *BALANCED, "--memory", f"{budget:.2f}")
         assert result["fits"]
         assert [stage["peak_bytes"] for stage in result["stages"]] == result["plan"]["need_bytes"], (
@@ -210,7 +214,7 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
         assert [stage["evictions"] for stage in result["stages"]] == [sent.get(rank, 0) for rank in range(8)]
         evictions.append(sum(sent.values()))
     assert 0 == evictions[0] < evictions[1] < evictions[2]
-    text = output(capsys, *BALANCED, "--memory", f"{most - 0.1:.2f}")
+    text = output(capsys, *BALANCED, "--memory", f"{peak_gib - 0.1:.2f}")
     assert re.search(r"^by prediction within [\d.]+ GiB per device: [\d.]+ GiB are evicted per iteration rank 0", text)
     assert re.search(
         r" rank 0 would need [\d.]+ GiB; rank 7 hosts [\d.]+ GiB of each of \d+ of its 64 micro-batches, in \d+ host buffers of",
@@ -322,14 +326,16 @@ def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.Captu
     small = ["plan", *sizes, "--cluster", "a100-80g:4", "--gbs", "16", "--max-micro-batch", "1", "--recompute", "none"]
     result = document(capsys, *small, "--rows", "3")
     families, first = result["families"], result["rows"][0]
-    assert {one["schedule"] for one in families} == set(SEARCHED)
+    assert {family["schedule"] for family in families} == set(SEARCHED)
     assert families[0]["iteration_time_s"] == first["iteration_time_s"]
     assert families[0]["schedule"] == first["configuration"]["schedule"]
-    assert sum(one["fitting"] for one in families) == result["searched"]["fitting"]
-    splits = any(FAMILIES[one["configuration"]["schedule"]].splits for one in result["rows"])
+    assert sum(family["fitting"] for family in families) == result["searched"]["fitting"]
+    splits = any(FAMILIES[row["configuration"]["schedule"]].splits for row in result["rows"])
     assert any("Transformer Engine" in need for need in result["needs"]) is splits
     text = output(capsys, *small, "--rows", "3")
-    assert all(words in text for words in (*result["needs"], *(f"{one['schedule']} {one['why']}" for one in families)))
+    assert all(
+        words in text for words in (*result["needs"], *(f"{family['schedule']} {family['why']}" for family in families))
+    )
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -503,5 +509,7 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
 )
 def test_peaks_of_many_ranks_are_counted(gib: list[int], shown: str) -> None:
     """Of 64 ranks per line held 64 numbers, of which 60 were the same."""
-    memory = [RankMemory(rank, each * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB, 80 * GIB) for rank, each in enumerate(gib)]
+    memory = [
+        RankMemory(rank, num_gib * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB, 80 * GIB) for rank, num_gib in enumerate(gib)
+    ]
     assert peaks_text(memory) == shown

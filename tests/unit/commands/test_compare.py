@@ -102,12 +102,12 @@ def test_the_first_flipped_bit_is_named(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "status"),
+    ("first", "second", "status"),
     [(0.0, -0.0, 1), (math.nan, math.nan, 0), (math.inf, -math.inf, 1), (None, None, 0), (None, 0.0, 1)],
 )
-def test_bits_are_compared_not_values(tmp_path: Path, one: float | None, other: float | None, status: int) -> None:
+def test_bits_are_compared_not_values(tmp_path: Path, first: float | None, second: float | None, status: int) -> None:
     folders = [iterations(tmp_path / name) for name in ("one", "other")]
-    for folder, value in zip(folders, (one, other), strict=True):
+    for folder, value in zip(folders, (first, second), strict=True):
         edit_iteration(folder, 1, grad_norm=None if value is None else value.hex())
     assert compare(*folders) == status
 
@@ -116,9 +116,9 @@ def test_bits_are_compared_not_values(tmp_path: Path, one: float | None, other: 
 def test_a_skipped_iteration_and_a_value_of_one_run_alone_are_differences(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    one, other = iterations(tmp_path / "one"), iterations(tmp_path / "other")
-    edit_iteration(one, 3, **change)
-    assert compare(one, other) == 1
+    first, second = iterations(tmp_path / "one"), iterations(tmp_path / "other")
+    edit_iteration(first, 3, **change)
+    assert compare(first, second) == 1
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_reports_of_torchs_pipelining_are_compared(tmp_path: Path, capsys: pytes
 
 
 def test_logs_are_compared_without_their_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = log(tmp_path / "one.log"), log(tmp_path / "other.log", milliseconds=99.0, prefix="31: ")
-    assert compare(one, other) == 0
+    first, second = log(tmp_path / "one.log"), log(tmp_path / "other.log", milliseconds=99.0, prefix="31: ")
+    assert compare(first, second) == 0
     *_, times, ratio, last = capsys.readouterr().out.splitlines()
     assert last.startswith("no difference in 3 iterations, but Megatron rounds the numbers in its logs")
     assert "identical" not in last
@@ -169,11 +169,11 @@ def test_a_restarted_run_is_compared_where_both_have_iterations(
 
 
 def test_an_iteration_that_was_run_again_counts_as_it_was_last(tmp_path: Path) -> None:
-    one, other = iterations(tmp_path / "one"), iterations(tmp_path / "other", [5.5, 9.0])
-    again = (one / "iterations.jsonl").read_text().splitlines(keepends=True)[1:]
-    with (other / "iterations.jsonl").open("a") as stream:
+    first, second = iterations(tmp_path / "one"), iterations(tmp_path / "other", [5.5, 9.0])
+    again = (first / "iterations.jsonl").read_text().splitlines(keepends=True)[1:]
+    with (second / "iterations.jsonl").open("a") as stream:
         stream.writelines(again)
-    assert compare(one, other) == 0
+    assert compare(first, second) == 0
 
 
 def test_what_cannot_be_compared_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,9 +259,9 @@ def test_replicas_of_a_stage_share_a_row_with_the_highest_numbers(
 
 
 def test_pipelines_of_other_lengths_have_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = report(tmp_path / "one", False), report(tmp_path / "other", True)
-    (other / "rank_00003.json").unlink()
-    assert compare(one, other) == 0
+    first, second = report(tmp_path / "one", False), report(tmp_path / "other", True)
+    (second / "rank_00003.json").unlink()
+    assert compare(first, second) == 0
     assert (
         "    3          1 (1)   0.75 (0.75)              -             -          -      -" in capsys.readouterr().out
     )

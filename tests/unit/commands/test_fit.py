@@ -132,7 +132,7 @@ def test_a_layer_moved_and_schedules_made_for_a_bound_are_ways() -> None:
     assert result["layers 11,10,10,10,10,10,10,9"].setup.layers == (11, *LAYERS[1:7], 9)
     bounded = [name for name, family in FAMILIES.items() if family.within is not None]
     assert bounded
-    assert all(any(what.startswith(f"{name} with ") for what in result) for name in bounded)
+    assert all(any(way.startswith(f"{name} with ") for way in result) for name in bounded)
 
 
 @pytest.mark.timeout(180)
@@ -202,7 +202,7 @@ def one_flag_away(setup: Setup) -> Iterator[Setup]:
     choices: list[dict[str, Any]] = [
         *({"micro_batch": size} for size in (1, 2, 4, 8)),
         *({"recompute": text} for text in ("none", "selective", "full", *(f"full:block:{n}" for n in range(1, 8)))),
-        *({"vocabulary": one, "input_shards": both} for one in Vocabulary for both in (False, True)),
+        *({"vocabulary": vocabulary, "input_shards": both} for vocabulary in Vocabulary for both in (False, True)),
         *({"slices": number} for number in (2, 4, 8)),
         *({"balance": BalanceConfig(hosts=hosts)} for hosts in ARRANGEMENTS),
         {"switches": replace(switches, grad_reduce_in_bf16=True)},
@@ -225,14 +225,14 @@ def test_nothing_one_flag_away_is_better_than_the_first_row(setup: Setup) -> Non
     neither were other numbers of chunks, or less recomputation."""
     first = ways_to_fit(setup)[0]
     assert first.can_run
-    for other in one_flag_away(setup):
+    for neighbour in one_flag_away(setup):
         try:
-            row = Candidate(predict(other), refused=refused(other))
+            row = Candidate(predict(neighbour), refused=refused(neighbour))
         except ValueError:
             continue
-        queued = has_one_queue(other) and (other.input_shards or other.vocabulary is Vocabulary.TWO)
-        if row.can_run and not (row.is_tight or queued or stands_still(other)):
-            assert first.iteration_s <= row.iteration_s * 1.001, describe(other)
+        queued = has_one_queue(neighbour) and (neighbour.input_shards or neighbour.vocabulary is Vocabulary.TWO)
+        if row.can_run and not (row.is_tight or queued or stands_still(neighbour)):
+            assert first.iteration_s <= row.iteration_s * 1.001, describe(neighbour)
 
 
 def test_two_changes_are_tried_together() -> None:

@@ -34,13 +34,13 @@ def test_launches_are_compared_by_their_files(tmp_path: Path, capsys: pytest.Cap
     for name, more in (("one", ""), ("two", " --recompute-granularity full --recompute-method uniform")):
         words = f"torchrun --nproc-per-node 4 pretrain_gpt.py {LAUNCH}{more}".split()
         (tmp_path / name).write_text(write_launches([{"words": words}]))
-    one, two = (str(tmp_path / name) for name in ("one", "two"))
+    first, second = (str(tmp_path / name) for name in ("one", "two"))
     command = ["simulate", "--cluster", "a100-80g"]
-    both = document([*command, "--compare", one, f"--launch {two}"], capsys)
-    assert both["A"] == document([*command, "--launch", one], capsys)
-    assert both["B"] == document([*command, "--launch", two], capsys)
+    both = document([*command, "--compare", first, f"--launch {second}"], capsys)
+    assert both["A"] == document([*command, "--launch", first], capsys)
+    assert both["B"] == document([*command, "--launch", second], capsys)
     # The launch of the command is laid aside, too.
-    assert both == document([*command, "--compare", one, two, "--", *LAUNCH.split()], capsys)
+    assert both == document([*command, "--compare", first, second, "--", *LAUNCH.split()], capsys)
 
 
 SIMULATE = ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--pp", "4", "--gbs", "16"]

@@ -87,7 +87,7 @@ def test_the_command_prints_what_it_printed(
     printed = _printed(line)
     if request.config.getoption("--renew-snapshots"):
         cases = {**_cases(SNAPSHOTS / name), line: printed}
-        (SNAPSHOTS / name).write_text("".join(f"$ bpipe {one}\n{text}" for one, text in cases.items()))
+        (SNAPSHOTS / name).write_text("".join(f"$ bpipe {command}\n{text}" for command, text in cases.items()))
     assert printed == _cases(SNAPSHOTS / name)[line]
 
 

@@ -46,15 +46,15 @@ def log(
     head = f"{'-' * 24} arguments {'-' * 24}\n{block}{'-' * 20} end of arguments {'-' * 21}\n"
     head += " > padded vocab (size: 50257) with 175 dummy tokens (new size: 50432)\n"
     return head + "".join(
-        LINE.format((number + 1) * every, 1e3 * one, batches[number] if batches else 32)
-        for number, one in enumerate(seconds)
+        LINE.format((number + 1) * every, 1e3 * duration, batches[number] if batches else 32)
+        for number, duration in enumerate(seconds)
     )
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main([*words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -77,28 +77,28 @@ def test_a_log_says_what_was_trained_and_how_fast(
     seconds[20] = 30 * predicted
     (tmp_path / "run.log").write_text(log(seconds))
     file = str(tmp_path / "calibration.json")
-    found = output(capsys, "calibrate", str(tmp_path / "run.log"), *CLUSTER, "--output", file, "--format", "json")
-    assert found["factor"] == pytest.approx(1.2, rel=2e-3)
-    assert (found["predicted_s"], found["iterations"]["num"], found["iterations"]["left_out"]) == (
+    calibration = output(capsys, "calibrate", str(tmp_path / "run.log"), *CLUSTER, "--output", file, "--format", "json")
+    assert calibration["factor"] == pytest.approx(1.2, rel=2e-3)
+    assert (calibration["predicted_s"], calibration["iterations"]["num"], calibration["iterations"]["left_out"]) == (
         pytest.approx(predicted),
         30,
         5,
     )
-    assert found["configuration"]["no_overlap_p2p_communication"] is True
-    assert json.loads(Path(file).read_text()).items() <= found.items()
+    assert calibration["configuration"]["no_overlap_p2p_communication"] is True
+    assert json.loads(Path(file).read_text()).items() <= calibration.items()
     launch = [*CLUSTER, "--vocab-size", "50257", "--calibration", file, "--format", "json", "--", *TRAINED]
     after = output(capsys, "simulate", *launch)
-    assert after["iteration_time_s"] == pytest.approx(found["measured_s"])
-    assert after["configuration"]["calibration_factor"] == found["factor"]
+    assert after["iteration_time_s"] == pytest.approx(calibration["measured_s"])
+    assert after["configuration"]["calibration_factor"] == calibration["factor"]
     # In the order in which they were, for all are slower alike.
     plans = [
         ["plan", *CLUSTER, "--vocab-size", "50257", "--schedule", "1f1b", "--format", "json", *more]
         for more in ([], ["--calibration", file])
     ]
     rows = [output(capsys, *plan, "--", *TRAINED)["rows"] for plan in plans]
-    for one, other in zip(*rows, strict=True):
-        assert one["configuration"].items() <= other["configuration"].items()
-        assert other["iteration_time_s"] == pytest.approx(found["factor"] * one["iteration_time_s"])
+    for stage, calibrated in zip(*rows, strict=True):
+        assert stage["configuration"].items() <= calibrated["configuration"].items()
+        assert calibrated["iteration_time_s"] == pytest.approx(calibration["factor"] * stage["iteration_time_s"])
 
 
 def test_lines_for_several_iterations(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -106,11 +106,11 @@ def test_lines_for_several_iterations(predicted: float, capsys: pytest.CaptureFi
     be there."""
     path = tmp_path / "run.log"
     path.write_text(log([5 * predicted, *[predicted] * 3], every=10))
-    found = output(capsys, "calibrate", str(path), *CLUSTER, "--format", "json")
-    assert (found["iterations"]["num"], found["factor"]) == (3, pytest.approx(1, rel=1e-3))
+    calibration = output(capsys, "calibrate", str(path), *CLUSTER, "--format", "json")
+    assert (calibration["iterations"]["num"], calibration["factor"]) == (3, pytest.approx(1, rel=1e-3))
     path.write_text(log([0.3 * predicted] * 10 + [predicted] * 10, batches=[16] * 10 + [32] * 10))
-    found = output(capsys, "calibrate", str(path), *CLUSTER, "--format", "json", "--warm-up", "2")
-    assert (found["iterations"]["num"], found["factor"]) == (8, pytest.approx(1, rel=1e-3))
+    calibration = output(capsys, "calibrate", str(path), *CLUSTER, "--format", "json", "--warm-up", "2")
+    assert (calibration["iterations"]["num"], calibration["factor"]) == (8, pytest.approx(1, rel=1e-3))
     path.write_text(log([predicted] * 10, batches=[16] * 10))
     assert "no iterations of global batch 32, only of [16.0]" in refused(capsys, "calibrate", str(path), *CLUSTER)
 
@@ -119,9 +119,9 @@ def test_seconds_for_a_configuration(predicted: float, capsys: pytest.CaptureFix
     words = ("calibrate", "--measured", str(1.1 * predicted), *CLUSTER, "--vocab-size", "50257")
     assert output(capsys, *words, "--format", "json", "--", *TRAINED)["factor"] == pytest.approx(1.1)
     assert main([*words, "--", *TRAINED]) == 0
-    said = capsys.readouterr().out
-    assert "this cluster takes 10.0 % longer than predicted" in said
-    assert "--output" in said
+    printed = capsys.readouterr().out
+    assert "this cluster takes 10.0 % longer than predicted" in printed
+    assert "--output" in printed
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_unsteady_or_impossible_runs_are_refused(
     seconds: list[float], words: str, predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.log"
-    path.write_text(log([one * predicted for one in seconds]))
-    said = refused(capsys, "calibrate", str(path), *CLUSTER, "--output", str(tmp_path / "none.json"))
-    assert words in said
-    assert str(path) in said
+    path.write_text(log([time * predicted for time in seconds]))
+    message = refused(capsys, "calibrate", str(path), *CLUSTER, "--output", str(tmp_path / "none.json"))
+    assert words in message
+    assert str(path) in message
     assert not (tmp_path / "none.json").exists()
 
 
@@ -179,8 +179,8 @@ def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixtur
 
 def test_damaged_calibrations_are_refused(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
-    given = [*CLUSTER, "--vocab-size", "50257"]
-    assert main(["calibrate", "--measured", str(1.1 * predicted), *given, "--output", str(file), "--", *TRAINED]) == 0
+    options = [*CLUSTER, "--vocab-size", "50257"]
+    assert main(["calibrate", "--measured", str(1.1 * predicted), *options, "--output", str(file), "--", *TRAINED]) == 0
     capsys.readouterr()
     right = json.loads(file.read_text())
     for changes, words in (
@@ -191,6 +191,6 @@ def test_damaged_calibrations_are_refused(predicted: float, capsys: pytest.Captu
         ({"factor": 3.3, "measured_s": 3 * right["measured_s"]}, "more than a cluster can differ"),
     ):
         file.write_text(json.dumps({**right, **changes}))
-        said = refused(capsys, "simulate", *given, "--calibration", str(file), "--", *TRAINED)
-        assert words in said
-        assert str(file) in said
+        message = refused(capsys, "simulate", *options, "--calibration", str(file), "--", *TRAINED)
+        assert words in message
+        assert str(file) in message

@@ -24,15 +24,15 @@ SMALL = Space(
 
 
 @given(st.integers(0, 40), st.integers(1, 60))
-def test_the_fewest_that_are_enough(most: int, enough: int) -> None:
+def test_the_fewest_that_are_enough(limit: int, enough: int) -> None:
     asked: list[int] = []
 
     def is_enough(count: int) -> bool:
         asked.append(count)
         return count >= enough
 
-    assert fewest_layers(most, is_enough) == (enough if enough <= most else None)
-    assert len(asked) <= 1 + most.bit_length()
+    assert fewest_layers(limit, is_enough) == (enough if enough <= limit else None)
+    assert len(asked) <= 1 + limit.bit_length()
 
 
 @pytest.mark.parametrize("schedules", [("1f1b",), ("interleaved-1f1b", "grouped-interleaved"), ("zb-h1", "chimera")])
@@ -43,14 +43,14 @@ def test_a_search_finds_what_trying_every_number_finds(schedules: tuple[str, ...
     every = replace(space, recompute=("none", "full", *(f"full:block:{number}" for number in range(1, 17))))
     chosen, tried = search(space, num_rows=3), search(every, num_rows=3)
     assert chosen.rows[0].prediction.timing.iteration_s == tried.rows[0].prediction.timing.iteration_s
-    assert all(found.prediction.fits for found in chosen.rows)
+    assert all(row.prediction.fits for row in chosen.rows)
     assert chosen.num_fitting <= tried.num_fitting, "of each configuration one"
 
 
 def test_one_layer_fewer_would_not_fit() -> None:
     """Where something is recomputed, and not all: and with nothing recomputed it is too much."""
-    found = search(SMALL, num_rows=30).rows
-    blocks = [row.prediction.setup for row in found if row.prediction.setup.recomputed.method == "block"]
+    rows = search(SMALL, num_rows=30).rows
+    blocks = [row.prediction.setup for row in rows if row.prediction.setup.recomputed.method == "block"]
     assert blocks
     for setup in blocks:
         number = setup.recomputed.num_layers

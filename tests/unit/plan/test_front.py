@@ -41,11 +41,13 @@ def front() -> Front:
 def test_it_is_the_front_of_predicting_everything(front: Front) -> None:
     every = []
     for setup in enumerate_setups(SPACE):
-        found = predict(setup)
-        every.append((max(rank.peak_bytes for rank in found.memory), found.timing.iteration_s))
-    every = [one for one in every if one[0] <= front.most_bytes]
+        prediction = predict(setup)
+        every.append((max(rank.peak_bytes for rank in prediction.memory), prediction.timing.iteration_s))
+    every = [point for point in every if point[0] <= front.most_bytes]
     wanted = {
-        one for one in every if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in every)
+        point
+        for point in every
+        if not any(rival != point and rival[0] <= point[0] and rival[1] <= point[1] for rival in every)
     }
     assert [(point.peak_bytes, point.iteration_s) for point in front.points] == sorted(wanted)
     assert front.num_simulated < len(every) / 2
@@ -79,11 +81,11 @@ def test_a_front_names_what_was_not_searched() -> None:
         vocabulary_parallel=None,
     )
     few = replace(few, schedules=("1f1b", "grouped-interleaved"))
-    found, more = find_front(few), find_front(replace(few, max_chunks=4))
+    front, more = find_front(few), find_front(replace(few, max_chunks=4))
     beaten = [
         point
-        for point in found.points
-        if any(one.peak_bytes < point.peak_bytes and one.iteration_s < point.iteration_s for one in more.points)
+        for point in front.points
+        if any(wider.peak_bytes < point.peak_bytes and wider.iteration_s < point.iteration_s for wider in more.points)
     ]
     assert beaten
     assert {
@@ -91,7 +93,7 @@ def test_a_front_names_what_was_not_searched() -> None:
         "shards of the vocabulary that save only memory (--vocabulary none 1 2 interlaced)",
         "recomputation selective, full (--recompute)",
         f"other hosts of evicted activations (--hosts {' '.join(ARRANGEMENTS[1:])})",
-    } <= set(found.not_searched)
+    } <= set(front.not_searched)
     everything = replace(
         few, max_chunks=32, schedules=("1f1b",), balances=("none",), vocabulary_parallel=VOCABULARIES, contexts=(1, 2)
     )
@@ -105,19 +107,19 @@ def test_a_front_names_what_was_not_searched() -> None:
 def test_the_command_prints_and_draws_a_front(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "front.html"
     assert main([*FLAGS, *FEW, "--front", "--format", "json", "--html", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)["front"]
+    front = json.loads(capsys.readouterr().out)["front"]
     text = page.read_text()
-    assert text.count("<tr class=") == len(found["points"])
+    assert text.count("<tr class=") == len(front["points"])
     assert text.count('<tr class="winner">') == 1
     assert text.count('<polygon class="winner"') == 1
-    assert text.count('<polygon class="group-') > len(found["points"])
+    assert text.count('<polygon class="group-') > len(front["points"])
     assert main([*FLAGS, *FEW, "--front"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first = next(number for number, line in enumerate(lines) if "peak GiB  iteration s" in line) + 1
-    marks = [line[0] for line in lines[first : first + len(found["points"])]]
-    assert marks == [" "] * (found["winner"] - 1) + ["*"] + ["-"] * (len(marks) - found["winner"])
-    flags = found["points"][found["winner"] - 1]["megatron_flags"]
-    assert main([*FLAGS, *FEW, "--front", "--emit-args", str(found["winner"])]) == 0
+    marks = [line[0] for line in lines[first : first + len(front["points"])]]
+    assert marks == [" "] * (front["winner"] - 1) + ["*"] + ["-"] * (len(marks) - front["winner"])
+    flags = front["points"][front["winner"] - 1]["megatron_flags"]
+    assert main([*FLAGS, *FEW, "--front", "--emit-args", str(front["winner"])]) == 0
     assert capsys.readouterr().out.split() == flags
 
 

@@ -37,13 +37,15 @@ class Row(NamedTuple):
 def rows_of(printed: str) -> list[Row]:
     """The rows behind the answer, each with the flags of all rows."""
     figures = re.findall(r"^ *\d+ +([\d.]+) +([\d.]+) +[\d.]+ +[\d.]+ ", printed, re.MULTILINE)
-    held = re.findall(r" \d+: GiB per rank, of [\d.]+: ([\d. x]+)", " ".join(printed.split()))
+    peaks_of_rows = re.findall(r" \d+: GiB per rank, of [\d.]+: ([\d. x]+)", " ".join(printed.split()))
     flags = re.findall(r"^   (--.*)$", printed, re.MULTILINE)
-    found = []
-    for (seconds, mfu), peaks, own in zip(figures, held, flags, strict=True):
-        each = [peak for number, peak in re.findall(r"(?:(\d+) x )?([\d.]+)", peaks) for _ in range(int(number or 1))]
-        found.append(Row(seconds, mfu, each, [*of_all_rows(printed), *shlex.split(own)]))
-    return found
+    rows = []
+    for (seconds, mfu), peaks, own in zip(figures, peaks_of_rows, flags, strict=True):
+        rank_peaks = [
+            peak for number, peak in re.findall(r"(?:(\d+) x )?([\d.]+)", peaks) for _ in range(int(number or 1))
+        ]
+        rows.append(Row(seconds, mfu, rank_peaks, [*of_all_rows(printed), *shlex.split(own)]))
+    return rows
 
 
 def of_all_rows(printed: str) -> list[str]:
@@ -72,13 +74,13 @@ def test_a_printed_row_is_taken_by_megatron_and_predicted_with_its_figures(
     num_devices = int(device.split(":")[1].split("x")[0]) * int(device.split("x")[-1])
     taken = parsed([(num_devices, row.flags) for row in rows])
     for row, args in zip(rows, taken, strict=True):
-        found = simulated(row.flags, device, capsys)
-        stages = found["stages"]
-        assert f"{found['iteration_time_s']:.3f}" == row.seconds, " ".join(row.flags)
-        assert f"{found['mfu_percent']:.2f}" == row.mfu
+        result = simulated(row.flags, device, capsys)
+        stages = result["stages"]
+        assert f"{result['iteration_time_s']:.3f}" == row.seconds, " ".join(row.flags)
+        assert f"{result['mfu_percent']:.2f}" == row.mfu
         assert [f"{stage['peak_bytes'] / 2**30:.1f}" for stage in stages] == row.peaks
-        assert found["refused"] == []
-        configuration = found["configuration"]
+        assert result["refused"] == []
+        configuration = result["configuration"]
         assert configuration["layers"] == args["layers"]
         assert args["balanced"] is (configuration["balance"] == "bpipe")
         assert args["vocab_size"] <= configuration["vocabulary"]
@@ -87,5 +89,5 @@ def test_a_printed_row_is_taken_by_megatron_and_predicted_with_its_figures(
 def simulated(flags: list[str], device: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     code, printed = said(["simulate", "--cluster", device, "--format", "json", "--", *flags], capsys)
     assert code == 0
-    found: dict[str, Any] = json.loads(printed)
-    return found
+    result: dict[str, Any] = json.loads(printed)
+    return result

@@ -37,23 +37,23 @@ def flags_of(recipe: dict[str, str]) -> list[str]:
         "--context-parallel-size": recipe["context"],
         "--num-virtual-stages-per-pipeline-rank": recipe["chunks"],
     }
-    found = ["--bf16", *fewer_bits, *(word for flag, value in sizes.items() if value for word in (flag, value))]
+    flags = ["--bf16", *fewer_bits, *(word for flag, value in sizes.items() if value for word in (flag, value))]
     if recipe["expert"]:
-        found += ["--num-experts", "64", "--expert-model-parallel-size", recipe["expert"]]
+        flags += ["--num-experts", "64", "--expert-model-parallel-size", recipe["expert"]]
         dispatcher = "flex" if recipe["flex_backend"] else "alltoall"
-        found += ["--moe-token-dispatcher-type", dispatcher]
+        flags += ["--moe-token-dispatcher-type", dispatcher]
     if recipe["cuda_graph_impl"] not in ("", "getattr"):
-        found += ["--cuda-graph-impl", recipe["cuda_graph_impl"]]
-        found += ["--cuda-graph-modules", *recipe["cuda_graph_scope"].split()] if recipe["cuda_graph_scope"] else []
+        flags += ["--cuda-graph-impl", recipe["cuda_graph_impl"]]
+        flags += ["--cuda-graph-modules", *recipe["cuda_graph_scope"].split()] if recipe["cuda_graph_scope"] else []
     for name, flag in (
         ("tp_comm_overlap", "--tp-comm-overlap"),
         ("expert_overlap", "--overlap-moe-expert-parallel-comm"),
         ("activation_offload", "--fine-grained-activation-offloading"),
     ):
-        found += [flag] * bool(recipe[name])
+        flags += [flag] * bool(recipe[name])
     if recipe["recompute_modules"]:
-        found += ["--recompute-granularity", "selective", "--recompute-modules", *recipe["recompute_modules"].split()]
-    return [*found, "--disable-bias-linear"]
+        flags += ["--recompute-granularity", "selective", "--recompute-modules", *recipe["recompute_modules"].split()]
+    return [*flags, "--disable-bias-linear"]
 
 
 STATES = {name: states_of_launch(flags_of(recipe)) for name, recipe in RECIPES.items()}
@@ -61,12 +61,14 @@ STATES = {name: states_of_launch(flags_of(recipe)) for name, recipe in RECIPES.i
 
 def test_every_other_recipe_has_its_reason() -> None:
     """What keeps a recipe out: graphs of whole layers."""
-    reasons = Counter(one.name for features in STATES.values() for one in features if one.state is State.REFUSED)
+    reasons = Counter(
+        feature.name for features in STATES.values() for feature in features if feature.state is State.REFUSED
+    )
     assert reasons == {"CUDA graphs of whole layers": 1}
     for features in STATES.values():
-        for one in features:
-            assert one.state is State.SUPPORTED or (one.reason and one.remedy)
-            assert "never tried" not in one.reason
+        for feature in features:
+            assert feature.state is State.SUPPORTED or (feature.reason and feature.remedy)
+            assert "never tried" not in feature.reason
 
 
 def test_without_what_is_refused_every_recipe_trains() -> None:
@@ -100,18 +102,18 @@ def test_megatrons_own_launches_train_or_are_told_why_not(capsys: pytest.Capture
     states: Counter[str] = Counter()
     for path, flags in UPSTREAM.items():
         status = main(["check-launch", "--format", "json", "--", *flags])
-        found = json.loads(capsys.readouterr().out)
-        refused = {one["name"] for one in found["features"] if one["state"] == "refused"}
+        result = json.loads(capsys.readouterr().out)
+        refused = {feature["name"] for feature in result["features"] if feature["state"] == "refused"}
         assert refused <= KEPT_OUT, path
-        assert bool(refused) == (found["state"] == "refused") == (status == 2), path
-        states[found["state"]] += 1
+        assert bool(refused) == (result["state"] == "refused") == (status == 2), path
+        states[result["state"]] += 1
     assert len(UPSTREAM) >= 20
-    said = re.search(
+    sentence = re.search(
         r"Of (\d+) launches .* calls (\d+) supported, (\d+) guarded and (\d+) refused",
         " ".join((ROOT / "docs/supported.md").read_text().split()),
     )
-    assert said is not None
-    assert tuple(map(int, said.groups())) == (len(UPSTREAM), *(states[state] for state in ORDER))
+    assert sentence is not None
+    assert tuple(map(int, sentence.groups())) == (len(UPSTREAM), *(states[state] for state in ORDER))
 
 
 # Launches as scripts write them, in words of our own: dense, experts, hybrid, latent attention, long context and 8 bits.
@@ -155,11 +157,13 @@ LAUNCHES = {
 def test_launches_are_told_before_they_start(launch: str, capsys: pytest.CaptureFixture[str]) -> None:
     state = LAUNCHES[launch]
     status = main(["check-launch", "--format", "json", "--", *launch.split()])
-    found = json.loads(capsys.readouterr().out)
-    assert found["state"] == state
+    result = json.loads(capsys.readouterr().out)
+    assert result["state"] == state
     assert status == (2 if state == "refused" else 0)
-    assert found["state"] == max([one["state"] for one in found["features"]] or ["supported"], key=ORDER.index)
-    assert all(one["reason"] for one in found["features"])
+    assert result["state"] == max(
+        [feature["state"] for feature in result["features"]] or ["supported"], key=ORDER.index
+    )
+    assert all(feature["reason"] for feature in result["features"])
     assert (
         main(["check-launch", "--", "torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *launch.split()]) == status
     )
@@ -176,10 +180,10 @@ def test_a_captured_launch_is_checked_and_may_have_flags_of_its_own(
     file = tmp_path / "launch.json"
     file.write_text(write_launches([{"words": launch.split(), "environment": {}}]))
     assert main(["check-launch", "--launch", str(file)]) == 0
-    said, warned = capsys.readouterr()
+    printed, warned = capsys.readouterr()
     assert warned == "from the launch: Megatron's parser does not know --my-own; ignore this if your script adds it\n"
-    assert re.search(r"^guarded +FP8 ", said, re.MULTILINE)
-    assert re.search(r"^guarded +overlapped tensor-parallel communication ", said, re.MULTILINE)
+    assert re.search(r"^guarded +FP8 ", printed, re.MULTILINE)
+    assert re.search(r"^guarded +overlapped tensor-parallel communication ", printed, re.MULTILINE)
     assert main(["check-launch"]) == 2
     assert "name the launch" in capsys.readouterr().err
     assert main(["check-launch", "--", "--bpipe-schedule", "mine.csv"]) == 2
@@ -188,8 +192,10 @@ def test_a_captured_launch_is_checked_and_may_have_flags_of_its_own(
 
 def test_check_launch_names_flags_that_megatron_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-launch", "--", "--num-layerz", "8"]) == 0
-    said = capsys.readouterr()
-    assert "does not know --num-layerz (did you mean '--num-layers'?); ignore this if your script adds it" in said.err
-    assert said.out.endswith("this launch is supported: none of its flags needs anything of this project\n")
+    printed = capsys.readouterr()
+    assert (
+        "does not know --num-layerz (did you mean '--num-layers'?); ignore this if your script adds it" in printed.err
+    )
+    assert printed.out.endswith("this launch is supported: none of its flags needs anything of this project\n")
     assert main(["check-launch", "--", "--bpipe-schedul", "1f1b"]) == 2
     assert "unknown flag --bpipe-schedul, did you mean '--bpipe-schedule'?" in capsys.readouterr().err

@@ -118,7 +118,7 @@ OVERLAP = Switches(tp_comm_overlap=True)
 
 
 def test_every_refusal_has_its_flags() -> None:
-    assert {one.name for one in EVERY} == FLAGS.keys() | WITHOUT_A_FLAG | UNLESS.keys()
+    assert {refusal.name for refusal in EVERY} == FLAGS.keys() | WITHOUT_A_FLAG | UNLESS.keys()
 
 
 def test_no_row_is_one_that_the_trainer_refuses() -> None:
@@ -142,10 +142,10 @@ LAUNCH += "--sequence-parallel --pipeline-model-parallel-size 4 --micro-batch-si
 
 
 def test_simulate_says_that_a_launch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "the trainer refuses this: --bpipe-vocabulary 1: an in-process restart cannot rebuild the pairs"
+    message = "the trainer refuses this: --bpipe-vocabulary 1: an in-process restart cannot rebuild the pairs"
     for more, is_refused in (
         (["--bpipe-vocabulary", "1", "--inprocess-restart"], True),
         (["--inprocess-restart"], False),
     ):
         assert main(["simulate", "--cluster", "a100-80g:8", "--", *LAUNCH, *more]) == 0
-        assert (said in capsys.readouterr().out) is is_refused
+        assert (message in capsys.readouterr().out) is is_refused

@@ -63,9 +63,9 @@ REPEATED: list[Any] = [
 def test_what_never_repeats_exactly_is_continued_once_it_adds_evenly() -> None:
     """A first rank that is a little faster than the slowest runs ahead of it for hundreds of micro-batches."""
     setup = large("zb-h1", 1, global_batch=1024, balance=BalanceConfig())
-    found, whole = steady_timing(setup, costs_of(setup)), whole_timing(simulation_of(setup))
-    assert 8 * 4 < found.simulated < 40 * 4
-    assert found.iteration_s == pytest.approx(whole.iteration_s, rel=1e-3)
+    timing, whole = steady_timing(setup, costs_of(setup)), whole_timing(simulation_of(setup))
+    assert 8 * 4 < timing.simulated < 40 * 4
+    assert timing.iteration_s == pytest.approx(whole.iteration_s, rel=1e-3)
 
 
 def test_what_the_first_simulation_tells_to_be_too_long_is_that() -> None:

@@ -22,21 +22,21 @@ PLAIN_S = 11.7222
 
 
 def hurting() -> Burden:
-    found = burden(predict(setup(vocabulary=Vocabulary.WHOLE, input_shards=False)))
-    assert found is not None
-    return found
+    result = burden(predict(setup(vocabulary=Vocabulary.WHOLE, input_shards=False)))
+    assert result is not None
+    return result
 
 
 def test_the_gains_are_those_that_were_measured() -> None:
     """By formula alone, no time given: within 15 %, most of which is that published shards' passes took longer than
     their layers alone."""
-    found = hurting()
-    assert found.load == pytest.approx((36.8 + 52.4) / (10.5 + 21.1), rel=0.1)
-    assert set(found.remedies) == set(MEASURED)
+    result = hurting()
+    assert result.load == pytest.approx((36.8 + 52.4) / (10.5 + 21.1), rel=0.1)
+    assert set(result.remedies) == set(MEASURED)
     for name, seconds in MEASURED.items():
-        assert found.gain(name) == pytest.approx(PLAIN_S / seconds, rel=0.15), name
-    assert found.remedies["redistribute"].setup.layers == (4, 4, 4, 5, 5, 5, 5, 0)
-    assert found.best in ("1", "2", "interlaced")
+        assert result.gain(name) == pytest.approx(PLAIN_S / seconds, rel=0.15), name
+    assert result.remedies["redistribute"].setup.layers == (4, 4, 4, 5, 5, 5, 5, 0)
+    assert result.best in ("1", "2", "interlaced")
 
 
 def test_a_small_vocabulary_does_not_hurt() -> None:
@@ -49,15 +49,15 @@ def test_a_small_vocabulary_does_not_hurt() -> None:
 
 
 def test_a_profile_says_how_long_the_output_layer_takes() -> None:
-    mine = setup(vocabulary=Vocabulary.WHOLE, input_shards=False)
+    whole = setup(vocabulary=Vocabulary.WHOLE, input_shards=False)
     light, heavy = (
         Profile("p.json", (Entry(forward_s=0.01, backward_s=0.02, output_s=seconds),)) for seconds in (0.001, 0.06)
     )
-    assert burden(predict(mine, light), light) is None
-    found = burden(predict(mine, heavy), heavy)
-    assert found is not None
-    assert found.load == pytest.approx(3.0, rel=0.02)
-    assert found.gain("1") > 2
+    assert burden(predict(whole, light), light) is None
+    result = burden(predict(whole, heavy), heavy)
+    assert result is not None
+    assert result.load == pytest.approx(3.0, rel=0.02)
+    assert result.gain("1") > 2
 
 
 def test_a_plan_reports_the_vocabulary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -70,16 +70,16 @@ def test_a_plan_reports_the_vocabulary(capsys: pytest.CaptureFixture[str], tmp_p
     asked = ["plan", *sizes, "--cluster", str(cluster), *rest.split(), "--untie-embeddings-and-output-weights"]
     assert main(asked) == 0
     text = " ".join(capsys.readouterr().out.split())
-    said = re.search(r"The vocabulary hurts in row (\d): with 128000 tokens the last stage's rank computes", text)
-    assert said is not None
+    sentence = re.search(r"The vocabulary hurts in row (\d): with 128000 tokens the last stage's rank computes", text)
+    assert sentence is not None
     assert " vocabulary 1 " in text
     assert main([*asked, "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)["vocabulary"]
-    assert found["row"] == int(said[1])
-    assert found["last_load"] > 1.05
-    assert {one["remedy"] for one in found["remedies"]} >= {"1", "interlaced"}
-    best = next(one for one in found["remedies"] if one["remedy"] == found["best"])
-    assert best["configuration"]["vocabulary_parallel"] == found["best"]
+    report = json.loads(capsys.readouterr().out)["vocabulary"]
+    assert report["row"] == int(sentence[1])
+    assert report["last_load"] > 1.05
+    assert {remedy["remedy"] for remedy in report["remedies"]} >= {"1", "interlaced"}
+    best = next(remedy for remedy in report["remedies"] if remedy["remedy"] == report["best"])
+    assert best["configuration"]["vocabulary_parallel"] == report["best"]
     assert best["gain"] > 1
 
 
@@ -91,9 +91,9 @@ def test_simulate_predicts_shards(capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("none", "1", "2", "interlaced"):
         shards = [] if split == "none" else ["--vocabulary", split, "--vocabulary-input"]
         assert main([*asked, *shards]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["configuration"].get("vocabulary_parallel", "none") == split
-        seconds[split] = found["iteration_time_s"]
+        result = json.loads(capsys.readouterr().out)
+        assert result["configuration"].get("vocabulary_parallel", "none") == split
+        seconds[split] = result["iteration_time_s"]
     assert seconds["none"] > 1.8 * max(seconds[split] for split in ("1", "2", "interlaced"))
     assert main([*asked, "--vocabulary", "1", "--schedule", "gpipe"]) == 2
     assert "gpipe has no place for shards of the vocabulary" in capsys.readouterr().err

@@ -93,20 +93,20 @@ def experts() -> list[tuple[Setup, tuple[int, ...]]]:
 
     Eight experts of another size than the MLP.
     """
-    made = Experts(8, 3, 96)
-    every = [(made, Routing()), (made, Routing(dispatcher="allgather")), (replace(made, sigmoid=True), Routing())]
-    every += [(replace(made, top_k=1, sigmoid=True), Routing()), (made, Routing(capacity=1.0, padded=True))]
+    eight = Experts(8, 3, 96)
+    every = [(eight, Routing()), (eight, Routing(dispatcher="allgather")), (replace(eight, sigmoid=True), Routing())]
+    every += [(replace(eight, top_k=1, sigmoid=True), Routing()), (eight, Routing(capacity=1.0, padded=True))]
     every += [
-        (replace(made, shared_size=128), Routing()),
-        (replace(made, shared_size=128, shared_gate=True), Routing()),
+        (replace(eight, shared_size=128), Routing()),
+        (replace(eight, shared_size=128, shared_gate=True), Routing()),
     ]
     result = []
-    for (one, routing), precision in product(every, ("fp32", "bf16")):
+    for (variant, routing), precision in product(every, ("fp32", "bf16")):
         made_setup = setup(LLAMA, precision, "none", 1, True, 2)
         result.append(
-            (replace(made_setup, model=replace(LLAMA, name=f"{one}", experts=one), routing=routing), (INNER,))
+            (replace(made_setup, model=replace(LLAMA, name=f"{variant}", experts=variant), routing=routing), (INNER,))
         )
-    some = replace(LLAMA, name="some with experts", num_layers=8, experts=replace(made, pattern=(0, 1)))
+    some = replace(LLAMA, name="some with experts", num_layers=8, experts=replace(eight, pattern=(0, 1)))
     result += [
         (setup(some, "bf16", recompute, 1, True, 1), (FIRST, LAST)) for recompute in ("none", "selective", "full")
     ]
@@ -130,8 +130,8 @@ def further() -> list[tuple[Setup, tuple[int, ...]]]:
     )
     result = [(setup(model, *kind, 2), (FIRST, LAST)) for model, kind in product(models, kinds)]
     for layers, mtp_stage in (((2, 2, 0, 0), 2), ((2, 1, 1, 0), 2), ((1, 1, 2, 0), None)):
-        one = setup(models[1], "bf16", "none", 1, True, 1)
-        result.append((replace(one, layers=layers, mtp_stage=mtp_stage), (FIRST, INNER, 2, LAST)))
+        base = setup(models[1], "bf16", "none", 1, True, 1)
+        result.append((replace(base, layers=layers, mtp_stage=mtp_stage), (FIRST, INNER, 2, LAST)))
     return result
 
 
@@ -153,10 +153,10 @@ def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
     for precision, part in product(("fp32", "bf16"), parts):
         result.append((setup(LLAMA, precision, f"selective:{part}", 1, True, 2), (FIRST, LAST)))
     result += [(setup(GPT, "bf16", "selective:layernorm", 2, True, 1), (FIRST, LAST))]
-    made = Experts(8, 3, 96, shared_size=128, shared_gate=True)
+    eight = Experts(8, 3, 96, shared_size=128, shared_gate=True)
     of_experts = ("moe", "shared_experts", "layernorm", "moe+layernorm", "core_attn+mlp+layernorm+shared_experts")
     for part, pattern in product(of_experts, ((1,), (0, 1))):
-        model = replace(LLAMA, name=f"experts {pattern}", num_layers=8, experts=replace(made, pattern=pattern))
+        model = replace(LLAMA, name=f"experts {pattern}", num_layers=8, experts=replace(eight, pattern=pattern))
         result.append((setup(model, "bf16", f"selective:{part}", 1, True, 2), (INNER,)))
     some = replace(LLAMA, name="some with experts", num_layers=12, experts=Experts(8, 3, 96, pattern=(0, 1)))
     return [
@@ -168,12 +168,12 @@ def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
     ]
 
 
-def agree(setup: Setup, found: Counter[int], said: Counter[int]) -> bool:
+def agree(setup: Setup, measured: Counter[int], predicted: Counter[int]) -> bool:
     """Storage by storage; of experts one after the other in the sum, for how many tokens each gets is the router's
     choice."""
     if setup.model.experts is None:
-        return found == said
-    return sum(size * num for size, num in found.items()) == sum(size * num for size, num in said.items())
+        return measured == predicted
+    return sum(size * num for size, num in measured.items()) == sum(size * num for size, num in predicted.items())
 
 
 def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int, int]:
@@ -186,29 +186,29 @@ def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int, int]:
         runner = one_stage.Runner(args, model, args.micro_batch_size)
         output = runner.forward()
         result = capture.find([output.grad_fn], runner.inputs, torch.device("cpu"))
-        received = {one.untyped_storage().data_ptr() for one in runner.inputs if one is not None}
-        saved = Counter(one.nbytes for one in result if one.alone or one.storage.data_ptr() in received)
+        received = {tensor.untyped_storage().data_ptr() for tensor in runner.inputs if tensor is not None}
+        saved = Counter(storage.nbytes for storage in result if storage.alone or storage.storage.data_ptr() in received)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return saved, sum(one.nbytes for one in result if one.alone), parameters
+        return saved, sum(storage.nbytes for storage in result if storage.alone), parameters
 
 
 def main() -> int:
     num_cases = num_wrong = 0
-    for one, stages in cases():
+    for case, stages in cases():
         with contextlib.redirect_stdout(io.StringIO()):
-            args = one_stage.parse([*megatron_flags(one), "--vocab-size", str(one.model.vocabulary)], add_arguments)
+            args = one_stage.parse([*megatron_flags(case), "--vocab-size", str(case.model.vocabulary)], add_arguments)
         for stage in stages:
             with contextlib.redirect_stdout(io.StringIO()):
                 result, movable, parameters = saved_by_megatron(args, stage)
             predicted: Counter[int] = Counter()
-            for row in stage_saved(one, stage):
+            for row in stage_saved(case, stage):
                 predicted[row.nbytes] += row.num
             num_cases += 1
-            counts = movable == moved_bytes(one, stage, 1), parameters == stage_parameters(one)[stage]
-            if not agree(one, result, predicted) or counts != (True, True):
+            counts = movable == moved_bytes(case, stage, 1), parameters == stage_parameters(case)[stage]
+            if not agree(case, result, predicted) or counts != (True, True):
                 num_wrong += 1
                 print(
-                    f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}:"
+                    f"{case.model.name} {case.precision} {case.recompute} t={case.tensor} b={case.micro_batch} stage {stage}:"
                 )
                 print(f"  besides {dict(result - predicted)}, missing {dict(predicted - result)}")
                 print(f"  {movable} move, {parameters} parameters")

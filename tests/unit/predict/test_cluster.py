@@ -85,9 +85,11 @@ def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
     assert (replicas_share_nodes(rack), replicas_share_nodes(trays)) == (True, False)
     # A pair of eight devices is on two trays, one behind the other.
     balanced = replace(rack, balance=EVENLY)
-    costs = [predict_costs(one) for one in (balanced, replace(trays, balance=EVENLY), replace(node, balance=EVENLY))]
-    assert [one.links.crosses(0, 7) for one in costs] == [False, True, False]
-    assert [len(one.one_sided) for one in costs] == [0, 0, 8]
+    costs = [
+        predict_costs(setup) for setup in (balanced, replace(trays, balance=EVENLY), replace(node, balance=EVENLY))
+    ]
+    assert [cost.links.crosses(0, 7) for cost in costs] == [False, True, False]
+    assert [len(cost.one_sided) for cost in costs] == [0, 0, 8]
     # A pair of four is on one.
     assert len(predict_costs(replace(balanced, tensor=2)).one_sided) == 8
     # Beyond a tray, and beyond a rack.

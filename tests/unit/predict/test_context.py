@@ -34,7 +34,7 @@ def test_steps_of_a_ring_are_of_equal_work(context: int) -> None:
     """Of 2c parts a rank has one from the front and one from the back; pairs of tokens are counted one by one, half
     of the diagonal's."""
     size = 4
-    ours = [[one, 2 * context - 1 - one] for one in range(context)]
+    ours = [[part, 2 * context - 1 - part] for part in range(context)]
 
     def pairs(query: int, key: int) -> float:
         return size * size if key < query else size * size / 2 if key == query else 0
@@ -66,11 +66,11 @@ def test_what_is_gathered_is_waited_for() -> None:
 
 @pytest.mark.parametrize("how", CP_COMM_TYPES)
 def test_an_iteration_on_the_same_devices_is_hardly_slower_over_fast_links(how: str) -> None:
-    one = replace(LLAMA, global_batch=512)
-    two = replace(one, context=4, cp_comm_type=how)
-    assert predict(two).mfu == pytest.approx(predict(one).mfu, rel=0.06)
-    assert predict(two).setup.data * 4 == one.data
-    assert exchange_bytes(two) > 0 == exchange_bytes(one)
+    whole = replace(LLAMA, global_batch=512)
+    parted = replace(whole, context=4, cp_comm_type=how)
+    assert predict(parted).mfu == pytest.approx(predict(whole).mfu, rel=0.06)
+    assert predict(parted).setup.data * 4 == whole.data
+    assert exchange_bytes(parted) > 0 == exchange_bytes(whole)
 
 
 def _megatrons_groups(tensor: int, context: int, pipeline: int, data: int, token: str) -> list[list[int]]:
@@ -84,23 +84,25 @@ def _megatrons_groups(tensor: int, context: int, pipeline: int, data: int, token
     future = ast.parse("from __future__ import annotations").body
     namespace: dict[str, Any] = {"List": list, "Optional": Any}
     exec(compile(ast.Module([*future, *nodes], []), "parallel_state.py", "exec"), namespace)
-    made = namespace["RankGenerator"](
+    generator = namespace["RankGenerator"](
         tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp", rank_offset=0
     )
-    groups: list[list[int]] = made.get_ranks(token)
+    groups: list[list[int]] = generator.get_ranks(token)
     return groups
 
 
 @given(*(st.sampled_from([1, 2, 4]) for _ in range(4)), st.sampled_from([2, 4, 8]))
-def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline: int, data: int, each: int) -> None:
-    nodes = nodes_of_copies(Grid(tensor, context, pipeline, data, each, each), False, None)
+def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline: int, data: int, per_node: int) -> None:
+    nodes = nodes_of_copies(Grid(tensor, context, pipeline, data, per_node, per_node), False, None)
     # The first tensor-parallel rank's: data-parallel and context-parallel ranks together reduce gradients.
     for number, group in enumerate(_megatrons_groups(tensor, context, pipeline, data, "dp-cp")[::tensor]):
-        assert [nodes[number, copy] for copy in range(data * context)] == [rank // each for rank in group]
+        assert [nodes[number, copy] for copy in range(data * context)] == [rank // per_node for rank in group]
     rings = _megatrons_groups(tensor, context, pipeline, data, "cp")[::tensor]
     for number, ring in enumerate(rings):
         rank, replica = divmod(number, data)
-        assert [nodes[rank, replica * context + part] for part in range(context)] == [one // each for one in ring]
+        assert [nodes[rank, replica * context + part] for part in range(context)] == [
+            member // per_node for member in ring
+        ]
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,22 @@ def held_by_megatrons(share: float, gradients: Any) -> tuple[float, float]:
             weight.decoupled_grad = gradient
         optimizer.step()
         optimizer.zero_grad()
-    inner = [weight for one in optimizer.sub_optimizers for group in one.param_groups for weight in group["params"]]
-    held = [*inner, *(weight.grad for weight in inner)]
-    held += [value for one in optimizer.sub_optimizers for state in one.state.values() for value in state.values()]
+    inner = [
+        weight
+        for sub_optimizer in optimizer.sub_optimizers
+        for group in sub_optimizer.param_groups
+        for weight in group["params"]
+    ]
+    tensors = [*inner, *(weight.grad for weight in inner)]
+    tensors += [
+        value
+        for sub_optimizer in optimizer.sub_optimizers
+        for state in sub_optimizer.state.values()
+        for value in state.values()
+    ]
     storages = {
         tensor.untyped_storage()._cdata: tensor
-        for tensor in held
+        for tensor in tensors
         if tensor is not None and tensor.numel() == SIZE and not any(tensor is own for own in kept)
     }
     both = [0.0, 0.0]

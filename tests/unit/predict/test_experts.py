@@ -27,8 +27,8 @@ def test_a_preset_has_as_many_parameters_as_published(model: Model, billions: fl
 
 
 def setup_of(model: Model, t: int = 1, p: int = 4, devices: str = "h100-80g:4x8", **changes: Any) -> Setup:
-    each, rest = divmod(model.num_layers, p)
-    layers = tuple(each + (place < rest) for place in range(p))
+    per_rank, rest = divmod(model.num_layers, p)
+    layers = tuple(per_rank + (place < rest) for place in range(p))
     values = {"micro_batch": 1, "global_batch": 256, "sequence": model.sequence, "recompute": "none", **changes}
     return Setup(model=model, cluster=parse_cluster(devices), tensor=t, pipeline=p, layers=layers, **values)
 

@@ -106,7 +106,7 @@ def test_what_is_held_is_what_the_memory_rule_says(schedule: Schedule, share: Fr
     """Of stages of different sizes, held as much, less or more between the halves."""
     saved = tuple(100 + 10 * stage for stage in range(schedule.num_stages))
     between = tuple(int(share * size) for size in saved)
-    for rank, held in enumerate(held_by(schedule)):
+    for rank, orders in enumerate(held_by(schedule)):
         ours = [stage in schedule.layout.stages_of(rank) for stage in range(schedule.num_stages)]
         own = [[size * of for size, of in zip(sizes, ours, strict=True)] for sizes in (saved, between)]
-        assert held.num_bytes(saved, between)[0] == max(live_bytes(schedule, rank, memory_of(own[0], None, own[1])))
+        assert orders.num_bytes(saved, between)[0] == max(live_bytes(schedule, rank, memory_of(own[0], None, own[1])))

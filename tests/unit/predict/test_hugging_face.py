@@ -96,14 +96,14 @@ def test_a_launch_says_the_same_of_layers(name: str, tmp_path: Path) -> None:
     )
     assert options.get("routing", Routing()) == routing
     assert options["qk_layernorm"] is model.qk_norm
-    back = setup_from(
+    reread = setup_from(
         [*megatron_flags(ours), "--vocab-size", str(model.vocabulary)], ours.cluster, model.vocabulary, "gpu"
     )
-    assert [back.model.kind(layer) for layer in range(model.num_layers)] == [
+    assert [reread.model.kind(layer) for layer in range(model.num_layers)] == [
         model.kind(layer) for layer in range(model.num_layers)
     ]
-    assert rank_parameters(back) == rank_parameters(ours)
-    assert layer_seconds(back) == layer_seconds(ours)
+    assert rank_parameters(reread) == rank_parameters(ours)
+    assert layer_seconds(reread) == layer_seconds(ours)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def setup_of(model: Model, p: int = 4, t: int = 1, **changes: Any) -> Setup:
 @pytest.mark.parametrize(
     ("model", "billions"),
     [(NEMOTRON_H_8B, 8.101), (NEMOTRON_NANO_9B, 8.888), (NEMOTRON_3_NANO, 31.578)],
-    ids=lambda one: getattr(one, "name", None),
+    ids=lambda value: getattr(value, "name", None),
 )
 def test_as_many_parameters_as_published(model: Model, billions: float) -> None:
     assert num_parameters(model) / 1e9 == pytest.approx(billions, abs=0.003)
@@ -59,7 +59,7 @@ def test_a_mamba_layers_parameters_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("megatron_patterns")
-@pytest.mark.parametrize("model", [NEMOTRON_H_8B, NEMOTRON_NANO_9B, NEMOTRON_3_NANO], ids=lambda one: one.name)
+@pytest.mark.parametrize("model", [NEMOTRON_H_8B, NEMOTRON_NANO_9B, NEMOTRON_3_NANO], ids=lambda model: model.name)
 def test_flops_are_megatrons(
     model: Model, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]
 ) -> None:
@@ -105,9 +105,9 @@ def test_attention_and_mlp_apart_are_a_layer(more: dict[str, Any]) -> None:
     assert stage_bytes(whole) == stage_bytes(apart)
     assert after_input_bytes(whole) == after_input_bytes(apart)
     assert [row.weights_bytes for row in predict_memory(whole)] == [row.weights_bytes for row in predict_memory(apart)]
-    for ours, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
+    for ours, theirs in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
         assert (ours.forward_s, ours.backward_s, ours.weight_s) == pytest.approx(
-            (other.forward_s, other.backward_s, other.weight_s)
+            (theirs.forward_s, theirs.backward_s, theirs.weight_s)
         )
 
 
@@ -130,7 +130,7 @@ def test_a_mamba_layer_takes_its_scan_besides_its_matrices() -> None:
     model = NEMOTRON_H_8B
     assert model.hybrid is not None
     wide = replace(model, hybrid=replace(model.hybrid, state_dim=256))
-    plain, wider = (layer_seconds(setup_of(one), MAMBA) for one in (model, wide))
+    plain, wider = (layer_seconds(setup_of(variant), MAMBA) for variant in (model, wide))
     assert 1.02 < wider[0] / plain[0] < 1.6
     assert 2 < plain[1] / plain[0] < 4
 

@@ -188,7 +188,7 @@ def test_a_graph_of_an_iteration_shares_no_memory_with_the_update() -> None:
     """Gradients in 16 bits are copied to 32 for the update, in memory that no micro-batch needs by then."""
     eager = setup(precision="fp16")
     for without, within in zip(
-        *(predict_memory(each) for each in (eager, replace(eager, cuda_graph_impl="full_iteration"))), strict=True
+        *(predict_memory(setup) for setup in (eager, replace(eager, cuda_graph_impl="full_iteration"))), strict=True
     ):
         assert without.update_bytes > 0
         assert within.state_bytes == without.state_bytes
@@ -204,12 +204,12 @@ def test_further_tokens_take_time_where_their_layer_is_and_on_the_last_stage(mtp
     that from there on two hidden states are sent."""
     plain = setup("llama3-70b", p=8, layers=(16, 16, 16, 16, 14, 1, 1, 0), attention="flash")
     further = replace(plain, model=replace(plain.model, mtp_num_layers=1), mtp_stage=mtp_stage)
-    before, after = (predict_costs(one).stages for one in (plain, further))
+    before, after = (predict_costs(setup).stages for setup in (plain, further))
     layer = float(before[0].forward_s) / 16
-    for stage, (one, other) in enumerate(zip(before, after, strict=True)):
-        added = float(other.forward_s) - float(one.forward_s)
+    for stage, (stage_before, stage_after) in enumerate(zip(before, after, strict=True)):
+        added = float(stage_after.forward_s) - float(stage_before.forward_s)
         assert layer < added < 1.5 * layer if stage == own else added == 0, stage
-        assert other.sent_bytes == one.sent_bytes * (1 + (stage >= own)), stage
+        assert stage_after.sent_bytes == stage_before.sent_bytes * (1 + (stage >= own)), stage
     assert after[7].output_forward_s == pytest.approx(2 * float(before[7].output_forward_s))
 
 
@@ -226,8 +226,8 @@ def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_famil
                 continue
             config = ScheduleConfig(name, p, m, num_chunks=v, vocabulary=vocabulary)
             alone, placed = held_by_orders(config), held_by(unchecked(config))
-            assert [(one.stages, set(one.moments)) for one in alone] == [
-                (one.stages, set(one.moments)) for one in placed
+            assert [(order.stages, set(order.moments)) for order in alone] == [
+                (order.stages, set(order.moments)) for order in placed
             ], config
             if family.ahead is not None:
                 assert family.ahead(p, m, v, family.usual_group(p)) <= max(map(sum, alone[0].moments)), config

@@ -186,10 +186,10 @@ def test_recomputed_parts_add_their_forward() -> None:
         (dense, ("core_attn", "mlp", "layernorm", "mla_up_proj")),
         (experts, ("core_attn", "moe", "layernorm", "mla_up_proj")),
     ):
-        each = [more(MIXED, part, kind) for part in parts]
-        assert min(each) > 0
-        assert more(MIXED, "+".join(parts), kind) == pytest.approx(sum(each))
-        assert sum(each) < layer_seconds(MIXED, kind, NO_RECOMPUTATION)[0]
+        seconds = [more(MIXED, part, kind) for part in parts]
+        assert min(seconds) > 0
+        assert more(MIXED, "+".join(parts), kind) == pytest.approx(sum(seconds))
+        assert sum(seconds) < layer_seconds(MIXED, kind, NO_RECOMPUTATION)[0]
     assert 0 < more(MIXED, "moe_act", experts) < more(MIXED, "shared_experts", experts) < more(MIXED, "moe", experts)
     assert more(MIXED, "moe", dense) == more(MIXED, "mlp", experts) == 0
     # A gather before the first matrix and a scatter behind the second.

@@ -34,7 +34,7 @@ def test_slices_are_cut_as_the_trainer_cuts_them() -> None:
     assert slice_bounds(SLICED) == (0, 16384, 32768, 49152, 65536)
     assert slice_bounds(LISTED) == (0, 32768, 49152, 57344, 65536)
     work = slice_bounds(replace(SLICED, slice_lengths=WORK))
-    assert all(one % 8 == 0 for one in work)
+    assert all(length % 8 == 0 for length in work)
     # 2 * 8192 * (8192 + 1024) for Q, O, K, V and three matrices of 28672; scores and sums with 8192 channels.
     share = attention_share(65536, 8192, 8192, 1024, 28672, 3)
     assert share == 8192 * 65536 / (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672 + 8192 * 65536)
@@ -64,7 +64,7 @@ def test_slices_save_together_what_the_whole_does_but_for_keys_and_values(setup:
     rotated = 40 * 65536 * 2 * (64 + 8) * 128 // 8 if recompute == "selective" else 0
     assert together == [size - kept - rotated for size, kept in zip(stage_bytes(whole), keys, strict=True)]
     assert sum(map(sent_bytes, slices)) == sent_bytes(whole)
-    assert [sent_bytes(one) for one in slices] == [
+    assert [sent_bytes(piece) for piece in slices] == [
         sent_bytes(whole) * (end - begin) // 65536 for begin, end in pairwise(slice_bounds(sliced))
     ]
 
@@ -74,10 +74,10 @@ def test_lengths_of_equal_seconds_are_nearly_that(recompute: str) -> None:
     setup = replace(SLICED, recompute=recompute, sequence=131072, slices=8)
     lengths = lengths_of_equal_seconds(setup)
     assert sum(lengths) == 131072
-    assert all(one % 256 == 0 for one in lengths)
-    seconds = [sum(layer_seconds(one)) for one in slice_setups(replace(setup, slice_lengths=lengths))]
+    assert all(length % 256 == 0 for length in lengths)
+    seconds = [sum(layer_seconds(piece)) for piece in slice_setups(replace(setup, slice_lengths=lengths))]
     assert max(seconds) < 1.05 * min(seconds)
-    even = [sum(layer_seconds(one)) for one in slice_setups(setup)]
+    even = [sum(layer_seconds(piece)) for piece in slice_setups(setup)]
     assert max(even) > 2.5 * min(even)
     assert predicted_s(replace(setup, slice_lengths=lengths)) < 0.92 * predicted_s(setup)
 

@@ -49,26 +49,26 @@ def ring(collective_s: float, product_s: float, parts: int) -> float:
 
 def clocked(setup: Setup) -> tuple[float, float]:
     """A layer's four matrices forward and backward, two streams: when everything is over, less the products alone."""
-    one, parts, cut = gather_s(setup), setup.tensor, setup.switches.tp_comm_overlap
+    gather, parts, cut = gather_s(setup), setup.tensor, setup.switches.tp_comm_overlap
     layer = layer_products(setup)
     forward = backward = 0.0
     for matrix in (*layer.entering, *layer.returning):
         seconds = matrix.forward_s
-        forward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
+        forward += (ring(gather, seconds, parts) if cut else gather + seconds) if setup.sequence_parallel else seconds
     if not setup.sequence_parallel:
         # A sum behind the projection and behind the MLP.
-        forward += 2 * 2 * one
+        forward += 2 * 2 * gather
     for matrix in reversed(layer.returning):
         # The gradient is gathered, then goes through both products.
         seconds = matrix.input_s
-        backward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
+        backward += (ring(gather, seconds, parts) if cut else gather + seconds) if setup.sequence_parallel else seconds
         backward += matrix.weight_s
     for matrix in reversed(layer.entering):
         if setup.sequence_parallel:
             # The input is gathered beside the first product, its gradient scattered beside the second.
-            backward += together(one, matrix.input_s) + together(one, matrix.weight_s)
+            backward += together(gather, matrix.input_s) + together(gather, matrix.weight_s)
         else:
-            backward += matrix.input_s + together(2 * one, matrix.weight_s)
+            backward += matrix.input_s + together(2 * gather, matrix.weight_s)
     alone = layer.total()
     return forward - alone.forward_s, backward - alone.input_s - alone.weight_s
 

@@ -181,8 +181,8 @@ SOFTMAX = (
 def test_a_softmax_in_32_bits_is_saved_beside_its_probabilities(
     more: str, kernels: str, mib: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--cluster", "a100-80g:1x2", "--kernels", kernels, "--format", "json"]
-    assert main(["simulate", *given, "--", *f"{SOFTMAX} {more}".split()]) == 0
+    options = ["--cluster", "a100-80g:1x2", "--kernels", kernels, "--format", "json"]
+    assert main(["simulate", *options, "--", *f"{SOFTMAX} {more}".split()]) == 0
     saved = json.loads(capsys.readouterr().out)["stages"][0]["activations_bytes"]
     assert saved / 2**20 == pytest.approx(mib, abs=0.005)
 
@@ -210,8 +210,8 @@ def test_transformer_engines_unfused_softmax_asks_none_of_megatrons_flags(
     )
     saved = {}
     for recompute in ("none", "selective"):
-        given = ["--cluster", "a100-80g:1x2", "--recompute", recompute, "--format", "json"]
-        assert main(["simulate", *given, "--", *words]) == 0
+        options = ["--cluster", "a100-80g:1x2", "--recompute", recompute, "--format", "json"]
+        assert main(["simulate", *options, "--", *words]) == 0
         saved[recompute] = json.loads(capsys.readouterr().out)["stages"][0]["activations_bytes"]
     # Of two micro-batches; what is saved beside it if the core is recomputed is smaller by far.
     assert (saved["none"] - saved["selective"]) / (2 * heads * tokens**2) == pytest.approx(bytes_of_a_score, rel=0.1)
@@ -229,7 +229,7 @@ def test_experts_and_latent_attention_keep_less_too(model: Any) -> None:
     matrices = sum(stage_matrices(low))
     down = 0 if model.latent is None else model.hidden_size * model.latent.down_size
     kinds = [(layer_parameters(model, kind), number) for kind, number in model.kinds()]
-    assert matrices == sum(number * (one.matrices + down + one.experts // 8) for one, number in kinds)
+    assert matrices == sum(number * (layer.matrices + down + layer.experts // 8) for layer, number in kinds)
 
 
 def test_commands_take_fp8(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_commands_take_fp8(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "give --fp8-format, too" in capsys.readouterr().err
     plan = ["plan", *common, "--fp8-format", "hybrid", "--max-micro-batch", "1", "--rows", "1"]
     assert main([*plan, "--format", "json"]) == 0
-    families = {one["schedule"] for one in json.loads(capsys.readouterr().out)["families"]}
+    families = {family["schedule"] for family in json.loads(capsys.readouterr().out)["families"]}
     assert "1f1b" in families
     assert not {"zb-h1", "zb-v", "v-half"} & families
     assert main([*plan, "--schedule", "zb-h1"]) == 2

@@ -147,7 +147,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def captured(script: str, *arguments: str, timeout_s: float = 50.0) -> tuple[list[str], Any]:
     Path("run.sh").write_text(f"#!/bin/bash\n{script}\n")
     result = capture(["bash", "run.sh", *arguments], timeout_s)
-    return [shlex.join(one["words"]) for one in result.launches], result
+    return [shlex.join(launch["words"]) for launch in result.launches], result
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

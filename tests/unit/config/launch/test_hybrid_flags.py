@@ -62,7 +62,7 @@ def test_what_we_write_we_read(setup: Setup) -> None:
     assert read_command([*flags, "--vocab-size", "1000"]).not_considered == ()
 
 
-@pytest.mark.parametrize("model", [NEMOTRON_H_8B, NEMOTRON_3_NANO], ids=lambda one: one.name)
+@pytest.mark.parametrize("model", [NEMOTRON_H_8B, NEMOTRON_3_NANO], ids=lambda model: model.name)
 def test_published_models_come_back(model: Model) -> None:
     setup = Setup(model, parse_cluster("h100-80g:1x4"), 1, 4, 1, 8, 8192, (13,) * 4, "none")
     assert replace(setup_from(megatron_flags(setup), setup.cluster, 131072, "gpu").model, name=model.name) == model

@@ -187,6 +187,6 @@ def test_messages_that_cross_refuse_a_launch_and_those_in_order_are_said(
         ((), 0, "no message between stages is taken for another, and no rank waits for ever"),
     ):
         judgement = Judgement("", unknown=(), messages=messages)
-        monkeypatch.setattr("bpipe.commands.launch.judge", lambda *_, said=judgement: said)
+        monkeypatch.setattr("bpipe.commands.launch.judge", lambda *_, verdict=judgement: verdict)
         assert main(["check-launch", "--", *BASE.split()]) == status
         assert line in capsys.readouterr().out
