@@ -83,11 +83,11 @@ def test_every_command_runs(
     program, *arguments = command.split()
     if program == "python":
         # A script's own test runs it; here that it is there and takes these flags.
-        said = subprocess.run(
+        printed = subprocess.run(
             [sys.executable, ROOT / arguments[0], "--help"], capture_output=True, text=True, timeout=50, check=True
         ).stdout
         for flag in re.findall(r" (--[\w-]+)", command):
-            assert flag in said, f"{arguments[0]} knows no {flag}"
+            assert flag in printed, f"{arguments[0]} knows no {flag}"
         return
     assert program == "bpipe", f"nobody runs {command!r}"
     monkeypatch.chdir(tmp_path)
@@ -160,9 +160,9 @@ def upstream_files() -> Iterator[Path]:
 def files() -> tuple[str, ...]:
     """Every file of this project, and of the installed megatron-core, as `/a/b.py`."""
     folders = ("bpipe", "megatron", "terra", "scripts", "examples", "tests", ".ci")
-    mine = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     top = [path for path in ROOT.iterdir() if path.is_file()]
-    return tuple(f"/{path}" for path in (*(path.relative_to(ROOT) for path in (*mine, *top)), *upstream_files()))
+    return tuple(f"/{path}" for path in (*(path.relative_to(ROOT) for path in (*paths, *top)), *upstream_files()))
 
 
 # Named for example, in commands of a user's.
@@ -265,7 +265,7 @@ def test_the_readme_begins_with_what_has_run_and_what_is_refused() -> None:
     ]
     for state in (State.GUARDED, State.REFUSED):
         (named,) = re.findall(rf"^\| \*\*is {state.value}\*\* \| (.*?): (?:at the start|never run)", head, re.MULTILINE)
-        features = {one.name.casefold() for one in FEATURES if one.state is state}
+        features = {feature.name.casefold() for feature in FEATURES if feature.state is state}
         names = [
             name.casefold() for name in re.sub(r" schedule", "", named).replace("the combined", "combined").split(", ")
         ]
@@ -282,9 +282,9 @@ def test_the_planner_says_of_all_schedules_what_the_readme_says_of_it(capsys: py
     place = asked.index(restricted[0])
     assert asked[place : place + 3] == restricted
     assert cli.main([*asked[:place], *asked[place + 3 :]]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1].startswith("Use bpipe without balancing: ")
-    assert f'"{said[-1]}"' in " ".join(README.read_text().split())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("Use bpipe without balancing: ")
+    assert f'"{lines[-1]}"' in " ".join(README.read_text().split())
 
 
 def test_the_readme_says_what_each_schedule_holds_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,26 +304,26 @@ def test_the_readme_says_what_each_schedule_holds_and_waits(capsys: pytest.Captu
             *["--pp", "8", "--microbatches", "32", "--costs", "1,1,1", "--format", "json"],
         ]
         assert cli.main(command) == 0
-        found = json.loads(capsys.readouterr().out)
-        parts = found["chunks"] * found.get("slices", 1)
-        held = max(rank["peak"] for rank in found["ranks"]) / parts
+        result = json.loads(capsys.readouterr().out)
+        parts = result["chunks"] * result.get("slices", 1)
+        peak = max(rank["peak"] for rank in result["ranks"]) / parts
         told_held, told_bubble = map(float, table[name].split(" | "))
-        assert abs(held - told_held) < 0.0051, name
-        assert f"{found['bubble_percent']:.1f}" == f"{told_bubble}", name
+        assert abs(peak - told_held) < 0.0051, name
+        assert f"{result['bubble_percent']:.1f}" == f"{told_bubble}", name
 
 
 def shown(page: Path) -> list[tuple[str, str]]:
     """Every command that stands behind a `$`, with what the page says that it prints."""
-    found = []
+    commands = []
     for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, output = part.replace("\\\n", " ").partition("\n")
             if command.startswith(("bpipe ", "python ")):
-                found.append((command, output))
-    return found
+                commands.append((command, output))
+    return commands
 
 
-SHOWN = {page: found for page in PAGES if (found := shown(page))}
+SHOWN = {page: examples for page in PAGES if (examples := shown(page))}
 
 
 def write_files(page: Path, folder: Path) -> None:
@@ -392,9 +392,9 @@ def test_each_remedy_needs_and_takes_what_the_table_says(
     assert len(remedies) >= 10
     for name, flags, gib, seconds in remedies:
         assert cli.main([*shlex.split(command)[1:], *shlex.split(flags.strip("`")), "--format", "json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert f"{max(stage['peak_bytes'] for stage in found['stages']) / 2**30:.1f}" == gib, name
-        assert f"{found['iteration_time_s']:.1f}" == seconds, name
+        result = json.loads(capsys.readouterr().out)
+        assert f"{max(stage['peak_bytes'] for stage in result['stages']) / 2**30:.1f}" == gib, name
+        assert f"{result['iteration_time_s']:.1f}" == seconds, name
 
 
 def test_there_are_commands_with_their_output() -> None:

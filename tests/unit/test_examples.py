@@ -67,13 +67,13 @@ def test_every_job_has_a_port_of_its_own() -> None:
     not start."""
 
     def port(**environment: str) -> int:
-        (found,) = re.findall(r"--rdzv-endpoint localhost:(\d+) ", bash(JOBS[0], DRY_RUN="1", **environment).stdout)
-        return int(found)
+        (number,) = re.findall(r"--rdzv-endpoint localhost:(\d+) ", bash(JOBS[0], DRY_RUN="1", **environment).stdout)
+        return int(number)
 
     jobs = [port(SLURM_JOB_ID=str(job)) for job in (123456, 123457, 98765432)]
     assert len(set(jobs)) == 3
     # Below those that a system gives out by itself.
-    assert all(20000 <= one < 32768 for one in (*jobs, port()))
+    assert all(20000 <= number < 32768 for number in (*jobs, port()))
     assert port(SLURM_JOB_ID="7", MASTER_PORT="4242") == 4242
 
 

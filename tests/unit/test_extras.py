@@ -98,11 +98,11 @@ def test_command_without_its_packages_says_in_one_line_what_to_install(
 def test_install_command_of_a_copy_names_where_it_came_from(
     record: str | None, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = tmp_path / "torch_bpipe-9.dist-info"
-    found.mkdir()
-    (found / "METADATA").write_text("Name: torch-bpipe\nVersion: 9\n")
+    metadata = tmp_path / "torch_bpipe-9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: torch-bpipe\nVersion: 9\n")
     if record is not None:
-        (found / "direct_url.json").write_text(record)
+        (metadata / "direct_url.json").write_text(record)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(extras, "__file__", str(tmp_path / "bpipe/extras.py"))
     assert extras.install_command("torch") == f'pip install "{place}[torch]"'

@@ -116,8 +116,8 @@ def test_a_release_links_to_the_repository(wheel: zipfile.Path) -> None:
     assert "\nProject-URL: Source, https://github.com/owner/name\n" in shown
     links = re.findall(r"\]\(([^)]+)\)", shown)
     written = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
-    at = f"https://github.com/owner/name/blob/v{__version__}/"
-    expected = [link if re.match("https:|#", link) else at + link for link in written]
+    base = f"https://github.com/owner/name/blob/v{__version__}/"
+    expected = [link if re.match("https:|#", link) else base + link for link in written]
     images = {link for link in expected if link.endswith(".svg")}
     assert links == [link.replace("/blob/", "/raw/") if link in images else link for link in expected]
     assert len(images) == 1

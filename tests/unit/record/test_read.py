@@ -43,11 +43,11 @@ def test_everything_is_read(folder: Path) -> None:
     assert (run.info.world_size, run.info.flops_per_iteration, run.info.peak_source) == (4, 1e12, "--bpipe-peak-tflops")
     assert run.info.links[0].ranks == {0, 3}
     assert set(run.step_s) == {5, 6}
-    one = run.ranks[0].iterations[6]
-    assert one.program.balance_name == "bpipe"
-    assert one.saved_bytes == {0: 11_000_000}
-    assert str(one.rows[0].action) == "0F0"
-    assert {str(row.action) for row in one.rows if row.slot is not None} == {"0EVICT1", "0LOAD1"}
+    iteration = run.ranks[0].iterations[6]
+    assert iteration.program.balance_name == "bpipe"
+    assert iteration.saved_bytes == {0: 11_000_000}
+    assert str(iteration.rows[0].action) == "0F0"
+    assert {str(row.action) for row in iteration.rows if row.slot is not None} == {"0EVICT1", "0LOAD1"}
 
 
 def test_a_killed_run(folder: Path) -> None:
@@ -176,11 +176,13 @@ def test_a_value_beside_the_records_that_no_run_has_is_refused(
     folder: Path, name: str, key: str, value: Any, message: str
 ) -> None:
     path = folder / name
-    found = (
-        [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else [{"rank": 0, "peak_bytes": 1}]
+    rows = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.exists()
+        else [{"rank": 0, "peak_bytes": 1}]
     )
-    found[0][key] = value
-    path.write_text("".join(json.dumps(one) + "\n" for one in found))
+    rows[0][key] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError) as raised:
         read_run(folder)
     assert message in str(raised.value)
@@ -280,30 +282,30 @@ def test_a_run_of_before_is_read_whole() -> None:
     assert first.rows[0].action == Action(0, Kind.FORWARD, 0)
     assert all(row.live_bytes for row in first.rows if row.slot is None)
     assert run.run_peak_bytes[0] == 3055616
-    held = read_held(BEFORE)
-    assert held is not None
-    assert [len(rank.marks) for rank in held.ranks] == [4, 4, 3, 2]
-    assert held.ranks[0].besides_bytes == 249088 + 249088 + 498176
-    assert held.ranks[0].marks[1].microbatches == ((0, 0, 1017856), (0, 1, 1017856))
+    held_run = read_held(BEFORE)
+    assert held_run is not None
+    assert [len(rank.marks) for rank in held_run.ranks] == [4, 4, 3, 2]
+    assert held_run.ranks[0].besides_bytes == 249088 + 249088 + 498176
+    assert held_run.ranks[0].marks[1].microbatches == ((0, 0, 1017856), (0, 1, 1017856))
 
 
 def test_what_is_held_between_halves_and_of_shards_is_written_and_read(tmp_path: Path) -> None:
     (rank, *_) = read_run(BEFORE).ranks
-    (one, *_) = rank.iterations.values()
-    split = replace(one, after_input_bytes={0: 1_100_000}, shard_bytes=50_688)
+    (iteration, *_) = rank.iterations.values()
+    split = replace(iteration, after_input_bytes={0: 1_100_000}, shard_bytes=50_688)
     header = form.RankHeader(**{key.name: getattr(rank, key.name) for key in keys_of(form.RankHeader)})
     write_whole(tmp_path / form.RUN, read_run(BEFORE).info)
     append(form.RECORD.path(tmp_path, 0), header, split)
-    assert read_run(tmp_path).ranks[0].iterations[one.iteration] == split
+    assert read_run(tmp_path).ranks[0].iterations[iteration.iteration] == split
 
 
 def test_the_first_failure_is_written_and_read(tmp_path: Path) -> None:
     first = form.FirstFailure(rank=2, cause="OutOfMemoryError: no memory left")
     write_whole(tmp_path / form.FAILURE, first)
     (tmp_path / "memory_00000.jsonl").write_text((BEFORE / "memory_00000.jsonl").read_text())
-    found = read_held(tmp_path)
-    assert found is not None
-    assert found.failure == first
+    run = read_held(tmp_path)
+    assert run is not None
+    assert run.failure == first
     (tmp_path / form.FAILURE).write_text('{"rank": "two", "cause": "?"}')
     with pytest.raises(ValueError, match=r"failure\.json: not the failure of a run \(rank is 'two'"):
         read_held(tmp_path)
@@ -313,8 +315,8 @@ def test_the_first_failure_is_written_and_read(tmp_path: Path) -> None:
 def test_a_loss_keeps_every_bit(tmp_path: Path, number: float | None) -> None:
     step = form.TrainingStep(iteration=1, numbers={"lm loss": number, "grad_norm": 1.5}, skipped=0, elapsed_s=0.5)
     append(tmp_path / form.STEPS, step)
-    (found,) = read_steps(tmp_path / form.STEPS, [])
-    assert repr(found) == repr(step)
+    (step_read,) = read_steps(tmp_path / form.STEPS, [])
+    assert repr(step_read) == repr(step)
 
 
 @pytest.mark.parametrize(
@@ -372,9 +374,9 @@ PROGRAMS = (
 def test_what_was_run_can_be_built_again(program: ScheduleConfig) -> None:
     """From the record alone: of a schedule that is no family's it holds the schedule."""
     text = json.dumps(write_program(program))
-    found = read_program(json.loads(text))
-    assert found == program
-    assert build(found) == build(program)
+    program_read = read_program(json.loads(text))
+    assert program_read == program
+    assert build(program_read) == build(program)
 
 
 def test_an_exchange_that_there_is_not_is_refused() -> None:

@@ -72,8 +72,8 @@ class Model:
 
     def part(self, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
         (x,) = received or (inputs_of(microbatch),)
-        made = torch.nn.functional.gelu(x @ self.weights[stage]) @ self.weights[stage].t()
-        return made if stage + 1 < len(self.weights) else (made * (microbatch + 1)).square().mean()
+        output = torch.nn.functional.gelu(x @ self.weights[stage]) @ self.weights[stage].t()
+        return output if stage + 1 < len(self.weights) else (output * (microbatch + 1)).square().mean()
 
     def parts(self, schedule: Schedule, rank: int) -> TorchStages:
         def part_of(stage: int) -> object:
@@ -82,12 +82,12 @@ class Model:
         return TorchStages({stage: part_of(stage) for stage in schedule.layout.stages_of(rank)})  # type: ignore[misc]
 
     def gradients(self) -> list[torch.Tensor]:
-        found = []
+        gradients = []
         for weight in self.weights:
             assert weight.grad is not None
-            found.append(weight.grad)
+            gradients.append(weight.grad)
             weight.grad = None
-        return found
+        return gradients
 
 
 def in_one_piece(
@@ -96,10 +96,10 @@ def in_one_piece(
     """The gradients that nobody's pipeline made."""
     model = model or Model(num_stages)
     for microbatch in [*range(num_microbatches)] * iterations:
-        made: Tensors = ()
+        tensors: Tensors = ()
         for stage in range(num_stages):
-            made = (model.part(stage, microbatch, *made),)
-        torch.autograd.backward(made)
+            tensors = (model.part(stage, microbatch, *tensors),)
+        torch.autograd.backward(tensors)
     return model.gradients()
 
 

@@ -61,13 +61,13 @@ class SharedMail(Mail):
             return tuple(tensor.clone() for tensor in parts[0])
         together = tuple(map(torch.stack, zip(*parts, strict=True)))
         # What shards need is gathered, and what a stage needs is added up.
-        stages = [one for one in message.needed_by if one.kind not in SHARDS]
+        stages = [action for action in message.needed_by if action.kind not in SHARDS]
         if len(stages) == len(message.needed_by):
-            return tuple(self.total(one) for one in together)
-        if [one.stage for one in stages] != [self._rank]:
+            return tuple(self.total(value) for value in together)
+        if [action.stage for action in stages] != [self._rank]:
             return together
         late = zip(*(make(stages[0].microbatch, together) for make in self._post.late), strict=True)
-        return *together, *(self.total(one) for one in late)
+        return *together, *(self.total(value) for value in late)
 
     def total(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of all ranks' parts."""
@@ -155,14 +155,14 @@ def in_one_piece(num_stages: int, num_shards: int, num_microbatches: int) -> Sha
     """The gradients and losses that nobody's pipeline made."""
     model = ShardedModel(num_stages, num_shards)
     for microbatch in range(num_microbatches):
-        made: Tensors = ()
+        tensors: Tensors = ()
         for stage in range(num_stages):
-            made = (model.stage(stage, microbatch, *made),)
-        logits = made[0] @ model.output.t()
-        found = torch.nn.functional.cross_entropy(logits, model.labels(microbatch), reduction="none")
-        model.losses[microbatch] = found.detach()
+            tensors = (model.stage(stage, microbatch, *tensors),)
+        logits = tensors[0] @ model.output.t()
+        losses = torch.nn.functional.cross_entropy(logits, model.labels(microbatch), reduction="none")
+        model.losses[microbatch] = losses.detach()
         model.largest[microbatch] = logits.argmax(-1) == model.labels(microbatch)
-        (found * model.token_gradients(microbatch)).sum().backward()  # type: ignore[no-untyped-call]
+        (losses * model.token_gradients(microbatch)).sum().backward()  # type: ignore[no-untyped-call]
     return model
 
 

@@ -43,8 +43,8 @@ class Attend(torch.autograd.Function):
         saved = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
             query, keys, values = saved
-            made = probabilities(query, keys, ctx.mask) @ values
-        return (*torch.autograd.grad(made, saved, gradients), None)
+            output = probabilities(query, keys, ctx.mask) @ values
+        return (*torch.autograd.grad(output, saved, gradients), None)
 
 
 class SlicedStages(TorchStages):
@@ -60,7 +60,7 @@ class SlicedStages(TorchStages):
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         with self._keys.cutting.at(action.microbatch, action.stage) as now:
-            made = super().backward(action, gradients)
+            result = super().backward(action, gradients)
         if now.number == 0:
             self._keys.free(now.stage, now.microbatch)
-        return made
+        return result

@@ -24,13 +24,13 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def there_and_back(found: Sequence[SavedStorage]) -> None:
+def there_and_back(storages: Sequence[SavedStorage]) -> None:
     """Copy out, empty, fill, copy back."""
-    copies = [torch.empty(0, dtype=torch.uint8).set_(item.storage).clone() for item in found]  # type: ignore[call-overload]
-    for item in found:
+    copies = [torch.empty(0, dtype=torch.uint8).set_(item.storage).clone() for item in storages]  # type: ignore[call-overload]
+    for item in storages:
         item.storage.resize_(0)
         assert item.storage.nbytes() == 0
-    for item, copy in zip(found, copies, strict=True):
+    for item, copy in zip(storages, copies, strict=True):
         item.storage.resize_(item.nbytes)
         torch.empty(0, dtype=torch.uint8).set_(item.storage).copy_(copy)  # type: ignore[call-overload]
 
@@ -40,9 +40,9 @@ def test_parameters_and_their_views_never_leave() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     hidden = torch.relu(x @ weight)
     out = hidden @ weight.t()
-    mine = address(hidden)
+    hidden_address = address(hidden)
     del hidden
-    assert moved(out, x) == {address(x), mine}
+    assert moved(out, x) == {address(x), hidden_address}
 
 
 def test_a_tensor_python_still_holds_stays() -> None:
@@ -66,8 +66,8 @@ def test_views_of_one_storage_are_one_storage() -> None:
         return torch.softmax(q @ k.t(), dim=-1) @ v
 
     out = attention()
-    found = [item for item in find([out.grad_fn], [x], CPU) if item.alone]
-    assert sorted(item.nbytes for item in found) == [4 * 4 * 4, 4 * 8 * 4, 4 * 24 * 4]
+    alone = [item for item in find([out.grad_fn], [x], CPU) if item.alone]
+    assert sorted(item.nbytes for item in alone) == [4 * 4 * 4, 4 * 8 * 4, 4 * 24 * 4]
 
 
 class Twice(torch.autograd.Function):
@@ -99,7 +99,9 @@ def test_what_two_micro_batches_saved_is_nobodys() -> None:
     def claim(out: torch.Tensor, microbatch: int) -> set[int]:
         storages = [item.storage for item in find([out.grad_fn], [x], CPU)]
         return {
-            storage._cdata for storage, mine in zip(storages, shared.claim(storages, microbatch), strict=True) if mine
+            storage._cdata
+            for storage, is_claimed in zip(storages, shared.claim(storages, microbatch), strict=True)
+            if is_claimed
         }
 
     assert table in claim(first, 0)
@@ -147,11 +149,11 @@ def test_what_a_compiled_function_stashes_is_found_and_moves() -> None:
     (expected,) = torch.autograd.grad(Stashing.apply(inputs[0]).sum(), inputs[0])
     received = inputs[1]
     out = Stashing.apply(received).sum()
-    found = find([out.grad_fn], [received], CPU)
-    assert len(found) == 5
-    assert {item.kind for item in found} == {"StashingBackward"}
-    assert [address(Stashing.kept[0])] == [item.storage._cdata for item in found if not item.alone]
-    there_and_back([item for item in found if item.alone])
+    storages = find([out.grad_fn], [received], CPU)
+    assert len(storages) == 5
+    assert {item.kind for item in storages} == {"StashingBackward"}
+    assert [address(Stashing.kept[0])] == [item.storage._cdata for item in storages if not item.alone]
+    there_and_back([item for item in storages if item.alone])
     assert torch.equal(torch.autograd.grad(out, received)[0], expected)
 
 
@@ -168,23 +170,23 @@ Layers = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
 WEIGHT, MASK = torch.nn.Parameter(torch.randn(8, 8)), torch.rand(4, 8)
 
 
-def layers(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+def layers(x: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
     """Everything that is told apart: inputs, outputs of their own node, views and their bases, lists."""
     hidden = torch.relu(x @ WEIGHT) * MASK
-    held.append(hidden)
+    tensors.append(hidden)
     first, second = torch.exp(hidden).split(4, -1)
     return Twice.apply(torch.cat([first * second, torch.softmax(second, -1)], -1)) * Stashing.apply(hidden)
 
 
 def run_layers(of: Layers = layers) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the output of the layers, what it received, and what somebody still holds: nothing, once the list is cleared."""
-    received, held = torch.randn(4, 8, requires_grad=True), []
-    return of(received, held), received, held
+    received, tensors = torch.randn(4, 8, requires_grad=True), []
+    return of(received, tensors), received, tensors
 
 
 def recorded(of: Layers = layers) -> Retrace | None:
-    output, received, held = run_layers(of)
-    held.clear()
+    output, received, tensors = run_layers(of)
+    tensors.clear()
     leaving = [item.storage for item in find([output.grad_fn], [received], CPU) if item.alone]
     assert leaving
     return Retrace.of([output.grad_fn], leaving)
@@ -194,11 +196,11 @@ def test_what_somebody_holds_is_not_found() -> None:
     """By the very tensor that was saved [2], and by a view of it [1]; then everything is looked at."""
     retrace = recorded()
     assert retrace is not None
-    output, received, held = run_layers()
+    output, received, tensors = run_layers()
     assert retrace.find([output.grad_fn], [received]) is None
-    held[0] = held[0][1:].detach()
+    tensors[0] = tensors[0][1:].detach()
     assert retrace.find([output.grad_fn], [received]) is None
-    held.clear()
+    tensors.clear()
     assert retrace.find([output.grad_fn], [received]) is not None
     elsewhere = received[:]
     assert retrace.find([output.grad_fn], [received]) is None
@@ -207,19 +209,19 @@ def test_what_somebody_holds_is_not_found() -> None:
 
 
 def test_tensors_that_share_a_storage_now_or_no_longer_are_not_found() -> None:
-    def shared(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+    def shared(x: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
         both = torch.rand(8, 8)
         return (x * both[:4] * both[4:]).sum()
 
-    def separate(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+    def separate(x: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
         return (x * torch.rand(8, 8)[:4] * torch.rand(8, 8)[4:]).sum()
 
     for before, then in ((shared, separate), (separate, shared)):
         retrace = recorded(before)
         assert retrace is not None
-        for of, found in ((before, True), (then, False)):
+        for of, is_found in ((before, True), (then, False)):
             output, received, _ = run_layers(of)
-            assert (retrace.find([output.grad_fn], [received]) is not None) == found
+            assert (retrace.find([output.grad_fn], [received]) is not None) == is_found
 
 
 TALL, WIDE = 64, 32
@@ -236,19 +238,19 @@ class Chain:
         self.outputs: list[torch.Tensor] = []
         passed = self.received
         for part in (lambda x: (x * 2).tanh(), lambda x: x.sin().exp(), lambda x: x.sigmoid().sum()):
-            given = passed.detach().requires_grad_()
-            passed = part(given)
-            self.inputs.append(given)
+            leaf = passed.detach().requires_grad_()
+            passed = part(leaf)
+            self.inputs.append(leaf)
             self.outputs.append(passed)
 
     def pieces(self) -> Pieces:
-        return Pieces([made.grad_fn for made in self.outputs], (*self.inputs, *self.outputs))
+        return Pieces([output.grad_fn for output in self.outputs], (*self.inputs, *self.outputs))
 
     def backward(self) -> torch.Tensor:
         gradient: Any = None
-        for given, made in zip(reversed(self.inputs), reversed(self.outputs), strict=True):
-            torch.autograd.backward(made, gradient)
-            gradient = given.grad
+        for leaf, output in zip(reversed(self.inputs), reversed(self.outputs), strict=True):
+            torch.autograd.backward(output, gradient)
+            gradient = leaf.grad
         return gradient
 
 

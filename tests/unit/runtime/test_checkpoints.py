@@ -79,11 +79,11 @@ def gradients(
     """The gradients of input and weights, the bytes of what may leave, and how often the body ran before backward."""
     body, x = Body(), received()
     out = run(body, x)
-    found = [item for item in find([out.grad_fn], [x], CPU) if item.alone] if moving else []
+    storages = [item for item in find([out.grad_fn], [x], CPU) if item.alone] if moving else []
     runs = body.runs
-    there_and_back(found)
-    sizes = [item.nbytes for item in found]
-    del found
+    there_and_back(storages)
+    sizes = [item.nbytes for item in storages]
+    del storages
     return list(torch.autograd.grad(out.sum(), [x, *body.weights])), sizes, runs
 
 
@@ -99,11 +99,11 @@ def test_regions_move_and_are_computed_again_with_the_same_bits(
     """The walk refused them: looking at a tensor would have computed the region again for each."""
     with set_checkpoint_early_stop(early_stop):
         wanted, _, _ = gradients(run, moving=False)
-        found, sizes, runs = gradients(run, moving=True)
+        actual, sizes, runs = gradients(run, moving=True)
     assert runs == 1
     # The output of tanh is held by `out`, as the loop holds a stage's.
     assert sizes == [BYTES] * (num_storages - 1)
-    assert all(map(torch.equal, wanted, found))
+    assert all(map(torch.equal, wanted, actual))
 
 
 def test_what_a_region_keeps_is_not_looked_up_by_its_place() -> None:
@@ -169,20 +169,20 @@ def spread_gradients(
 
     out = checkpoint(body, spread, use_reentrant=False) if region else body(spread)
     del spread
-    found = find([out.grad_fn], [received], CPU)
-    leaving, staying = ([item for item in found if item.alone is alone] for alone in (True, False))
+    storages = find([out.grad_fn], [received], CPU)
+    leaving, staying = ([item for item in storages if item.alone is alone] for alone in (True, False))
     if moving:
         there_and_back(leaving)
     sizes = sorted(item.nbytes for item in leaving), sorted(item.nbytes for item in staying)
-    del found, leaving, staying
+    del storages, leaving, staying
     return list(torch.autograd.grad(out.sum().to_local(), [received, weight])), *sizes
 
 
 def test_a_region_of_them_keeps_its_argument_and_no_more(mesh: DeviceMesh) -> None:
     wanted, _, _ = spread_gradients(mesh, moving=False)
-    found, leaving, staying = spread_gradients(mesh, moving=True, region=True)
+    actual, leaving, staying = spread_gradients(mesh, moving=True, region=True)
     assert (leaving, staying) == ([BYTES], [])
-    assert torch.equal(wanted[0], found[0])
+    assert torch.equal(wanted[0], actual[0])
 
 
 def test_a_mesh_gives_a_cpu_an_index_and_it_is_the_same_cpu() -> None:

@@ -309,8 +309,8 @@ def test_a_micro_batch_goes_to_one_host_only() -> None:
     plain = FAMILIES["1f1b"].generate(4, 4, 1)
     rows = [list(row) for row in plain.ranks]
     for slot, host, kinds in ((2, 2, "EH"), (3, 2, "LR"), (4, 3, "EH"), (5, 3, "LR")):
-        own, other = (Kind.EVICT, Kind.HOST) if kinds == "EH" else (Kind.LOAD, Kind.RETURN)
-        for rank, kind in ((0, own), (host, other)):
+        own, host_kind = (Kind.EVICT, Kind.HOST) if kinds == "EH" else (Kind.LOAD, Kind.RETURN)
+        for rank, kind in ((0, own), (host, host_kind)):
             rows[rank][slot] = Slot(rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(0, kind, 1)))
     schedule = replace(plain, ranks=tuple(map(tuple, rows)), hosts=read_hosts("2+3,none,none,none"))
     check(schedule)

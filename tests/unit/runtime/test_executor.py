@@ -32,8 +32,8 @@ FOLDED = """\
 """
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 FAMILIES = [
@@ -69,9 +69,9 @@ def test_an_engine_stands_around_each_of_the_two() -> None:
 def test_what_stays_on_its_rank_is_handed_over_without_a_message() -> None:
     schedule = read_csv(FOLDED)
     sent = [
-        each.operand
-        for each in Executor(schedule, 1, TorchStages({}), Alone()).program.instructions
-        if each.op is Op.SEND
+        instruction.operand
+        for instruction in Executor(schedule, 1, TorchStages({}), Alone()).program.instructions
+        if instruction.op is Op.SEND
     ]
     assert [str(message) for message in sent] == ["2F0>3F0", "2F1>3F1", "1B0>0B0", "1B1>0B1"]
     assert neighbours(schedule) == [(0, 1)]
@@ -83,10 +83,12 @@ def dropping(monkeypatch: pytest.MonkeyPatch, *dropped: str) -> None:
     lower_as_run = executor_module.lower_as_run
 
     def without(program: Program) -> SimpleNamespace:
-        return SimpleNamespace(instructions=[each for each in program.instructions if str(each) not in dropped])
+        return SimpleNamespace(
+            instructions=[instruction for instruction in program.instructions if str(instruction) not in dropped]
+        )
 
     monkeypatch.setattr(
-        executor_module, "lower_as_run", lambda *given: [without(program) for program in lower_as_run(*given)]
+        executor_module, "lower_as_run", lambda *arguments: [without(program) for program in lower_as_run(*arguments)]
     )
 
 
@@ -109,7 +111,7 @@ def test_a_program_that_leaves_something_over_is_refused(monkeypatch: pytest.Mon
 def test_what_no_stage_computes_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = balanced()
     shard = Instruction(Op.RUN, Action(0, Kind.SHARD_FORWARD, 0))
-    monkeypatch.setattr(executor_module, "lower_as_run", lambda *given: [SimpleNamespace(instructions=[shard])])
+    monkeypatch.setattr(executor_module, "lower_as_run", lambda *_: [SimpleNamespace(instructions=[shard])])
     with pytest.raises(ValueError, match="rank 0: 0S0 is not a computation of a stage"):
         Executor(plan, 0, TorchStages({}), Alone())
 

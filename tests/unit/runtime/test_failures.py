@@ -56,25 +56,25 @@ def test_who_is_stuck_is_ended_with_the_cause(capfd: pytest.CaptureFixture[str])
     assert told == Failure(1, "OutOfMemoryError: CUDA out of memory. (rank 1, stage 1, after 1F1, at 1F2)")
     ranks.until_left(2)
     assert ranks.left == {0: 1, 2: 1}
-    said = capfd.readouterr().err
-    assert said.count(f"bpipe: {told}\n") == 2
-    assert "is stopped here, where it waits" in said
-    assert "test_who_is_stuck_is_ended_with_the_cause" in said, "it does not show where the process waits"
+    printed = capfd.readouterr().err
+    assert printed.count(f"bpipe: {told}\n") == 2
+    assert "is stopped here, where it waits" in printed
+    assert "test_who_is_stuck_is_ended_with_the_cause" in printed, "it does not show where the process waits"
 
 
 def test_a_closed_connection_waits_for_the_word_of_who_closed_it() -> None:
     """The error of the neighbour comes first, as it may: its connection closes before the cause is told."""
     ranks = Ranks(2, [0, 1])
-    found: list[Failure | None] = []
+    failures: list[Failure | None] = []
     neighbour = threading.Thread(
-        target=lambda: found.append(ranks.watches[0].failed(RuntimeError("Connection closed by peer [::1]:4")))
+        target=lambda: failures.append(ranks.watches[0].failed(RuntimeError("Connection closed by peer [::1]:4")))
     )
     neighbour.start()
     time.sleep(0.05)
     told = ranks.watches[1].failed(ValueError("no such token"))
     neighbour.join()
     assert told == Failure(1, "ValueError: no such token")
-    assert found == [None]
+    assert failures == [None]
     assert ranks.watches[0]._first == told
 
 

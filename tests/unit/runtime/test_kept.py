@@ -53,27 +53,27 @@ def share(forward: Stage, counted_by: str, minimum_bytes: int = 1) -> Share:
         )
         engine = Engine(plan, 0, LateTransport(), config)
         run_iteration(engine, plan, new_weight(), forward=forward)
-    found = engine.shares[0]
-    assert found.counted_by == counted_by
-    assert found.moved_bytes == engine.moved_bytes[0]
-    return found
+    share = engine.shares[0]
+    assert share.counted_by == counted_by
+    assert share.moved_bytes == engine.moved_bytes[0]
+    return share
 
 
 @pytest.mark.parametrize("counted_by", [ALLOCATOR, STORAGES])
 def test_what_somebody_else_holds_stays_and_is_named(counted_by: str) -> None:
-    held: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def forward(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.exp(x @ weight)
-        held.append(hidden)
+        tensors.append(hidden)
         return torch.softmax(hidden.sin(), dim=-1).cos()
 
-    found = share(forward, counted_by)
-    assert found.kept_bytes == found.moved_bytes + A_TENSOR
-    assert found.staying == {"saved by ExpBackward0 and held elsewhere too": A_TENSOR}
-    assert not found.enough
-    assert "stage 0 moves 0.67 of what a forward keeps for its backward" in found.sentence
-    assert found.sentence.endswith("What stays: 0.002048 MB saved by ExpBackward0 and held elsewhere too")
+    result = share(forward, counted_by)
+    assert result.kept_bytes == result.moved_bytes + A_TENSOR
+    assert result.staying == {"saved by ExpBackward0 and held elsewhere too": A_TENSOR}
+    assert not result.enough
+    assert "stage 0 moves 0.67 of what a forward keeps for its backward" in result.sentence
+    assert result.sentence.endswith("What stays: 0.002048 MB saved by ExpBackward0 and held elsewhere too")
 
 
 def test_nodes_that_hide_are_named_beside_what_the_graph_does_not_show() -> None:

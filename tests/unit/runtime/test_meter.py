@@ -121,8 +121,8 @@ def test_what_a_shard_holds_counts_from_s_to_t() -> None:
     logits, part = torch.zeros(100, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8)
     meter.shard_saved(first, [logits.untyped_storage(), part.untyped_storage()])
     assert meter.sample(0, 5) == 125
-    other = torch.zeros(30, dtype=torch.uint8)
-    meter.shard_saved(second, [other.untyped_storage()])
+    later = torch.zeros(30, dtype=torch.uint8)
+    meter.shard_saved(second, [later.untyped_storage()])
     assert (meter.sample(0, 0), meter.shard_bytes) == (150, 120)
     del logits
     assert meter.sample(0, 0) == 50

@@ -26,14 +26,14 @@ def schedule(p: int, m: int, vocabulary: Vocabulary) -> ScheduleConfig:
 @pytest.mark.parametrize("vocabulary", SPLIT)
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (3, 2), (4, 1), (4, 9)])
 def test_shards_compute_what_the_layer_in_one_piece_does(p: int, m: int, vocabulary: Vocabulary) -> None:
-    found, expected = in_shards(build(schedule(p, m, vocabulary))), in_one_piece(p, p, m)
-    assert found.losses.keys() == expected.losses.keys() == set(range(m))
+    actual, expected = in_shards(build(schedule(p, m, vocabulary))), in_one_piece(p, p, m)
+    assert actual.losses.keys() == expected.losses.keys() == set(range(m))
     for microbatch, losses in expected.losses.items():
-        torch.testing.assert_close(found.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
-        assert torch.equal(found.largest[microbatch], expected.largest[microbatch])
-    assert any(largest.any() for largest in found.largest.values()) or m < 4
-    for gradient, other in zip(found.gradients(shards=True), expected.gradients(shards=False), strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(actual.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
+        assert torch.equal(actual.largest[microbatch], expected.largest[microbatch])
+    assert any(largest.any() for largest in actual.largest.values()) or m < 4
+    for gradient, wanted in zip(actual.gradients(shards=True), expected.gradients(shards=False), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
@@ -42,7 +42,7 @@ def test_balancing_changes_no_bit_and_no_order_of_collectives(vocabulary: Vocabu
     moved = balance(plain)
     assert moved.hosts is not None
     pairs = zip(in_shards(plain).gradients(shards=True), in_shards(moved).gradients(shards=True), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(before, after) for before, after in pairs)
 
 
 def test_nothing_of_an_iteration_that_broke_off_is_left() -> None:
@@ -58,11 +58,11 @@ def test_nothing_of_an_iteration_that_broke_off_is_left() -> None:
 def test_evaluation_computes_losses_and_nothing_else(p: int, m: int) -> None:
     plan = forwards_only(build(schedule(p, m, Vocabulary.ONE)).layout, m)
     with torch.no_grad():
-        found = in_shards(plan)
+        actual = in_shards(plan)
     expected = in_one_piece(p, p, m)
     for microbatch, losses in expected.losses.items():
-        torch.testing.assert_close(found.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
-    assert found.weights[0].grad is None
+        torch.testing.assert_close(actual.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
+    assert actual.weights[0].grad is None
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
@@ -108,8 +108,8 @@ def test_a_shard_of_the_embedding_looks_up_its_own_tokens() -> None:
     shard.begin(tokens)
     for microbatch, of_all in enumerate(tokens):
         (part,) = shard.forward(Action(1, Kind.INPUT_FORWARD, microbatch), ())
-        mine = (of_all >= 4) & (of_all < 8)
-        assert torch.equal(part, whole(of_all).where(mine[..., None], 0))
+        is_own = (of_all >= 4) & (of_all < 8)
+        assert torch.equal(part, whole(of_all).where(is_own[..., None], 0))
         gradient = torch.randn(1, 4, 3)
         whole(of_all).backward(gradient)
         assert shard.backward(Action(1, Kind.INPUT_BACKWARD, microbatch), (gradient,)) == ()

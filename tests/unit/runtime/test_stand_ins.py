@@ -85,8 +85,8 @@ def trained(
 def moves_right(layer_of: Callable[[], Layer]) -> tuple[Engine, Verifier]:
     """Train a stand-in and the same without anything that moves: not one bit differs."""
     verifier = Verifier("rank 0", CPU, math.inf)
-    found, engine = trained(layer_of(), verifier)
-    assert torch.equal(found, trained(layer_of())[0])
+    gradient, engine = trained(layer_of(), verifier)
+    assert torch.equal(gradient, trained(layer_of())[0])
     assert engine is not None
     assert engine.moved_bytes[0] > 0
     assert verifier.certificate.iterations == ITERATIONS
@@ -181,8 +181,8 @@ class Graphed:
 
         class Replay(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-                pool.inputs[number].copy_(given)
+            def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+                pool.inputs[number].copy_(tensor)
                 torch.sin(pool.inputs[number], out=pool.outputs[number])
                 return pool.outputs[number].detach()
 
@@ -240,10 +240,10 @@ def test_eight_bit_payloads_and_their_scales_come_back(bits: int) -> None:
         return lambda weight, x: stage(weight, Quantized.apply(x, weight, cached, bits))  # type: ignore[no-untyped-call]
 
     engine, verifier = moves_right(layer_of)
-    plain, other = moves_right(lambda: stage)
+    plain, certifier = moves_right(lambda: stage)
     quantized = engine.moved_bytes[0] - plain.moved_bytes[0]
     assert quantized >= 16 * WIDTH * bits // 8 + 16 * 4
-    assert verifier.certificate.storages > other.certificate.storages
+    assert verifier.certificate.storages > certifier.certificate.storages
 
 
 class Reaching(LateTransport):
@@ -267,8 +267,8 @@ class Reaching(LateTransport):
             elif second and self._wrong == "a host buffer is given to two":
                 kept[1].copy_(torch.arange(kept[1].numel()) % 7)
             elif second and self._wrong == "two storages of one size are exchanged":
-                first, other = _twins(kept)
-                kept[first], kept[other] = kept[other], kept[first]
+                first, twin = _twins(kept)
+                kept[first], kept[twin] = kept[twin], kept[first]
             elif second and self._wrong == "rows arrive in another order":
                 kept[1] = kept[1].view(16, -1).flip(0).flatten()
             elif second and self._wrong == "the end is cut off":
@@ -309,9 +309,9 @@ WRONG = (
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_hypothesis_is_noticed_before_weights_are_updated(wrong: str) -> None:
-    what = "memory being evicted to" if wrong in WRONG[:2] else "data that came back from"
+    subject = "memory being evicted to" if wrong in WRONG[:2] else "data that came back from"
     place = r"iteration 1 since the start, micro-batch \d of stage 0, storage \d+ of .*\(float32 \[.*\], saved by "
-    with pytest.raises(RuntimeFault, match=f"^rank 0: {what} stage 3 over gloo .*{place}"):
+    with pytest.raises(RuntimeFault, match=f"^rank 0: {subject} stage 3 over gloo .*{place}"):
         trained(stage, Verifier("rank 0", CPU, 1), Reaching(wrong))
 
 
@@ -324,12 +324,12 @@ def test_memory_of_two_micro_batches_is_nobodys_alone() -> None:
         def layer(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
             if not shared:
                 shared.append(torch.ones(16, WIDTH))
-            one = shared[0]
+            scale = shared[0]
             if len(shared) == 3:
                 shared.clear()
             else:
-                shared.append(one)
-            return stage(weight, x * one)
+                shared.append(scale)
+            return stage(weight, x * scale)
 
         return layer
 

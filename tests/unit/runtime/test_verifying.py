@@ -44,12 +44,12 @@ def test_every_bit_shows(nbytes: int) -> None:
 def test_sums_are_those_of_a_slow_and_obvious_loop() -> None:
     tensor = drawn(136)
     odd = weights(8).tolist()
-    words = [int.from_bytes(bytes(tensor[at : at + 8].tolist()), "little") for at in range(0, 136, 8)]
-    found = []
+    words = [int.from_bytes(bytes(tensor[start : start + 8].tolist()), "little") for start in range(0, 136, 8)]
+    totals = []
     for chunk in range(0, len(words), 8):
         total = sum(word * weight for word, weight in zip(words[chunk : chunk + 8], odd, strict=False)) % 2**64
-        found.append(total - 2**64 if total >= 2**63 else total)
-    assert sums(tensor) == found
+        totals.append(total - 2**64 if total >= 2**63 else total)
+    assert sums(tensor) == totals
 
 
 def engine(transport: Any, verifier: Verifier | None, rank: int = 0, **named: Any) -> Engine:
@@ -62,8 +62,8 @@ def engine(transport: Any, verifier: Verifier | None, rank: int = 0, **named: An
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_what_came_back_is_certified_and_nothing_changes(synchronous: bool, differing: bool) -> None:
     verifier, plan = Verifier("rank 0", CPU, 2), schedule()
-    found = gradient(engine(LateTransport(), verifier, synchronous=synchronous, differing=differing), plan, 3)
-    assert torch.equal(found, gradient(None, plan, 3))
+    actual = gradient(engine(LateTransport(), verifier, synchronous=synchronous, differing=differing), plan, 3)
+    assert torch.equal(actual, gradient(None, plan, 3))
     certificate = verifier.certificate
     # Stage 0 of 4 has 8 micro-batches of which 3 leave; two of three iterations are checked.
     assert (certificate.iterations, certificate.microbatches) == (2, 6)

@@ -74,11 +74,11 @@ def said_of(stage: Stage, num_microbatches: int, looking: StageAudit, iterations
         under_way = []
         for number in range(num_microbatches + 2):
             if number < num_microbatches:
-                given = torch.randn(3, 4, requires_grad=True)
-                under_way.append((given, forward(None, None, stage.model, num_microbatches, input_tensor=given)[0]))
+                tensor = torch.randn(3, 4, requires_grad=True)
+                under_way.append((tensor, forward(None, None, stage.model, num_microbatches, input_tensor=tensor)[0]))
             if number >= 2:
-                given, made = under_way.pop(0)
-                backward(given, made, torch.randn(3, 4), None)
+                tensor, output = under_way.pop(0)
+                backward(tensor, output, torch.randn(3, 4), None)
 
     step = wraps["train_step"](iteration)
     with contextlib.redirect_stdout(io.StringIO()) as log, mock.patch.object(audit.dist, "get_rank", return_value=0):
@@ -89,27 +89,27 @@ def said_of(stage: Stage, num_microbatches: int, looking: StageAudit, iterations
 
 
 def check_what_comes_from_neighbours_is_no_finding() -> None:
-    said = said_of(Stage(), 5, StageAudit(4))
-    assert said.startswith(
+    report = said_of(Stage(), 5, StageAudit(4))
+    assert report.startswith(
         "bpipe: terra: rank 0, chunk 0: 4 micro-batches of 14 operations: nothing found that a CUDA graph would"
-    ), said
+    ), report
 
 
 def check_a_number_of_the_forward_is_found_there_and_in_its_backward() -> None:
-    said = said_of(Stage(lambda number: 1 / number), 5, StageAudit(3))
-    assert "/check_audit.py:" in said
-    assert "scalar changes: mul: other is 0.166667 then 0.142857 then 0.125\n" in said
-    assert "scalar changes: mul: other is 0.166667 then 0.142857 then 0.125 (backward, MulBackward0)\n" in said
+    report = said_of(Stage(lambda number: 1 / number), 5, StageAudit(3))
+    assert "/check_audit.py:" in report
+    assert "scalar changes: mul: other is 0.166667 then 0.142857 then 0.125\n" in report
+    assert "scalar changes: mul: other is 0.166667 then 0.142857 then 0.125 (backward, MulBackward0)\n" in report
 
 
 def check_a_training_too_short_says_so() -> None:
-    said = said_of(Stage(), 3, StageAudit(4))
+    report = said_of(Stage(), 3, StageAudit(4))
     assert (
-        said
+        report
         == "bpipe: terra: rank 0, chunk 0: 3 micro-batches were trained after the first iteration, too few to compare\n"
     )
-    said = said_of(Stage(), 3, StageAudit(4), iterations=1)
-    assert said == "bpipe: --terra-audit compares micro-batches of the second iteration, but there was none\n"
+    report = said_of(Stage(), 3, StageAudit(4), iterations=1)
+    assert report == "bpipe: --terra-audit compares micro-batches of the second iteration, but there was none\n"
 
 
 def check_what_stands_in_for_a_gpu_is_looked_at_unchanged() -> None:

@@ -38,14 +38,14 @@ ORDERS = (LATE, AT_ONCE, OUT_OF_STEP)
 
 
 def config(**settings: Any) -> TransformerConfig:
-    given = {
+    fields = {
         "num_layers": 2,
         "hidden_size": HIDDEN,
         "num_attention_heads": 4,
         "use_cpu_initialization": True,
         **settings,
     }
-    return TransformerConfig(**given)
+    return TransformerConfig(**fields)
 
 
 class Layers(torch.nn.Module):
@@ -262,8 +262,10 @@ def installed(halves: Halves) -> Iterator[None]:
 
 def gradients(stage: Stage) -> dict[str, torch.Tensor | None]:
     """What the weights have, and what went to the stage before."""
-    found = {name: getattr(each, "main_grad", each.grad) for name, each in stage.model.named_parameters()}
-    return found | {f"sent {microbatch}": sent for microbatch, sent in sorted(stage.sent.items())}
+    result = {
+        name: getattr(parameter, "main_grad", parameter.grad) for name, parameter in stage.model.named_parameters()
+    }
+    return result | {f"sent {microbatch}": sent for microbatch, sent in sorted(stage.sent.items())}
 
 
 def whole(of: Case, order: str) -> Stage:
@@ -287,18 +289,18 @@ def split(of: Case, order: str, halves: Halves | None = None) -> Stage:
     return stage
 
 
-def same(expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None], name: str) -> None:
-    assert expected.keys() == found.keys()
+def same(expected: dict[str, torch.Tensor | None], actual: dict[str, torch.Tensor | None], name: str) -> None:
+    assert expected.keys() == actual.keys()
     for key, gradient in expected.items():
-        other = found[key]
+        gradient_ = actual[key]
         if gradient is None:
-            assert other is None, f"{name}: {key} has a gradient"
+            assert gradient_ is None, f"{name}: {key} has a gradient"
             continue
-        assert other is not None, f"{name}: {key} has no gradient"
+        assert gradient_ is not None, f"{name}: {key} has no gradient"
         assert gradient.abs().sum() > 0, (
             f"{name}: {key} has a gradient of zeros, which would be equal to anything forgotten"
         )
-        assert torch.equal(gradient, other), f"{name}: {key} differs by {(gradient - other).abs().max()}"
+        assert torch.equal(gradient, gradient_), f"{name}: {key} differs by {(gradient - gradient_).abs().max()}"
 
 
 def check_halves_make_the_whole() -> None:
@@ -374,7 +376,7 @@ def check_only_what_linear_layers_need_is_left_between() -> None:
         assert halves.storages((0, 1)) == ()
         weak = [StorageWeakRef(storage) for storage in halves.storages((0, 0))]
         stage.run("W0")
-        assert all(each.expired() for each in weak)
+        assert all(reference.expired() for reference in weak)
 
 
 def check_what_waits_is_freed_as_it_is_done() -> None:
@@ -387,7 +389,7 @@ def check_what_waits_is_freed_as_it_is_done() -> None:
         weak = [StorageWeakRef(storage) for storage in halves.storages((0, 0))]
         for parameter in stage.model.parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda _: alive.append(sum(not each.expired() for each in weak))
+                lambda _: alive.append(sum(not reference.expired() for reference in weak))
             )
         stage.run("W0")
     assert alive == sorted(alive, reverse=True)
@@ -395,13 +397,13 @@ def check_what_waits_is_freed_as_it_is_done() -> None:
 
 
 def check_halves_out_of_turn_are_refused() -> None:
-    for order, what in {
+    for order, message in {
         "F0 I0 W0 W0": "stage 0, micro-batch 0: W runs after 0 passes",
         "F0 W0": "W runs after 1 passes",
         "W0": "W runs after 0 passes",
         "F0 I0": "the W halves of stage 0, micro-batch 0 are left over from the last iteration",
     }.items():
-        with pytest.raises(RuntimeFault, match=what):
+        with pytest.raises(RuntimeFault, match=message):
             split(CASES["gpt"], order)
     halves = Halves()
     stage = Stage(CASES["gpt"].make(), halves)
@@ -453,8 +455,8 @@ def check_transformer_engine_is_asked_to_delay_where_it_can() -> None:
         "overlap_grad_reduce": False,
     }
 
-    def asked(version: str, **given: Any) -> SimpleNamespace:
-        args = SimpleNamespace(**{**usual, "add_bias_linear": True, "delay_wgrad_compute": False, **given})
+    def asked(version: str, **changes: Any) -> SimpleNamespace:
+        args = SimpleNamespace(**{**usual, "add_bias_linear": True, "delay_wgrad_compute": False, **changes})
         since = tuple(map(int, version.split(".")))
         able = lambda least: since >= tuple(map(int, least.split(".")))  # noqa: E731
         with mock.patch("megatron.scheduling.loop.halves.is_te_min_version", able):
@@ -464,7 +466,7 @@ def check_transformer_engine_is_asked_to_delay_where_it_can() -> None:
     assert asked("0.0.0", transformer_impl="local").wraps == {}
     args = asked("2.3.0")
     assert args.delay_wgrad_compute
-    for version, given, what in (
+    for version, changes, message in (
         ("2.2.0", {}, "defers weight gradients only from version 2.3.0 on; use --bpipe-keep-weights-halves none"),
         (
             "2.6.0",
@@ -478,8 +480,8 @@ def check_transformer_engine_is_asked_to_delay_where_it_can() -> None:
         ),
         ("2.8.0", {"overlap_grad_reduce": True}, "use --disable-bias-linear"),
     ):
-        with pytest.raises(ValueError, match=what):
-            asked(version, **given)
+        with pytest.raises(ValueError, match=message):
+            asked(version, **changes)
     assert asked("2.8.0", overlap_grad_reduce=True, add_bias_linear=False).delay_wgrad_compute
     with pytest.raises(AssertionError, match="overlap_moe_expert_parallel_comm must be enabled"):
         config(delay_wgrad_compute=True)
@@ -500,9 +502,11 @@ def check_a_layer_that_is_given_something_unknown_is_whole_at_once() -> None:
     halves, weight = Halves(), torch.nn.Parameter(torch.ones(2, 2))
     linear = halves._wrap_linear(later)
     with halves.deferring((0, 0)):
-        known = linear(torch.ones(1, 2, requires_grad=True), weight, None, output_dtype=None)
+        known_output = linear(torch.ones(1, 2, requires_grad=True), weight, None, output_dtype=None)
         unknown = linear(torch.ones(1, 2, requires_grad=True), weight, None, output_dtype=torch.float32)
-    (of_known, of_unknown) = ({next_ for next_, _ in made.grad_fn.next_functions} for made in (known, unknown))
+    (of_known, of_unknown) = (
+        {next_ for next_, _ in output.grad_fn.next_functions} for output in (known_output, unknown)
+    )
     assert {type(node).__name__ for node in of_known if node} == {"AccumulateGrad"}
     assert len([node for node in of_unknown if node]) == len([node for node in of_known if node]) + 1
     halves.abandon()

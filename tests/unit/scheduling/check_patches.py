@@ -49,7 +49,7 @@ def check_a_class_gets_back_what_it_had() -> None:
     """A static method is called through its class, and one of an instance would be handed that."""
     kind = layers.LinearWithGradAccumulationAndAsyncCommunication
     before = inspect.getattr_static(kind, "backward")
-    installed = patches.install({patches.LINEAR_BACKWARD: lambda backward: lambda *given: given})
+    installed = patches.install({patches.LINEAR_BACKWARD: lambda backward: lambda *arguments: arguments})
     assert isinstance(inspect.getattr_static(kind, "backward"), staticmethod)
     assert kind().backward(1, 2) == kind.backward(1, 2) == (1, 2)
     installed.remove()
@@ -96,12 +96,12 @@ def check_another_signature_is_refused_with_nothing_replaced() -> None:
 
 def said_with_version(version: str) -> str:
     """What two installations print if the running megatron-core reports this version."""
-    said = io.StringIO()
+    printed = io.StringIO()
     upstream.remark.cache_clear()
-    with mock.patch.object(megatron.core, "__version__", version), contextlib.redirect_stdout(said):
+    with mock.patch.object(megatron.core, "__version__", version), contextlib.redirect_stdout(printed):
         for _ in range(2):
             patches.install({patches.FORWARD_STEP: lambda function: function}).remove()
-    return said.getvalue()
+    return printed.getvalue()
 
 
 def check_the_megatron_that_runs_is_named_once() -> None:
@@ -189,7 +189,7 @@ def check_a_script_that_imported_a_name_asks_the_replacement() -> None:
     script = ModuleType("a_script")
     vars(script)["is_pipeline_last_stage"] = own
     with mock.patch.dict(sys.modules, {"a_script": script}):
-        installed = patches.install({patches.LAST_STAGE: lambda ask: lambda **given: "ours"})
+        installed = patches.install({patches.LAST_STAGE: lambda ask: lambda **arguments: "ours"})
         assert script.is_pipeline_last_stage() == parallel_state.is_pipeline_last_stage() == "ours"
         installed.remove()
     assert script.is_pipeline_last_stage is parallel_state.is_pipeline_last_stage is own
@@ -250,19 +250,19 @@ def check_every_flag_near_the_pipeline_is_in_a_table() -> None:
         *(row[2] for row in table("What is refused")),
     ]
     # Ours in remedies are not Megatron's.
-    known = [flag for cell in cells for flag in re.findall(r"`(--(?!bpipe-)[^ `]+)", cell)] + " ".join(
+    patterns = [flag for cell in cells for flag in re.findall(r"`(--(?!bpipe-)[^ `]+)", cell)] + " ".join(
         HARMLESS.values()
     ).split()
     missing = []
     for action in parser._actions:
         near = [flag for flag in action.option_strings if NEAR.search(flag)]
-        if near and not any(fnmatch(flag, pattern) for flag in action.option_strings for pattern in known):
+        if near and not any(fnmatch(flag, pattern) for flag in action.option_strings for pattern in patterns):
             missing.append(near[0])
     assert not missing, (
         f"docs/supported.md and HARMLESS say nothing of {missing}: are they supported, refused, or do they make no difference?"
     )
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    gone = [pattern for pattern in known if not any(fnmatch(flag, pattern) for flag in flags)]
+    gone = [pattern for pattern in patterns if not any(fnmatch(flag, pattern) for flag in flags)]
     assert not gone, f"docs/supported.md or HARMLESS names flags that Megatron does not have: {gone}"
 
 
@@ -271,8 +271,8 @@ def check_the_tested_version_lacks_no_setting() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     # Made of flags when the arguments are validated.
-    made = dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 1)
-    arguments = argparse.Namespace(**{**vars(parser.parse_args([])), **made})
+    fields = dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 1)
+    arguments = argparse.Namespace(**{**vars(parser.parse_args([])), **fields})
     configuration = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     switched_on = ("", "mtp_num_layers", "moe_aux_loss_coeff", "recompute_granularity", "cuda_graph_impl")
     for source, experts in ((arguments, "num_experts"), (configuration, "num_moe_experts")):

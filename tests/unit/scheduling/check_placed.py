@@ -143,7 +143,7 @@ def check_every_stage_is_built_as_what_it_is() -> None:
         ]
         assert [chunk.built.stage for chunk in by_stage] == list(range(layout.num_stages))
         assert [(chunk.pre_process, chunk.post_process) for chunk in by_stage] == [
-            (at == 0, at == last) for at in range(last + 1)
+            (stage == 0, stage == last) for stage in range(last + 1)
         ]
         assert [len(chunk.built.layers) for chunk in by_stage] == sizes, settings
         assert [layer for chunk in by_stage for layer in chunk.built.layers] == list(range(sum(sizes))), settings
@@ -152,8 +152,8 @@ def check_every_stage_is_built_as_what_it_is() -> None:
 def check_a_scripts_own_model_is_built_so_too() -> None:
     """`get_model` calls the script's function with names only, and with some that are not ours."""
 
-    def get_model(provider: Callable[..., Chunk], **given: Any) -> list[Chunk]:
-        return [provider(pre_process=True, post_process=True, vp_stage=chunk, **given) for chunk in range(2)]
+    def get_model(provider: Callable[..., Chunk], **keywords: Any) -> list[Chunk]:
+        return [provider(pre_process=True, post_process=True, vp_stage=chunk, **keywords) for chunk in range(2)]
 
     def provider(pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: int, config: str) -> Chunk:
         assert config == "a script's"
@@ -213,11 +213,11 @@ def check_the_last_rank_has_the_first_stages_data() -> None:
         ):
             assert is_first() == [rank == 3, False]
             assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1) is (rank == 3)
-            found = training.build_train_valid_test_data_iterators("sets")
+            iterators = training.build_train_valid_test_data_iterators("sets")
             assert is_first() == [rank == 3, False]
         assert asked == [rank in (0, 3), False]
         none = rank == 0 and not packed
-        assert found == (([None, None], None) if none else (["of a chunk", "of another"], "one"))
+        assert iterators == (([None, None], None) if none else (["of a chunk", "of another"], "one"))
 
 
 def check_a_chunk_that_computes_is_first_or_last_itself() -> None:
@@ -230,13 +230,13 @@ def check_a_chunk_that_computes_is_first_or_last_itself() -> None:
         told.append((ends(), is_first_or_last_pipeline_stage(vp_stage)))
         assert ends(ignore_virtual=False, vp_stage=last[1]) == (False, rank == 3), "the stage that is named"
 
-    def compute(*given: Any, vp_stage: int | None, **_: Any) -> None:
+    def compute(*arguments: Any, vp_stage: int | None, **_: Any) -> None:
         step(vp_stage)
         # The loss is computed inside of a step, and behind it where shards are.
         schedules.forward_step_calc_loss(*["given"] * 4, vp_stage, *["given"] * 3)
 
-    def calculate_loss(*given: Any) -> None:
-        step(given[4])
+    def calculate_loss(*arguments: Any) -> None:
+        step(arguments[4])
 
     for layout, last in ((V, (3, 1)), (WAVE, (3, 2)), (BOTH, (3, 1))):
         first = (0 if layout is WAVE else 3, 0)
@@ -356,9 +356,11 @@ def check_two_ranks_that_add_up_one_weight_are_refused() -> None:
     with pytest.raises(ValueError, match=refusal) as refused:
         refuse_group(Positions.of(V), both)
     assert not isinstance(refused.value, Refused), "ranks outside of the group do not see it, and go on"
-    wrapped = wraps_of(Positions.of(V))[patches.GET_MODEL](lambda provider, **given: provider(vp_stage=0, **given))
+    wrapped = wraps_of(Positions.of(V))[patches.GET_MODEL](
+        lambda provider, **keywords: provider(vp_stage=0, **keywords)
+    )
     with pytest.raises(ValueError, match=refusal):
-        wrapped(lambda **given: pytest.fail("its constructor would wait"), pg_collection=both)
+        wrapped(lambda **keywords: pytest.fail("its constructor would wait"), pg_collection=both)
     for groups in (alone, outside, None):
         refuse_group(Positions.of(V), groups)
     refuse_group(Positions.of(WAVE), both)
@@ -398,8 +400,8 @@ def check_a_copy_is_saved_once_and_loaded_apart() -> None:
         assert isinstance(kept["first"]["weight"], ShardedTensor)
         assert not isinstance(kept["last"]["weight"], ShardedTensor)
         assert kept["step"] == 3
-    one = torch.arange(4.0)
-    apart = checkpoints.separate_copies({"first": one, "last": one, "empty": [one[:0], one[:0]], "step": 3})
+    weight = torch.arange(4.0)
+    apart = checkpoints.separate_copies({"first": weight, "last": weight, "empty": [weight[:0], weight[:0]], "step": 3})
     assert torch.equal(apart["first"], apart["last"])
     assert apart["first"].data_ptr() != apart["last"].data_ptr()
     assert apart["step"] == 3
@@ -430,19 +432,19 @@ def check_a_repair_whose_stand_in_lacks_what_a_newer_megatron_reads_is_left_out(
         mock.patch.object(DistributedOptimizer, last[0].names[0].rpartition(".")[2], newer),
         mock.patch.object(repairs, "REPAIRS", last),
     ):
-        (said,) = repairs.apply()
+        (line,) = repairs.apply()
         assert DistributedOptimizer.sharded_param_state_fully_reshardable is newer
-    assert said.startswith("repair skipped, because it cannot be tried on this Megatron (AttributeError: "), said
-    assert "'grad_data'" in said
+    assert line.startswith("repair skipped, because it cannot be tried on this Megatron (AttributeError: "), line
+    assert "'grad_data'" in line
 
 
 def check_state_that_is_filed_by_rank_is_refused() -> None:
     wraps = wraps_of(Positions.of(V))
-    known = {
+    outcomes = {
         "torch": pytest.raises(ValueError, match="has the format torch, which stores weights by rank"),
         "torch_dist": contextlib.nullcontext(),
     }
-    for form, outcome in known.items():
+    for form, outcome in outcomes.items():
         with outcome:
             assert wraps[patches.CHECKPOINT_FORMAT](lambda name, args, form=form: form)("iter_1", None) == "torch_dist"
     for patch in (patches.STATE_BY_BUFFER, patches.STATE_BY_RANK):

@@ -82,12 +82,12 @@ class Stage:
 
     def left(self) -> dict[str, torch.Tensor]:
         """All that its iterations leave, copied."""
-        found = {f"sent {place}": sent for place, sent in enumerate(self.sent)}
+        tensors = {f"sent {place}": sent for place, sent in enumerate(self.sent)}
         for name, parameter in self.model.named_parameters():
-            found |= {name: parameter.detach().clone(), f"{name}.main_grad": parameter.main_grad.clone()}
+            tensors |= {name: parameter.detach().clone(), f"{name}.main_grad": parameter.main_grad.clone()}
         states = tensor_parallel.get_cuda_rng_tracker().get_states()
         return (
-            found
+            tensors
             | {f"random state {name}": state.clone() for name, state in states.items()}
             | {"random state": torch.get_rng_state()}
         )
@@ -95,35 +95,35 @@ class Stage:
 
 def trained(kind: tuple[bool, bool], dropout: float, session: terra.Session | None) -> list[dict[str, torch.Tensor]]:
     """What there is after each iteration."""
-    stage, found = Stage(*kind, dropout), []
+    stage, states = Stage(*kind, dropout), []
     for number in range(ITERATIONS):
         with session or contextlib.nullcontext():
             stage.iteration(number)
-        found.append(stage.left())
+        states.append(stage.left())
         stage.sent.clear()
-    return found
+    return states
 
 
 def check_stages_compute_the_same_under_a_session() -> None:
     for name, kind in STAGES.items():
         for dropout in (0.0, 0.1):
             expected = trained(kind, dropout, None)
-            said = f"{name} stage, dropout {dropout}"
+            label = f"{name} stage, dropout {dropout}"
             with contextlib.closing(terra.Session()) as session:
-                same(expected, trained(kind, dropout, session), said)
-                assert (session.traces, session.fallbacks, session.co_executed) == (2, 0, ITERATIONS - 3), said
+                same(expected, trained(kind, dropout, session), label)
+                assert (session.traces, session.fallbacks, session.co_executed) == (2, 0, ITERATIONS - 3), label
 
 
-def same(expected: list[dict[str, torch.Tensor]], found: list[dict[str, torch.Tensor]], name: str) -> None:
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert one.keys() == other.keys()
-        gradients = [key for key in one if key.endswith(".main_grad")]
+def same(expected: list[dict[str, torch.Tensor]], actual: list[dict[str, torch.Tensor]], name: str) -> None:
+    for number, (wanted, state) in enumerate(zip(expected, actual, strict=True)):
+        assert wanted.keys() == state.keys()
+        gradients = [key for key in wanted if key.endswith(".main_grad")]
         assert gradients
-        assert all(one[key].any() for key in gradients), (
+        assert all(wanted[key].any() for key in gradients), (
             f"{name}: a gradient is all zeros, which what was forgotten is too"
         )
-        for key in one:
-            assert _bytes(one[key]) == _bytes(other[key]), f"{name}, iteration {number}: {key} differs"
+        for key in wanted:
+            assert _bytes(wanted[key]) == _bytes(state[key]), f"{name}, iteration {number}: {key} differs"
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

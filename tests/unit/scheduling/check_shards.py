@@ -32,24 +32,26 @@ Loss = Callable[[torch.Tensor], Any]
 
 
 def config(**settings: Any) -> TransformerConfig:
-    given = {
+    fields = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
         "num_attention_heads": 4,
         "use_cpu_initialization": True,
         "hidden_dropout": 0.0,
     }
-    return TransformerConfig(**{**given, "attention_dropout": 0.0, "calculate_per_token_loss": False, **settings})
+    return TransformerConfig(**{**fields, "attention_dropout": 0.0, "calculate_per_token_loss": False, **settings})
 
 
 def model(**settings: Any) -> GPTModel:
     torch.manual_seed(1)
     shared = settings.pop("share_embeddings_and_output_weights", False)
-    given = {
+    keywords = {
         name: settings.pop(name) for name in ("parallel_output", "pre_process", "post_process") if name in settings
     }
     spec = get_gpt_layer_local_spec()
-    return GPTModel(config(**settings), spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=shared, **given)
+    return GPTModel(
+        config(**settings), spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=shared, **keywords
+    )
 
 
 def mean(losses: torch.Tensor) -> Any:
@@ -76,7 +78,7 @@ def called(inner: GPTModel, loss: Loss, labelled: bool = True, **more: Any) -> C
         labels = tokens.roll(-1, 1) if labelled else None
         return module(tokens, places, mask, labels=labels), loss
 
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "config": inner.config,
         "models": [inner],
         "data": [batches()],
@@ -85,7 +87,7 @@ def called(inner: GPTModel, loss: Loss, labelled: bool = True, **more: Any) -> C
         "cp_size": 1,
         **more,
     }
-    return Call(**given)
+    return Call(**fields)
 
 
 def action(kind: Kind, microbatch: int) -> Action:
@@ -107,9 +109,9 @@ def sharded(inner: GPTModel, call: Call, early: bool = False) -> ShardedStages:
     stages = ShardedStages(RankPart({0: 0}, 0, set(), Halves(Keep.LINEAR)), output_shard(inner), early)
     stages.begin(call)
     for microbatch in range(MICROBATCHES):
-        made = stages.forward(action(Kind.FORWARD, microbatch), ())
-        sent = tuple(tensor.detach().clone() for tensor in made)
-        stages.let_go(made)
+        output = stages.forward(action(Kind.FORWARD, microbatch), ())
+        sent = tuple(tensor.detach().clone() for tensor in output)
+        stages.let_go(output)
         (own,) = stages.shard.forward(action(Kind.SHARD_FORWARD, microbatch), sent)
         if isinstance(stages.shard, EarlyShard) and not call.forward_only:
             # Before T or behind it, as a thread pleases.
@@ -136,8 +138,8 @@ def check_one_shard_trains_what_the_whole_layer_does() -> None:
         assert isinstance(inner.output_layer, OutputLayerShard)
         call = called(inner, loss)
         sharded(inner, call, early)
-        for one, other in zip(call.losses, stock.losses, strict=True):
-            torch.testing.assert_close(one["lm loss"].float(), other["lm loss"].float(), rtol=1e-6, atol=0)
+        for call_loss, stock_loss in zip(call.losses, stock.losses, strict=True):
+            torch.testing.assert_close(call_loss["lm loss"].float(), stock_loss["lm loss"].float(), rtol=1e-6, atol=0)
         assert int(call.num_tokens) == int(stock.num_tokens)
         others = dict(expected.named_parameters())
         for name, weight in inner.named_parameters():
@@ -152,7 +154,10 @@ def check_splitting_changes_no_weight_and_draws_nothing() -> None:
     inner = model()
     split(inner, inner)
     assert torch.equal(torch.rand(1), after)
-    assert all(torch.equal(one, other) for one, other in zip(inner.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(parameter, plain_parameter)
+        for parameter, plain_parameter in zip(inner.parameters(), plain.parameters(), strict=True)
+    )
     weight = inner.output_layer.weight
     assert weight.is_embedding_or_output_parameter
     assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.allreduce) == (
@@ -169,7 +174,7 @@ def check_logits_are_computed_through_the_module() -> None:
     inner = model()
     split(inner, inner)
     called_for: list[torch.Size] = []
-    inner.output_layer.register_forward_pre_hook(lambda layer, given: called_for.append(given[0].shape))
+    inner.output_layer.register_forward_pre_hook(lambda layer, inputs: called_for.append(inputs[0].shape))
     x = torch.randn(LENGTH, BATCH, HIDDEN)
     assert torch.equal(inner.output_layer.logits(x), x @ inner.output_layer.weight.t())
     assert called_for == [x.shape]
@@ -244,10 +249,10 @@ def check_a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     tied_shards.tie(first, first, weight, rows)
     assert weight.shared
     assert weight.shared_embedding
-    found = first.embedding.word_embeddings.sharded_state_dict(prefix="embedding.word_embeddings.")[key]
-    assert found.data is whole
-    pieces = found.build()
-    assert torch.equal(found.merge_fn([piece.data for piece in pieces]), whole)
+    entry = first.embedding.word_embeddings.sharded_state_dict(prefix="embedding.word_embeddings.")[key]
+    assert entry.data is whole
+    pieces = entry.build()
+    assert torch.equal(entry.merge_fn([piece.data for piece in pieces]), whole)
     copy = tied_shards.entry(weight, 1, rows, "output_layer.", 2)
     for piece in (*pieces, copy):
         assert (piece.key, piece.global_shape, piece.local_shape, piece.axis_fragmentations) == (
@@ -261,9 +266,9 @@ def check_a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     assert (copy.global_offset, copy.replica_id) == ((4, 0), (1, 0, 2))
     assert torch.equal(copy.data, pieces[1].data)
     # Of the rank's own rows only the embedding's are saved: a fully parallel save would write both.
-    whole_and_part = {"embedding": found, "output": tied_shards.entry(weight, 1, rows, "output_layer.", 0)}
+    whole_and_part = {"embedding": entry, "output": tied_shards.entry(weight, 1, rows, "output_layer.", 0)}
     saved = checkpoints.first_replicas(whole_and_part)
-    assert saved["embedding"] is found
+    assert saved["embedding"] is entry
     assert isinstance(saved["output"], LocalNonpersistentObject)
     alone = {"output": copy}
     assert checkpoints.first_replicas(alone) == alone
@@ -273,17 +278,17 @@ def check_an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
     inner, tokens = model(), next(batches())
     table = inner.embedding.word_embeddings.weight.detach().clone()
     split(inner, inner, 0)
-    shard, given, _ = Inputs.of(inner, inner, 0)
-    assert given is not None
+    shard, placeholder, _ = Inputs.of(inner, inner, 0)
+    assert placeholder is not None
     assert inner.embedding.word_embeddings is shard
     assert torch.equal(shard.weight, table)
-    found = shard.part(tokens)
-    assert torch.equal(found, table[tokens])
+    rows = shard.part(tokens)
+    assert torch.equal(rows, table[tokens])
     with pytest.raises(ValueError, match="can embed only what its pipeline's ranks have looked up"):
         shard(tokens)
-    given.give(found.requires_grad_())
+    placeholder.give(rows.requires_grad_())
     shard(tokens).square().sum().backward()
-    shard.add_gradient(tokens, found.grad)
+    shard.add_gradient(tokens, rows.grad)
     again = table.requires_grad_()
     again[tokens].square().sum().backward()
     torch.testing.assert_close(shard.weight.grad, again.grad, rtol=1e-6, atol=0)
@@ -298,9 +303,9 @@ def check_an_embedding_of_another_chunk_leaves_the_first_stage_no_rows() -> None
         )
         table = first.embedding.word_embeddings.weight.detach().clone()
         split(first, last, 0)
-        shard, given, _ = Inputs.of(first, last, 0)
-        assert first.embedding.word_embeddings is given
-        assert not list(given.parameters())
+        shard, placeholder, _ = Inputs.of(first, last, 0)
+        assert first.embedding.word_embeddings is placeholder
+        assert not list(placeholder.parameters())
         assert torch.equal(shard.weight, table)
         assert (last.output_layer.weight is shard.weight) is tied
         names = [name for name, _ in last.named_parameters() if not name.startswith("decoder")]
@@ -313,16 +318,16 @@ def check_steps_are_noted_before_anything_is_computed() -> None:
     inner = model()
     steps, expected = noted_steps(called(inner, mean), 0), batches()
     assert len(steps) == MICROBATCHES
-    found = gather_tokens(steps, inner.pg_collection.pp, 0)
-    assert all(torch.equal(one, next(expected)) for one in found)
+    tokens = gather_tokens(steps, inner.pg_collection.pp, 0)
+    assert all(torch.equal(part, next(expected)) for part in tokens)
     assert "forward" not in vars(inner)
-    for what, wrong in {
+    for message, wrong in {
         "doubles what the model returns": lambda data, module: (2 * module(next(data), None, None), mean),
         "never calls it": lambda data, module: (torch.zeros(()), mean),
     }.items():
         with pytest.raises(ValueError, match=r"must call its model exactly once and return the model's output"):
             noted_steps(called(inner, mean, forward_step_func=wrong), 0)
-        assert "forward" not in vars(inner), what
+        assert "forward" not in vars(inner), message
     untold = noted_steps(
         called(inner, mean, forward_step_func=lambda data, module: (module(None, None, None), mean)), 0
     )

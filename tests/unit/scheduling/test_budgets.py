@@ -55,8 +55,8 @@ def asked(memory: str, **more: Any) -> Any:
     return args(**{**SIZES, "bpipe_memory": read_budget(memory), **more})
 
 
-def requested_balance(given: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
-    asked = requested(given)
+def requested_balance(args: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
+    asked = requested(args)
     return asked.config.balance, asked.lines
 
 
@@ -109,7 +109,7 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
     assert told[-1].startswith(
         "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration rank 0 "
     )
-    timed, plain = (build(replace(plain_config(), balance=one)) for one in (how, by_bytes))
+    timed, plain = (build(replace(plain_config(), balance=balance)) for balance in (how, by_bytes))
     assert timed.ranks != plain.ranks
     assert [num_transfers(timed, rank) for rank in range(4)] == [num_transfers(plain, rank) for rank in range(4)]
 
@@ -120,10 +120,10 @@ def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds() -> N
     def costs(memory: str, cluster: str | None = "h100-80g", **more: Any) -> Costs | None:
         return requested(asked(memory, bpipe_cluster=cluster, **more)).costs
 
-    found, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
-    assert found is not None
+    faster, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
+    assert faster is not None
     assert slower is not None
-    assert found.stages[0].forward_s < slower.stages[0].forward_s
+    assert faster.stages[0].forward_s < slower.stages[0].forward_s
     assert costs("auto:2.6", cluster=None) is None
     assert costs("2.6") is None
     assert costs("auto:2", moe_latent_size=8) is None
@@ -139,9 +139,9 @@ def test_links_are_said_for_a_budget() -> None:
 
 
 def plain_config() -> Any:
-    found = own_schedule(args(bpipe_executor=True))
-    assert found is not None
-    return found
+    config = own_schedule(args(bpipe_executor=True))
+    assert config is not None
+    return config
 
 
 @pytest.mark.parametrize(
@@ -191,17 +191,17 @@ def devices(*budget: int) -> Devices:
 def test_a_plan_changes_over_only_where_that_helps() -> None:
     tight = tightest_plan(devices(1400)).schedule
     assert num_transfers(tight, 0).evictions == 3
-    found, told = better_plan(devices(1400), tight)
-    assert found is not None
-    assert found.moved_bytes == 0
+    plan, told = better_plan(devices(1400), tight)
+    assert plan is not None
+    assert plan.moved_bytes == 0
     assert told[0].endswith("are evicted per iteration; changing the plan:")
     assert better_plan(devices(1300), tight)[0] is None
     assert "no plan needs less, so this one stays" in better_plan(devices(1300), tight)[1][0]
-    found, told = better_plan(devices(1300), within(devices(1400)).schedule)
-    assert found is None
+    plan, told = better_plan(devices(1300), within(devices(1400)).schedule)
+    assert plan is None
     assert "would send from stage 0, whose sizes are not measured yet" in told[0]
-    found, told = better_plan(devices(1200), tight)
-    assert found is None
+    plan, told = better_plan(devices(1200), tight)
+    assert plan is None
     assert "no plan keeps ranks 0 and 3 within" in told[0]
     # Now too little leaves, and the link is there.
     less = within(devices(1300, 1200, 1400, 1300)).schedule
@@ -219,8 +219,8 @@ def test_a_first_plan_asks_a_node_for_little_more_memory_than_the_last(hosts: st
     assert max(first.need_bytes) <= 1750 - 1750 // 8
     # Of whoever can send it is measured what moves, so any budget can be changed to, by other links, too.
     for budget in (1200, 1300, 1500, 1700):
-        found, told = better_plan(replace(room, budget_bytes=(budget,) * 8), first.schedule)
-        assert found is not None, told
+        plan, told = better_plan(replace(room, budget_bytes=(budget,) * 8), first.schedule)
+        assert plan is not None, told
     assert hosts == HOST or not links_of(within(room).schedule) <= links_of(all_leave.schedule)
 
 
@@ -237,9 +237,9 @@ def test_a_plan_that_sends_as_much_is_changed_to_where_less_is_waited_for() -> N
     now = tightest_plan(room).schedule
     assert better_plan(room, now)[0] is None
     assert better_plan(room, now, costs_of(1))[0] is None
-    found, told = better_plan(room, now, costs_of(3))
-    assert found is not None
+    plan, told = better_plan(room, now, costs_of(3))
+    assert plan is not None
     assert told[0].endswith("a plan that sends as much waits less for it; changing the plan:")
-    waits = [sum(simulate(one, costs_of(3).holding(room.memory)).exposed_s) for one in (now, found.schedule)]
+    waits = [sum(simulate(schedule, costs_of(3).holding(room.memory)).exposed_s) for schedule in (now, plan.schedule)]
     assert waits[1] < waits[0]
-    assert better_plan(room, found.schedule, costs_of(3))[0] is None
+    assert better_plan(room, plan.schedule, costs_of(3))[0] is None

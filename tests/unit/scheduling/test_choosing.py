@@ -79,8 +79,8 @@ def args(**more: Any) -> SimpleNamespace:
     )
 
 
-def own_schedule(given: Any) -> ScheduleConfig | None:
-    return requested(given).own
+def own_schedule(args: Any) -> ScheduleConfig | None:
+    return requested(args).own
 
 
 def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> No
     file = tmp_path / "mine.csv"
     chimera = build(ScheduleConfig("chimera", 4, 8))
     file.write_text(write_csv(chimera))
-    found = own_schedule(args(**TWO_PIPES | {"bpipe_schedule": str(file)}))
-    assert found is not None
-    assert build(found) == chimera
-    assert unplaced(args(), found) == []
+    config = own_schedule(args(**TWO_PIPES | {"bpipe_schedule": str(file)}))
+    assert config is not None
+    assert build(config) == chimera
+    assert unplaced(args(), config) == []
 
 
 COSTS = (Fraction(1), Fraction(6, 5), Fraction(4, 5))
@@ -115,14 +115,14 @@ def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
     flags: dict[str, Any], asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With host buffers, which a training keeps. Also where the group is `auto`, which is how the parser says None."""
-    found = own_schedule(args(**GROUPED, bpipe_bound=(8,), **flags))
-    assert found is not None
+    config = own_schedule(args(**GROUPED, bpipe_bound=(8,), **flags))
+    assert config is not None
     sizes = ["--pp", "4", "--microbatches", "8", "--vp", "2", "--balance", "bpipe", "--bound", "8", "--buffers-stay"]
     assert cli.main(["schedule", "--schedule", "grouped-interleaved", *sizes, *asked, "--format", "csv"]) == 0
-    assert write_csv(build(found)) == capsys.readouterr().out
+    assert write_csv(build(config)) == capsys.readouterr().out
     usual = own_schedule(args(**GROUPED))
     assert usual is not None
-    assert iteration_time(build(found), ALIKE).makespan < iteration_time(build(usual), ALIKE).makespan
+    assert iteration_time(build(config), ALIKE).makespan < iteration_time(build(usual), ALIKE).makespan
 
 
 def test_every_process_chooses_the_same() -> None:
@@ -149,15 +149,15 @@ def test_every_process_chooses_the_same() -> None:
 def test_a_file_is_read_and_says_how_many_stages_a_rank_has(write: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(write(INTERLEAVED))
-    given = args(bpipe_schedule=str(file))
-    complete(given)
-    assert given.num_virtual_stages_per_pipeline_rank == 2
-    found = own_schedule(args(bpipe_schedule=str(file), virtual_pipeline_model_parallel_size=2))
-    assert found is not None
-    assert found.schedule == ("mine" if write is write_csv else "interleaved-1f1b")
-    assert build(found).ranks == INTERLEAVED.ranks
-    assert found.layout == INTERLEAVED.layout
-    assert not found.splits
+    arguments = args(bpipe_schedule=str(file))
+    complete(arguments)
+    assert arguments.num_virtual_stages_per_pipeline_rank == 2
+    config = own_schedule(args(bpipe_schedule=str(file), virtual_pipeline_model_parallel_size=2))
+    assert config is not None
+    assert config.schedule == ("mine" if write is write_csv else "interleaved-1f1b")
+    assert build(config).ranks == INTERLEAVED.ranks
+    assert config.layout == INTERLEAVED.layout
+    assert not config.splits
 
 
 def listing(schedule: Schedule) -> str:
@@ -169,10 +169,10 @@ def test_orders_alone_are_placed_on_the_grid(tmp_path: Path) -> None:
     """As torch prints DualPipeV: no rank but the first could begin in the first slot."""
     file = tmp_path / "orders.csv"
     file.write_text(listing(INTERLEAVED))
-    found = own_schedule(args(bpipe_schedule=str(file), virtual_pipeline_model_parallel_size=2, bpipe=True))
-    assert found is not None
+    config = own_schedule(args(bpipe_schedule=str(file), virtual_pipeline_model_parallel_size=2, bpipe=True))
+    assert config is not None
     assert (
-        build(found).ranks
+        build(config).ranks
         == build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig())).ranks
     )
 
@@ -181,9 +181,9 @@ def test_a_file_that_moves_activations_stays_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "balanced.csv"
     balanced = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     file.write_text(write_csv(balanced))
-    found = own_schedule(args(bpipe_schedule=str(file), bpipe=True))
-    assert found is not None
-    assert build(found) == balanced
+    config = own_schedule(args(bpipe_schedule=str(file), bpipe=True))
+    assert config is not None
+    assert build(config) == balanced
     with pytest.raises(ValueError, match="it moves activations: give --bpipe too"):
         own_schedule(args(bpipe_schedule=str(file)))
 
@@ -194,29 +194,32 @@ def test_stages_that_somebody_asked_for_are_left() -> None:
         "num_layers_per_virtual_pipeline_stage",
         "pipeline_model_parallel_layout",
     ):
-        given = args(bpipe_schedule="gpipe", **{flag: 3})
-        complete(given)
-        assert {**vars(given)} == vars(args(bpipe_schedule="gpipe", **{flag: 3}))
+        arguments = args(bpipe_schedule="gpipe", **{flag: 3})
+        complete(arguments)
+        assert {**vars(arguments)} == vars(args(bpipe_schedule="gpipe", **{flag: 3}))
 
 
 def test_a_file_of_slices_has_the_micro_batches_of_the_run(tmp_path: Path) -> None:
     file = tmp_path / "sliced.csv"
     file.write_text(write_csv(build(ScheduleConfig("1f1b", 4, 8, slices=4))))
     for slices in (None, 4):
-        found = own_schedule(args(bpipe_schedule=str(file), bpipe_slices=slices))
-        assert found is not None
-        assert (found.num_microbatches, found.slices) == (8, 4)
+        config = own_schedule(args(bpipe_schedule=str(file), bpipe_slices=slices))
+        assert config is not None
+        assert (config.num_microbatches, config.slices) == (8, 4)
     with pytest.raises(ValueError, match="it has 8 micro-batches, but an iteration has 16: use --global-batch-size 48"):
         own_schedule(args(bpipe_schedule=str(file), global_batch_size=96))
 
 
 def test_what_slices_refuse_is_said_beside_what_others_do() -> None:
-    given = args(bpipe_slices=4, context_parallel_size=2, transformer_impl="transformer_engine", bpipe_strict=True)
-    found = own_schedule(given)
-    assert found is not None
-    assert [problem.partition(": ")[0] for problem in unplaced(given, found)] == ["--bpipe-slices 4", "--bpipe-strict"]
-    given.bpipe_strict = False
-    assert [problem.partition(": ")[0] for problem in unplaced(given, found)] == ["--bpipe-slices 4"]
+    arguments = args(bpipe_slices=4, context_parallel_size=2, transformer_impl="transformer_engine", bpipe_strict=True)
+    config = own_schedule(arguments)
+    assert config is not None
+    assert [problem.partition(": ")[0] for problem in unplaced(arguments, config)] == [
+        "--bpipe-slices 4",
+        "--bpipe-strict",
+    ]
+    arguments.bpipe_strict = False
+    assert [problem.partition(": ")[0] for problem in unplaced(arguments, config)] == ["--bpipe-slices 4"]
 
 
 TWO = {"virtual_pipeline_model_parallel_size": 2}
@@ -294,16 +297,18 @@ def test_what_does_not_fit_is_refused_with_the_way_out(flags: dict[str, Any], me
 
 
 def test_an_output_layer_in_shards_is_run_by_our_own_loop() -> None:
-    found = own_schedule(args(bpipe_vocabulary="1"))
-    assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.ONE, exchange=Exchange.POSTED)
-    assert unplaced(args(bpipe_vocabulary="1"), found) == []
+    config = own_schedule(args(bpipe_vocabulary="1"))
+    assert config == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.ONE, exchange=Exchange.POSTED)
+    assert unplaced(args(bpipe_vocabulary="1"), config) == []
     chunks = args(bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2)
-    assert own_schedule(chunks) == replace(found, schedule="interleaved-1f1b", num_chunks=2)
+    assert own_schedule(chunks) == replace(config, schedule="interleaved-1f1b", num_chunks=2)
 
 
 def test_an_embedding_in_shards_joins_the_output_layer() -> None:
-    found = own_schedule(args(bpipe_vocabulary="2", bpipe_vocabulary_input=True))
-    assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.TWO, input_shards=True, exchange=Exchange.POSTED)
+    config = own_schedule(args(bpipe_vocabulary="2", bpipe_vocabulary_input=True))
+    assert config == ScheduleConfig(
+        "1f1b", 4, 8, vocabulary=Vocabulary.TWO, input_shards=True, exchange=Exchange.POSTED
+    )
     with pytest.raises(ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2"):
         own_schedule(args(bpipe_vocabulary_input=True))
     chunks = own_schedule(
@@ -378,7 +383,7 @@ def of_two_pipes(**more: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "given", "chunks"),
+    ("schedule", "flags", "chunks"),
     [
         ("chimera", {}, 2),
         ("chimera", {"num_virtual_stages_per_pipeline_rank": 1}, 2),
@@ -394,14 +399,14 @@ def of_two_pipes(**more: Any) -> SimpleNamespace:
 )
 def test_two_pipes_halve_the_pipeline_once(
     schedule: str,
-    given: dict[str, Any],
+    flags: dict[str, Any],
     chunks: int | None,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     upstream.remark.cache_clear()
-    args = of_two_pipes(bpipe_schedule=schedule, **given)
+    args = of_two_pipes(bpipe_schedule=schedule, **flags)
     complete(args)
     first = dict(vars(args))
     complete(args)
@@ -415,7 +420,7 @@ def test_two_pipes_halve_the_pipeline_once(
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("flags", "reason"),
     [
         ({"pipeline_model_parallel_size": 2}, "2 pipes need 4 ranks or more, not 2: use .*size 4"),
         ({"pipeline_model_parallel_size": 5, "world_size": 10}, "even number of ranks, not 5: .*size 4 or 6"),
@@ -427,9 +432,9 @@ def test_two_pipes_halve_the_pipeline_once(
         ({"num_layers": 6}, "6 layers cannot be divided into 4 equal stages: use --num-layers 4 or 8"),
     ],
 )
-def test_what_two_pipes_cannot_be_is_refused_before_megatron_judges(given: dict[str, Any], reason: str) -> None:
+def test_what_two_pipes_cannot_be_is_refused_before_megatron_judges(flags: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=f"--bpipe-schedule chimera: (?s:.*){reason}"):
-        complete(of_two_pipes(bpipe_schedule="chimera", **given))
+        complete(of_two_pipes(bpipe_schedule="chimera", **flags))
 
 
 def test_one_rank_is_refused() -> None:
@@ -438,7 +443,7 @@ def test_one_rank_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("feature", "settings"), [(feature, each) for feature, tried in NOT_FOLLOWED.items() for each in tried]
+    ("feature", "settings"), [(feature, settings) for feature, tried in NOT_FOLLOWED.items() for settings in tried]
 )
 def test_what_cannot_be_placed_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in PLACED if refusal.name == feature)

@@ -40,8 +40,8 @@ def plain(cell: str) -> str:
 @pytest.mark.parametrize(
     ("heading", "refusals"),
     [
-        ("What is refused", tuple(one for one in FEATURES if one.state is State.REFUSED)),
-        ("What is guarded", tuple(one for one in FEATURES if one.state is State.GUARDED)),
+        ("What is refused", tuple(feature for feature in FEATURES if feature.state is State.REFUSED)),
+        ("What is guarded", tuple(feature for feature in FEATURES if feature.state is State.GUARDED)),
         ("Stages placed as a V", PLACED),
     ],
 )
@@ -65,7 +65,7 @@ def test_every_refusal_is_in_the_table_with_its_remedy(heading: str, refusals: t
 
 def test_what_is_refused_in_our_own_loop_only_is_said_to_be() -> None:
     (named,) = re.findall(r"Some are refused in our own loop only:\n(.*)\.$", TEXT, re.MULTILINE)
-    assert named == ", ".join(one.name for one in FEATURES if one.own_loop)
+    assert named == ", ".join(feature.name for feature in FEATURES if feature.own_loop)
 
 
 def test_every_proof_is_a_test_or_a_row_of_one() -> None:
@@ -73,7 +73,7 @@ def test_every_proof_is_a_test_or_a_row_of_one() -> None:
         path for folder in ("gloo", "late", "unit/runtime") for path in (ROOT / "tests" / folder).glob("test_*.py")
     ]
     tests = "".join(path.read_text() for path in paths)
-    proofs = {*(one.proof for one in SUPPORTED), *(one.proof for one in FEATURES if one.state is State.GUARDED)}
+    proofs = {*(row.proof for row in SUPPORTED), *(row.proof for row in FEATURES if row.state is State.GUARDED)}
     assert [proof for proof in proofs if f"def {proof}(" not in tests and f'"{proof}": ' not in tests] == []
 
 

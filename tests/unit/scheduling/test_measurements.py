@@ -58,19 +58,19 @@ def test_kept_keys_when_most_is_held(rank: int) -> None:
 
 def test_all_plan_with_sizes_by_slice_and_what_is_kept() -> None:
     plain = build(ScheduleConfig("1f1b", 2, 2, slices=2))
-    found = []
+    processes = []
     for place in (0, 1):
         saved = {2 * place: 60, 2 * place + 1: 40}
         kept = {place: KeptMemory(20 + place, 40)}
         measured = FirstMeasured(saved, {0: 50} if place == 0 else {}, {place: 30}, 0, 0, 0, 0, 0, kept=kept)
-        found.append(ProcessMemory(place, measured, 1000, 0, 0, Fraction(0)))
-    memory = devices_of(found, plain, (5000, 5000)).memory
+        processes.append(ProcessMemory(place, measured, 1000, 0, 0, Fraction(0)))
+    memory = devices_of(processes, plain, (5000, 5000)).memory
     assert (memory.slices, memory.kept) == (2, (KeptMemory(20, 40), KeptMemory(21, 40)))
-    assert [(one.saved_bytes, one.moved_bytes, one.after_input_bytes) for one in memory.stages] == [
+    assert [(stage.saved_bytes, stage.moved_bytes, stage.after_input_bytes) for stage in memory.stages] == [
         *((60, 50, 30), (40, 40, 30)),
         *((60, 60, 30), (40, 40, 30)),
     ]
-    assert devices_of(found, plain, (5000, 5000)).parts == ((50,), (60,))
+    assert devices_of(processes, plain, (5000, 5000)).parts == ((50,), (60,))
 
 
 GIB = 1 << 30
@@ -102,17 +102,17 @@ def seen_with(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> ProcessMemory
 @pytest.mark.parametrize("lent_bytes", [0, HOSTED])
 def test_lent_buffers_are_counted_once(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `peer` they were counted on top of the micro-batches' peak: 37 GiB instead of 27."""
-    found = seen_with(lent_bytes, monkeypatch)
-    assert (found.fixed_bytes, found.working_bytes, found.fragmentation) == (STATE + MOMENTS + OUTSIDE, WORKING, 0)
+    memory = seen_with(lent_bytes, monkeypatch)
+    assert (memory.fixed_bytes, memory.working_bytes, memory.fragmentation) == (STATE + MOMENTS + OUTSIDE, WORKING, 0)
 
 
 @pytest.mark.parametrize(("stage", "count"), [(0, 4), (1, 3), (2, 2), (3, 0), (7, 0)])
 def test_a_stage_may_come_to_pin_its_share_of_its_device_for_every_buffer(stage: int, count: int) -> None:
     """As many micro-batches as the bound fit into the device: none is larger than an equal part of it."""
     plan = build(ScheduleConfig("1f1b", 8, 32, balance=BalanceConfig()))
-    found = host_buffers(plan, stage, 80 * GIB)
-    assert found.count == count
-    assert found == (Buffers(count, 80 * GIB // peak_counts(plan)[stage]) if count else Buffers(0))
+    buffers = host_buffers(plan, stage, 80 * GIB)
+    assert buffers.count == count
+    assert buffers == (Buffers(count, 80 * GIB // peak_counts(plan)[stage]) if count else Buffers(0))
 
 
 def test_on_a_cpu_nobody_knows_how_large_they_may_be() -> None:
@@ -127,45 +127,45 @@ def engine(stayed: Unmoved, differs: bool = True) -> Any:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    said: list[str] = []
-    monkeypatch.setattr(log, "say", lambda line, everywhere: said.append(line))
+    lines: list[str] = []
+    monkeypatch.setattr(log, "say", lambda line, everywhere: lines.append(line))
     monkeypatch.setattr(log, "pipeline_begins_with_rank_0", lambda: True)
-    return said
+    return lines
 
 
 def test_what_stayed_is_told_and_added_up(lines: list[str]) -> None:
-    found = Differing()
-    found.ended(engine(Unmoved(2, 5_000_000, 1, 3_000_000)), 0)
-    found.ended(engine(Unmoved()), 0)
-    found.ended(engine(Unmoved(1, 2_000_000, 2, 2_000_000)), 0)
+    differing = Differing()
+    differing.ended(engine(Unmoved(2, 5_000_000, 1, 3_000_000)), 0)
+    differing.ended(engine(Unmoved()), 0)
+    differing.ended(engine(Unmoved(1, 2_000_000, 2, 2_000_000)), 0)
     assert lines[0] == (
         "stage 0: 2 micro-batches (5 MB in all) were too large for their host buffers and stayed here; the next "
         "iteration has room for them. The bound was exceeded by at most 1 micro-batch (3 MB)"
     )
     assert len(lines) == 2
     assert (
-        found.sums.stayed_microbatches,
-        found.sums.stayed_bytes,
-        found.sums.passed_microbatches,
-        found.sums.passed_bytes,
+        differing.sums.stayed_microbatches,
+        differing.sums.stayed_bytes,
+        differing.sums.passed_microbatches,
+        differing.sums.passed_bytes,
     ) == (3, 7_000_000, 2, 3_000_000)
-    assert (found.sums.largest_bytes, found.sums.times_grown) == ({0: 4096}, 1)
+    assert (differing.sums.largest_bytes, differing.sums.times_grown) == ({0: 4096}, 1)
 
 
 def test_not_every_iteration_is_told(lines: list[str]) -> None:
-    found = Differing()
+    differing = Differing()
     for _ in range(MOST_TOLD + 3):
-        found.ended(engine(Unmoved(1, 10, 1, 10)), 2)
+        differing.ended(engine(Unmoved(1, 10, 1, 10)), 2)
     assert len(lines) == MOST_TOLD
     assert lines[-1].endswith("; the report lists further ones")
-    assert found.sums.stayed_microbatches == MOST_TOLD + 3
+    assert differing.sums.stayed_microbatches == MOST_TOLD + 3
 
 
 def test_nothing_is_said_where_sizes_are_alike(lines: list[str]) -> None:
-    found = Differing()
-    found.ended(engine(Unmoved(), differs=False), 0)
-    found.ended(SimpleNamespace(sizing=None), 0)  # type: ignore[arg-type]
-    assert (lines, found) == ([], Differing())
+    differing = Differing()
+    differing.ended(engine(Unmoved(), differs=False), 0)
+    differing.ended(SimpleNamespace(sizing=None), 0)  # type: ignore[arg-type]
+    assert (lines, differing) == ([], Differing())
 
 
 BOUNDS = (0, 3, 5)

@@ -39,8 +39,8 @@ def answers() -> dict[str, list[str]]:
     script = Path(__file__).parent / "check_messages.py"
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    result: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
+    return result
 
 
 def test_megatrons_messages_pass_in_order(answers: dict[str, list[str]]) -> None:

@@ -48,14 +48,14 @@ def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNam
 
 def placed(ranks: int, microbatches: int, processes: int | None = None, **more: Any) -> list[int]:
     """Which of Megatron's ranks every process takes."""
-    found = []
+    placements = []
     for rank in range(processes or ranks):
-        one = args(ranks, microbatches, rank, **more)
-        placement.apply(one)
-        assert rank == one.rank or os.environ["RANK"] == str(one.rank)
-        found.append(one.rank)
-    assert found[0] == 0, "rank 0 stays where its store is"
-    return found
+        arguments = args(ranks, microbatches, rank, **more)
+        placement.apply(arguments)
+        assert rank == arguments.rank or os.environ["RANK"] == str(arguments.rank)
+        placements.append(arguments.rank)
+    assert placements[0] == 0, "rank 0 stays where its store is"
+    return placements
 
 
 def test_a_rank_that_has_no_partner_and_is_the_first_stays_first(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_what_was_chosen_is_said() -> None:
     assert line.endswith("at most 6 held")
     (usual,) = grouped(ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2), build(config))
     assert "groups of 2 micro-batches (the default)" in usual
-    for other in (
+    for ungrouped in (
         ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2, group_size=2),
         ScheduleConfig("1f1b", 4, 8),
     ):
-        assert not grouped(other, build(other))
+        assert not grouped(ungrouped, build(ungrouped))

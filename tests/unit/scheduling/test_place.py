@@ -24,20 +24,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def eager(schedule: Schedule) -> Schedule:
     """The same, but the first stage computes all its forwards first, so that its rank holds more than the others."""
-    orders = [[one for slot in row for one in slot.computations] for row in schedule.ranks]
-    orders[0].sort(key=lambda one: (one.stage, one.kind) != (0, Kind.FORWARD))
+    orders = [[action for slot in row for action in slot.computations] for row in schedule.ranks]
+    orders[0].sort(key=lambda action: (action.stage, action.kind) != (0, Kind.FORWARD))
     return on_the_grid("eager", schedule.num_microbatches, schedule.layout, orders)
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch, **sizes: int | bool | SchedulingConfig) -> list[int]:
     """The rank every process takes, in the order of their launch."""
-    found = []
+    placed = []
     for rank in range(8):
         monkeypatch.setenv("RANK", str(rank))
-        found.append(place(**sizes))  # type: ignore[arg-type]
-        assert os.environ["RANK"] == str(found[-1])
+        placed.append(place(**sizes))  # type: ignore[arg-type]
+        assert os.environ["RANK"] == str(placed[-1])
         monkeypatch.delenv("BPIPE_PLACED_FROM_RANK")
-    return found
+    return placed
 
 
 def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,8 +49,8 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
     of_a_file = eager(build(ScheduleConfig("v-min", 8, 16, num_chunks=2)))
     own = config_of_schedule(of_a_file, BalanceConfig())
     capsys.readouterr()
-    found = ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, 2, own=own))
-    assert found[:2] == [0, 7]
+    placed = ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, 2, own=own))
+    assert placed[:2] == [0, 7]
     assert "bpipe:   node 0: stages 7 0 " in capsys.readouterr().out
     for config in (
         SchedulingConfig(8, 2, own=ScheduleConfig("v-half", 8, 16, num_chunks=2, balance=BalanceConfig())),
@@ -71,9 +71,9 @@ def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
         install(config)
     # Mirror images are neighbours, as of Megatron's replicas 0 and 1; partners are of a half, and each pair of pairs is
     # on one node.
-    found = ranks(monkeypatch, pipeline=8, config=config)
-    assert sorted(found) == list(range(8))
-    assert [rank // 2 for rank in found[::2]] == [rank // 2 for rank in found[1::2]]
+    placed = ranks(monkeypatch, pipeline=8, config=config)
+    assert sorted(placed) == list(range(8))
+    assert [rank // 2 for rank in placed[::2]] == [rank // 2 for rank in placed[1::2]]
     assert "bpipe:   node 0: stages 3 4 0 7\nbpipe:   node 1: stages 2 5 1 6" in capsys.readouterr().out
     with pytest.raises(ValueError, match="pipeline_before_data separates them: leave it out"):
         place(pipeline=8, config=config, pipeline_before_data=True)

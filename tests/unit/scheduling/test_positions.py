@@ -64,7 +64,7 @@ def test_two_pipes_are_two_replicas_of_half_as_many_ranks(num_ranks: int, ways: 
     positions = Positions.of(layout)
     assert (positions.num_ranks, positions.pipeline_size, positions.num_pipes) == (num_ranks, num_ranks // 2, 2)
     assert positions.folded
-    found = set()
+    seen = set()
     for position in range(num_ranks):
         rank, half = positions.rank_at(position), positions.half_of(position)
         assert positions.position_of(rank, half) == position
@@ -76,8 +76,8 @@ def test_two_pipes_are_two_replicas_of_half_as_many_ranks(num_ranks: int, ways: 
             for pair in (0, 4):
                 pipe = positions.replica_of(pair + half, chunk) - pair
                 assert layout.rank_of(stage, pipe) == position
-                found.add((stage, pipe))
-    assert len(found) == 2 * layout.num_stages
+                seen.add((stage, pipe))
+    assert len(seen) == 2 * layout.num_stages
     first, last = (layout.rank_of(stage, 0) for stage in (0, layout.num_stages - 1))
     assert positions.rank_at(first) == positions.rank_at(last) == num_ranks // 2 - 1, (
         "Megatron's last rank has the loss"

@@ -136,23 +136,23 @@ ALLOWED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried]
+    ("feature", "settings"), [(feature, case) for feature, tried in REFUSED.items() for case in tried]
 )
 def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in FEATURES if refusal.name == feature)
-    given = SimpleNamespace(**settings)
+    arguments = SimpleNamespace(**settings)
     refused = [f"--bpipe: {refusal.reason}; {refusal.remedy}"] if refusal.state is State.REFUSED else []
-    beside = [one for one in FEATURES if one.name in BESIDE.get(feature, ())]
-    assert features_of(given, True, executor=refusal.own_loop) == [refusal, *beside]
-    assert reasons(given, True, executor=refusal.own_loop) == refused
+    beside = [candidate for candidate in FEATURES if candidate.name in BESIDE.get(feature, ())]
+    assert features_of(arguments, True, executor=refusal.own_loop) == [refusal, *beside]
+    assert reasons(arguments, True, executor=refusal.own_loop) == refused
     strictly = [
         f"--bpipe-strict: {refusal.name} is guarded: {refusal.reason}; {refusal.remedy}, or drop --bpipe-strict"
     ]
     if not beside:
-        assert reasons(given, True, executor=refusal.own_loop, strict=True) == (refused or strictly)
-    assert [one.name for one in guarded(given, balance=True)] == [
+        assert reasons(arguments, True, executor=refusal.own_loop, strict=True) == (refused or strictly)
+    assert [candidate.name for candidate in guarded(arguments, balance=True)] == [
         *[feature] * (not refused),
-        *(one.name for one in beside),
+        *(candidate.name for candidate in beside),
     ]
 
 
@@ -245,15 +245,15 @@ UNSLICED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("feature", "settings"), [(feature, each) for feature, tried in SLICED_TOO.items() for each in tried]
+    ("feature", "settings"), [(feature, case) for feature, tried in SLICED_TOO.items() for case in tried]
 )
 def test_what_cannot_be_cut_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in SLICED if refusal.name == feature)
-    given, said = SimpleNamespace(**settings), f"{refusal.reason}; {refusal.remedy}"
-    assert sliced_reasons(given, 4) == [f"--bpipe-slices 4: {said}"] * (refusal.state is State.REFUSED)
-    strictly = sliced_reasons(given, 4, strict=True)
-    assert strictly == sliced_reasons(given, 4) or strictly == [
-        f"--bpipe-strict: {refusal.name} is guarded: {said}, or drop --bpipe-strict"
+    arguments, sentence = SimpleNamespace(**settings), f"{refusal.reason}; {refusal.remedy}"
+    assert sliced_reasons(arguments, 4) == [f"--bpipe-slices 4: {sentence}"] * (refusal.state is State.REFUSED)
+    strictly = sliced_reasons(arguments, 4, strict=True)
+    assert strictly == sliced_reasons(arguments, 4) or strictly == [
+        f"--bpipe-strict: {refusal.name} is guarded: {sentence}, or drop --bpipe-strict"
     ]
 
 

@@ -19,14 +19,14 @@ from megatron.scheduling.start import exits, gpu_sharing, startup
 
 
 def parser() -> argparse.ArgumentParser:
-    made = add_arguments(argparse.ArgumentParser(prog="pretrain.py", allow_abbrev=False))
-    made.add_argument("--num-layers", type=int)
-    exits.refuse_once(made)
-    return made
+    parser = add_arguments(argparse.ArgumentParser(prog="pretrain.py", allow_abbrev=False))
+    parser.add_argument("--num-layers", type=int)
+    exits.refuse_once(parser)
+    return parser
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             ["--bpip"],
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     ],
 )
 def test_a_flag_that_is_not_known_is_refused_once(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
@@ -50,7 +50,7 @@ def test_a_flag_that_is_not_known_is_refused_once(
             parser().parse_args(flags)
         assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert error.endswith(said)
+    assert error.endswith(message)
     assert error.count("usage: ") == 1
     assert error.count("error: ") == 1
 
@@ -118,11 +118,11 @@ def missing_attribute() -> bool:
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made = repairs.Repair(("megatron.core.made",), "what was broken works", lambda: True)
+    repair = repairs.Repair(("megatron.core.made",), "what was broken works", lambda: True)
     sound = repairs.Repair(("megatron.core.sound",), "nothing was broken", lambda: False)
     untried = repairs.Repair(("megatron.core.changed", "megatron.core.other"), "state is saved", missing_attribute)
     last = repairs.Repair(("megatron.core.last",), "the last works", lambda: True)
-    monkeypatch.setattr(repairs, "REPAIRS", (made, sound, untried, last))
+    monkeypatch.setattr(repairs, "REPAIRS", (repair, sound, untried, last))
     monkeypatch.delenv("RANK", raising=False)
     startup.repair.cache_clear()
     yield
@@ -133,11 +133,12 @@ def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A script that prepares the process itself and is launched, too, wrapped the wrappers."""
     startup.repair()
     startup.repair()
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        said.count("bpipe: repaired in memory, without editing files: megatron.core.made: what was broken works\n") == 1
+        printed.count("bpipe: repaired in memory, without editing files: megatron.core.made: what was broken works\n")
+        == 1
     )
-    assert "megatron.core.sound" not in said
+    assert "megatron.core.sound" not in printed
 
 
 def environment(local_rank: int = 0, local_world: int = 8, world: int = 8) -> dict[str, str]:

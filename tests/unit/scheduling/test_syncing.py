@@ -32,10 +32,10 @@ class Log(list[str]):
         yield
         self.inside.remove(chunk)
 
-    def start(self, what: str, chunk: int) -> Any:
+    def start(self, operation: str, chunk: int) -> Any:
         def started(parameters: Any) -> None:
             assert list(parameters) == list(self.models[chunk].parameters())
-            self.append(f"{what} {chunk}")
+            self.append(f"{operation} {chunk}")
 
         return started
 
@@ -59,7 +59,7 @@ def order_of(config: ScheduleConfig, rank: int) -> list[Action]:
 def of_one_chunk(text: str, stage: int, aligned: bool) -> list[str]:
     log = Log(1)
     functions = {"no_sync_func": log.no_sync} | ({"grad_sync_func": log.start("reduce", 0)} if aligned else {})
-    walked([read_action(one) for one in text.split()], {stage: 0}, log, log.config(**functions))
+    walked([read_action(word) for word in text.split()], {stage: 0}, log, log.config(**functions))
     return list(log)
 
 
@@ -81,7 +81,7 @@ HALVES, SHARDS = "0F0 0F1 0I0 0I1 0W0 0W1", "0F0 0F1 0S0 0T0 0S1 0B0 0T1 0B1"
 def test_a_chunk_reduces_in_the_last_that_gives_each_weight_a_gradient(
     stage: int, text: str, aligned: bool, alone: str
 ) -> None:
-    expected = [f"{one} alone" if one in alone.split() else one for one in text.split()]
+    expected = [f"{word} alone" if word in alone.split() else word for word in text.split()]
     assert of_one_chunk(text, stage, aligned) == expected
 
 
@@ -110,7 +110,7 @@ def test_chunks_that_share_a_function_are_inside_of_it_again() -> None:
 def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
     """It is in the rank's last chunk, whose stage computes later, so that chunk is gathered first."""
     texts = ["1IF0", "1IF1", "1F0", "1F1", "2F0", "1S0", "1T0", "2I0", "2W0", "1I0", "1W0", "1IB0"]
-    log, order = Log(2), [read_action(one) for one in texts]
+    log, order = Log(2), [read_action(text) for text in texts]
     functions = [log.start("gather", chunk) for chunk in range(2)]
     syncing = Syncing(Marks.of(order, {1: 0, 2: 1}), log.config(param_sync_func=functions), log.models)
     syncing.begin()
@@ -125,7 +125,7 @@ def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
 def test_an_aligned_reduction_starts_after_the_last_of_a_later_stage() -> None:
     text = "1F0 1F1 1S0 1T0 1S1 1B0 1T1 1B1"
     assert of_one_chunk(text, 1, aligned=True) == [*text.split(), "reduce 0"]
-    two, order = Log(1), [read_action(one) for one in ("0F0", "0B0")]
+    two, order = Log(1), [read_action(text) for text in ("0F0", "0B0")]
     syncing = Syncing(
         Marks.of(order, {0: 0}, num_pipes=2), two.config(grad_sync_func=two.start("reduce", 0)), two.models
     )

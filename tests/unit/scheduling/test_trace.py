@@ -131,10 +131,10 @@ def test_the_stage_of_further_tokens_is_the_fullest_of_a_real_launch() -> None:
 
 
 def test_what_formulas_do_not_know_or_only_nearly_is_traced() -> None:
-    plain, other = traced(LAUNCH)["stages"], traced(UNKNOWN)["stages"]
-    assert len(plain) == len(other) == 2
-    assert other[1]["saved_bytes"] != plain[1]["saved_bytes"] > 0
-    assert other[1]["parameters"] != plain[1]["parameters"]
+    plain, unknown = traced(LAUNCH)["stages"], traced(UNKNOWN)["stages"]
+    assert len(plain) == len(unknown) == 2
+    assert unknown[1]["saved_bytes"] != plain[1]["saved_bytes"] > 0
+    assert unknown[1]["parameters"] != plain[1]["parameters"]
 
 
 def test_a_fused_loss_saves_what_the_other_does() -> None:
@@ -154,33 +154,33 @@ def test_a_trace_gives_simulate_and_plan_what_stages_save_and_have(
     subject, file = launch_of(flags), str(tmp_path / "traced.json")
     # As if Megatron saved more than the formulas say, and had more weights.
     stages = [
-        {**one, "saved_bytes": one["saved_bytes"] + 2**30, "parameters": one["parameters"] + 10**8}
-        for one in traced(flags)["stages"]
+        {**stage, "saved_bytes": stage["saved_bytes"] + 2**30, "parameters": stage["parameters"] + 10**8}
+        for stage in traced(flags)["stages"]
     ]
     trace.write_profile(file, {**traced(flags), "stages": stages}, subject)
     cluster = ["--cluster", "a100-80g:8x8", "--format", "json"]
     command = ["simulate", *flags.split(), "--gbs", "128", *cluster]
-    found = {}
+    results = {}
     for name, more in (("formulas", []), ("trace", ["--profile", file])):
         assert cli.main([*command, *more]) == 0
-        found[name] = json.loads(capsys.readouterr().out)
-    formulas, measured = (found[name]["stages"] for name in ("formulas", "trace"))
-    for rank, (one, other) in enumerate(zip(formulas, measured, strict=True)):
+        results[name] = json.loads(capsys.readouterr().out)
+    formulas, measured = (results[name]["stages"] for name in ("formulas", "trace"))
+    for rank, (before, after) in enumerate(zip(formulas, measured, strict=True)):
         chunks = len(stages) // len(formulas)
-        assert other["weights_bytes"] - one["weights_bytes"] == pytest.approx(2 * 10**8 * chunks, rel=1e-2), rank
-        assert other["activations_bytes"] - one["activations_bytes"] > 2**29 * chunks, rank
+        assert after["weights_bytes"] - before["weights_bytes"] == pytest.approx(2 * 10**8 * chunks, rel=1e-2), rank
+        assert after["activations_bytes"] - before["activations_bytes"] > 2**29 * chunks, rank
     # A plan has the same row, and others by formula.
-    cut = {name: found["trace"]["configuration"][name] for name in ("tensor", "pipeline", "chunks", "micro_batch")}
+    cut = {name: results["trace"]["configuration"][name] for name in ("tensor", "pipeline", "chunks", "micro_batch")}
     asked = f"--tp {cut['tensor']} --pp {cut['pipeline']} --vp {cut['chunks']} --mbs 1,{cut['micro_batch']}".split()
     model = flags.split()[: flags.split().index("--tp")]
-    recompute = ["--recompute", found["trace"]["configuration"]["recompute"]]
-    attention = ["--attention", found["trace"]["configuration"]["attention"]]
+    recompute = ["--recompute", results["trace"]["configuration"]["recompute"]]
+    attention = ["--attention", results["trace"]["configuration"]["attention"]]
     plan = ["plan", *model, *asked, *recompute, *attention, "--gbs", "128", "--memory", "2000", "--rows", "50"]
     assert cli.main([*plan, *cluster, "--balance", "none", "--profile", file]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["configuration"]["micro_batch"] for row in rows} == {1, cut["micro_batch"]}
     free = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap"), True)
-    (same,) = [row for row in rows if row["configuration"] == found["trace"]["configuration"] | free]
+    (same,) = [row for row in rows if row["configuration"] == results["trace"]["configuration"] | free]
     assert [stage["peak_bytes"] for stage in same["stages"]] == [stage["peak_bytes"] for stage in measured]
 
 
@@ -204,10 +204,12 @@ def test_a_trace_of_what_the_formulas_do_not_know_is_not_written(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("flags", "what"),
+    ("flags", "unrecorded"),
     [(QUICK[6], "context parallelism"), (QUICK[7], "experts"), (QUICK[11], "further tokens")],
 )
-def test_a_trace_that_a_file_cannot_tell_from_others_is_not_written(tmp_path: Path, flags: str, what: str) -> None:
+def test_a_trace_that_a_file_cannot_tell_from_others_is_not_written(
+    tmp_path: Path, flags: str, unrecorded: str
+) -> None:
     """A file names no expert parallelism: it was taken for a launch with another."""
-    with pytest.raises(ValueError, match=f"--output: a profile does not record {what}"):
+    with pytest.raises(ValueError, match=f"--output: a profile does not record {unrecorded}"):
         trace.write_profile(str(tmp_path / "traced.json"), traced(flags), launch_of(flags))

@@ -98,13 +98,15 @@ def test_sizes_that_differ_are_trained(
 def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not stand still, but every S would wait for all others."""
     posted = Exchange.POSTED
-    one, two = (build(ScheduleConfig("1f1b", 4, 8, vocabulary=split)) for split in (Vocabulary.ONE, Vocabulary.TWO))
-    refuse_standstill(two, posted, PLAIN, CUDA, [])
+    first, second = (
+        build(ScheduleConfig("1f1b", 4, 8, vocabulary=split)) for split in (Vocabulary.ONE, Vocabulary.TWO)
+    )
+    refuse_standstill(second, posted, PLAIN, CUDA, [])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    refuse_standstill(two, posted, PLAIN, CPU, [])
-    refuse_standstill(one, posted, PLAIN, CUDA, [])
+    refuse_standstill(second, posted, PLAIN, CPU, [])
+    refuse_standstill(first, posted, PLAIN, CUDA, [])
     with pytest.raises(ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1, .*: drop .* use --bpipe-vocabulary 1"):
-        refuse_standstill(two, posted, PLAIN, CUDA, [])
+        refuse_standstill(second, posted, PLAIN, CUDA, [])
 
 
 def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:

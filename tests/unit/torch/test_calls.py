@@ -48,18 +48,18 @@ def run(actions: list[Any], index: int = 1) -> list[str]:
     with step.around([here]):
         step.begin()
         for action in step.watched():
-            for one in action.sub_actions or (action,):
-                if one.computation_type is Computation.FORWARD:
-                    assert here.forward_one_chunk(one.microbatch_index) == f"F{one.microbatch_index}"
+            for part in action.sub_actions or (action,):
+                if part.computation_type is Computation.FORWARD:
+                    assert here.forward_one_chunk(part.microbatch_index) == f"F{part.microbatch_index}"
                     step.forward_ran((), ())
-                elif one.computation_type is Computation.FULL_BACKWARD:
-                    here.backward_one_chunk(one.microbatch_index)
-                elif one.computation_type is Computation.BACKWARD_INPUT:
-                    here.backward_one_chunk(one.microbatch_index, full_backward=False)
-                elif one.computation_type is Computation.BACKWARD_WEIGHT:
-                    here.backward_weight_one_chunk(one.microbatch_index)
+                elif part.computation_type is Computation.FULL_BACKWARD:
+                    here.backward_one_chunk(part.microbatch_index)
+                elif part.computation_type is Computation.BACKWARD_INPUT:
+                    here.backward_one_chunk(part.microbatch_index, full_backward=False)
+                elif part.computation_type is Computation.BACKWARD_WEIGHT:
+                    here.backward_weight_one_chunk(part.microbatch_index)
                 else:
-                    notes.said.append(str(one))
+                    notes.said.append(str(part))
     assert vars(here) == before, "outside of a step the stage is torch's own"
     return notes.said
 
@@ -92,11 +92,11 @@ def test_halves_and_overlaps() -> None:
 def test_every_computation_has_its_calls_once(name: str) -> None:
     schedule = build(ScheduleConfig(name, 2, 4, num_chunks=1 if name == "1f1b" else 2))
     for actions in torch_orders(schedule).values():
-        mine = [action for action in actions if action.stage_index == actions[0].stage_index]
-        said = run(mine, mine[0].stage_index)
-        assert said == [
+        own = [action for action in actions if action.stage_index == actions[0].stage_index]
+        calls = run(own, own[0].stage_index)
+        assert calls == [
             "begin",
-            *(f"{call} {action}" for action in mine for call in ("before", "after", "sent")),
+            *(f"{call} {action}" for action in own for call in ("before", "after", "sent")),
             "communicated",
         ]
 
@@ -129,11 +129,11 @@ def receiving(index: int) -> Any:
 
 def held(buffers: ReceiveBuffers, of: Any) -> list[int]:
     assert buffers.nbytes == sum(
-        each.buffer.untyped_storage().nbytes()
+        info.buffer.untyped_storage().nbytes()
         for infos in (of.args_recv_info, of.grad_recv_info)
         for row in infos.values()
-        for each in row
-        if each.buffer is not None
+        for info in row
+        if info.buffer is not None
     )
     return [of.args_recv_info[mb][0].buffer.untyped_storage().nbytes() for mb in range(MICROBATCHES)]
 

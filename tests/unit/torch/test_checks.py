@@ -73,14 +73,14 @@ def test_a_rank_that_was_to_evict_and_moved_nothing_is_told_why() -> None:
 
 
 def test_an_error_that_names_flags_says_the_arguments() -> None:
-    error, other = RuntimeError("the time-out is 60 s, --bpipe-timeout: --bpipe-transport host"), ValueError("1F1B")
+    error, plain = RuntimeError("the time-out is 60 s, --bpipe-timeout: --bpipe-transport host"), ValueError("1F1B")
     name_arguments(error)
-    name_arguments(other)
+    name_arguments(plain)
     assert error.__notes__ == [
         "bpipe: under torch.distributed.pipelining --bpipe-transport is transport of TransferConfig, "
         "--bpipe-timeout is timeout_s of TransferConfig"
     ]
-    assert not hasattr(other, "__notes__")
+    assert not hasattr(plain, "__notes__")
 
 
 def test_halves_of_a_stage_that_recomputes_are_refused() -> None:
@@ -108,8 +108,8 @@ def torchs(schedule: Schedule) -> dict[int, list[Any]]:
 def balanced_schedules(seed: int, count: int) -> Iterator[Schedule]:
     """Families, sizes, bounds, partners and pools at random, of which something moves."""
     rnd = random.Random(seed)
-    made = 0
-    while made < count:
+    count_made = 0
+    while count_made < count:
         name, p = rnd.choice(ONE_PIPE), rnd.choice((2, 3, 4, 5, 6, 8))
         family = FAMILIES[name]
         chunks = rnd.randint(family.min_chunks, family.max_chunks or 3)
@@ -123,7 +123,7 @@ def balanced_schedules(seed: int, count: int) -> Iterator[Schedule]:
         except ValueError:
             continue
         if moves_anything(schedule):
-            made += 1
+            count_made += 1
             yield schedule
 
 
@@ -146,10 +146,10 @@ def test_waits_for_sends_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> Non
     # Before 2.15 there is no such word.
     waiting = {
         rank: [
-            one
+            candidate
             for action in row
-            for one in (action, action._replace(computation_type=Computation.UNSHARD))
-            if one is action or action.computation_type is Computation.FULL_BACKWARD
+            for candidate in (action, action._replace(computation_type=Computation.UNSHARD))
+            if candidate is action or action.computation_type is Computation.FULL_BACKWARD
         ]
         for rank, row in listed.items()
     }

@@ -47,7 +47,7 @@ def stages_on(rank: int, chunks: int = 1, v_shaped: bool = False, num_ranks: int
 
 
 def computations(schedule: Schedule) -> list[list[str]]:
-    return [[str(one) for slot in row for one in slot.computations] for row in schedule.ranks]
+    return [[str(action) for slot in row for action in slot.computations] for row in schedule.ranks]
 
 
 @pytest.mark.parametrize("name", ONE_PIPE)
@@ -56,7 +56,7 @@ def test_every_family_is_lowered_by_torch_and_computes_the_same(name: str) -> No
     schedule = build(ScheduleConfig(name, P, M, num_chunks=chunks))
     refuse_unrunnable(schedule)
     order = torch_orders(schedule)
-    flat = [[str(one) for action in order[rank] for one in action.sub_actions or (action,)] for rank in range(P)]
+    flat = [[str(part) for action in order[rank] for part in action.sub_actions or (action,)] for rank in range(P)]
     assert flat == computations(schedule)
     lowered = schedules._add_send_recv(
         {rank: list(row) for rank, row in order.items()}, schedule.layout.placements[0].__getitem__, schedule.num_stages
@@ -77,7 +77,9 @@ def test_torchs_names_are_their_orders(name: str) -> None:
         return
     assert schedule.name == name
     theirs = getattr(schedules, f"Schedule{name}")(stages, M).pipeline_order
-    assert torch_orders(schedule) == {rank: [one for one in row if one is not None] for rank, row in theirs.items()}
+    assert torch_orders(schedule) == {
+        rank: [action for action in row if action is not None] for rank, row in theirs.items()
+    }
 
 
 def test_a_file_is_read_and_balanced_or_taken_as_it_stands(tmp_path: Path) -> None:
@@ -86,8 +88,8 @@ def test_a_file_is_read_and_balanced_or_taken_as_it_stands(tmp_path: Path) -> No
     assert computations(build(config_of(path, stages_on(1), M, None, None))) == computations(plain)
     balanced = build(ScheduleConfig("1f1b", P, M, balance=BalanceConfig()))
     path.write_text(write_csv(balanced))
-    found = build(config_of(str(path), stages_on(1), M, BalanceConfig(), None))
-    assert (found.ranks, found.hosts) == (balanced.ranks, balanced.hosts)
+    schedule = build(config_of(str(path), stages_on(1), M, BalanceConfig(), None))
+    assert (schedule.ranks, schedule.hosts) == (balanced.ranks, balanced.hosts)
     with pytest.raises(ValueError, match="schedule 1f1b is already balanced: leave bounds, memory and hosts out"):
         config_of(path, stages_on(1), M, BalanceConfig(bounds=(3,)), None)
     with pytest.raises(ValueError, match="is for 4 ranks and 8 micro-batches, but this pipeline has 4 and 16"):
@@ -142,7 +144,10 @@ def test_losses_in_another_order_are_refused() -> None:
         )
         for row in schedule.ranks
     )
-    assert {one.kind for row in swapped for slot in row for one in slot.computations} == {Kind.FORWARD, Kind.BACKWARD}
+    assert {action.kind for row in swapped for slot in row for action in slot.computations} == {
+        Kind.FORWARD,
+        Kind.BACKWARD,
+    }
     with pytest.raises(ValueError, match=r"computes the losses of micro-batches in the order \[1, 0\]"):
         refuse_unrunnable(Schedule(schedule.name, 2, schedule.layout, swapped))
 

@@ -90,41 +90,41 @@ def test_the_command_says_it_of_a_file(
     file.write_text(PROGRAM)
     asked = ["trace", "--module", f"{file}:stages", "--pp", "4", "--microbatches", "8", "--device", "cpu"]
     assert main([*asked, "--format", "json"]) == 0
-    found = json.loads(capfd.readouterr().out)
+    result = json.loads(capfd.readouterr().out)
     half = 256 * 512 * 4
-    assert [stage["saved_bytes"] for stage in found["stages"]] == [half, 2 * half, 2 * half, 2 * half]
-    assert found["alone_bytes"] == [4 * half, 6 * half, 4 * half, 2 * half]
-    monkeypatch.setattr(trace, "_answer_of", lambda *given: found)
+    assert [stage["saved_bytes"] for stage in result["stages"]] == [half, 2 * half, 2 * half, 2 * half]
+    assert result["alone_bytes"] == [4 * half, 6 * half, 4 * half, 2 * half]
+    monkeypatch.setattr(trace, "_answer_of", lambda *_: result)
     assert main(asked) == 0
     lines = capfd.readouterr().out.splitlines()
-    at = lines.index("rank  peak MiB  balanced MiB")
-    assert lines[at + 1].split() == ["0", "2.0", "1.5"]
+    header = lines.index("rank  peak MiB  balanced MiB")
+    assert lines[header + 1].split() == ["0", "2.0", "1.5"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--module", "nothing.py:stages"], "give --pp and --microbatches"),
         (["--module", "nothing.py:stages", "--pp", "4", "--microbatches", "8"], "no such file"),
         (["--module", "x:y", "--pp", "4", "--microbatches", "8", "--output", "a.json"], "--output: simulate and plan"),
     ],
 )
-def test_the_command_refuses_in_words(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_in_words(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         status: object = main(["trace", *words])
     except SystemExit as ended:
         status = ended.code
     assert status == 2
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 PLAIN = build(ScheduleConfig("1f1b", 4, 8))
 
 
-@pytest.mark.parametrize("given", [0, -1, [], [1, 2, 3], "much", "0"])
-def test_what_is_no_budget_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("budget", [0, -1, [], [1, 2, 3], "much", "0"])
+def test_what_is_no_budget_is_refused(budget: Any) -> None:
     with pytest.raises(ValueError, match=r"bytes above 0|number of GiB above 0|3 budgets for 2 ranks"):
-        budget_bytes(given, 2)
+        budget_bytes(budget, 2)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_what_host_buffers_take_to_begin_where_copies_like_it_keeps_the_budget_t
     lengths = (1000,) * 8
     sizes = {stage: StageSizes(stage, 8000, lengths, (8000,)) for stage in range(4)}
     # Rank 3 holds a micro-batch of its own, and two of rank 0's.
-    held = 8000 + 2 * 8 * 1024
-    found = RankBudgets((held,) * 4, BalanceConfig()).plan(PLAIN, sizes)
-    assert num_transfers(found.schedule, 0).evictions
-    hosted = stages_in_buffers(host_buffers(found.schedule, 3))
-    assert BufferLayout.of(hosted, dict.fromkeys(sizes, lengths)).nbytes + 8000 == found.need_bytes[3] == held
+    budget = 8000 + 2 * 8 * 1024
+    plan = RankBudgets((budget,) * 4, BalanceConfig()).plan(PLAIN, sizes)
+    assert num_transfers(plan.schedule, 0).evictions
+    hosted = stages_in_buffers(host_buffers(plan.schedule, 3))
+    assert BufferLayout.of(hosted, dict.fromkeys(sizes, lengths)).nbytes + 8000 == plan.need_bytes[3] == budget
     with pytest.raises(ValueError, match=r"^memory: no plan keeps .* Micro-batches and host buffers are counted"):
-        RankBudgets((held - 1,) * 4, BalanceConfig()).plan(PLAIN, sizes)
+        RankBudgets((budget - 1,) * 4, BalanceConfig()).plan(PLAIN, sizes)

@@ -57,8 +57,8 @@ def test_what_a_forward_made_and_took_is_read_of_every_torch() -> None:
     state = SimpleNamespace(live_outputs=["made"], input_values=["taken"])
     since = SimpleNamespace(_forward_chunk_states={3: state})
     for stage in (before, since):
-        made, taken = upstream.ran_forward(stage, 3)
-        assert [*made, *taken] == ["made", "taken"]
+        outputs, taken = upstream.ran_forward(stage, 3)
+        assert [*outputs, *taken] == ["made", "taken"]
 
 
 def test_what_has_no_buffer_is_passed_over() -> None:

@@ -101,12 +101,12 @@ class FakeCuda:
         return call
 
     @c_function(ADDRESS)
-    def cudaRuntimeGetVersion(self, found: int) -> None:
-        _write(found, INT, self.version)
+    def cudaRuntimeGetVersion(self, target: int) -> None:
+        _write(target, INT, self.version)
 
     @c_function(ADDRESS)
-    def cudaDriverGetVersion(self, found: int) -> None:
-        _write(found, INT, self.driver)
+    def cudaDriverGetVersion(self, target: int) -> None:
+        _write(target, INT, self.driver)
 
     @c_function()
     def cudaGetLastError(self) -> int:
@@ -118,8 +118,8 @@ class FakeCuda:
         self.current_device = index
 
     @c_function(ADDRESS, ADDRESS)
-    def cudaStreamIsCapturing(self, stream: int, found: int) -> None:
-        _write(found, INT, self.captures)
+    def cudaStreamIsCapturing(self, stream: int, target: int) -> None:
+        _write(target, INT, self.captures)
 
     @c_function()
     def cudaDeviceSynchronize(self) -> None:
@@ -131,13 +131,13 @@ class FakeCuda:
         _write(total, SIZE, TOTAL_BYTES)
 
     @c_function(ADDRESS, SIZE)
-    def cudaMalloc(self, found: int, nbytes: int) -> int:
+    def cudaMalloc(self, target: int, nbytes: int) -> int:
         if nbytes > self.free_bytes:
             return Error.cudaErrorMemoryAllocation
         memory = (ctypes.c_ubyte * nbytes)()
         self.allocated[ctypes.addressof(memory)] = memory
         self.devices["cudaMalloc"] = self.current_device
-        _write(found, SIZE, ctypes.addressof(memory))
+        _write(target, SIZE, ctypes.addressof(memory))
         return 0
 
     @c_function(ADDRESS)
@@ -151,13 +151,13 @@ class FakeCuda:
         ctypes.memmove(handle, address.to_bytes(8, "little") + bytes(range(56)), 64)
 
     @c_function(ADDRESS, Handle, UINT)
-    def cudaIpcOpenMemHandle(self, found: int, handle: Handle, flags: int) -> None:
+    def cudaIpcOpenMemHandle(self, target: int, handle: Handle, flags: int) -> None:
         raw = bytes(handle.raw)
         assert flags == 1, "access to a peer is enabled with the first copy"
         assert raw[8:] == bytes(range(56)), "the handle was not carried whole"
         self.opened.append(int.from_bytes(raw[:8], "little"))
         self.devices["cudaIpcOpenMemHandle"] = self.current_device
-        _write(found, SIZE, self.opened[-1])
+        _write(target, SIZE, self.opened[-1])
 
     @c_function(ADDRESS)
     def cudaIpcCloseMemHandle(self, address: int) -> None:
@@ -189,8 +189,10 @@ class FakeCuda:
         assert stream, "the default stream takes no batches"
         assert len(failed) == (self.version < 13000), "where CUDA 12 says which copy failed, CUDA 13 takes the stream"
         assert (kinds, _read(first, SIZE, 1)) == (1, [0]), "one kind of copy, from the first on"
-        one = ctypes.cast(attributes, ctypes.POINTER(Attributes))[0]
-        assert (one.order, one.flags) == (1, 1), "sources are read in the stream's order, beside what computes"
+        attribute = ctypes.cast(attributes, ctypes.POINTER(Attributes))[0]
+        assert (attribute.order, attribute.flags) == (1, 1), (
+            "sources are read in the stream's order, beside what computes"
+        )
         self.under_way = True
         if not self.failing.get("cudaMemcpyBatchAsync"):
             for to, source, nbytes in zip(

@@ -97,9 +97,9 @@ class LoopbackControl:
 
 def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[LoopbackControl, LoopbackControl]:
     """Two ends of one pair."""
-    there: Mail = defaultdict(queue.SimpleQueue)
-    back: Mail = defaultdict(queue.SimpleQueue)
-    return LoopbackControl(there, back, timeout_s, rendezvous), LoopbackControl(back, there, timeout_s, rendezvous)
+    second: Mail = defaultdict(queue.SimpleQueue)
+    first: Mail = defaultdict(queue.SimpleQueue)
+    return LoopbackControl(second, first, timeout_s, rendezvous), LoopbackControl(first, second, timeout_s, rendezvous)
 
 
 def together(*calls: Callable[[], object]) -> None:
@@ -117,9 +117,9 @@ def peers(
     others: tuple[CopyLane, CopyLane] | None = None,
 ) -> tuple[OneSidedCopies, OneSidedCopies]:
     """The transports of an evictor, which copies on these lanes, and of its acceptor."""
-    here, there = controls(timeout_s, rendezvous=others is not None)
+    first, second = controls(timeout_s, rendezvous=others is not None)
     lanes = others or (NoLane(), NoLane())
-    return Peer(here, lender(), outbound, inbound), Peer(there, lender(), *lanes)  # type: ignore[arg-type]
+    return Peer(first, lender(), outbound, inbound), Peer(second, lender(), *lanes)  # type: ignore[arg-type]
 
 
 def alone(outbound: CopyLane, inbound: CopyLane) -> tuple[OneSidedCopies, OneSidedCopies]:

@@ -43,10 +43,10 @@ class Seat:
         """One that takes one operation a call, as gloo's."""
         return object()
 
-    def issue(self, given: torch.Tensor | None, arrive: Callable[[dict[int, torch.Tensor]], object] | None) -> Any:
+    def issue(self, tensor: torch.Tensor | None, arrive: Callable[[dict[int, torch.Tensor]], object] | None) -> Any:
         number, self._next = self._next, self._next + 1
-        if given is not None:
-            self._group.given[number][self._rank] = given.clone()
+        if tensor is not None:
+            self._group.given[number][self._rank] = tensor.clone()
 
         def wait() -> None:
             if arrive is not None:
@@ -60,21 +60,22 @@ class Seat:
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: Seat, async_op: bool) -> Any:
-    mine = group.place == source
+    is_source = group.place == source
     return group.issue(
-        tensor if mine else None, None if mine else lambda given: tensor.copy_(given[PIPELINE.index(source)])
+        tensor if is_source else None,
+        None if is_source else lambda tensors: tensor.copy_(tensors[PIPELINE.index(source)]),
     )
 
 
 def reduce(tensor: torch.Tensor, target: int, group: Seat, async_op: bool) -> Any:
-    def arrive(given: dict[int, torch.Tensor]) -> None:
-        tensor.copy_(sum(given[rank] for rank in range(RANKS)))  # type: ignore[arg-type]
+    def arrive(tensors: dict[int, torch.Tensor]) -> None:
+        tensor.copy_(sum(tensors[rank] for rank in range(RANKS)))  # type: ignore[arg-type]
 
     return group.issue(tensor, arrive if group.place == target else None)
 
 
 def gather(whole: torch.Tensor, part: torch.Tensor, group: Seat, async_op: bool) -> Any:
-    return group.issue(part[0], lambda given: whole.copy_(torch.stack([given[rank] for rank in range(RANKS)])))
+    return group.issue(part[0], lambda tensors: whole.copy_(torch.stack([tensors[rank] for rank in range(RANKS)])))
 
 
 @pytest.fixture
@@ -82,16 +83,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Collectives]:
     monkeypatch.setattr(collectives, "dist", SimpleNamespace(broadcast=broadcast, reduce=reduce))
     monkeypatch.setattr(collectives, "gather_into", gather)
     groups = {kind: Group() for kind in SORTS}
-    found = []
+    result = []
     hosts: list[dict[int, Any]] = [{} for _ in range(RANKS)]
     for low, high in itertools.combinations(range(RANKS), 2):
         hosts[low][high], hosts[high][low] = controls(timeout_s=2.0, rendezvous=True)
     for rank in range(RANKS):
         seats: Any = {kind: Seat(group, rank) for kind, group in groups.items()}
-        found.append(
+        result.append(
             Collectives(rank, SharedGroups(PIPELINE, seats, hosts[rank], 7.0), lambda action: action.stage, CPU)
         )
-    return found
+    return result
 
 
 def shards(kind: Kind, microbatch: int) -> tuple[Action, ...]:
@@ -106,25 +107,25 @@ def output(microbatch: int) -> Message:
 
 
 def statistics(microbatch: int) -> Message:
-    made, needed = (shards(kind, microbatch) for kind in (Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD))
-    return Message(100 + microbatch, made, needed, (0, 1, LAST))
+    makers, needed = (shards(kind, microbatch) for kind in (Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD))
+    return Message(100 + microbatch, makers, needed, (0, 1, LAST))
 
 
 def gradient(microbatch: int) -> Message:
-    made = shards(Kind.SHARD_BACKWARD, microbatch)
-    return Message(200 + microbatch, made, (Action(LAST, Kind.BACKWARD, microbatch),), (0, 1, LAST))
+    makers = shards(Kind.SHARD_BACKWARD, microbatch)
+    return Message(200 + microbatch, makers, (Action(LAST, Kind.BACKWARD, microbatch),), (0, 1, LAST))
 
 
 def test_all_get_what_one_makes(ranks: list[Collectives]) -> None:
     """The first message carries all shapes through the hosts, so it waits in no queue."""
     for microbatch in range(3):
-        made = torch.arange(6.0).reshape(2, 3) + microbatch, torch.tensor([microbatch])
+        tensors = torch.arange(6.0).reshape(2, 3) + microbatch, torch.tensor([microbatch])
         for rank in (0, 1):
             ranks[rank].post(output(microbatch))
-        ranks[LAST].send(output(microbatch), made)
+        ranks[LAST].send(output(microbatch), tensors)
         for rank in (0, 1):
             got = ranks[rank].wait(output(microbatch))
-            assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in made]
+            assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in tensors]
         assert ranks[LAST].wait(output(microbatch)) == ()
     seat: Any = ranks[LAST]._groups.of[Kind.FORWARD]
     assert seat._next == 4, "two tensors of each but the first"
@@ -181,13 +182,13 @@ def with_stage(microbatch: int) -> Message:
 
 def test_a_stage_gets_the_sum_of_what_all_make_of_what_all_made(ranks: list[Collectives]) -> None:
     lanes = [Lane() for _ in ranks]
-    for rank, one in enumerate(ranks):
+    for rank, rank_collectives in enumerate(ranks):
 
         def late(microbatch: int, gathered: Any, rank: int = rank) -> tuple[torch.Tensor]:
             return (gathered[0].sum() * 10**rank + torch.tensor([float(microbatch)]),)
 
-        one._second = collectives.SecondStep(late, lanes[rank])
-        one.send(with_stage(1), (torch.tensor([1.0 + rank]),))
+        rank_collectives._second = collectives.SecondStep(late, lanes[rank])
+        rank_collectives.send(with_stage(1), (torch.tensor([1.0 + rank]),))
     for rank in (0, 1):
         (whole,) = ranks[rank].wait(with_stage(1))
         assert whole.tolist() == [[1.0], [2.0], [3.0]]
@@ -205,9 +206,9 @@ def test_what_breaks_beside_the_computation_is_told_to_the_computation(ranks: li
     def late(microbatch: int, gathered: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    for one in ranks:
-        one._second = collectives.SecondStep(late, lane if one is ranks[0] else Lane())
-        one.send(with_stage(0), (torch.tensor([1.0]),))
+    for rank_collectives in ranks:
+        rank_collectives._second = collectives.SecondStep(late, lane if rank_collectives is ranks[0] else Lane())
+        rank_collectives.send(with_stage(0), (torch.tensor([1.0]),))
     with pytest.raises(RuntimeError, match="out of memory"):
         lane.go()
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -231,7 +232,7 @@ def test_each_message_goes_its_way(ranks: list[Collectives]) -> None:
     edges: Any = SimpleNamespace(
         post=lambda message: log.append(f"post {message}"), wait=lambda message: (torch.tensor(4),)
     )
-    both = [EdgesAndCollectives(edges, one) for one in ranks]
+    both = [EdgesAndCollectives(edges, rank_collectives) for rank_collectives in ranks]
     for rank in range(RANKS):
         both[rank].send(statistics(0), (torch.tensor([rank]),))
     (whole,) = both[0].wait(statistics(0))

@@ -53,17 +53,17 @@ def test_peer_needs_one_machine_and_one_process_namespace(theirs: Location, why:
 def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks pinned 9 GiB each, and a node ended: nobody had looked whether it had them."""
     monkeypatch.setattr(connect, "measure", lambda transport, *_: (1e9 if transport == "peer" else 9e9, None))
-    found: dict[int, MeasuredLink] = {}
+    links: dict[int, MeasuredLink] = {}
 
     def end(rank: int, control: Any) -> None:
         connection = SimpleNamespace(
             partner=1 - rank, control=control, transport=lambda name: name, timeout_s=1.0, abort=print
         )
         facts = replace(HERE, no_room="too little") if rank else HERE
-        found[rank] = connect._find_link(connection, ("peer", "host"), rank, None, facts)  # type: ignore[arg-type]
+        links[rank] = connect._find_link(connection, ("peer", "host"), rank, None, facts)  # type: ignore[arg-type]
 
-    together(*(partial(end, *each) for each in enumerate(controls(rendezvous=True))))
-    assert found[0] == found[1] == MeasuredLink((0, 1), "peer", {"peer": 1e9}, {"host": "too little"})
+    together(*(partial(end, *arguments) for arguments in enumerate(controls(rendezvous=True))))
+    assert links[0] == links[1] == MeasuredLink((0, 1), "peer", {"peer": 1e9}, {"host": "too little"})
 
 
 def test_a_connection_makes_the_transport_its_link_chose() -> None:
@@ -174,15 +174,15 @@ def test_no_two_storages_of_different_buffers_share_a_byte(
     owner = bytearray([NOBODY]) * layout.nbytes
     for number, stages in enumerate(buffers):
         for stage in stages:
-            mine: set[int] = set()
+            used: set[int] = set()
             piece, offsets = layout.place(number, sizes[stage])
             assert piece == 0
             for offset, nbytes in zip(offsets, sizes[stage], strict=True):
                 assert offset % ALIGNMENT_BYTES == 0
                 place = range(offset, offset + nbytes)
                 assert {owner[byte] for byte in place} <= {NOBODY, number}
-                assert mine.isdisjoint(place), "two storages of one micro-batch"
-                mine.update(place)
+                assert used.isdisjoint(place), "two storages of one micro-batch"
+                used.update(place)
                 owner[offset : offset + nbytes] = bytearray([number]) * nbytes
 
 
@@ -192,26 +192,30 @@ def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
 ) -> None:
     """Stages become known one by one, and buffers are used in between."""
     buffers, sizes = drawn
-    here, there = BufferLayout(buffers), BufferLayout(buffers)
-    known: dict[int, tuple[int, ...]] = {}
+    first, second = BufferLayout(buffers), BufferLayout(buffers)
+    lengths_by_stage: dict[int, tuple[int, ...]] = {}
     filled: set[int] = set()
     order = data.draw(st.permutations(sorted(sizes)))
     for stage in order:
-        known[stage] = sizes[stage]
-        told = {each: tuple(lengths) for each, lengths in json.loads(json.dumps(list(known.items())))}
-        used = [(number, each) for number, stages in enumerate(buffers) for each in sorted(stages & known.keys())]
-        for number, each in data.draw(st.lists(st.sampled_from(used), max_size=3)) if used else ():
-            before, rooms = here.pieces[:], {other: here.place(other, []) for other in filled if other != number}
-            nbytes = here.make_room(number, each, known)
+        lengths_by_stage[stage] = sizes[stage]
+        told = {stage: tuple(lengths) for stage, lengths in json.loads(json.dumps(list(lengths_by_stage.items())))}
+        used = [
+            (number, stage)
+            for number, stages in enumerate(buffers)
+            for stage in sorted(stages & lengths_by_stage.keys())
+        ]
+        for number, grown in data.draw(st.lists(st.sampled_from(used), max_size=3)) if used else ():
+            before, rooms = first.pieces[:], {buffer: first.place(buffer, []) for buffer in filled if buffer != number}
+            nbytes = first.make_room(number, grown, lengths_by_stage)
             filled.add(number)
             # What lies in another buffer stays there.
-            assert {other: here.place(other, []) for other in rooms} == rooms
-            assert there.make_room(number, each, told) == nbytes
-            assert here.pieces == there.pieces == [*before, *([nbytes] if nbytes else [])]
-            piece, offsets = here.place(number, sizes[each])
-            assert (piece, offsets) == there.place(number, told[each])
-            assert offsets[-1] + sizes[each][-1] <= here.pieces[piece]
-            assert here.make_room(number, each, known) == 0
+            assert {buffer: first.place(buffer, []) for buffer in rooms} == rooms
+            assert second.make_room(number, grown, told) == nbytes
+            assert first.pieces == second.pieces == [*before, *([nbytes] if nbytes else [])]
+            piece, offsets = first.place(number, sizes[grown])
+            assert (piece, offsets) == second.place(number, told[grown])
+            assert offsets[-1] + sizes[grown][-1] <= first.pieces[piece]
+            assert first.make_room(number, grown, lengths_by_stage) == 0
 
 
 def test_a_buffer_that_may_hold_something_stays_where_it_is() -> None:

@@ -29,13 +29,13 @@ def numbers(length: int) -> torch.Tensor:
 def test_an_opened_handle_is_the_lenders_memory(cuda: FakeCuda) -> None:
     handle, lent = lender(cuda).make(4096)
     opened = lender(cuda).open(json.loads(json.dumps(handle)))
-    sent, back = numbers(1000), torch.zeros(1000, dtype=torch.uint8)
+    sent, received = numbers(1000), torch.zeros(1000, dtype=torch.uint8)
     opened.write([(96, sent)])
-    lent.read([(96, back)])
-    assert torch.equal(sent, back)
-    back.zero_()
-    opened.read([(96, back)])
-    assert torch.equal(sent, back)
+    lent.read([(96, received)])
+    assert torch.equal(sent, received)
+    received.zero_()
+    opened.read([(96, received)])
+    assert torch.equal(sent, received)
     opened.close()
     lent.close()
     assert cuda.opened == []
@@ -127,9 +127,9 @@ def test_a_transfer_is_one_call_where_cuda_has_one(
     cuda.captures = captures
     _, lent = lender(cuda).make(4096)
     lent.write(pieces(10, 1000, 7))
-    back = [(offset, torch.zeros_like(sent)) for offset, sent in pieces(10, 1000, 7)]
-    lent.read(back)
-    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(back, pieces(10, 1000, 7), strict=True))
+    received = [(offset, torch.zeros_like(sent)) for offset, sent in pieces(10, 1000, 7)]
+    lent.read(received)
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(received, pieces(10, 1000, 7), strict=True))
     assert cuda.batches == ([3, 3] if batched else [])
     assert cuda.streams == [7] * (2 if batched else 6)
 

@@ -68,7 +68,7 @@ class Recorded:
         """For `bpipe.transport.distributed.issue`."""
         self.calls.append(("batch", len(buffers)))
         asked = [(operation, buffer.numel(), partner, group) for buffer in buffers]
-        return [SimpleNamespace(wait=lambda each=each: self.waited.append(each)) for each in asked]
+        return [SimpleNamespace(wait=lambda request=request: self.waited.append(request)) for request in asked]
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -163,11 +163,11 @@ def test_operations_are_started_in_one_call_where_a_backend_has_one(
         call.works.append("the work of all")
 
     monkeypatch.setattr(torch.distributed, "_coalescing_manager", together)
-    monkeypatch.setattr(torch.distributed, "get_group_rank", lambda given, rank: [3, 7].index(rank))
+    monkeypatch.setattr(torch.distributed, "get_group_rank", lambda _, rank: [3, 7].index(rank))
     asked = torch.distributed.isend if operation == "send" else torch.distributed.irecv
     works = distributed.issue(asked, [torch.zeros(2), torch.zeros(5)], 7, group)  # type: ignore[arg-type]
-    each = [(operation, 2, 1, 0), (operation, 5, 1, 0)]
-    assert group.asked == (["begin", *each, "end"] if at_once else each)
+    operations = [(operation, 2, 1, 0), (operation, 5, 1, 0)]
+    assert group.asked == (["begin", *operations, "end"] if at_once else operations)
     assert works == (["the work of all"] if at_once else ["work 1", "work 2"])
 
 
@@ -219,8 +219,8 @@ def bytes_of(*lengths: int) -> list[torch.Tensor]:
 @pytest.fixture
 def ends() -> tuple[Headed, Headed]:
     """An evictor and an acceptor."""
-    here, there = controls(timeout_s=2.0, rendezvous=True)
-    return Headed(here), Headed(there)
+    first, second = controls(timeout_s=2.0, rendezvous=True)
+    return Headed(first), Headed(second)
 
 
 def test_a_host_posts_where_the_program_has_it(ends: tuple[Headed, Headed]) -> None:
@@ -302,11 +302,11 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
 def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
-    here, there = control_ends()
-    here.send(Subject.SIZES, value)
+    first, second = control_ends()
+    first.send(Subject.SIZES, value)
     # An exchange tells before it listens: neither end may wait for the other to begin.
-    assert there.exchange(Subject.SIZES, "back") == value
-    assert here.receive(Subject.SIZES) == "back"
+    assert second.exchange(Subject.SIZES, "back") == value
+    assert first.receive(Subject.SIZES) == "back"
 
 
 class Gate:
@@ -352,8 +352,8 @@ def test_an_error_is_raised_where_somebody_waits_and_the_lane_lives_on(lanes: tu
     ran: list[str] = []
     failed = lanes[0].run(fail)
     follows = lanes[1].run(lambda: ran.append("never"), after=[failed])
-    other = lanes[0].run(lambda: ran.append("other"))
-    other.wait()
+    later = lanes[0].run(lambda: ran.append("other"))
+    later.wait()
     for ticket in (failed, failed, follows):
         with pytest.raises(OSError, match="no such memory"):
             ticket.wait()

@@ -92,9 +92,9 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> tuple[Edges, Edges]:
     monkeypatch.setattr(edges, "batched", batched)
     groups: Any = [PairGroups(1, "up", "down", 7.0), PairGroups(0, "down", "up", 7.0)]  # type: ignore[arg-type]
     hosts = [HostsControl(control, wires["up"]) for control in controls(timeout_s=2.0)]
-    found = Edges(0, {1: Edge(groups[0], hosts[0])}, CPU), Edges(1, {0: Edge(groups[1], hosts[1])}, CPU)
-    found[0].wire = wires["up"]  # type: ignore[attr-defined]
-    return found
+    pair = Edges(0, {1: Edge(groups[0], hosts[0])}, CPU), Edges(1, {0: Edge(groups[1], hosts[1])}, CPU)
+    pair[0].wire = wires["up"]  # type: ignore[attr-defined]
+    return pair
 
 
 def forward(microbatch: int, stage: int = 0) -> Message:

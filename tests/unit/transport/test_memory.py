@@ -12,13 +12,13 @@ from tests.unit.transport.loopback import CPU
 
 def descriptors() -> list[str]:
     """What this process has open, by number and target."""
-    found = []
+    names = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            found.append(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+            names.append(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
         except FileNotFoundError:
             continue  # the listing's own
-    return sorted(found)
+    return sorted(names)
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +39,10 @@ def test_every_byte_is_copied_and_none_beside_them(length: int) -> None:
     region = own_memory(2 * length + 512, CPU)
     region.write([(0, torch.full((2 * length + 512,), 17, dtype=torch.uint8))])
     region.write([(512, numbers(length))])
-    back, whole = torch.zeros(length, dtype=torch.uint8), torch.zeros(2 * length + 512, dtype=torch.uint8)
-    region.read([(512, back)])
+    received, whole = torch.zeros(length, dtype=torch.uint8), torch.zeros(2 * length + 512, dtype=torch.uint8)
+    region.read([(512, received)])
     region.read([(0, whole)])
-    assert torch.equal(back, numbers(length))
+    assert torch.equal(received, numbers(length))
     assert torch.equal(whole[512 : 512 + length], numbers(length))
     assert (whole[:512] == 17).all()
     assert (whole[512 + length :] == 17).all()
@@ -50,27 +50,27 @@ def test_every_byte_is_copied_and_none_beside_them(length: int) -> None:
 
 def test_the_memory_lives_as_long_as_either_end_has_it() -> None:
     """Otherwise an evictor would die of SIGBUS when its acceptor ends."""
-    handle, made = SharedMemory().make(5000)
+    handle, memory = SharedMemory().make(5000)
     opened = SharedMemory().open(handle)
-    sent, back = numbers(5000), torch.zeros(5000, dtype=torch.uint8)
-    made.write([(0, sent)])
-    made.close()
-    opened.read([(0, back)])
-    assert torch.equal(sent, back)
+    sent, received = numbers(5000), torch.zeros(5000, dtype=torch.uint8)
+    memory.write([(0, sent)])
+    memory.close()
+    opened.read([(0, received)])
+    assert torch.equal(sent, received)
     opened.close()
 
 
 def test_closing_twice_closes_once() -> None:
     """The number of a closed descriptor may be another file's by then."""
-    _, made = SharedMemory().make(10)
-    made.close()
-    other = os.open("/dev/null", os.O_RDONLY)
-    made.close()
-    os.close(other)
+    _, memory = SharedMemory().make(10)
+    memory.close()
+    descriptor = os.open("/dev/null", os.O_RDONLY)
+    memory.close()
+    os.close(descriptor)
 
 
 def test_a_handle_of_nobodys_is_an_os_error() -> None:
-    handle, made = SharedMemory().make(10)
-    made.close()
+    handle, memory = SharedMemory().make(10)
+    memory.close()
     with pytest.raises(OSError, match=f"/proc/{os.getpid()}/fd/"):
         SharedMemory().open(handle)

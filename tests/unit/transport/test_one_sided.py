@@ -58,13 +58,13 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 def test_what_was_put_comes_back(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
-    back = [tensors(), tensors()]
+    received = [tensors(), tensors()]
     for number in (0, 1):
         evictor.put(number, tensors(number)).wait()
     for number in (1, 0):
-        evictor.get(number, back[number]).wait()
-    assert same(back[0], tensors(0))
-    assert same(back[1], tensors(1))
+        evictor.get(number, received[number]).wait()
+    assert same(received[0], tensors(0))
+    assert same(received[1], tensors(1))
 
 
 def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
@@ -72,9 +72,9 @@ def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[OneSidedCopies, OneS
     evictor.put(0, tensors(1)).wait()
     with pytest.raises(RuntimeError, match=r"host buffer 0 is holding, but must be free for this transfer"):
         evictor.put(0, tensors(2))
-    back = tensors()
-    evictor.get(0, back).wait()
-    assert same(back, tensors(1)), "what was refused must not have moved"
+    received = tensors()
+    evictor.get(0, received).wait()
+    assert same(received, tensors(1)), "what was refused must not have moved"
 
 
 def test_a_host_buffer_that_holds_nothing_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
@@ -101,9 +101,9 @@ def test_what_touches_a_host_buffer_waits_for_what_touched_it_last() -> None:
     lane = Written()
     evictor, _ = alone(lane, lane)
     announce(evictor).wait()
-    first, other = evictor.put(0, tensors(0)), evictor.put(1, tensors(1))
+    first, second = evictor.put(0, tensors(0)), evictor.put(1, tensors(1))
     home, again = evictor.get(0, tensors()), evictor.put(0, tensors(2))
-    assert lane.asked == [(first, ()), (other, ()), (home, (first,)), (again, (home,))]
+    assert lane.asked == [(first, ()), (second, ()), (home, (first,)), (again, (home,))]
     evictor.release()
     lane.close()
 
@@ -168,12 +168,12 @@ def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]
     evictor, acceptor = peers(*lanes)
     announce(evictor).wait()
     put = evictor.put(0, tensors(7))
-    back = tensors()
-    got = evictor.get(0, back)
+    received = tensors()
+    got = evictor.get(0, received)
     lend(acceptor)
     for pending in (put, got):
         pending.wait()
-    assert same(back, tensors(7))
+    assert same(received, tensors(7))
     for end in (evictor, acceptor):
         end.abandon()
 
@@ -183,8 +183,8 @@ def on_a_device(cuda: FakeCuda, kind: str) -> tuple[OneSidedCopies, OneSidedCopi
     lanes, device = (AtOnce(), AtOnce()), cuda.device()
     if kind == "host":
         return HostMemory(device, *lanes), HostMemory(device, *lanes)
-    here, there = controls()
-    return Peer(here, DeviceMemory(device), *lanes), Peer(there, DeviceMemory(device), *lanes)  # type: ignore[arg-type]
+    first, second = controls()
+    return Peer(first, DeviceMemory(device), *lanes), Peer(second, DeviceMemory(device), *lanes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["peer", "host"])
@@ -221,11 +221,11 @@ def test_two_that_lend_to_each_other_need_not_wait_for_each_other() -> None:
     def both_roles(end: OneSidedCopies, seed: int) -> None:
         announced = announce(end)
         lend(end)
-        back = tensors()
+        received = tensors()
         end.put(0, tensors(seed)).wait()
-        end.get(0, back).wait()
+        end.get(0, received).wait()
         announced.wait()
-        assert same(back, tensors(seed))
+        assert same(received, tensors(seed))
         end.release()
 
     together(*(partial(both_roles, end, seed) for seed, end in enumerate(ends)))

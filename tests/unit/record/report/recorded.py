@@ -138,7 +138,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
             header |= {"host": "node-0"}
             header |= {"device": "cpu", "transport": None if partner is None else truth.transport, "partner": partner}
             header |= {"weights_bytes": truth.weights_bytes, "limit_bytes": truth.limit_bytes, "cores": truth.cores}
-            lines = [header, *(_line(schedule, truth, place, index, *one) for index, one in enumerate(reports))]
+            lines = [header, *(_line(schedule, truth, place, index, *row) for index, row in enumerate(reports))]
             (folder / f"record_{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = [{"iteration": number, "elapsed_s": float(report.pipeline_s) + 0.05} for number, report in reports]
     (folder / "iterations.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
@@ -238,8 +238,10 @@ def _asked(report: Simulation, place: int, action: Action, start: float) -> floa
             next(row.start_s for row in rows if row.action == Action(action.stage, Kind.BACKWARD, action.microbatch))
         )
     if action.kind is Kind.HOST:
-        back = Action(action.stage, Kind.RETURN, action.microbatch)
-        return float(min(row.start_s for row in report.transfers[place] if row.action == back and row.start_s > start))
+        loaded = Action(action.stage, Kind.RETURN, action.microbatch)
+        return float(
+            min(row.start_s for row in report.transfers[place] if row.action == loaded and row.start_s > start)
+        )
     return min((float(row.end_s) for row in rows if row.end_s > start), default=start)
 
 
@@ -263,14 +265,23 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak
         rows.append([str(action), start, end, left if own else 0.0, start, end, truth.moved_bytes, slot, None, None])
         left = 0.0 if own else left
     levels = live_bytes(schedule, place, memory_of([_saved(stage) for stage in range(schedule.num_stages)]))
-    live = [held for held, slot in zip(levels, schedule.ranks[place], strict=True) for _ in slot.computations]
+    live = [level for level, slot in zip(levels, schedule.ranks[place], strict=True) for _ in slot.computations]
     top = live.index(max(live))
     for index, timed in enumerate(report.computations[place]):
         start, end, forward = float(timed.start_s), float(timed.end_s), timed.action.kind is Kind.FORWARD
-        held = peak if index == top else min(live[index], peak)
+        held_bytes = peak if index == top else min(live[index], peak)
         saved = _saved(timed.action.stage) * (timed.action.kind not in SHARDS)
         times = [start, end, 0.0, start, end]
-        rows.append([str(timed.action), *times, saved if forward else None, None, held, held - saved * (not forward)])
+        rows.append(
+            [
+                str(timed.action),
+                *times,
+                saved if forward else None,
+                None,
+                held_bytes,
+                held_bytes - saved * (not forward),
+            ]
+        )
     return sorted(rows, key=lambda row: row[1])
 
 

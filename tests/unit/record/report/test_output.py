@@ -69,18 +69,18 @@ def test_the_bottleneck_is_nearest_to_its_limit(tmp_path: Path) -> None:
 
 def test_a_run_in_which_nothing_moved_is_said_to_be_one(tmp_path: Path) -> None:
     """All storages of a small model were below 64 KiB, and the report said that micro-batches were kept elsewhere."""
-    found = report(tmp_path, moved_bytes=0).answers
-    assert found[0].startswith("Nothing moved: ")
-    assert not any("hosts" in answer or "CPU memory" in answer for answer in found)
+    answers = report(tmp_path, moved_bytes=0).answers
+    assert answers[0].startswith("Nothing moved: ")
+    assert not any("hosts" in answer or "CPU memory" in answer for answer in answers)
 
 
 def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
     """Nobody said what part of a micro-batch moves: a run that freed nothing looked like one that had."""
-    found = report(tmp_path / "a", kept_bytes=2 * MOVED)
-    assert [row.moved_fraction for row in found.comparison.stages][:1] == [0.5]
-    assert found.comparison.stages[-1].moved_fraction is None
-    assert "moves only a part of what a forward keeps for its backward (stage 0 50.0 %" in found.answers[-1]
-    lines = table(found).splitlines()
+    result = report(tmp_path / "a", kept_bytes=2 * MOVED)
+    assert [row.moved_fraction for row in result.comparison.stages][:1] == [0.5]
+    assert result.comparison.stages[-1].moved_fraction is None
+    assert "moves only a part of what a forward keeps for its backward (stage 0 50.0 %" in result.answers[-1]
+    lines = table(result).splitlines()
     assert any(" moved " in line for line in lines)
     assert max(map(len, lines)) <= 120
     assert len(report(tmp_path / "b", kept_bytes=MOVED * 10 // 9).answers) == 3
@@ -150,16 +150,16 @@ def test_two_pipes_are_reported(tmp_path: Path) -> None:
     """Reports were refused because a stage was looked for on one rank. The slow replica is named."""
     sizes = {"schedule": "chimera", "num_microbatches": 8, "probe": None}
     slow = {(iteration, f"2B{microbatch}"): 0.004 for iteration in (5, 6, 7) for microbatch in (1, 3, 5)}
-    found = report(tmp_path, slow=slow, **sizes)
-    assert [row.evictions for row in found.comparison.stages] == [0, 0, 0, 1, 1, 0, 0, 0]
-    assert [row.measured_bytes for row in found.comparison.stages] == [
-        row.predicted_bytes for row in found.comparison.stages
+    result = report(tmp_path, slow=slow, **sizes)
+    assert [row.evictions for row in result.comparison.stages] == [0, 0, 0, 1, 1, 0, 0, 0]
+    assert [row.measured_bytes for row in result.comparison.stages] == [
+        row.predicted_bytes for row in result.comparison.stages
     ]
-    text = table(found)
+    text = table(result)
     assert "pipes 2, rows in the order of the first pipe's stages" in text
     assert "stage 2 of pipe 1, backward (mean): measured 23 ms, predicted 20 ms" in text
     assert "pipes" not in table(report(tmp_path / "one"))
-    render(view(found))
+    render(view(result))
 
 
 def test_machines_are_counted(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_machines_are_counted(tmp_path: Path) -> None:
 def test_replays_of_a_graph_are_said_to_have_no_records(tmp_path: Path) -> None:
     path = write_run(tmp_path) / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"captured": 9}))
-    said = dict(facts(report_of(tmp_path).comparison))["CUDA graph"]
-    assert said == "replays iterations from 9 on, of which losses and seconds are recorded"
+    sentence = dict(facts(report_of(tmp_path).comparison))["CUDA graph"]
+    assert sentence == "replays iterations from 9 on, of which losses and seconds are recorded"
 
 
 def test_three_figures_stand_at_the_head(tmp_path: Path) -> None:
@@ -191,15 +191,15 @@ def test_three_figures_stand_at_the_head(tmp_path: Path) -> None:
 
 def keys(value: Any, prefix: str = "") -> set[str]:
     """Every key with its path; those of a list once, and those that are data (stages, actions) not at all."""
-    found: set[str] = set()
+    names: set[str] = set()
     if isinstance(value, dict):
         for key, inner in value.items():
             if not re.match(r"\d", key):
-                found |= {f"{prefix}{key}"} | keys(inner, f"{prefix}{key}.")
+                names |= {f"{prefix}{key}"} | keys(inner, f"{prefix}{key}.")
     elif isinstance(value, list):
         for inner in value:
-            found |= keys(inner, prefix)
-    return found
+            names |= keys(inner, prefix)
+    return names
 
 
 def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
@@ -219,10 +219,10 @@ def test_what_was_checked_is_said_where_every_rank_checked(tmp_path: Path) -> No
         path, summary = tmp_path / f"rank_{rank:05}.json", {"rank": rank, "peak_bytes": 1}
         checked = {"verified_iterations": number, "verified_microbatches": 5, "verified_bytes": 1 << 30}
         path.write_text(json.dumps(summary | checked))
-    found = report_of(tmp_path)
+    result = report_of(tmp_path)
     text = "2 iterations: everything evicted came back unchanged (20 micro-batches, 4.0 GiB)"
-    assert ("verified", text) in facts(found.comparison)
-    assert document(found)["verified"] == {"iterations": 2, "microbatches": 20, "nbytes": 4 << 30}
+    assert ("verified", text) in facts(result.comparison)
+    assert document(result)["verified"] == {"iterations": 2, "microbatches": 20, "nbytes": 4 << 30}
     path.write_text(json.dumps(summary))
     assert document(report_of(tmp_path))["verified"] is None
 
@@ -232,21 +232,21 @@ H200 = Path(__file__).resolve().parents[3] / "data/h200"
 
 def test_a_baseline_gives_measured_peaks_and_whether_results_are_identical(tmp_path: Path) -> None:
     """The page of the quickstart compared the balanced run with a prediction, though the other run had been measured."""
-    found = report_of(H200 / "balanced", baseline=H200 / "plain")
+    result = report_of(H200 / "balanced", baseline=H200 / "plain")
     peaks = [json.loads(path.read_text())["peak_bytes"] for path in sorted((H200 / "plain").glob("rank_*.json"))]
-    assert [row.baseline_bytes for row in found.comparison.stages] == peaks
-    assert [row["baseline_bytes"] for row in view(found)["stages"]] == peaks
-    assert f"instead of {max(peaks) / 2**30:.1f} GiB" in found.answers[0]
-    assert found.answers[1].startswith("All losses and gradient norms of 3 iterations are identical to the last bit ")
-    written = document(found)["baseline"]
+    assert [row.baseline_bytes for row in result.comparison.stages] == peaks
+    assert [row["baseline_bytes"] for row in view(result)["stages"]] == peaks
+    assert f"instead of {max(peaks) / 2**30:.1f} GiB" in result.answers[0]
+    assert result.answers[1].startswith("All losses and gradient norms of 3 iterations are identical to the last bit ")
+    written = document(result)["baseline"]
     assert written == {"path": str(H200 / "plain"), "iterations": 3, "identical": True}
-    other = tmp_path / "other"
-    shutil.copytree(H200 / "plain", other)
-    lines = [json.loads(line) for line in (other / "iterations.jsonl").read_text().splitlines()]
+    changed = tmp_path / "other"
+    shutil.copytree(H200 / "plain", changed)
+    lines = [json.loads(line) for line in (changed / "iterations.jsonl").read_text().splitlines()]
     lines[1]["lm loss"] = (float.fromhex(lines[1]["lm loss"]) * (1 + 2**-50)).hex()
-    (other / "iterations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (changed / "iterations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert (
-        report_of(H200 / "balanced", baseline=other)
+        report_of(H200 / "balanced", baseline=changed)
         .answers[0]
         .startswith("Results are NOT identical to those without balancing (other): lm loss of iteration 2: ")
     )
@@ -296,14 +296,14 @@ def data_of(page: str) -> Any:
 
 def test_actions_and_memory_come_back_as_they_were(drawn: dict[str, Any]) -> None:
     data = data_of(render(drawn))
-    for given, packed in zip(drawn["iterations"][0]["ranks"], data["iterations"][0]["ranks"], strict=True):
+    for written, packed in zip(drawn["iterations"][0]["ranks"], data["iterations"][0]["ranks"], strict=True):
         for side in ("measured", "simulated"):
-            if given[side] is None:
+            if written[side] is None:
                 assert packed[side] is None
                 continue
             columns = {name: list(accumulate(values)) for name, values in data["tracks"][packed[side]].items()}
             names = ("stage", "kind", "microbatch", "start", "length", "wait", "bytes", "slot")
-            found = [
+            actions = [
                 [
                     f"{stage}{data['kinds'][kind]}{microbatch}",
                     *(pytest.approx(ticks * TICK_S, abs=TICK_S) for ticks in (start, start + length, wait)),
@@ -313,9 +313,9 @@ def test_actions_and_memory_come_back_as_they_were(drawn: dict[str, Any]) -> Non
                     *(columns[name] for name in names), strict=True
                 )
             ]
-            assert given[side]["actions"] == found
+            assert written[side]["actions"] == actions
             times = (pytest.approx(ticks * TICK_S, abs=TICK_S) for ticks in columns["memory_time"])
-            assert given[side]["memory"] == list(map(list, zip(times, columns["memory_held"], strict=True)))
+            assert written[side]["memory"] == list(map(list, zip(times, columns["memory_held"], strict=True)))
 
 
 def test_a_number_that_is_not_finite_is_refused(drawn: dict[str, Any]) -> None:
@@ -353,10 +353,12 @@ def arrows(events: list[Event]) -> list[list[Event]]:
     for event in events:
         if event["ph"] in ("s", "t", "f"):
             slices = (
-                one for one in events if one["ph"] == "X" and (one["pid"], one["tid"]) == (event["pid"], event["tid"])
+                span
+                for span in events
+                if span["ph"] == "X" and (span["pid"], span["tid"]) == (event["pid"], event["tid"])
             )
-            around = [one for one in slices if one["ts"] <= event["ts"] < one["ts"] + one["dur"]]
-            ends[event["id"]].append(min(around, key=lambda one: one["dur"]))
+            around = [span for span in slices if span["ts"] <= event["ts"] < span["ts"] + span["dur"]]
+            ends[event["id"]].append(min(around, key=lambda span: span["dur"]))
     return list(ends.values())
 
 

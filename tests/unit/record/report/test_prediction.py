@@ -37,7 +37,7 @@ def same_times(measured: Measured) -> None:
         # Which of a message and a transfer takes a port first may hang on the last bit of a time.
         for row, timed in zip(
             *(
-                sorted(rows, key=lambda one: (str(one.action), one.start_s))
+                sorted(rows, key=lambda row: (str(row.action), row.start_s))
                 for rows in (lane.transfers, report.transfers[place])
             ),
             strict=True,
@@ -246,28 +246,28 @@ def write(folder: Path, limit_gib: int | None = 80, **first: Any) -> Path:
 
 def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
     """28 GiB beside activations, 2 GiB of others, 6 GiB per micro-batch: 8 need 78, 5 balanced 60."""
-    found = shortage_of(held(write(tmp_path / "run", 70)))
-    assert found.stages[0].need_bytes == (8 + 8 + 12 + 2 + 8 * 6) * GIB
-    assert found.stages[0].other_bytes == 2 * GIB
-    ways = {way.name: (way.need_bytes // GIB, way.fits) for way in found.ways}
+    shortage = shortage_of(held(write(tmp_path / "run", 70)))
+    assert shortage.stages[0].need_bytes == (8 + 8 + 12 + 2 + 8 * 6) * GIB
+    assert shortage.stages[0].other_bytes == 2 * GIB
+    ways = {way.name: (way.need_bytes // GIB, way.fits) for way in shortage.ways}
     assert ways == {
         "as it was run": (78, False),
         "with --bpipe": (60, True),
         "with --micro-batch-size 1": (28 + 1 + 8 * 3, True),
         "with --micro-batch-size 1 and --bpipe": (28 + 1 + 5 * 3, True),
     }
-    said = text(held(tmp_path / "run"))
+    printed = text(held(tmp_path / "run"))
     assert (
         "Rank 0 (stage 0 of pipeline 0, node1) ran out of memory: OutOfMemoryError: CUDA out of memory (rank 0)."
-        in said
+        in printed
     )
-    assert "7 of 8 42.0 GiB" in " ".join(said.split())
+    assert "7 of 8 42.0 GiB" in " ".join(printed.split())
     page = (Path(__file__).resolve().parents[4] / "docs" / "report.md").read_text()
     (shown,) = re.findall(r"^```\n( +held  activa-.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert set(shown.splitlines()) - {"..."} <= set(said.splitlines())
-    assert "What fits: with --bpipe; with --micro-batch-size 1; with --micro-batch-size 1 and --bpipe." in said
-    assert "note: no forward ran on stage 6, 7:" in said
-    assert all(len(line) <= 120 for line in said.splitlines())
+    assert set(shown.splitlines()) - {"..."} <= set(printed.splitlines())
+    assert "What fits: with --bpipe; with --micro-batch-size 1; with --micro-batch-size 1 and --bpipe." in printed
+    assert "note: no forward ran on stage 6, 7:" in printed
+    assert all(len(line) <= 120 for line in printed.splitlines())
 
 
 def test_a_rank_that_ran_no_forward_hosts_too(tmp_path: Path) -> None:
@@ -295,10 +295,12 @@ def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
         }
         lines = [header(place), mark(place, 1, **of_both)]
         (folder / f"memory_{place:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = shortage_of(held(folder))
-    assert [stage.peak_microbatches for stage in found.stages] == [5, 6, 7, 8, 8, 7, 6, 5]
-    assert [stage.need_bytes // GIB for stage in found.stages] == [28 + 6 * peak for peak in (5, 6, 7, 8, 8, 7, 6, 5)]
-    assert "with --bpipe" in {way.name for way in found.ways}
+    shortage = shortage_of(held(folder))
+    assert [stage.peak_microbatches for stage in shortage.stages] == [5, 6, 7, 8, 8, 7, 6, 5]
+    assert [stage.need_bytes // GIB for stage in shortage.stages] == [
+        28 + 6 * peak for peak in (5, 6, 7, 8, 8, 7, 6, 5)
+    ]
+    assert "with --bpipe" in {way.name for way in shortage.ways}
 
 
 def sharded(folder: Path, shard_gib: int = 3) -> Path:
@@ -326,27 +328,27 @@ def sharded(folder: Path, shard_gib: int = 3) -> Path:
 
 def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
     """28 GiB beside activations, 2 of others, 6 micro-batches of 6, and a shard's part of one."""
-    found = shortage_of(held(sharded(tmp_path / "run")))
-    assert found.stages[0].fullest.activations_bytes == (5 * 6 + 3) * GIB
-    assert found.stages[0].other_bytes == 2 * GIB
-    assert found.stages[0].need_bytes == (28 + 2 + 6 * 6 + 3) * GIB
-    ways = {way.name: way.need_bytes for way in found.ways}
+    shortage = shortage_of(held(sharded(tmp_path / "run")))
+    assert shortage.stages[0].fullest.activations_bytes == (5 * 6 + 3) * GIB
+    assert shortage.stages[0].other_bytes == 2 * GIB
+    assert shortage.stages[0].need_bytes == (28 + 2 + 6 * 6 + 3) * GIB
+    ways = {way.name: way.need_bytes for way in shortage.ways}
     assert ways["as it was run"] == (28 + 2 + 6 * 6 + 3) * GIB
     assert ways["with --micro-batch-size 1"] == (28 + 1 + 6 * 3) * GIB + 3 * GIB // 2
-    said = text(held(tmp_path / "run"))
-    in_one_line = " ".join(said.split())
+    printed = text(held(tmp_path / "run"))
+    in_one_line = " ".join(printed.split())
     assert "Its shard of the output layer holds 3.0 GiB of a micro-batch between its passes" in in_one_line
     assert "balance none; vocabulary 1; memory held up to" in in_one_line
-    assert "S to T" in said
-    assert "not counted" not in said
-    assert all(len(line) <= 120 for line in said.splitlines())
+    assert "S to T" in printed
+    assert "not counted" not in printed
+    assert all(len(line) <= 120 for line in printed.splitlines())
 
 
 def test_shards_that_no_rank_had_computed_are_said_not_to_count(tmp_path: Path) -> None:
-    found = shortage_of(held(sharded(tmp_path / "run", shard_gib=0)))
-    assert found.stages[0].need_bytes == (28 + 2 + 6 * 6) * GIB
+    shortage = shortage_of(held(sharded(tmp_path / "run", shard_gib=0)))
+    assert shortage.stages[0].need_bytes == (28 + 2 + 6 * 6) * GIB
     assert (
-        found.notes[-1]
+        shortage.notes[-1]
         == "no rank had computed its shard of the output layer: the logits that each rank will hold are not counted"
     )
 
@@ -363,9 +365,9 @@ def test_without_a_limit_it_promises_nothing(tmp_path: Path) -> None:
 
 
 def held(folder: Path) -> Any:
-    found = read_held(folder)
-    assert found is not None
-    return found
+    result = read_held(folder)
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize(
@@ -402,6 +404,6 @@ def test_a_run_that_failed_later_tells_it_below_its_report(tmp_path: Path, capsy
         path.rename(folder / path.name)
     (folder / "failure.json").write_text(json.dumps({"rank": 0, "cause": "OutOfMemoryError: CUDA out of memory"}))
     assert main(["report", str(folder)]) == 0
-    said = capsys.readouterr().out
-    assert "is the memory bottleneck" in said
-    assert "Rank 0 (stage 0 of pipeline 0, node1) failed first: OutOfMemoryError: CUDA out of memory." in said
+    printed = capsys.readouterr().out
+    assert "is the memory bottleneck" in printed
+    assert "Rank 0 (stage 0 of pipeline 0, node1) failed first: OutOfMemoryError: CUDA out of memory." in printed

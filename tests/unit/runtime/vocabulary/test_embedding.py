@@ -13,44 +13,44 @@ from tests.unit.runtime.vocabulary.test_output import VOCABULARY, distance, in_s
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
 def test_the_sum_of_all_parts_is_the_table_bit_for_bit(num_shards: int, dtype: torch.dtype) -> None:
-    given = layer(dtype)
+    inputs = layer(dtype)
     shards = [Rows(VOCABULARY, 1, num_shards).of(shard) for shard in range(num_shards)]
-    parts = [embedded(given.weight[of.start : of.stop], given.labels, of.start) for of in shards]
-    assert torch.equal(sum(parts[1:], parts[0]), given.weight[given.labels])
+    parts = [embedded(inputs.weight[of.start : of.stop], inputs.labels, of.start) for of in shards]
+    assert torch.equal(sum(parts[1:], parts[0]), inputs.weight[inputs.labels])
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_the_rows_gradients_are_the_tables(num_shards: int) -> None:
-    given = layer(torch.float64)
-    tokens, gradient = given.labels % 50, given.x  # so many of a kind that a row has several
-    weight = given.weight.clone().requires_grad_()
+    inputs = layer(torch.float64)
+    tokens, gradient = inputs.labels % 50, inputs.x  # so many of a kind that a row has several
+    weight = inputs.weight.clone().requires_grad_()
     torch.nn.functional.embedding(tokens, weight).backward(gradient)
     shards = [Rows(VOCABULARY, 1, num_shards).of(shard) for shard in range(num_shards)]
-    found = torch.cat([rows_gradient(gradient, tokens, of.start, len(of)) for of in shards])
+    rows = torch.cat([rows_gradient(gradient, tokens, of.start, len(of)) for of in shards])
     assert weight.grad is not None
-    assert distance(found, weight.grad) < 2e-15
+    assert distance(rows, weight.grad) < 2e-15
 
 
 def test_half_precision_is_added_up_in_32_bit() -> None:
     """A thousand of a kind: added in bf16, 1 + 1/256 stays 1 from the first on."""
     gradient = torch.full((1024, 4), 1 / 256, dtype=torch.bfloat16)
     gradient[0] = 1
-    found = rows_gradient(gradient, torch.zeros(1024, dtype=torch.long), 0, 2)
-    assert torch.equal(found, torch.tensor([[1 + 1023 / 256] * 4, [0.0] * 4]))
+    rows = rows_gradient(gradient, torch.zeros(1024, dtype=torch.long), 0, 2)
+    assert torch.equal(rows, torch.tensor([[1 + 1023 / 256] * 4, [0.0] * 4]))
 
 
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_a_tied_shard_adds_what_both_layers_give_it(algorithm: int) -> None:
-    given = layer(torch.float64)
-    tokens = given.labels.roll(1)
-    weight = given.weight.clone().requires_grad_()
+    inputs = layer(torch.float64)
+    tokens = inputs.labels.roll(1)
+    weight = inputs.weight.clone().requires_grad_()
     x = torch.nn.functional.embedding(tokens, weight)
-    (torch.nn.functional.cross_entropy(x @ weight.t(), given.labels, reduction="none") * given.go).sum().backward()
-    mine = in_shards(given._replace(x=given.weight[tokens]), 4, algorithm)
-    each = Rows(VOCABULARY, 1, 4).each
+    (torch.nn.functional.cross_entropy(x @ weight.t(), inputs.labels, reduction="none") * inputs.go).sum().backward()
+    result = in_shards(inputs._replace(x=inputs.weight[tokens]), 4, algorithm)
+    size = Rows(VOCABULARY, 1, 4).each
     shards = [
-        mine.weight[first : first + each] + rows_gradient(mine.x, tokens, first, each)
-        for first in range(0, VOCABULARY, each)
+        result.weight[first : first + size] + rows_gradient(result.x, tokens, first, size)
+        for first in range(0, VOCABULARY, size)
     ]
     assert weight.grad is not None
     assert distance(torch.cat(shards), weight.grad) < 2e-15
