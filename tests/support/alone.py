@@ -1,4 +1,4 @@
-"""The messages of a rank whose neighbours are not there. In: what would be received. Out: that, once it was posted."""
+"""The messages of a rank without neighbours. In: what would be received. Out: that, once its receive is posted."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from bpipe.schedule.program import Message
 
 
 class Alone:
-    """A rank by itself: what it sends is dropped, what it would receive is `drawn(message)`, by default nothing."""
+    """A rank by itself: what it sends is dropped, and it receives `drawn(message)`, by default nothing."""
 
     def __init__(self, drawn: Callable[[Message], Tensors] = lambda message: ()) -> None:
         self._drawn = drawn

@@ -1,4 +1,4 @@
-"""Orders that no file of the product knows, balanced schedules with late loads, and the levels that every plan stands."""
+"""Orders that no family has, balanced schedules with late loads, and the levels of waiting that every plan passes."""
 
 from dataclasses import replace
 
@@ -16,10 +16,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 
 def v_flat(p: int, m: int) -> Schedule:
-    """Every forward before any backward, in V shape: no rank holds less at any time, and a first chunk is long alone.
-
-    In halves.
-    """
+    """Return a V in halves with every forward before any backward: no rank ever holds less, and first chunks wait long."""
     orders = []
     for rank in range(p):
         stages = rank, 2 * p - 1 - rank
@@ -30,10 +27,10 @@ def v_flat(p: int, m: int) -> Schedule:
 
 
 def far_ahead() -> Schedule:
-    """Six stages on three ranks; rank 1 takes the second output of the first stage only when the first has come around
-    twice.
+    """Return six stages on three ranks, in which rank 1 takes the second output of the first stage only after the first
+    output has gone around twice.
 
-    Meanwhile rank 0 has made four.
+    Meanwhile rank 0 has made four outputs.
     """
     m, layout = 4, one_pipe((0, 1, 2, 0, 2, 1))
 
@@ -61,7 +58,7 @@ def host_first() -> Schedule:
 
 
 def with_late_loads(schedule: Schedule) -> Schedule:
-    """Let activations come back as late as can be: every load, and its other end, in the slot before its backward."""
+    """Return the schedule with loads as late as possible: every load, and its other end, in the slot before its backward."""
     needed: dict[Key, int] = {}
     for row in schedule.ranks:
         for slot, cell in enumerate(row):
@@ -72,13 +69,13 @@ def with_late_loads(schedule: Schedule) -> Schedule:
 
 
 def _late(row: tuple[Slot, ...], needed: dict[Key, int]) -> tuple[Slot, ...]:
-    back: dict[int, list[Action]] = {}
+    loads: dict[int, list[Action]] = {}
     for action in (action for cell in row for action in cell.transfers if action.kind in BACK):
-        back.setdefault(needed[action.key] - 1, []).append(action)
+        loads.setdefault(needed[action.key] - 1, []).append(action)
     return tuple(
         replace(
             cell,
-            transfers=(*back.get(slot, ()), *(action for action in cell.transfers if action.kind not in BACK)),
+            transfers=(*loads.get(slot, ()), *(action for action in cell.transfers if action.kind not in BACK)),
         )
         for slot, cell in enumerate(row)
     )

@@ -1,7 +1,7 @@
-"""What a process still has of its trainings, by kind: 0 of each where it has given everything back.
+"""What a process still holds of its trainings, by kind: 0 of each if it has released everything.
 
-In: nothing. Out: numbers. Memory that two processes share has no name in the file system, so it is looked for among the
-open files and the mappings of this process.
+In: nothing. Out: numbers. Memory that two processes share has no name in the file system, so this looks at the open
+files and mappings of the process.
 """
 
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# Of `peer` on CPUs, and of late devices' own memory.
+# Names of the memory of `peer` on CPUs, and of late devices' memory.
 SHARED = ("/memfd:bpipe (deleted)", "/memfd:late (deleted)")
 
 
 def holding() -> dict[str, int]:
-    """Return shared memory that is open or mapped, process groups besides the world, and threads of ours."""
+    """Count open or mapped shared memory, process groups besides the world, and threads of this project."""
     files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     mappings = Path("/proc/self/maps").read_text().splitlines()
     return {

@@ -20,31 +20,33 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class Wrong(Exception):
-    """What an instruction may not do."""
+    """An instruction did what it may not do."""
 
 
 def fault_of(schedule: Schedule, programs: Sequence[Sequence[Instruction]], seed: int) -> str | None:
-    """Run all to their end, whose turn it is drawn by lot.
+    """Run all programs to their end, with the next rank drawn at random; return what went wrong.
 
-    None where every computation had what it needs and nothing is left over.
+    None if every computation had what it needs and nothing is left over.
     """
     world = World(schedule)
-    at = [0] * len(programs)
+    positions = [0] * len(programs)
     rng = random.Random(seed)
     try:
         while True:
             able = [
                 rank
                 for rank, program in enumerate(programs)
-                if at[rank] < len(program) and world.may(rank, program[at[rank]])
+                if positions[rank] < len(program) and world.may(rank, program[positions[rank]])
             ]
             if not able:
                 break
             rank = rng.choice(able)
-            world.op(rank, programs[rank][at[rank]])
-            at[rank] += 1
+            world.op(rank, programs[rank][positions[rank]])
+            positions[rank] += 1
         stuck = [
-            f"rank {rank} at {program[at[rank]]}" for rank, program in enumerate(programs) if at[rank] < len(program)
+            f"rank {rank} at {program[positions[rank]]}"
+            for rank, program in enumerate(programs)
+            if positions[rank] < len(program)
         ]
         if stuck:
             raise Wrong(f"stuck: {', '.join(stuck)}")
@@ -55,38 +57,38 @@ def fault_of(schedule: Schedule, programs: Sequence[Sequence[Instruction]], seed
 
 
 class World:
-    """What has happened so far."""
+    """The state of all ranks."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.dependencies = schedule, Dependencies(schedule.layout, schedule.num_microbatches)
         self.buffers = [num_host_buffers(schedule, rank) for rank in range(schedule.num_ranks)]
         self.ran: list[set[Action]] = [set() for _ in schedule.ranks]
-        # By rank: values that have been begun here, and waited for.
+        # By rank: values whose messages have begun here, and those that were waited for.
         self.begun: list[set[int]] = [set() for _ in schedule.ranks]
         self.waited: list[set[int]] = [set() for _ in schedule.ranks]
-        # By what tells messages apart, then by rank: the values, in order.
+        # By channel, then by rank: the values, in order.
         self.channels: dict[object, dict[int, list[int]]] = {}
-        # By direction, then by rank: what has been started, in order; and of a half (as an object) which it was.
+        # By direction, then by rank: transfers started, in order; and the number of each half, by its identity.
         self.moves: dict[tuple[int, int], dict[int, list[Transfer]]] = {}
         self.halves: dict[int, tuple[tuple[int, int], int]] = {}
         self.unfinished: list[dict[int, Transfer]] = [{} for _ in schedule.ranks]
         self.away: set[tuple[int, int]] = set()
-        # By stay, as many of a micro-batch as there are: what its evictor has run before it tells how large it is.
+        # For each stay of a micro-batch: the stages that its evictor has run before it tells the size.
         self.measured_by: dict[tuple[int, int], list[set[Action]]] = {}
         for row in schedule.ranks:
             first: dict[int, Action] = {}
             for cell in row:
-                for one in cell.transfers:
-                    if one.kind is Kind.EVICT:
-                        self.measured_by.setdefault((one.stage, one.microbatch), []).append(set(first.values()))
-                for one in cell.computations:
-                    if one.kind is Kind.FORWARD:
-                        first.setdefault(one.stage, one)
+                for action in cell.transfers:
+                    if action.kind is Kind.EVICT:
+                        self.measured_by.setdefault((action.stage, action.microbatch), []).append(set(first.values()))
+                for action in cell.computations:
+                    if action.kind is Kind.FORWARD:
+                        first.setdefault(action.stage, action)
         self.hosted: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
         self.arrived: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
 
     def may(self, rank: int, instruction: Instruction) -> bool:
-        """Whether it need not wait."""
+        """Whether the instruction can run without waiting."""
         op, operand = instruction
         if op is Op.WAIT:
             assert isinstance(operand, Message)
@@ -96,7 +98,7 @@ class World:
             way, nth = self.halves[id(operand)]
             return all(len(self.moves[way].get(end, ())) > nth for end in set(way))
         if op is Op.START and isinstance(operand, Transfer) and operand.action.kind is Kind.HOST:
-            # It has heard of all stages that came before, of those too that never leave: that is stricter than need be.
+            # The host has heard of all earlier stages, even of those that never leave, which is stricter than necessary.
             return self.measured_by[operand.action.stage, operand.action.microbatch][0] <= self.ran[operand.sender]
         return True
 
@@ -163,9 +165,9 @@ class World:
         ends = self.moves.setdefault(way, {})
         ends.setdefault(rank, []).append(half)
         nth = len(ends[rank]) - 1
-        for other in ends.values():
-            if len(other) > nth and (other[nth].action.stage, other[nth].action.microbatch) != key:
-                raise Wrong(f"{half} meets {other[nth]}")
+        for transfers in ends.values():
+            if len(transfers) > nth and (transfers[nth].action.stage, transfers[nth].action.microbatch) != key:
+                raise Wrong(f"{half} meets {transfers[nth]}")
         self.halves[id(half)] = (way, nth)
         self.unfinished[rank][id(half)] = half
 
@@ -182,9 +184,9 @@ class World:
             self.arrived[rank].remove(key)
 
     def finish(self) -> None:
-        """Everything is computed and waited for."""
+        """Check that everything was computed and waited for."""
         for rank, row in enumerate(self.schedule.ranks):
-            if self.ran[rank] != {one for cell in row for one in cell.computations}:
+            if self.ran[rank] != {action for cell in row for action in cell.computations}:
                 raise Wrong(f"rank {rank} has not computed all that is its")
             if self.begun[rank] != self.waited[rank] or self.unfinished[rank]:
                 raise Wrong(f"rank {rank} has not waited for all that it began")

@@ -1,9 +1,8 @@
-"""Judge a schedule slowly and obviously: walk its grid slot by slot and do what each says.
+"""Check a schedule in a slow and obvious way: walk through its grid and execute each slot.
 
-In: a Schedule. Out: whether that could be done.
+In: a Schedule. Out: whether it is sound.
 
-Shares no code with `bpipe.schedule.check.rules`, and judges all of its rules but deadlocks. Knows nothing that the grid does not
-say.
+Shares no code with `bpipe.schedule.check.rules`, and checks all of its rules but deadlocks. Uses only the grid.
 """
 
 from __future__ import annotations
@@ -19,9 +18,14 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 @dataclass
 class State:
-    """What has happened to every stage and micro-batch.
+    """The stages and micro-batches in each state.
 
-    `backwarded`: its gradient is passed on; `over`: its activations are let go.
+    Attributes:
+        forwarded: Those whose forward has run.
+        backwarded: Those whose gradient has been passed on.
+        over: Those whose activations have been released.
+        present: Those whose activations are on their rank.
+        away: Those whose activations are on their host.
     """
 
     forwarded: set[Key] = field(default_factory=set)
@@ -31,14 +35,14 @@ class State:
     away: set[Key] = field(default_factory=set)
 
     def copy(self) -> State:
-        return State(*(set(held) for held in (self.forwarded, self.backwarded, self.over, self.present, self.away)))
+        return State(*(set(keys) for keys in (self.forwarded, self.backwarded, self.over, self.present, self.away)))
 
 
 def is_sound(schedule: Schedule) -> bool:
-    """All ranks in step; anything that cannot be done, or is left undone, makes the schedule unsound."""
+    """Run all ranks slot by slot; anything impossible, or left undone, makes the schedule unsound."""
     assert schedule.layout.num_pipes == 1, "only one pipe is judged"
     now = State()
-    # What cannot be done in so few slots need not be tried.
+    # Too few slots for all computations.
     if schedule.num_stages * schedule.num_microbatches > sum(map(len, schedule.ranks)):
         return False
     every = {
@@ -55,15 +59,15 @@ def is_sound(schedule: Schedule) -> bool:
         for rank, cell in enumerate(column):
             if cell.overlapped is not None and (cell.compute is None or not overlaps(cell.compute, cell.overlapped)):
                 return False
-            for one in (cell.compute, cell.overlapped):
-                if one is not None and not computes(schedule, rank, one, every, began, now, holding):
+            for action in (cell.compute, cell.overlapped):
+                if action is not None and not computes(schedule, rank, action, every, began, now, holding):
                     return False
             for moved in cell.transfers:
                 if not moves(schedule, rank, moved, column, began, now, holding):
                     return False
         # What is evicted, returned or computed backward is still held during this slot.
         if schedule.bounds is not None and any(
-            held > bound for held, bound in zip(holding, schedule.bounds, strict=True)
+            count > bound for count, bound in zip(holding, schedule.bounds, strict=True)
         ):
             return False
     return now.forwarded == now.backwarded == now.over == every
@@ -74,27 +78,27 @@ def overlaps(first: Action, second: Action) -> bool:
 
 
 def computes(
-    schedule: Schedule, rank: int, one: Action, every: set[Key], began: State, now: State, holding: list[int]
+    schedule: Schedule, rank: int, action: Action, every: set[Key], began: State, now: State, holding: list[int]
 ) -> bool:
-    """Compute, if what is needed was there when the slot began."""
-    key = (one.stage, one.microbatch)
-    if key not in every or schedule.layout.placements[0][one.stage] != rank:
+    """Run a computation if its operands were there when the slot began; return whether they were."""
+    key = (action.stage, action.microbatch)
+    if key not in every or schedule.layout.placements[0][action.stage] != rank:
         return False
-    if one.kind is Kind.FORWARD:
-        if key in now.forwarded or (one.stage and (one.stage - 1, one.microbatch) not in began.forwarded):
+    if action.kind is Kind.FORWARD:
+        if key in now.forwarded or (action.stage and (action.stage - 1, action.microbatch) not in began.forwarded):
             return False
         now.forwarded.add(key)
         now.present.add(key)
         holding[rank] += 1
         return True
-    if one.kind in BACKWARDS:
-        after = (one.stage + 1, one.microbatch)
+    if action.kind in BACKWARDS:
+        after = (action.stage + 1, action.microbatch)
         if key in now.backwarded or key not in began.present or (after in every and after not in began.backwarded):
             return False
         now.backwarded.add(key)
-    elif one.kind is not Kind.BACKWARD_WEIGHT or key not in began.backwarded or key in now.over:
+    elif action.kind is not Kind.BACKWARD_WEIGHT or key not in began.backwarded or key in now.over:
         return False
-    if one.kind is not Kind.BACKWARD_INPUT:
+    if action.kind is not Kind.BACKWARD_INPUT:
         now.over.add(key)
         now.present.discard(key)
     return True
@@ -103,7 +107,7 @@ def computes(
 def moves(
     schedule: Schedule, rank: int, moved: Action, column: tuple[Slot, ...], began: State, now: State, holding: list[int]
 ) -> bool:
-    """Move one micro-batch, if it can be moved in this slot, and its other end is there."""
+    """Move one micro-batch if it can be moved in this slot and the other end is there; return whether it was moved."""
     if schedule.partners is None or schedule.partners[rank] == rank or moved.kind not in TRANSFER:
         return False
     partner, key = schedule.partners[rank], (moved.stage, moved.microbatch)
@@ -113,7 +117,9 @@ def moves(
     if moved.stage not in range(schedule.num_stages) or schedule.layout.placements[0][moved.stage] != evictor:
         return False
     if key in [
-        (one.stage, one.microbatch) for one in (column[evictor].compute, column[evictor].overlapped) if one is not None
+        (action.stage, action.microbatch)
+        for action in (column[evictor].compute, column[evictor].overlapped)
+        if action is not None
     ]:
         return False
     if moved.kind is Kind.EVICT:

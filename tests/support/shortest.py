@@ -1,15 +1,14 @@
-"""Find the shortest order of a schedule's computations that holds no more than it may.
+"""Find the shortest order of a schedule's computations within a bound of memory.
 
 In: a Schedule, UnitCosts, a bound. Out: `Shortest`.
 
-The computations stay on their ranks; which comes first is open. Times, dependencies and memory are those of `timing`,
-`schedule.dependencies` and `schedule.memory`, written as constraints for OR-tools' CP-SAT. It ends with a proof, or, where time ends
-first, with the best order found and what no order can go below.
+The computations stay on their ranks, and their order is free. Times, dependencies and memory are those of `timing`,
+`schedule.dependencies` and `schedule.memory`, written as constraints for OR-tools' CP-SAT. The search ends with a proof
+or, if time runs out, with the best order found and a lower bound.
 
-Micro-batches that take the same way are alike. Where a stage does not take them in their order, sort the times at which
-it starts its computations of a kind, and give each its micro-batch's: the k-th of them still comes after the k-th of
-what it needs, and as many are held at any time. So only orders are looked at in which every stage takes those of a pipe
-one after the other, and none shorter is left out.
+Micro-batches of one pipe are alike. If a stage does not take them in order, its computations of one kind can be renamed
+in order of their start: the k-th still comes after the k-th of its operands, and as many are held at any time. So only
+orders are searched in which every stage takes a pipe's micro-batches in turn, and no shorter one is lost.
 """
 
 import os
@@ -32,9 +31,12 @@ from bpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Shortest:
-    """A shortest order: `schedule` takes `makespan`, in units of the costs.
+    """A shortest order.
 
-    `proven`: lower bound for any that holds as little.
+    Attributes:
+        schedule: The order, as a schedule.
+        makespan: Its duration, in units of the costs.
+        proven: Lower bound of the makespan within the same memory.
     """
 
     schedule: Schedule
@@ -46,41 +48,48 @@ class Shortest:
         return self.makespan == self.proven
 
 
-def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) -> Shortest:
-    """Return the shortest order that holds at most `most` chunk micro-batches on any rank.
+def shortest(schedule: Schedule, costs: UnitCosts, limit: int, limit_s: float) -> Shortest:
+    """Return the shortest order that holds at most `limit` chunk micro-batches on any rank.
 
-    `limit_s`: seconds to search. Raises ValueError where there is none.
+    Args:
+        schedule: The computations.
+        costs: Their durations.
+        limit: Most chunk micro-batches on a rank.
+        limit_s: Seconds to search.
+
+    Raises:
+        ValueError: There is no such order.
     """
     slots = [slot for row in schedule.ranks for slot in row]
     assert not any(slot.overlapped or slot.transfers for slot in slots), "only single computations can be reordered"
     orders = [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
-    at = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
-    work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
-    options = _Model(schedule, work, most)
-    if max(peak_counts(schedule)) <= most:
+    stage_costs = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
+    work = work_of(schedule.layout, schedule.num_microbatches, orders, stage_costs)
+    options = _Model(schedule, work, limit)
+    if max(peak_counts(schedule)) <= limit:
         options.hint(starts(work))
     begun, ticks, proven = options.solve(limit_s)
-    found = [
+    found_orders = [
         [work.actions[job][0] for job in sorted(row, key=lambda job: (begun[job], begun[job] + work.lasts[job]))]
         for row in work.rows
     ]
-    placed = place("shortest", schedule.num_microbatches, schedule.layout, found)
-    assert max(peak_counts(placed)) <= most, "the solver counts memory otherwise than the rule"
-    return Shortest(placed, Fraction(ticks, at.per_unit), Fraction(proven, at.per_unit))
+    placed = place("shortest", schedule.num_microbatches, schedule.layout, found_orders)
+    assert max(peak_counts(placed)) <= limit, "the solver counts memory otherwise than the rule"
+    return Shortest(placed, Fraction(ticks, stage_costs.per_unit), Fraction(proven, stage_costs.per_unit))
 
 
 class _Model:
-    """The question in CP-SAT's words; `jobs` are those of a `Work`."""
+    """The search as a CP-SAT model; its jobs are those of a `Work`."""
 
-    def __init__(self, schedule: Schedule, work: Work[int], most: int) -> None:
-        self._most, self._work = most, work
+    def __init__(self, schedule: Schedule, work: Work[int], limit: int) -> None:
+        self._most, self._work = limit, work
         self._model = model = cp_model.CpModel()
-        # One after the other, with every message on its way: no order takes longer.
+        # All computations one after the other, with every message: an upper bound of all orders.
         self._horizon = sum(work.lasts) + sum(max((lag for _, lag in needed), default=0) for needed in work.needed)
         self._starts = [model.new_int_var(0, self._horizon, "") for _ in work.actions]
         self._ends = [start + last for start, last in zip(self._starts, work.lasts, strict=True)]
         self._length = model.new_int_var(0, self._horizon, "length")
-        # How long something is held, of the jobs at its ends.
+        # The interval in which memory is held, by the jobs at its ends.
         self._spans: list[tuple[Any, int, int]] = []
         for row in work.rows:
             model.add_no_overlap(
@@ -97,7 +106,7 @@ class _Model:
         model.minimize(self._length)
 
     def _last_at_least(self) -> None:
-        """No shorter than what comes before, on and after any rank. The solver finds this, too, but late."""
+        """Add as a lower bound what comes before, on and after any rank. The solver finds it, too, but late."""
         work, jobs = self._work, range(len(self._work.actions))
         after: list[list[tuple[int, int]]] = [[] for _ in jobs]
         for job in jobs:
@@ -110,21 +119,20 @@ class _Model:
                 self._model.add(self._length >= min(heads[job] for job in row) + busy + min(tails[job] for job in row))
 
     def _in_order(self, schedule: Schedule) -> None:
-        """Of a stage's micro-batches on one pipe none passes another."""
+        """Keep each stage's micro-batches of one pipe in order."""
         rows: dict[tuple[Kind, int, int], list[Action]] = {}
         for action in self._places:
             rows.setdefault((action.kind, action.stage, action.microbatch % schedule.layout.num_pipes), []).append(
                 action
             )
         for row in rows.values():
-            for one, other in pairwise(sorted(row, key=lambda action: action.microbatch)):
-                self._model.add(self._starts[self._places[other]] >= self._ends[self._places[one]])
+            for earlier, later in pairwise(sorted(row, key=lambda action: action.microbatch)):
+                self._model.add(self._starts[self._places[later]] >= self._ends[self._places[earlier]])
 
     def _hold(self, schedule: Schedule) -> None:
-        """What a forward takes is held until a backward is over: all of it to I, or what W needs to W, or more from
-        I on."""
+        """Bound what each rank holds: a forward's memory until its backward ends, with the change at the end of I."""
         memory = counting(schedule.num_stages)
-        held: list[list[tuple[Any, int]]] = [[] for _ in self._work.rows]
+        sizes_of_rank: list[list[tuple[Any, int]]] = [[] for _ in self._work.rows]
         for action, job in self._places.items():
             if action.kind is not Kind.FORWARD:
                 continue
@@ -132,24 +140,26 @@ class _Model:
             first, last = (self._places.get(Action(action.stage, kind, action.microbatch)) for kind in _HALVES)
             if first is None or last is None:
                 whole = self._places[Action(action.stage, Kind.BACKWARD, action.microbatch)]
-                held[rank].append((self._held(job, whole), size.saved_bytes))
+                sizes_of_rank[rank].append((self._held(job, whole), size.saved_bytes))
                 continue
             kept, more = min(size.saved_bytes, size.after_input_bytes), size.after_input_bytes - size.saved_bytes
-            held[rank].append((self._held(job, last), kept))
+            sizes_of_rank[rank].append((self._held(job, last), kept))
             if more:
-                held[rank].append((self._held(job, first), -more) if more < 0 else (self._held(first, last), more))
-        for one in held:
-            spans, sizes = zip(*one, strict=True)
+                sizes_of_rank[rank].append(
+                    (self._held(job, first), -more) if more < 0 else (self._held(first, last), more)
+                )
+        for entries in sizes_of_rank:
+            spans, sizes = zip(*entries, strict=True)
             self._model.add_cumulative(spans, sizes, self._most)
 
     def _held(self, first: int, last: int) -> Any:
-        """From one's start to the other's end."""
+        """Return the interval from the first job's start to the second job's end."""
         size = self._model.new_int_var(0, self._horizon, "")
         self._spans.append((size, first, last))
         return self._model.new_interval_var(self._starts[first], size, self._ends[last], "")
 
     def hint(self, begun: Sequence[int]) -> None:
-        """An order to begin with: all that the solver asks about, or it would look for the rest."""
+        """Give the solver a complete order to begin with, so that it need not search for the rest."""
         lasts = self._work.lasts
         for start, tick in zip(self._starts, begun, strict=True):
             self._model.add_hint(start, tick)
@@ -158,7 +168,7 @@ class _Model:
         self._model.add_hint(self._length, max(tick + took for tick, took in zip(begun, lasts, strict=True)))
 
     def solve(self, limit_s: float) -> tuple[list[int], int, int]:
-        """When each starts, how long all take, and what none is below, in ticks."""
+        """Return each job's start, the duration, and its lower bound, in ticks."""
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = limit_s
         solver.parameters.num_workers = os.cpu_count() or 1
@@ -176,15 +186,15 @@ _HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def _ways(edges: Sequence[Sequence[tuple[int, int]]], lasts: Sequence[int]) -> list[int]:
-    """Of each job how long the longest way to it takes, itself left out."""
-    found: dict[int, int] = {}
+    """Return the longest path to each job, without the job itself."""
+    ways: dict[int, int] = {}
     left = list(range(len(edges)))
     while left:
         job = left[-1]
-        missing = [other for other, _ in edges[job] if other not in found]
-        if missing and job not in found:
+        missing = [successor for successor, _ in edges[job] if successor not in ways]
+        if missing and job not in ways:
             left += missing
             continue
         left.pop()
-        found[job] = max((found[other] + lasts[other] + lag for other, lag in edges[job]), default=0)
-    return [found[job] for job in range(len(edges))]
+        ways[job] = max((ways[successor] + lasts[successor] + lag for successor, lag in edges[job]), default=0)
+    return [ways[job] for job in range(len(edges))]

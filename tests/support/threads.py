@@ -1,8 +1,7 @@
-"""One thread a rank, as the launcher sets it: a fixture for the tests that compute with torch; a conftest or a test
-module imports it.
+"""A fixture for tests that compute with torch: one thread per rank, as the launcher sets it.
 
-With more, every thread that computes brings a pool of its own, and pools that spin on few cores make a test of
-milliseconds take seconds.
+With more, every computing thread has its own pool, and pools that spin on few cores make a test of milliseconds take
+seconds.
 """
 
 from collections.abc import Iterator

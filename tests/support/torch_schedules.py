@@ -2,7 +2,7 @@
 
 In: a class's name and sizes. Out: torch's schedule, its rows as CSV, its peaks.
 
-Only what a schedule asks a stage when it is made is there; no module, no group. Imports torch.
+Stages have only what a schedule reads when it is constructed: no module, no group. Imports torch.
 """
 
 import csv
@@ -23,10 +23,10 @@ MULTIPLE = (*LOOPED, *V_SHAPED)
 
 
 def torch_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, **settings: Any) -> Any:
-    """The schedule that torch makes, as rank 0 has it: all ranks' orders are in it."""
+    """Return torch's schedule on rank 0, which has the orders of all ranks."""
     num_stages = num_ranks * num_chunks
-    mine = (0, num_stages - 1) if name in V_SHAPED else range(0, num_stages, num_ranks)
-    stages = [_stage(index, num_ranks, num_stages) for index in mine]
+    own = (0, num_stages - 1) if name in V_SHAPED else range(0, num_stages, num_ranks)
+    stages = [_stage(index, num_ranks, num_stages) for index in own]
     return getattr(schedules, name)(stages[0] if name in SINGLE else stages, num_microbatches, **settings)
 
 
@@ -45,33 +45,33 @@ def _stage(index: int, num_ranks: int, num_stages: int) -> Any:
 
 
 def rows(schedule: Any) -> dict[int, list[Any]]:
-    """Every rank's order, as torch holds it."""
+    """Return every rank's order, as torch keeps it."""
     if isinstance(schedule, schedules.PipelineScheduleMulti):
-        found: dict[int, list[Any]] = schedule.pipeline_order
+        orders: dict[int, list[Any]] = schedule.pipeline_order
     else:
-        found = schedule._get_pipeline_order()
+        orders = schedule._get_pipeline_order()
         if isinstance(schedule, schedules.Schedule1F1B):
-            # Torch 2.15 counts the last rank's forwards from 1 and so names one micro-batch too many; its loop, which
-            # runs, does not.
-            last = max(found)
-            found[last] = [
-                one._replace(microbatch_index=one.microbatch_index - 1)
-                if one.computation_type.name == "FORWARD"
-                else one
-                for one in found[last]
+            # Torch 2.15 counts the last rank's forwards from 1, and so names one micro-batch too many; its running loop
+            # does not.
+            last = max(orders)
+            orders[last] = [
+                action._replace(microbatch_index=action.microbatch_index - 1)
+                if action.computation_type.name == "FORWARD"
+                else action
+                for action in orders[last]
             ]
-    return found
+    return orders
 
 
 def as_csv(schedule: Any) -> str:
-    """What torch's own `_dump_csv` writes."""
+    """Return what torch's own `_dump_csv` writes."""
     file = io.StringIO(newline="")
     csv.writer(file).writerows(rows(schedule).values())
     return file.getvalue()
 
 
 def parsed(text: str) -> dict[int, list[Any]]:
-    """What torch's own `_load_csv` reads."""
+    """Return what torch's own `_load_csv` reads."""
     return {
         rank: [schedules._Action.from_str(cell) for cell in row]
         for rank, row in enumerate(csv.reader(io.StringIO(text)))
@@ -79,10 +79,10 @@ def parsed(text: str) -> dict[int, list[Any]]:
 
 
 def peak(schedule: Any, rank: int, stages: list[int]) -> int:
-    """The most (stage, micro-batch) pairs whose activations the rank holds at once, as torch counts them."""
+    """Return the most (stage, micro-batch) pairs whose activations the rank holds at once, as torch counts them."""
     if not isinstance(schedule, schedules.PipelineScheduleMulti):
         schedule = SimpleNamespace(pipeline_order=rows(schedule), _n_microbatches=schedule._n_microbatches)
-    found = schedules.analyze_pipeline_activation_liveness(
+    liveness = schedules.analyze_pipeline_activation_liveness(
         schedule, pp_rank=rank, stage_indices=stages, granularity="stage_microbatch"
     )
-    return found.num_slots
+    return liveness.num_slots

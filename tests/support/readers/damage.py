@@ -1,6 +1,6 @@
 """Damage a text or a JSON value.
 
-In: a sound one and a source of chance. Out: one that may not be sound. Knows no format.
+In: a sound value and a random generator. Out: a value that may not be sound. Independent of formats.
 """
 
 import copy
@@ -19,13 +19,13 @@ WORDS = """
 9 999999999 -1 null " {} [ ٣ = & + . ( *99999999999999999999
 """
 TOKENS = (*WORDS.split(), "", ",", " ", "\n", "\r\n", "\t", "\x00", "\ufeff", "# bpipe ", "\x1b[31m")
-# Many of these in a row show what takes time by the square of its length.
+# Long runs of these reveal code whose time grows with the square of the length.
 REPEATED = (*TOKENS, "$(", "${X:-", "a\n", "- ")
 LETTERS = "FBIWEHRL"
 
 
 def damaged_text(text: str, rng: random.Random) -> str:
-    """Return it cut, spliced, with cells exchanged, doubled or taken away, or numbers changed."""
+    """Return the text cut or spliced, with cells exchanged, doubled or removed, or with numbers changed."""
     if rng.randrange(100) == 99:
         place = rng.randrange(len(text) + 1)
         return text[:place] + rng.choice(REPEATED) * 50_000 + text[place:]
@@ -35,7 +35,7 @@ def damaged_text(text: str, rng: random.Random) -> str:
 
 
 def damaged_json(text: str, rng: random.Random) -> str:
-    """Return JSON with values replaced by what they cannot be, or the text itself damaged."""
+    """Return JSON with impossible values, or with the text itself damaged."""
     way = rng.randrange(80)
     if way >= 60:
         return damaged_text(text, rng) if way < 79 else rng.choice(("[", '{"a":')) * 100_000
@@ -52,9 +52,9 @@ def damaged_json(text: str, rng: random.Random) -> str:
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in list(inner):
+    for key, child in list(inner):
         yield value, key
-        yield from _places(one)
+        yield from _places(child)
 
 
 def _splice(text: str, rng: random.Random) -> str:
@@ -64,15 +64,15 @@ def _splice(text: str, rng: random.Random) -> str:
 
 def _exchange(text: str, rng: random.Random) -> str:
     cells = re.split(r"([,\n ])", text)
-    one, other = rng.randrange(len(cells)), rng.randrange(len(cells))
-    cells[one], cells[other] = cells[other], cells[one]
+    first, second = rng.randrange(len(cells)), rng.randrange(len(cells))
+    cells[first], cells[second] = cells[second], cells[first]
     return "".join(cells)
 
 
 def _replace_cell(text: str, rng: random.Random) -> str:
     cells = re.split(r"([,\n ])", text)
-    one = rng.randrange(len(cells))
-    cells[one : one + 1] = rng.choice(([], [cells[one], ",", cells[one]], [rng.choice(TOKENS)]))
+    index = rng.randrange(len(cells))
+    cells[index : index + 1] = rng.choice(([], [cells[index], ",", cells[index]], [rng.choice(TOKENS)]))
     return "".join(cells)
 
 
@@ -88,9 +88,9 @@ def _replace_number(text: str, rng: random.Random) -> str:
 
 def _exchange_lines(text: str, rng: random.Random) -> str:
     lines = text.split("\n")
-    one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
-    ways = ((lines[other], lines[one]), (lines[one], lines[one]), ("", lines[other]))
-    lines[one], lines[other] = rng.choice(ways)
+    first, second = rng.randrange(len(lines)), rng.randrange(len(lines))
+    ways = ((lines[second], lines[first]), (lines[first], lines[first]), ("", lines[second]))
+    lines[first], lines[second] = rng.choice(ways)
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
-"""What commands read, sound, and a judge of what was read of it damaged. In: text. Out: whether it was taken, or Wrong.
+"""Sound inputs of commands, and judges of what is read from damaged ones. In: text. Out: whether it was accepted, or Wrong.
 
-Schedules: the judge reads a file by the simplest reading there can be, and walks what was read slot by slot. Records and
-runs to compare: it reads a file once more by hand; what is taken must hold numbers, and as many as the command says.
-Profiles, models, clusters, launches and logs: where nobody can say what a damaged one means, only that it ends, and how.
-No judge shares code with the readers.
+Schedules: the judge reads a file in the simplest possible way, and checks the result slot by slot. Records and runs to
+compare: it reads a file once more by hand; accepted values must be numbers, and as many as the command reports.
+Profiles, models, clusters, launches and logs: if the meaning of a damaged file is open, it only checks that and how the
+command ends. No judge shares code with the readers.
 """
 
 import json
@@ -40,7 +40,7 @@ PLAIN = (
 
 
 def balanced_texts(writer: Callable[[Schedule], str]) -> Callable[[Path], list[str]]:
-    return lambda _: [writer(one) for one in (*map(build, SMALL), *map(build, PLAIN), OVERLAPPED)]
+    return lambda _: [writer(schedule) for schedule in (*map(build, SMALL), *map(build, PLAIN), OVERLAPPED)]
 
 
 def judge_schedule(path: Path, text: str, rng: random.Random) -> bool:
@@ -51,7 +51,7 @@ def judge_schedule(path: Path, text: str, rng: random.Random) -> bool:
     aligned, form = rng.random() < 0.3, rng.choice(["csv", "json", "svg"])
     arguments = ["schedule", "--input", str(path), "--format", form, *["--align"] * aligned]
     printed = outcome([*arguments, *["--balance", "bpipe"] * (rng.random() < 0.2)], path)
-    # What cannot be balanced may still be sound as it stands.
+    # A schedule that cannot be balanced may still be sound.
     if printed is None and outcome(arguments, path) is None:
         return False
     _judge_read(data.decode("utf-8"), aligned)
@@ -74,7 +74,7 @@ def actions_of(row: Any) -> Iterator[str]:
 
 
 def text_means(text: str) -> list[list[str]]:
-    """Return each rank's actions in order, by the simplest reading there can be."""
+    """Return each rank's actions in order, read in the simplest possible way."""
     if text.lstrip(" \n\r\t").startswith("{"):
         ranks = json.loads(text)["ranks"]
         cells = [
@@ -130,7 +130,7 @@ def judge_captured(path: Path, text: str, _: random.Random) -> bool:
 
 
 def judge_launch(_: Path, text: str, __: random.Random) -> bool:
-    """A system hands over no zero byte, and no word beyond 128 KiB."""
+    """Whether a system can pass these arguments: no zero byte, and no word beyond 128 KiB."""
     words = text.replace("\0", "").split()
     if any(len(word) >= 2**17 for word in words):
         return False
@@ -148,7 +148,7 @@ CONFIG |= {"tie_word_embeddings": False, "head_dim": 128}
 GPT2 = {"model_type": "gpt2", "n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 1024, "vocab_size": 50257}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 512}
 ROUTED = {**CONFIG, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 1}
-# What a layer may be, and keys that are true or false.
+# Kinds of layers, and keys that are true or false.
 KINDS = ("full_attention", "sliding_attention")
 FLAGS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias")
 WINDOWED = {**CONFIG, "sliding_window": 1024, "layer_types": [*KINDS] * 4}
@@ -179,7 +179,7 @@ def profile_texts(_: Path) -> list[str]:
 
 
 def config_texts(_: Path) -> list[str]:
-    return [json.dumps(one) for one in (CONFIG, GPT2, ROUTED, WINDOWED, DEEPSEEK)]
+    return [json.dumps(config) for config in (CONFIG, GPT2, ROUTED, WINDOWED, DEEPSEEK)]
 
 
 def cluster_texts(_: Path) -> list[str]:
@@ -191,33 +191,35 @@ def damaged_cluster(text: str, rng: random.Random) -> str:
 
 
 def _simulated(path: Path, text: str, flag: str, named: Path | None) -> dict[str, Any] | None:
-    """What the file says where a simulation takes it, else None; errors must name the path, if one is `named`."""
+    """Return the file's content if a simulation accepts it, else None; errors must name the path if one is `named`."""
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     arguments = [*SIMULATE, "--cluster", "a100-80g:4", "--model", "gpt3-13b", flag, str(path)]
-    return json.loads(text) if judge_answer(arguments, named, most=1e21) else None
+    return json.loads(text) if judge_answer(arguments, named, limit=1e21) else None
 
 
 def judge_profile(path: Path, text: str, _: random.Random) -> bool:
-    said = _simulated(path, text, "--profile", None)
-    if said is None:
+    document = _simulated(path, text, "--profile", None)
+    if document is None:
         return False
-    for key, value in (item for stage in said["stages"] for item in stage.items()):
+    for key, value in (item for stage in document["stages"] for item in stage.items()):
         if key not in STAGE or not is_number(value, 0, MOST):
             raise Wrong(f"{key} {value!r:.60} was accepted")
     return True
 
 
 def judge_config(path: Path, text: str, _: random.Random) -> bool:
-    said = _simulated(path, text, "--model", None)
-    if said is None:
+    config = _simulated(path, text, "--model", None)
+    if config is None:
         return False
-    sizes = set(GPT2 if said["model_type"] == "gpt2" else CONFIG) - set(NO_SIZES)
+    sizes = set(GPT2 if config["model_type"] == "gpt2" else CONFIG) - set(NO_SIZES)
     wrong = {
-        key for key in sizes & set(said) if said[key] is not None and (type(said[key]) is not int or said[key] < 1)
+        key
+        for key in sizes & set(config)
+        if config[key] is not None and (type(config[key]) is not int or config[key] < 1)
     }
-    wrong |= {key for key in FLAGS if not isinstance(said.get(key), bool | None)}
-    if said.get("sliding_window"):
-        wrong |= set(said.get("layer_types") or ()) - set(KINDS)
+    wrong |= {key for key in FLAGS if not isinstance(config.get(key), bool | None)}
+    if config.get("sliding_window"):
+        wrong |= set(config.get("layer_types") or ()) - set(KINDS)
     if wrong:
         raise Wrong(f"{wrong!r:.60} of {text:.600} was accepted")
     return True
@@ -230,18 +232,18 @@ def judge_cluster(path: Path, text: str, _: random.Random) -> bool:
 
 
 def judge_calibration(path: Path, text: str, _: random.Random) -> bool:
-    """What is taken follows from its seconds, and is no factor that no cluster has."""
-    said = _simulated(path, text, "--calibration", path)
-    if said is None:
+    """An accepted factor follows from its seconds and is one that a cluster can have."""
+    document = _simulated(path, text, "--calibration", path)
+    if document is None:
         return False
-    factor, wanted = said["factor"], said["measured_s"]
-    follows = not isinstance(factor, bool) and math.isclose(factor * said["predicted_s"], wanted, rel_tol=2e-3)
+    factor, wanted = document["factor"], document["measured_s"]
+    follows = not isinstance(factor, bool) and math.isclose(factor * document["predicted_s"], wanted, rel_tol=2e-3)
     if not follows or not 0.5 <= factor <= 2:
         raise Wrong(f"a factor of {factor} was accepted")
     return True
 
 
-# Numbers that a report is made of: text, lists or negative ones in their place must be refused.
+# Numbers in a report: text, lists or negative numbers in their place must be refused.
 NAMES_OF_NUMBERS = """
 rank pipeline place world_size num_pipelines iteration begin_s elapsed_s received_bytes host_bytes weights_bytes
 limit_bytes cores partner flops_per_iteration peak_flops num_stages num_microbatches peak_bytes device_peak_bytes
@@ -325,9 +327,9 @@ def _judge_line(line: Any) -> None:
 
 
 def _judge_actions(columns: list[str], rows: list[Any]) -> None:
-    # What later versions add in columns of their own is passed over.
-    known = [place for place, name in enumerate(columns) if name in Row._fields and name != "action"]
-    for cell in (row[place] for row in rows for place in known):
+    # Columns that later versions add are ignored.
+    number_columns = [place for place, name in enumerate(columns) if name in Row._fields and name != "action"]
+    for cell in (row[place] for row in rows for place in number_columns):
         if cell is not None and not is_number(cell, -2, 2**60 + 1):
             raise Wrong(f"an action's {cell!r:.60} was accepted")
 
@@ -340,7 +342,7 @@ LINE = (
 )
 
 
-# What a line of a run's report may hold under each key; a number of the training, under any other, is hexadecimal.
+# The values that a line of a run's report may hold under each key; under other keys are hexadecimal training values.
 REPORT_TYPES: dict[str, tuple[type, ...]] = {
     "iteration": (int,),
     "skipped": (int, type(None)),
@@ -371,8 +373,8 @@ def judge_report(path: Path, text: str, _: random.Random) -> bool:
     if numbers is None:
         return False
     for line in text.splitlines():
-        found = json.loads(line)
-        for name, value in found.items():
+        record = json.loads(line)
+        for name, value in record.items():
             wanted = REPORT_TYPES.get(name, (str, type(None)))
             if (
                 isinstance(value, bool)
@@ -393,7 +395,7 @@ def judge_log(path: Path, text: str, _: random.Random) -> bool:
 
 
 def _compared(file: Path, text: str) -> int | None:
-    """How many iterations a run has that is laid beside itself: nothing can differ."""
+    """Return the number of iterations of a run compared with itself: nothing can differ."""
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     printed = outcome(["compare", str(file), str(file), "--format", "json"], file)
     shown = outcome(["compare", str(file), str(file)], file)
@@ -401,8 +403,8 @@ def _compared(file: Path, text: str) -> int | None:
         raise Wrong("text and JSON do not agree on whether it is a run")
     if printed is None:
         return None
-    found = json.loads(printed)
-    judge_numbers("", {name: found[name] for name in ("iterations", "in_one_only", "iteration_s_ratio")})
-    if not found["equal"] or found["in_one_only"]:
+    comparison = json.loads(printed)
+    judge_numbers("", {name: comparison[name] for name in ("iterations", "in_one_only", "iteration_s_ratio")})
+    if not comparison["equal"] or comparison["in_one_only"]:
         raise Wrong("a run differs from itself")
-    return int(found["iterations"])
+    return int(comparison["iterations"])

@@ -2,8 +2,7 @@
 
 In: its arguments. Out: what it printed, or None.
 
-A reader fails where it ends in a traceback or refuses without naming the file; `judge_numbers` finds what no answer may
-say.
+A reader fails if it ends in a traceback or refuses without naming the file; `judge_numbers` finds impossible numbers.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from typing import Any
 
 from bpipe.cli import main as bpipe
 
-# What a terminal obeys.
+# Control characters of terminals.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
@@ -27,13 +26,18 @@ SECONDS = ("elapsed_s", "iteration_s", "step_s", "pipeline_s", "exposed_s", "sec
 
 
 class Wrong(Exception):
-    """A reader took what it must not, or refused without saying what."""
+    """A reader accepted what it must not, or refused without a reason."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """`texts` are sound inputs; `damage` makes one that may not be; `judge` raises Wrong, and says whether it was
-    accepted."""
+    """A reader under test.
+
+    Attributes:
+        texts: Sound inputs.
+        damage: Makes an input that may not be sound.
+        judge: Returns whether an input was accepted; raises Wrong.
+    """
 
     texts: Callable[[Path], list[str]]
     damage: Callable[[str, random.Random], str]
@@ -43,7 +47,7 @@ class Reader:
 def run_command(arguments: list[str]) -> tuple[int, str, str]:
     """Run the command in this process and return what it prints."""
     out, err = io.StringIO(), io.StringIO()
-    # What is written as bytes goes to a buffer of its own.
+    # Bytes are written to a buffer of their own.
     out.buffer = io.BytesIO()  # type: ignore[misc]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -54,7 +58,7 @@ def run_command(arguments: list[str]) -> tuple[int, str, str]:
 
 
 def outcome(arguments: list[str], path: Path | None) -> str | None:
-    """What the command printed, None where it refused. Raises Wrong for a refusal that says nothing."""
+    """Return what the command printed, None if it refused. Raises Wrong for a refusal without a reason."""
     status, printed, error = run_command(arguments)
     steering = _STEERING.search(printed) or _STEERING.search(error)
     if steering is not None:
@@ -68,31 +72,35 @@ def outcome(arguments: list[str], path: Path | None) -> str | None:
     return None
 
 
-def judge_answer(arguments: list[str], path: Path | None = None, most: float = math.inf) -> bool:
-    """Return whether the command took it; what it prints as JSON must be possible."""
+def judge_answer(arguments: list[str], path: Path | None = None, limit: float = math.inf) -> bool:
+    """Return whether the command accepted its input; numbers in its JSON must be possible."""
     printed = outcome(arguments, path)
     if printed is not None:
-        judge_numbers("", json.loads(printed), most)
+        judge_numbers("", json.loads(printed), limit)
     return printed is not None
 
 
-def is_number(value: Any, least: float, most: float) -> bool:
-    """Return whether it is a number, and no truth, within the limits."""
-    return type(value) in (int, float) and least <= value <= most
+def is_number(value: Any, least: float, limit: float) -> bool:
+    """Whether the value is a number within the limits, and no boolean."""
+    return type(value) in (int, float) and least <= value <= limit
 
 
-def judge_numbers(name: str, value: Any, most: float = 1e21) -> None:
-    """What a report says: no seconds below 0, no share above 1, nothing endless.
+def judge_numbers(name: str, value: Any, limit: float = 1e21) -> None:
+    """Check the numbers of a report: no seconds below 0, no share above 1, nothing infinite.
 
-    A prediction of absurd sizes may be absurd.
+    A prediction for absurd sizes may be absurd.
     """
     inner = (
-        value.items() if isinstance(value, dict) else ((name, one) for one in value) if isinstance(value, list) else ()
+        value.items()
+        if isinstance(value, dict)
+        else ((name, item) for item in value)
+        if isinstance(value, list)
+        else ()
     )
-    for key, one in inner:
-        judge_numbers(key, one, most)
+    for key, item in inner:
+        judge_numbers(key, item, limit)
     if type(value) in (int, float):
-        # Seconds that two clocks disagree on may fall short of nothing, a little.
-        least = 0 if name == "mfu" else -1 if name in SECONDS else -most
-        if not math.isfinite(value) or not least <= value <= (1 if name == "mfu" else most):
+        # Seconds measured by two clocks may be slightly negative.
+        least = 0 if name == "mfu" else -1 if name in SECONDS else -limit
+        if not math.isfinite(value) or not least <= value <= (1 if name == "mfu" else limit):
             raise Wrong(f"the report says that {name} is {value}")
