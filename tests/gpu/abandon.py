@@ -1,7 +1,7 @@
-"""Whether a rank lets go at once when something failed, although its device is still busy and may stay so for ever.
+"""Whether a rank gives up at once after an error, even if its device is still busy and may stay busy for ever.
 
-In: a device. Out: for the rank that evicts and for the one that lends, whether `abandon` came back while a kernel went
-on behind transfers that had been issued. A kernel of NCCL's whose partner is gone never ends: a host that waits for the
+In: a device. Out: for the rank that evicts and for the one that lends, whether `abandon` returned while a kernel was
+still running after transfers had been issued. A kernel of NCCL's whose partner is gone never ends: a host that waits for the
 device before it raises shows no error, and frees memory that the partner's copies still use.
 """
 
@@ -17,7 +17,7 @@ from tests.gpu.accelerators import Accelerator, Held
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on
 from tests.gpu.one_stage import SmallStage, balanced, engine_of, lending, loop_of, to_host
 
-# What dropping references may take at most. Waiting for the device takes as long as it is busy.
+# Most seconds that dropping references may take. Waiting for the device would take as long as it is busy.
 AT_ONCE_S = 0.5
 
 
@@ -40,9 +40,9 @@ class Broken(Exception):
 class Breaking:
     """An engine's calls, until an operation before which the device gets busy and after which the loop fails."""
 
-    def __init__(self, engine: Engine, at: Action, on: Accelerator, busy_s: float) -> None:
+    def __init__(self, engine: Engine, action: Action, on: Accelerator, busy_s: float) -> None:
         self._engine = engine
-        self._at = at
+        self._at = action
         self._on = on
         self._busy_s = busy_s
         self.busy: Held | None = None
@@ -51,7 +51,7 @@ class Breaking:
     def before(self, op: Action) -> None:
         if op == self._at:
             self.busy = self._on.busy(self._busy_s)
-        # The transfers it starts stand behind what the device is busy with.
+        # The transfers that it starts queue up after the work that keeps the device busy.
         self._engine.before(op)
         if op == self._at:
             raise Broken
@@ -83,23 +83,23 @@ def _let_go(on: Accelerator, rank: int, transport: Transport, sizes: Sizes, name
     loop = loop_of(plan, rank, stage, stage.received)
     loop.run(engine)
     synchronize(on.device)
-    # Where the first transfer of the second half starts: some are over, some are under way.
+    # The first transfer of the second half: some transfers are over by then, some are under way.
     busiest = [
         step.compute
         for step in steps(plan, rank)
         if step.compute and any(a.kind in (Kind.LOAD, Kind.HOST) for a in step.before)
     ]
-    at = busiest[len(busiest) // 2]
-    breaking = Breaking(engine, at, on, sizes.busy_s)
+    action = busiest[len(busiest) // 2]
+    breaking = Breaking(engine, action, on, sizes.busy_s)
     try:
         loop.run(breaking)
     except Broken:
         begin = time.perf_counter()
         engine.abandon()
         taken_s = time.perf_counter() - begin
-    assert breaking.busy is not None, f"{at} of stage {rank} did not come"
+    assert breaking.busy is not None, f"{action} of stage {rank} did not come"
     is_over = breaking.busy.is_over()
-    text = f"abandon after {taken_s * 1e3:.3g} ms at {at}; the device then: {'idle' if is_over else 'still busy'}"
+    text = f"abandon after {taken_s * 1e3:.3g} ms at {action}; the device then: {'idle' if is_over else 'still busy'}"
     result.check(name, taken_s < AT_ONCE_S and not is_over, text)
     breaking.busy.let_go()
     synchronize(on.device)

@@ -1,6 +1,6 @@
-"""The cases that a GPU is asked, which run every day on late devices.
+"""The cases that are run on a GPU; daily tests run them on late devices.
 
-In: nothing. Out: by name, what runs, on what sizes, and why a late device cannot answer it, where it cannot.
+In: nothing. Out: by name, what runs, with what sizes, and why a late device cannot answer it, if it cannot.
 """
 
 import importlib
@@ -16,8 +16,10 @@ from tests.gpu.common import Result
 class Case:
     """`module` of this folder has `run` and `SIZES`.
 
-    `needs_gpu`: why the answer of a late device means nothing; its code runs there all the same. `own_process`: it
-    changes the process that it runs in. `group`: of a module with several, which it is.
+    Attributes:
+        needs_gpu: Why a late device's answer means nothing; the code runs there all the same.
+        own_process: Whether it changes the process that it runs in.
+        group: Which group of its module it is, if there are several.
     """
 
     module: str

@@ -1,10 +1,10 @@
-"""Activations of layers in parts on two streams, of two micro-batches at once, moved away and brought back.
+"""Activations of layers that run in parts on two streams, for two micro-batches at once, evicted and loaded.
 
 In: a device. Out: how many micro-batches of combined 1F1B compute another gradient than without an engine: with an
 engine that knows the stream of exchanges (`EngineConfig.beside`), and with one that does not. The program is that of
 Megatron's `--overlap-moe-expert-parallel-comm`: each backward runs together with a forward, part by part, and the parts'
-graphs do not hang together. What the stage before would have sent, and the gradient from the one behind, are drawn. That
-it goes wrong where nobody noted the stream is possible, and no failure.
+graphs are not connected. The input from the previous stage and the gradient from the next one are drawn at random.
+Wrong gradients without the noted stream are possible and count as no failure.
 """
 
 import functools
@@ -53,22 +53,22 @@ class Chunks:
         self._gradient = drawn(self._shape, 999, on.device)
 
     def iterate(self, engine: Engine | None) -> list[torch.Tensor]:
-        """Run an iteration; return a sum of what each backward made, in their order, and then of each weight."""
-        made: list[torch.Tensor] = []
+        """Run an iteration; return a sum of each backward's gradients, in order, and then of each weight's."""
+        values: list[torch.Tensor] = []
         plans: dict[tuple[int, int], LayerPlan] = {}
         if engine is not None:
             engine.begin()
         for cell in self._row:
             if cell.compute is not None:
-                self._together(cell.compute, cell.overlapped, plans, engine, made)
+                self._together(cell.compute, cell.overlapped, plans, engine, values)
         if engine is not None:
             engine.end()
         for weight in self._weights.values():
             assert weight.grad is not None
-            made.append(weight.grad.double().sum())
+            values.append(weight.grad.double().sum())
             weight.grad = None
         synchronize(self._on.device)
-        return made
+        return values
 
     def _together(
         self,
@@ -76,7 +76,7 @@ class Chunks:
         beside: Action | None,
         plans: dict[tuple[int, int], LayerPlan],
         engine: Engine | None,
-        made: list[torch.Tensor],
+        values: list[torch.Tensor],
     ) -> None:
         forward = first if first.kind is Kind.FORWARD else None
         backward = beside if forward is not None else first
@@ -87,13 +87,13 @@ class Chunks:
         backwards: Steps = []
         if forward is not None:
             compute = torch.accelerator.current_stream()
-            ahead = LayerPlan(compute, self.exchange, self._weights[forward.stage], lambda given: given * _HALF)
+            ahead = LayerPlan(compute, self.exchange, self._weights[forward.stage], lambda hidden: hidden * _HALF)
             forwards = ahead.forwards(received)
             plans[forward.stage, forward.microbatch] = ahead
         if backward is not None:
             behind = plans.pop((backward.stage, backward.microbatch))
             behind.begin()
-            backwards = behind.backwards(self._gradient, lambda gradient: made.append(gradient.double().sum()))
+            backwards = behind.backwards(self._gradient, lambda gradient: values.append(gradient.double().sum()))
             run_at_once(backwards, forwards)
             behind.end()
         else:
@@ -120,7 +120,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result.check("without an engine", alone == 0, f"{alone} of {len(expected)} sums differ")
     for name, noted in (("noted", [chunks.exchange]), ("not noted", [])):
         engine = engine_of(plan, 0, on.device, to_host(on.device), beside=functools.partial(list, noted), at_once=True)
-        wrong = sum(_wrong(found, expected) for found in _iterations(chunks, engine, sizes, until))
+        wrong = sum(_wrong(values, expected) for values in _iterations(chunks, engine, sizes, until))
         moved = sum(engine.moved_bytes.values())
         result.facts |= {f"{name}: wrong": wrong, "moved_bytes": moved}
         text = f"{wrong} sums differ, with {num_transfers(plan, 0).evictions} evictions per iteration"
@@ -140,5 +140,5 @@ def _iterations(chunks: Chunks, engine: Engine, sizes: Sizes, until: float) -> I
         yield chunks.iterate(engine)
 
 
-def _wrong(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
-    return sum(float(one) != float(other) for one, other in zip(found, expected, strict=True))
+def _wrong(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
+    return sum(float(value) != float(wanted) for value, wanted in zip(actual, expected, strict=True))

@@ -1,10 +1,10 @@
-"""Backwards of one stage of Megatron's own model in halves, against whole ones: of Megatron's layers, and of
-Transformer Engine's.
+"""Backwards in halves of one stage of Megatron's model against whole ones, with Megatron's layers and Transformer
+Engine's.
 
-In: a device; needs megatron-core, and for its second half transformer-engine; each is skipped without. Out: whether
-every gradient has the bits of whole backwards, the weights' halves late and several of them waiting, and what waits
-beside what a forward left allocated. With Transformer Engine it is the first time that anybody runs this: it was
-written from its documented interface.
+In: a device; needs megatron-core, and transformer-engine for its second part; what is missing is skipped. Out: whether
+every gradient has the bits of whole backwards if weight gradients come late and several of them wait, and how much
+waits compared with what a forward leaves allocated. The part for Transformer Engine was written from its documented
+interface and has not run before.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, say, tidy
 from tests.gpu.megatron_stage import COMMON, MegatronStage, StageShape, differing
 
-# Halves far apart, and forwards between them.
+# The two halves are far apart, with forwards between them.
 ORDER = "F0 F1 F2 I0 I1 F3 W0 I2 I3 W1 W2 W3"
 LAYERS = {
     "Megatron's layers": (),
@@ -41,13 +41,13 @@ def run(on: Accelerator, sizes: StageShape, until: float) -> Result:
             result.row(name, "skipped: transformer-engine is not installed here")
             continue
         say(f"{name}:")
-        given = [*COMMON, *sizes.flags, *flags]
-        expected, _ = _gradients(given, device, split=False)
-        again, _ = _gradients(given, device, split=False)
-        found, waiting = _gradients(given, device, split=True)
+        arguments = [*COMMON, *sizes.flags, *flags]
+        expected, _ = _gradients(arguments, device, split=False)
+        again, _ = _gradients(arguments, device, split=False)
+        gradients, waiting = _gradients(arguments, device, split=True)
         unlike = differing(expected, again)
         result.check(f"{name}: two runs with whole backwards", not unlike, f"{unlike} gradients differ")
-        wrong = differing(expected, found)
+        wrong = differing(expected, gradients)
         result.check(f"{name}: backwards in halves", wrong == 0, f"{wrong} of {len(expected)} gradients differ")
         result.facts[name] = {"gradients": len(expected), "wrong": wrong, "waiting_bytes": waiting}
         tidy(device)
@@ -55,7 +55,7 @@ def run(on: Accelerator, sizes: StageShape, until: float) -> Result:
 
 
 def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[list[torch.Tensor], int]:
-    """Of every parameter, and the most bytes that waited for one micro-batch's second half in the store."""
+    """Return the gradient of every parameter, and the most bytes stored for one micro-batch's second half."""
     from megatron.core.pipeline_parallel import schedules
 
     from megatron.scheduling.hooks import patches
@@ -63,7 +63,7 @@ def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[lis
     from megatron.scheduling.record import one_stage
 
     args = one_stage.parse(flags, lambda parser: parser)
-    halves, most = Halves(), 0
+    halves, peak_bytes = Halves(), 0
     with ExitStack() as stack:
         if split:
             installed = patches.install(halves.wraps() | ask(args))
@@ -74,7 +74,7 @@ def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[lis
         config = model.module.config if hasattr(model, "module") else model.config
         stage.start_over()
         halves.begin({1: delaying(model.modules())})
-        held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for name in ORDER.split():
             key = 1, int(name[1:])
             if name[0] == "W":
@@ -84,10 +84,10 @@ def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[lis
             with halves.deferring(key) if split else ExitStack():
                 if name[0] == "F":
                     received = stage.received(key[1])
-                    held[key[1]] = received, stage(received)
+                    waiting[key[1]] = received, stage(received)
                 else:
-                    received, output = held.pop(key[1])
+                    received, output = waiting.pop(key[1])
                     schedules.backward_step(received, output, torch.ones_like(output), config)
             if split:
-                most = max(most, sum(storage.nbytes() for storage in halves.storages(key)))
-        return stage.gradients(), most
+                peak_bytes = max(peak_bytes, sum(storage.nbytes() for storage in halves.storages(key)))
+        return stage.gradients(), peak_bytes

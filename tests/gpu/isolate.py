@@ -1,7 +1,7 @@
-"""Run a case in a process of its own: what breaks a device's context, crashes or hangs there is over with it.
+"""Run a case in a process of its own, so that a broken device context, a crash or a hang ends with it.
 
-In: a case's name, a device's, sizes, how long it may take, and variables of the environment. Out: its result, one that
-did not come to its end a failure. As a program it is that process: `python -m tests.gpu.isolate NAME DEVICE SIZE SECONDS
+In: the names of a case and a device, sizes, a time limit, and environment variables. Out: the case's result; a case
+that did not finish is a failure. Run as a program, it is that process: `python -m tests.gpu.isolate NAME DEVICE SIZE SECONDS
 FILE`.
 """
 
@@ -24,14 +24,14 @@ from tests.gpu.cases import CASES
 from tests.gpu.common import Result, say
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the limit, a name and a file are given to.
+# Takes the limit, a name and a file.
 PROGRAM: tuple[str, ...] = ("-m", "tests.gpu.isolate")
-# To start Python, torch and a context, and to end.
+# Seconds to start Python, torch and a context, and to end.
 STARTING_S = 20.0
-# What a killed process may take to be gone. One that hangs inside the driver may never be, and must not hold up what
-# comes next.
+# Seconds that a killed process may take to exit. One that hangs inside the driver may never exit, and must not delay
+# the next case.
 DYING_S = 10.0
-# A case runs under these as it says itself, whatever the shell that starts it has set for trainings.
+# Taken from the case alone, whatever the calling shell has set for trainings.
 OURS = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_HOSTID")
 
 
@@ -43,8 +43,9 @@ def isolated(
     environment: Mapping[str, str],
     lines: TextIO = sys.stdout,
 ) -> Result:
-    """Return what the case found, and write it to `lines`, with all that its process said if something was wrong. It
-    ends by itself some time before the limit, and is ended at it."""
+    """Run the case and return its result; write it to `lines`, with the process's output if something was wrong.
+
+    The case stops by itself some time before the limit, and is killed at the limit."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "result.json"), Path(folder, "log.txt")
         soft_s = max(limit_s / 2, limit_s - STARTING_S)
@@ -64,7 +65,7 @@ def isolated(
         except subprocess.TimeoutExpired:
             ended = f"it did not end within {limit_s:.0f} s"
         finally:
-            # Its children too: a process group of its own.
+            # A process group of its own, so that its children end with it.
             _end(process)
         result = Result(**json.loads(file.read_text())) if file.exists() else Result(ok=False, failure=ended)
         if result.ok is False:
@@ -72,7 +73,7 @@ def isolated(
         elif result.skipped:
             lines.write(f"  skipped: {result.skipped}\n")
         else:
-            lines.writelines(f"  {what}: {value}\n" for what, value in result.rows)
+            lines.writelines(f"  {name}: {value}\n" for name, value in result.rows)
         return result
 
 
@@ -84,7 +85,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_case(name: str, on: Accelerator, size: str, seconds: float) -> Result:
-    """One case here and now. What it raises becomes its failure, with where."""
+    """Run one case in this process. An exception becomes its failure, with the place."""
     begin = time.monotonic()
     try:
         result = CASES[name].run(on, size, begin + seconds)
@@ -99,7 +100,7 @@ def run_case(name: str, on: Accelerator, size: str, seconds: float) -> Result:
 
 
 def write(file: Path, value: Any) -> None:
-    """Whole or not at all: whoever reads may come at any time."""
+    """Write the file in one step: it may be read at any time."""
     part = file.with_name(file.name + ".part")
     part.write_text(json.dumps(value, indent=1))
     os.replace(part, file)

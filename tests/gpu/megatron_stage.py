@@ -24,11 +24,11 @@ from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, moved_bytes, 
 from tests.gpu.one_stage import balanced, engine_of, loop_of, to_host
 
 MINIMUM_BYTES = 1 << 16
-# Below this the schedule's promise is not kept: `--bpipe` counts micro-batches, and the rest of each stays where it is.
+# With less than this the schedule's bound means little: `--bpipe` counts micro-batches, and the rest of each stays.
 ENOUGH = 0.9
 SEED = 1234
 
-# Everything that Transformer Engine or Apex would do is torch's here, and what Megatron compiles by itself stays on.
+# Torch does here what Transformer Engine or Apex would do; what Megatron compiles by itself stays on.
 COMMON = shlex.split("""
     --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
     --no-rope-fusion --vocab-size 512 --micro-batch-size 1 --bf16 --pipeline-model-parallel-size 3
@@ -44,7 +44,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class StageShape:
-    """`layers` of one stage; it is the second of three."""
+    """Sizes of one stage, the second of three. `layers` is the number of its layers."""
 
     layers: int
     hidden: int
@@ -110,7 +110,7 @@ class MegatronStage:
         return self._random(1000 + microbatch).requires_grad_()
 
     def start_over(self) -> None:
-        """The same dropout and no gradients: the next iteration is the last one's twin."""
+        """Reset dropout and gradients, so that the next iteration repeats the last one."""
         from megatron.core import tensor_parallel
 
         tensor_parallel.model_parallel_cuda_manual_seed(SEED)
@@ -203,7 +203,7 @@ def _fraction(device: torch.device, stage: MegatronStage, sizes: Sizes, name: st
 
 
 def differing(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
-    return sum(not torch.equal(one, other) for one, other in zip(some, others, strict=True))
+    return sum(not torch.equal(first, second) for first, second in zip(some, others, strict=True))
 
 
 def _compiled() -> str:

@@ -25,11 +25,11 @@ from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, repeats, say, tidy
 from tests.gpu.one_stage import GptStage, KeptLender, Shape, engine_of, lending, loop_of, to_host
 
-# The driver's blocks, and the largest step by which torch's allocator rounds an allocation up.
+# The size of the driver's blocks, and the largest step by which torch's allocator rounds up.
 BLOCK_BYTES = 2 << 20
 # Several allocations of one moment may be rounded up, and libraries keep a workspace of a few MiB.
 TOLERANCE_BYTES = 8 << 20
-# What must not change once a program is in its steady phase.
+# Counters that must not change once a program is in its steady phase.
 STEADY = ("reserved_bytes.all.current", "segment.all.current", "segment.all.allocated", "num_alloc_retries", "num_ooms")
 
 
@@ -43,7 +43,7 @@ def most_allocated() -> int:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Every large tensor should be a multiple of 2 MiB, so that rounding does not hide what is looked for."""
+    """Sizes for which every large tensor is a multiple of 2 MiB, so that rounding hides nothing."""
 
     shape: Shape
     stages: int
@@ -62,8 +62,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one micro-batch, bytes: what its forward leaves, and what a forward and a backward take on top of that
-    while they run."""
+    """Bytes of one micro-batch: what its forward leaves, and what a forward and a backward need on top while they run."""
 
     saved: int
     forward_extra: int
@@ -72,7 +71,7 @@ class Parts:
 
 @dataclass
 class Watch:
-    """Makes none of an engine's transfers; reads torch's allocator around a single micro-batch."""
+    """An engine without transfers that reads torch's allocator around a single micro-batch."""
 
     base: int = 0
     seen: dict[Kind, tuple[int, int, int]] = field(default_factory=dict)
@@ -98,9 +97,9 @@ class Watch:
         """Nothing to say."""
 
     def parts(self) -> Parts:
-        _, forward_peak, held = self.seen[Kind.FORWARD]
+        _, forward_peak, held_bytes = self.seen[Kind.FORWARD]
         start, backward_peak, _ = self.seen[Kind.BACKWARD]
-        return Parts(held - self.base, forward_peak - held, backward_peak - start)
+        return Parts(held_bytes - self.base, forward_peak - held_bytes, backward_peak - start)
 
 
 def measure_parts(stage: GptStage) -> Parts:
@@ -111,14 +110,14 @@ def measure_parts(stage: GptStage) -> Parts:
 
 
 def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
-    """Return the most this rank's own micro-batches take at any moment, on top of what is there without any."""
-    # What it hosts is in its host buffers, and they are there all the time.
+    """Return the most bytes that this rank's own micro-batches take at any moment."""
+    # Hosted micro-batches are in host buffers, which are always allocated.
     own = [moved if stage == rank else 0 for stage in range(plan.num_stages)]
     extra = {Kind.FORWARD: parts.forward_extra, Kind.BACKWARD: parts.backward_extra}
-    held = live_bytes(plan, rank, memory_of((parts.saved,) * plan.num_stages, own))
+    curve = live_bytes(plan, rank, memory_of((parts.saved,) * plan.num_stages, own))
     return max(
         nbytes + (extra[slot.compute.kind] if slot.compute else 0)
-        for nbytes, slot in zip(held, plan.ranks[rank], strict=True)
+        for nbytes, slot in zip(curve, plan.ranks[rank], strict=True)
     )
 
 
@@ -141,7 +140,7 @@ def peak_of(
     """Run a stage's program for some iterations; the peak of the last one. `moved` sizes an acceptor's host buffers."""
     tidy(device)
     transfers = num_transfers(plan, rank)
-    # Whatever the driver sets up with the first call should not count as ours.
+    # What the driver allocates with the first call should not count as ours.
     lender_on(device).make(BLOCK_BYTES)[1].close()
     lender = KeptLender(device)
     transport: OneSidedCopies | None = None
@@ -175,7 +174,7 @@ def run(on: Accelerator, sizes: StageSizes, until: float) -> Result:
     device = on.device
     result = Result(ok=True)
     stage = GptStage(sizes.shape, device)
-    # Gradients, handles and workspaces come with the first micro-batches.
+    # Gradients, handles and workspaces are allocated with the first micro-batches.
     for _ in range(2):
         stage.alone()
     tidy(device)
@@ -207,8 +206,7 @@ def run(on: Accelerator, sizes: StageSizes, until: float) -> Result:
 
 
 def right(peak: Peak, tolerance: int) -> bool:
-    """Return whether a stage allocated what was predicted, took no more for host buffers than they are long, and
-    then asked for nothing more."""
+    """Whether a stage allocated what was predicted, no more for host buffers than their length, and nothing later."""
     return (
         abs(peak.measured - peak.predicted) <= tolerance
         and 0 <= peak.taken - peak.lent <= max(tolerance, BLOCK_BYTES)

@@ -43,9 +43,9 @@ def _part(member: Member, sizes: Sizes, until: float) -> Found:
     return {"engine": run_engine(member, member.connection.transport(), sizes, _together(sizes.iterations, until))}
 
 
-def _together(most: int, until: float) -> Iterator[int]:
-    """As `repeats`, but both ranks stop at once: what one puts, the other has to host."""
-    for number in range(most):
+def _together(limit: int, until: float) -> Iterator[int]:
+    """As `repeats`, but both ranks stop after the same number: what one puts, the other has to host."""
+    for number in range(limit):
         go_on = torch.tensor(number < len(MODES) or time.monotonic() < until)
         dist.broadcast(go_on, EVICTOR)
         if not go_on:

@@ -1,5 +1,5 @@
-"""A GPU with no room to spare, which is what balancing is for: does the balanced program run in what it needs, and can
-a lender lend?
+"""A GPU that is nearly full, which is what balancing is for: does the balanced program run in the memory that it needs,
+and can a lender lend?
 
 In: a device. Out: with torch's share of the memory cut to what the balanced program of stage 0 was seen to reserve:
 whether it runs there with the right bits, and that the program without balancing does not. And with torch's cache
@@ -20,10 +20,13 @@ from tests.gpu.one_stage import SmallStage, engine_of, loop_of, to_host
 
 @dataclass(frozen=True)
 class Sizes:
-    """`left_bytes`: what torch's cache leaves of the device; `lent_bytes`: what is asked for then.
+    """Sizes of the program and of the device's memory.
 
-    `slack_bytes`: torch's allocator asks for whole blocks of up to 20 MiB, and two pools may each have one of them half
-    used.
+    Attributes:
+        left_bytes: Memory that torch's cache leaves free on the device.
+        lent_bytes: Memory that is requested then.
+        slack_bytes: Slack for torch's allocator, which requests blocks of up to 20 MiB: two pools may each have one that
+            is half used.
     """
 
     rows: int
@@ -56,7 +59,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
         return stage.gradient_of(loop_of(plans[name], 0, stage, stage.received), engine if name == "with" else None)
 
     def reserved_bytes(name: str) -> int:
-        """What torch takes from the driver for two iterations, from an empty cache."""
+        """Return the bytes that torch takes from the driver for two iterations, starting from an empty cache."""
         tidy(device)
         torch.accelerator.reset_peak_memory_stats()
         for _ in range(2):
@@ -69,7 +72,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result.row("reserved, with room", text)
     result.facts = {"needs": needs}
     room = needs["with"] + sizes.slack_bytes
-    # From now on torch may reserve this much, and has nothing cached to live on.
+    # From now on torch may reserve this much, and nothing is cached.
     tidy(device)
     on.limit(room)
     wrong = count = 0
@@ -79,7 +82,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     stats = torch.accelerator.memory_stats(device)
     text = f"{wrong} of {count} iterations differ; {stats['num_alloc_retries']} retries, {stats['num_ooms']} failures"
     result.check("balanced, where there is no room to spare", wrong == 0, text)
-    # Or the limit was none, and the line above says nothing.
+    # Otherwise there was no limit, and the line above proves nothing.
     tidy(device)
     fits, text = True, f"fits into {room} B: the program above had memory to spare"
     try:
@@ -95,7 +98,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 
 
 def _lend_beside_a_full_cache(device: torch.device, sizes: Sizes, result: Result) -> None:
-    """torch keeps what it freed, and the driver's own calls do not see it: a lender has to ask torch for it."""
+    """Torch caches what it freed, which the driver counts as used: a lender has to ask torch to return it."""
     tidy(device)
     cached = torch.accelerator.get_memory_info(device)[0] - sizes.left_bytes
     kept = torch.empty(cached, dtype=torch.uint8, device=device)

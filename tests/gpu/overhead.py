@@ -1,13 +1,12 @@
-"""What balancing costs one stage: its real computation with its program's transfers beside it, against the same
-without, in turn.
+"""What balancing costs one stage: its computation with its program's transfers, against the same without, in turn.
 
 In: a device. Out: ratios with their spread, a row for each wait that was exposed, and what the link can do in the same
 run. The transfers go to pinned host memory by copy engines: that overlap is real on one GPU. Stage 0 of the pipeline
-stands alone and computes without a pause, so there is no bubble for a transfer to hide in and no neighbour to wait for;
+runs alone and computes without a pause, so there is no bubble for a transfer to hide in and no neighbour to wait for;
 whole pipelines are faster or slower for other reasons.
 
-A late device declares how long its operations take. Which waits are exposed it says exactly, and there none may be where
-a transfer could hide; a GPU measures.
+On a late device the times of operations are declared: it tells exactly which waits are exposed, and none may be if its
+transfer could hide. A GPU measures them.
 
 How much a micro-batch moves is set by how many layers compute again in their backward and so keep only their input:
 once so much that a transfer could hide behind a forward at the measured bandwidth, and once everything.
@@ -45,7 +44,7 @@ from tests.gpu.common import (
 )
 from tests.gpu.one_stage import GptStage, Shape, balanced, engine_of, loop_of, to_host
 
-# Of the measured bandwidth, what a transfer that should hide may ask for.
+# Share of the measured bandwidth that a transfer may need if it should hide.
 COMFORTABLE = 0.8
 
 
@@ -59,8 +58,8 @@ class Sizes:
     probe_bytes: int
 
 
-# Numbers of micro-batches with which the cool-down has room for each load beside a backward. With others, such as 16,
-# there is none before the backward in front of its own is over: only a bubble hides those, or more evictions would.
+# Numbers of micro-batches with which each load of the cool-down can run during a backward. With others, such as 16,
+# there is no memory before the backward that precedes its own is over: only a bubble, or more evictions, would hide it.
 SIZES = {
     FULL: Sizes(Shape(layers=4, hidden=8192, heads=64, sequence=2048), 8, 32, 7, 1 << 16, 1 << 30),
     MODERATE: Sizes(Shape(layers=2, hidden=2048, heads=16, sequence=1024), 8, 14, 3, 1 << 16, 64 << 20),
@@ -70,8 +69,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Need:
-    """Of one micro-batch: bytes that leave, the median seconds of a forward, and the bandwidth at which the one
-    hides behind the other."""
+    """Bytes that leave of one micro-batch, the median seconds of a forward, and the bandwidth at which the transfer
+    hides behind the forward."""
 
     moved: int
     forward_s: float
@@ -92,11 +91,11 @@ def need(device: torch.device, stage: GptStage, minimum_bytes: int) -> Need:
 
 
 def link_rate(device: torch.device, nbytes: int, until: float) -> float:
-    """Return bytes a second between the device and pinned host memory, in the slower direction."""
+    """Return the bytes per second between the device and pinned host memory, in the slower direction."""
     source, region, stream = random_bytes(nbytes, device), pinned_region(nbytes, device), torch.Stream(device)
 
     def copy(direction: Callable[[list[tuple[int, torch.Tensor]]], None]) -> None:
-        # As a transfer's: CUDA's default stream takes no batches.
+        # A stream as a transfer has: CUDA's default stream takes no batches.
         with beside(stream):
             direction([(0, source)])
         join(stream)
@@ -138,7 +137,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 
 
 def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float, result: Result) -> dict[str, Any]:
-    """One amount to move: without, with, and with synchronous transfers, in turn."""
+    """Measure one amount to move: without, with, and with synchronous transfers, in turn."""
     device = on.device
     tidy(device)
     stage = GptStage(shape, device)
@@ -150,7 +149,10 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
         for synchronous in (False, True)
     )
     engines = {"without": None, "with": asynchronous, "synchronous": synchronous}
-    works: dict[str, Callable[[], None]] = {name: lambda one=one: loop.run(one) for name, one in engines.items()}  # type: ignore[misc]
+    works: dict[str, Callable[[], None]] = {
+        name: lambda engine=engine: loop.run(engine)  # type: ignore[misc]
+        for name, engine in engines.items()
+    }
     for work in works.values():
         seconds(device, work)
     taken: dict[str, list[float]] = {name: [] for name in works}
@@ -172,10 +174,10 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
         f"{transfers.loads} loads per iteration, {num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} "
         "host buffers",
     )
-    found = {name: ratios(taken[name], taken["without"]) for name in ("with", "synchronous")}
+    spreads = {name: ratios(taken[name], taken["without"]) for name in ("with", "synchronous")}
     result.row(f"{title}: iteration without", f"s {Spread.of(taken['without']).text()}")
-    result.row(f"{title}: with / without", found["with"].text(digits=5))
-    result.row(f"{title}: synchronous / without", found["synchronous"].text(digits=5))
+    result.row(f"{title}: with / without", spreads["with"].text(digits=5))
+    result.row(f"{title}: synchronous / without", spreads["synchronous"].text(digits=5))
     exposed_s = sum(wait.wait_s for wait in waits)
     for wait in waits:
         text = f"{wait.wait_s * 1e3:.4g} ms, {wait.start_s * 1e3:.4g} to {wait.end_s * 1e3:.4g} ms"
@@ -191,7 +193,7 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
         "forward_s": wants.forward_s,
         "needed_bytes_per_s": wants.bytes_per_s,
         "iteration_s": taken,
-        "ratios": {name: spread.facts() for name, spread in found.items()},
+        "ratios": {name: spread.facts() for name, spread in spreads.items()},
         "exposed_s": exposed_s,
         "waits": [{"action": str(wait.action), "start_s": wait.start_s, "wait_s": wait.wait_s} for wait in waits],
         "recorded_iteration_s": elapsed_s,
@@ -199,7 +201,7 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
 
 
 def _exposed(device: torch.device, loop: Executor, engine: Engine) -> tuple[list[Row], float]:
-    """One more iteration, recorded: the transfers that compute waited for, and seconds in all."""
+    """Record one more iteration; return the transfers that compute waited for, and its seconds."""
     engine.recorder = Recorder(Clock(device))
     loop.run(engine)
     rows, elapsed_s = engine.recorder.rows({}, engine.moved_bytes)

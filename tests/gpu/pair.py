@@ -1,8 +1,8 @@
 """Two processes on the one device, a pair: rank 0 evicts, rank 1 hosts, and the middle stages are not there.
 
-In: a device, a transport, and what each process does with it once they are connected. Out: what both found. Also the
-engines of a pair, each against itself without one: each process makes its own stage's inputs. Nothing here is timed:
-two processes on one GPU take turns.
+In: a device, a transport, and the function that each process runs once they are connected. Out: both results. Also the
+engines of a pair, each compared with the same stage without one: each process makes its own stage's inputs. Nothing
+here is timed, because two processes on one GPU take turns.
 """
 
 import json
@@ -48,7 +48,7 @@ Part = Callable[[Member, Any, float], Found]
 
 
 def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: float) -> list[Found]:
-    """What `part` found in each of the two processes, the evictor's first, and the transport that they agreed on."""
+    """Run `part` in two processes; return both results, the evictor's first, and the transport that they agreed on."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         # A process that has used its device cannot be forked; one that has only imported torch can.
@@ -62,14 +62,14 @@ def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: flo
 def _process(
     rank: int,
     folder: str,
-    made: Callable[[int], Accelerator],
+    accelerator_of: Callable[[int], Accelerator],
     transport: str,
     part: Part,
     sizes: Any,
     until: float,
 ) -> None:
     make_node_of_its_own(rank)
-    on = made(rank)
+    on = accelerator_of(rank)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
@@ -82,8 +82,8 @@ def _process(
 
     member = Member(rank, on, connected(), connected)
     assert member.connection.link is not None
-    found = {"transport": member.connection.link.transport, **part(member, sizes, until)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    facts = {"transport": member.connection.link.transport, **part(member, sizes, until)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(facts))
     member.connection.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -94,7 +94,7 @@ def _process(
 
 
 class EngineSizes(Protocol):
-    """What both cases that run the two engines of a pair say of them."""
+    """Sizes for the two cases that run the engines of a pair."""
 
     @property
     def stages(self) -> int: ...
@@ -107,7 +107,7 @@ class EngineSizes(Protocol):
 
 
 def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds: Iterable[int]) -> Found:
-    """Return this process's stage of the pair, iteration after iteration, against itself without an engine."""
+    """Run this process's stage of the pair, and compare each iteration with one without an engine."""
     on = member.on
     plan = balanced(sizes.stages, sizes.microbatches)
     place = 0 if member.rank == EVICTOR else sizes.stages - 1
@@ -121,17 +121,17 @@ def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds:
         wrong += not torch.equal(stage.gradient_of(loop, engine), expected)
         count += 1
     reference = torch.equal(again, expected)
-    found = {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": engine.host_bytes}
+    facts = {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": engine.host_bytes}
     engine.release()
-    return {**found, "evictions": num_transfers(plan, place).evictions}
+    return {**facts, "evictions": num_transfers(plan, place).evictions}
 
 
 def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes: EngineSizes, result: Result) -> None:
-    """What the two processes found of their engines."""
-    for name, one in (("stage 0, evicts", evicting), (f"stage {sizes.stages - 1}, hosts", hosting)):
-        text = f"{one['wrong']} of {one['count']} iterations differ from a run without an engine"
+    """Check the results of both engines."""
+    for name, facts in (("stage 0, evicts", evicting), (f"stage {sizes.stages - 1}, hosts", hosting)):
+        text = f"{facts['wrong']} of {facts['count']} iterations differ from a run without an engine"
         result.check(
-            f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text
+            f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", facts["wrong"] == 0 and facts["reference"], text
         )
     result.check("transfers took place", evicting["evictions"] > 0, f"{evicting['evictions']} evictions per iteration")
     nbytes = hosting["host_buffer_bytes"]

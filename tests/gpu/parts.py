@@ -1,9 +1,9 @@
-"""A layer cut into parts on two streams, as Megatron's combined 1F1B cuts it, for one micro-batch or for two at once.
+"""A layer that runs in parts on two streams, as in Megatron's combined 1F1B, for one micro-batch or for two at once.
 
-In: a weight, streams, and what the stage received. Out: its output, later the gradient of what it received, and the
-pieces of its graph. The parts, their order and what each waits for are those of megatron-core 0.19.2
-(`TransformerLayerSchedulePlan.run`), of a layer of our own: an exchange of experts is a computation on a stream of its
-own. What passes from part to part is detached, and what `combine` was given is emptied behind it.
+In: a weight, streams, and the stage's input. Out: its output, later its input's gradient, and the pieces of its graph.
+The parts, their order and their waits are those of megatron-core 0.19.2 (`TransformerLayerSchedulePlan.run`); the layer
+is our own: an exchange of experts is a computation on a second stream. Tensors are detached between parts, and the
+input of `combine` is freed after it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Steps = list[Callable[[], object]]
 
 
 class Part:
-    """One part of a layer for one micro-batch, on one stream: what it was given, detached, and what it made."""
+    """One part of a layer for one micro-batch, on one stream, with its detached inputs and its output."""
 
     def __init__(self, compute: Callable[..., torch.Tensor], stream: torch.Stream, plan: LayerPlan) -> None:
         self._compute, self._stream, self._plan = compute, stream, plan
         self.inputs: Tensors = ()
         self.output: torch.Tensor | None = None
 
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         self._stream.wait_event(self._plan.event)
         with current(self._stream):
-            self.inputs = tuple(one.detach().requires_grad_(one.requires_grad) for one in given)
+            self.inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
             self.output = self._compute(*self.inputs)
             self._plan.event = self._stream.record_event()
         return self.output
@@ -42,21 +42,21 @@ class Part:
             assert self.output is not None
             torch.autograd.backward(self.output, gradient)
             gradient.record_stream(self._stream)
-            found = tuple(one.grad for one in self.inputs)
+            gradients = tuple(tensor.grad for tensor in self.inputs)
             self._plan.event = self._stream.record_event()
         self.inputs, self.output = (), None
-        return found
+        return gradients
 
 
 class LayerPlan:
-    """What one micro-batch of one stage runs, and keeps until its backward: attention, dispatch, experts, combine."""
+    """The parts of one micro-batch of one stage, kept until its backward: attention, dispatch, experts, combine."""
 
     def __init__(self, compute: torch.Stream, exchange: torch.Stream, weight: torch.Tensor, end: Any) -> None:
         self.event = compute.record_event()
         self._compute, self._exchange = compute, exchange
         self.attention = Part(attention, compute, self)
         self.dispatch = Part(dispatch, exchange, self)
-        self.experts = Part(lambda given: experts(given, weight), compute, self)
+        self.experts = Part(lambda inputs: experts(inputs, weight), compute, self)
         self.combine = Part(combine, exchange, self)
         self.loss = Part(end, compute, self)
         self._gradients: list[torch.Tensor | None] = []
@@ -66,9 +66,9 @@ class LayerPlan:
         return (self.attention, self.dispatch, self.experts, self.combine, self.loss)
 
     def pieces(self) -> Pieces:
-        made = [part.output for part in self.parts if part.output is not None]
-        held = [*made, *(one for part in self.parts for one in part.inputs)]
-        return Pieces(tuple(one.grad_fn for one in made if one.grad_fn is not None), tuple(held))
+        outputs = [part.output for part in self.parts if part.output is not None]
+        tensors = [*outputs, *(tensor for part in self.parts for tensor in part.inputs)]
+        return Pieces(tuple(output.grad_fn for output in outputs if output.grad_fn is not None), tuple(tensors))
 
     def begin(self) -> None:
         self.event = self._compute.record_event()
@@ -77,15 +77,15 @@ class LayerPlan:
         self._compute.wait_event(self.event)
 
     def forwards(self, received: torch.Tensor) -> Steps:
-        """What to run, one after the other; between two of them another micro-batch's parts may."""
+        """Return the steps of the forward, in order; another micro-batch's steps may run in between."""
         passed: dict[str, torch.Tensor] = {"x": received}
 
         def combined() -> None:
-            given = passed.pop("e")
-            passed["c"] = self.combine.forward(given, received)
-            # The exchange's input is needed no more: of what combine computes only its output is saved.
-            given.record_stream(self._exchange)
-            given.untyped_storage().resize_(0)
+            hidden = passed.pop("e")
+            passed["c"] = self.combine.forward(hidden, received)
+            # The exchange's input is no longer needed: `combine` saves only its output.
+            hidden.record_stream(self._exchange)
+            hidden.untyped_storage().resize_(0)
 
         return [
             lambda: passed.update(h=self.attention.forward(passed.pop("x"))),
@@ -96,7 +96,7 @@ class LayerPlan:
         ]
 
     def backwards(self, gradient: torch.Tensor | None, leave: Callable[[torch.Tensor], None]) -> Steps:
-        """The same, last part first; `leave` takes the gradient of what the stage received."""
+        """Return the steps of the backward, last part first; `leave` takes the gradient of the stage's input."""
         passed: list[torch.Tensor | None] = [gradient]
         beside: list[torch.Tensor | None] = []
 
@@ -119,11 +119,11 @@ class LayerPlan:
 
         def first() -> None:
             of(self.attention)()
-            found, residual = passed[0], beside.pop()
-            if found is not None and residual is not None:
+            gradient, residual = passed[0], beside.pop()
+            if gradient is not None and residual is not None:
                 # The residual's gradient was made on the stream of exchanges.
                 residual.record_stream(self._compute)
-                leave(found + residual)
+                leave(gradient + residual)
 
         return [last, combined, of(self.experts), of(self.dispatch), first]
 
@@ -136,8 +136,8 @@ def dispatch(h: torch.Tensor) -> torch.Tensor:
     return h.sin().exp().tanh()
 
 
-def experts(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(given.exp() @ weight)
+def experts(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(hidden.exp() @ weight)
 
 
 def combine(e: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -145,18 +145,18 @@ def combine(e: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def one_piece(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what the parts make of a stage's input, in one graph."""
+    """Return the output of all parts for a stage's input, as one graph."""
     return combine(experts(dispatch(attention(x)), weight), x)
 
 
-# By part, backwards (-1) of loss, combine, experts, dispatch and attention, and forwards (1) of these the other way.
+# Backwards (-1) of loss, combine, experts, dispatch and attention, and forwards (1) in the reverse order.
 ORDER = ((-1, 0), (-1, 1), (1, 0), (-1, 2), (1, 1), (-1, 3), (1, 2), (1, 3), (-1, 4), (1, 4))
 
 
 def run_at_once(backwards: Steps, forwards: Steps) -> None:
-    """Run the parts of two micro-batches in turn, in Megatron's order; one of the two may be nothing.
+    """Run the parts of two micro-batches in turn, in Megatron's order; either may be missing.
 
-    While a dispatch goes back on the stream of exchanges, the other's experts take memory on the compute stream.
+    While the backward of a dispatch runs on the exchange stream, the other's experts allocate on the compute stream.
     """
     for direction, number in ORDER:
         steps = forwards if direction > 0 else backwards

@@ -1,5 +1,4 @@
-"""`peer` between two processes on the one device: bytes put into the other's memory and taken back, and the engine
-above it.
+"""`peer` between two processes on one device: bytes written to the other's memory and read back, and the engine on top.
 
 In: a device. Out: whether every byte and every gradient is right. Nothing here is timed: two processes on one GPU take
 turns. Rank 0 is the evictor and does all the copying. Rank 1 lends memory, looks into it at the end of the rounds, and
@@ -27,7 +26,7 @@ POISON = 0xFF
 
 @dataclass(frozen=True)
 class Sizes:
-    """`kinds`: what the rounds move, each kind some buffers of these lengths, in bytes; odd lengths on purpose."""
+    """Sizes of the rounds. `kinds` are lists of buffer lengths in bytes, some of them odd on purpose."""
 
     kinds: tuple[tuple[int, ...], ...]
     num_buffers: int
@@ -69,12 +68,12 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 
 
 def _part(member: Member, sizes: Sizes, until: float) -> Found:
-    # A part each: what one of them takes, the other does not have.
+    # One after the other, each with its share of the time.
     begin = time.monotonic()
-    found = _rounds(member, sizes, begin + (until - begin) / 3)
+    facts = _rounds(member, sizes, begin + (until - begin) / 3)
     # The two need not stop together: the copies are all the evictor's.
     rounds = repeats(sizes.iterations, until, least=len(MODES))
-    return {**found, "engine": run_engine(member, member.connection.transport(), sizes, rounds)}
+    return {**facts, "engine": run_engine(member, member.connection.transport(), sizes, rounds)}
 
 
 # -- rounds
@@ -87,21 +86,21 @@ def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> lis
 
 
 def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
-    """Put and get, hundreds of times. Then a last content stays in every host buffer, and the lender looks at it."""
+    """Put and get, hundreds of times; at the end the lender checks what is left in every host buffer."""
     on, device = member.on, member.on.device
     lender = KeptLender(device)
     lanes = late_lanes(on, TIMEOUT_S)
     transport = Peer(member.connection.control, lender, *lanes)
     lengths = dict(enumerate(sizes.kinds))
     layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
-    found: Found = {}
+    facts: Found = {}
     if member.rank == EVICTOR:
         transport.reach(layout)
         transport.announce(lengths).wait()
         ring = _Ring(on, transport, sizes)
         for _ in repeats(sizes.rounds, until, least=2 * sizes.num_buffers):
             ring.turn()
-        found["rounds"] = ring.end()
+        facts["rounds"] = ring.end()
         synchronize(device)
         dist.barrier()
     else:
@@ -115,12 +114,12 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
             piece, offsets = layout.place(number, sizes.kinds[0])
             lender.regions[piece].read(zip(offsets, seen, strict=True))
             wrong += not all(map(torch.equal, seen, expected))
-        found["wrong"] = wrong
+        facts["wrong"] = wrong
     dist.barrier()
     transport.release()
     for lane in lanes:
         lane.close()
-    return found
+    return facts
 
 
 def _last_number(buffer: int) -> int:
@@ -128,7 +127,7 @@ def _last_number(buffer: int) -> int:
 
 
 class _Ring:
-    """Host buffers in turn: what was put there is got back and compared just before the buffer is used again."""
+    """Host buffers in turn: each content is read back and compared just before its buffer is used again."""
 
     def __init__(self, on: Accelerator, transport: Transport, sizes: Sizes) -> None:
         self._on, self._device = on, on.device
@@ -173,7 +172,7 @@ class _Ring:
         self._compared += 1
 
     def end(self) -> dict[str, int]:
-        """Compare what is still out, leave the last content in every host buffer, and say what was found."""
+        """Compare what is still in the buffers, leave the last content in each, and return the results."""
         for buffer in sorted(self._holding):
             self._take(buffer)
         self._on.come_late(False, False, 0)

@@ -1,9 +1,9 @@
-"""Whole pipelines on one device: each rank has a stream of its own there, one thread issues for all of them, and
-activations leave for pinned host memory.
+"""Whole pipelines on one device: each rank has its own stream, one thread issues the work of all, and activations are
+evicted to pinned host memory.
 
 In: a device. Out: of each schedule, whether every gradient has the bits of the model in one piece, computed there too.
-Messages are copies behind an event. What several devices and a process group have to do with it only late devices show
-(`tests.late.pipeline`), and a node of GPUs.
+Messages are copies that wait for an event. The effects of several devices and of a process group are tested with late
+devices (`tests.late.pipeline`) and on a node of GPUs.
 """
 
 import time
@@ -26,7 +26,7 @@ from tests.gpu.one_stage import engine_of
 from tests.gpu.streams import MODES, late_to_host
 from tests.late.cases import SCHEDULES
 
-# A stage may be on two ranks.
+# A stage and its rank: with two pipes a stage is on two ranks.
 Place = tuple[int, int]
 Box = dict[int, tuple[Tensors, Any]]
 
@@ -61,13 +61,13 @@ class Mail:
     def wait(self, message: Message) -> Tensors:
         if message.parties[0] == self._rank:
             return ()
-        tensors, made = self._box.pop(message.value)
-        torch.accelerator.current_stream().wait_event(made)
+        tensors, event = self._box.pop(message.value)
+        torch.accelerator.current_stream().wait_event(event)
         used_here(*tensors)
         return tuple(tensor.clone() for tensor in tensors)
 
     def can(self, instruction: Instruction) -> bool:
-        """Return whether this would not have to wait for another rank."""
+        """Whether this instruction can run without waiting for another rank."""
         message = instruction.operand
         return (
             instruction.op is not Op.WAIT
@@ -89,29 +89,32 @@ class Model:
         (x,) = received or (drawn(self._shape, 1000 + microbatch, self._on.device),)
         hidden = torch.nn.functional.gelu(x @ weight)
         self._on.before_forward()
-        made = hidden @ weight.t()
-        return made if stage + 1 < len(self.weights) else (made * (microbatch + 1)).square().mean()
+        output = hidden @ weight.t()
+        return output if stage + 1 < len(self.weights) else (output * (microbatch + 1)).square().mean()
 
     def alone(self, microbatch: int) -> list[torch.Tensor]:
-        """By stage, what one micro-batch adds."""
+        """Return, by stage, the gradient of one micro-batch."""
         weights = [torch.nn.Parameter(weight) for weight in self.weights]
-        made: Tensors = ()
+        tensors: Tensors = ()
         for stage, weight in enumerate(weights):
-            made = (self.forward(weight, stage, microbatch, *made),)
-        torch.autograd.backward(made)
+            tensors = (self.forward(weight, stage, microbatch, *tensors),)
+        torch.autograd.backward(tensors)
         return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def summed(schedule: Schedule, parts: Sequence[Sequence[torch.Tensor]], iterations: int) -> dict[Place, torch.Tensor]:
-    """Return by rank and stage what it adds up, in the order in which that rank goes back. `parts`: by micro-batch and
-    stage."""
-    found: dict[Place, torch.Tensor] = {}
+    """Return, by rank and stage, the sum of gradients in the order of that rank's backwards.
+
+    Args:
+        parts: Gradients by micro-batch and stage.
+    """
+    sums: dict[Place, torch.Tensor] = {}
     for rank, slots in [*enumerate(schedule.ranks)] * iterations:
         for action in (action for slot in slots for action in slot.computations):
             if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 place, part = (rank, action.stage), parts[action.microbatch][action.stage]
-                found[place] = found[place] + part if place in found else part
-    return found
+                sums[place] = sums[place] + part if place in sums else part
+    return sums
 
 
 class Rank:
@@ -127,7 +130,7 @@ class Rank:
             self.engine = engine_of(schedule, rank, on.device, transports, poison=True)
 
         def part_of(stage: int) -> Any:
-            return lambda *given: model.forward(self.weights[rank, stage], stage, *given)
+            return lambda *arguments: model.forward(self.weights[rank, stage], stage, *arguments)
 
         self._executor = Executor(schedule, rank, TorchStages({stage: part_of(stage) for stage in stages}), self.mail)
 
@@ -143,11 +146,13 @@ class Rank:
 
 
 def take_turns(ranks: Sequence[Rank]) -> None:
-    """One iteration of all ranks."""
+    """Run one iteration of all ranks."""
     walks = [rank.walk() for rank in ranks]
     ahead = {rank: next(walk, None) for rank, walk in zip(ranks, walks, strict=True)}
     while any(ahead.values()):
-        going = [number for number, rank in enumerate(ranks) if (one := ahead[rank]) and rank.mail.can(one)]
+        going = [
+            number for number, rank in enumerate(ranks) if (instruction := ahead[rank]) and rank.mail.can(instruction)
+        ]
         assert going, f"all wait: {', '.join(map(str, ahead.values()))}"
         for number in going:
             ahead[ranks[number]] = next(walks[number], None)
@@ -171,10 +176,14 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
             take_turns(ranks)
             synchronize(on.device)
         expected = summed(schedule, parts, count)
-        found = {where: weight.grad for rank in ranks for where, weight in rank.weights.items()}
-        wrong = [where for where, one in found.items() if one is None or not torch.equal(one, expected[where])]
+        gradients = {where: weight.grad for rank in ranks for where, weight in rank.weights.items()}
+        wrong = [
+            where
+            for where, gradient in gradients.items()
+            if gradient is None or not torch.equal(gradient, expected[where])
+        ]
         moved = sum(sum(rank.engine.moved_bytes.values()) for rank in ranks)
-        text = f"{len(wrong)} of {len(found)} gradients differ after {count} iterations"
+        text = f"{len(wrong)} of {len(gradients)} gradients differ after {count} iterations"
         result.check(name, not wrong and moved > 0, f"{text}, {moved} B move per micro-batch")
         for rank in ranks:
             rank.engine.release()

@@ -1,10 +1,10 @@
-"""Activations that a forward allocated on a stream beside compute's, moved away and brought back.
+"""Activations that a forward allocated on a second stream, evicted and loaded.
 
 In: a device. Out: how many micro-batches compute something wrong: without an engine, with one that knows of that stream
 (`EngineConfig.beside`), and with one that does not. A storage that was brought back belongs to the compute stream's
 memory, whoever allocated it first. Once the node that reads it has been issued, autograd frees it; a computation of the
 compute stream may take the memory at once, while the other stream is still reading. Megatron's shared expert overlap is
-of this kind. That it goes wrong where nobody noted the stream is expected, and no failure.
+of this kind. Wrong values are expected if nobody noted the stream, and count as no failure.
 
     forward   side: scaled = received * 1.5      compute: busy      side: hidden = sin(scaled), saved
     backward  side: late, then reads hidden      compute: busy takes memory and fills it      side: scaled's
@@ -35,7 +35,7 @@ TAKEN = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """`late_s`: how long the side stream's backward is held back before it reads what was saved."""
+    """Sizes. `late_s` is how long the side stream's backward is delayed before it reads what was saved."""
 
     length: int
     iterations: int
@@ -66,8 +66,8 @@ class _Aside(torch.autograd.Function):
 
 
 class _Busy(torch.autograd.Function):
-    """Runs on the compute stream: its backward takes memory of that size, fills it with what no sum survives, and
-    lets it go."""
+    """Runs on the compute stream: its backward allocates memory of that size, fills it with values that spoil any sum,
+    and frees it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -82,9 +82,10 @@ class _Busy(torch.autograd.Function):
 
 
 class Stage:
-    """Half of it beside the compute stream.
+    """A stage of which one half runs on a second stream.
 
-    `seen`: what each backward of that half read, in the order of the backwards.
+    Attributes:
+        seen: What each backward of that half read, in order.
     """
 
     def __init__(self, on: Accelerator, sizes: Sizes) -> None:
@@ -153,4 +154,4 @@ def _seen_of(device: torch.device, loop: Executor, stage: Stage) -> Callable[[En
 
 
 def _wrong(seen: list[float], expected: list[float]) -> int:
-    return sum(one != other for one, other in zip(seen, expected, strict=True))
+    return sum(actual != wanted for actual, wanted in zip(seen, expected, strict=True))

@@ -20,7 +20,7 @@ from tests.gpu.isolate import isolated, run_case
 from tests.support.hand_made import with_late_loads
 
 pytestmark = pytest.mark.timeout(600)
-# A GPU's steps start processes and contexts of their own.
+# On a GPU, steps start their own processes and contexts.
 LONGEST_S = 200.0
 
 
@@ -66,11 +66,11 @@ def _peer(result: Result) -> None:
 
 
 def _memory(result: Result) -> None:
-    """To the byte: a late device counts as torch's allocator does, and has no libraries with workspaces."""
+    """Exact to the byte: a late device counts as torch's allocator does, and no library has a workspace there."""
     stages = result.facts["stages"]
     assert len(stages) == 8
-    assert [one["measured"] - one["predicted"] for one in stages] == [0] * 8
-    by_stage = {(one["stage"], one["balancing"]): one for one in stages}
+    assert [stage["measured"] - stage["predicted"] for stage in stages] == [0] * 8
+    by_stage = {(stage["stage"], stage["balancing"]): stage for stage in stages}
     # The last stage's host buffer for the first one's micro-batch.
     assert by_stage[3, "with"]["lent"] >= by_stage[0, "with"]["moved"] > 0
 
@@ -83,17 +83,16 @@ def _halves(result: Result) -> None:
 
 
 def _overhead(result: Result) -> None:
-    """Three loads of the cool-down stood in bubbles, which a stage alone has not: each was exposed for its whole
-    length."""
+    """Three loads of the cool-down were in bubbles, which a single stage does not have: each was fully exposed."""
     (case,) = result.facts["cases"]
     assert case["waits"] == []
-    # A difference of two times on a clock that has already run: rounded in the last bit.
+    # A difference of two times on a running clock is rounded in its last bit.
     assert case["ratios"]["with"]["high"] == pytest.approx(1.0, rel=1e-12)
     assert case["ratios"]["synchronous"]["low"] > 1.0
 
 
 def _side_stream(result: Result) -> None:
-    """A late device shows what a GPU may happen not to."""
+    """A late device always shows what a GPU shows only sometimes."""
     assert result.facts["not noted: wrong"] == result.facts["moved"] > 0
 
 
@@ -109,7 +108,7 @@ EXPECTED: dict[str, Callable[[Result], None]] = {
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in JUDGED])
 def test_a_case_of_a_gpu_runs_to_its_end(name: str) -> None:
-    """A slip in one of its lines must not cost a GPU's time."""
+    """A slip in one of the script's lines must not cost time on a GPU."""
     result = found(name)
     assert result.rows or result.skipped
     assert result.ok is not False, (result.rows, result.failure)
@@ -118,7 +117,7 @@ def test_a_case_of_a_gpu_runs_to_its_end(name: str) -> None:
 STEPS = [
     *CASES,
     "overhead_one_queue",
-    *(pytest.param(one, marks=pytest.mark.slow) for one in ("connections", "allocators")),
+    *(pytest.param(step, marks=pytest.mark.slow) for step in ("connections", "allocators")),
 ]
 
 
@@ -132,13 +131,13 @@ def test_a_step(name: str, gpu_check: ModuleType) -> None:
     assert result.ok is not False, result.rows
 
 
-# -- what the cases would say of something broken
+# -- the cases notice what is broken
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_streams_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case that looks for wrong gradients has to find some."""
-    (wait,) = (one for one in streams.WAITS if one.number == "[7]")
+    """The case must find wrong gradients if there are some."""
+    (wait,) = (candidate for candidate in streams.WAITS if candidate.number == "[7]")
     monkeypatch.setattr(streams, "WAITS", ())
     with wait.taken_out():
         result = run_case("streams", on, SMALL, LONGEST_S)
@@ -148,7 +147,7 @@ def test_streams_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.Mon
 
 def test_pipelines_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pipelines.SIZES, SMALL, replace(pipelines.SIZES[SMALL], schedules=("v-half",)))
-    (wait,) = (one for one in streams.WAITS if one.number == "[7]")
+    (wait,) = (candidate for candidate in streams.WAITS if candidate.number == "[7]")
     with wait.taken_out():
         assert values(run_case("pipelines", on, SMALL, LONGEST_S))["v-half"].startswith("FAILED")
 
@@ -165,15 +164,15 @@ def test_overhead_names_each_wait_that_is_exposed(on: Accelerator, monkeypatch: 
     assert result.ok is False
     (case,) = result.facts["cases"]
     assert [wait["action"] for wait in case["waits"]] == ["0LOAD9", "0LOAD10", "0LOAD11"]
-    said = values(result)
-    assert [what.split(": ")[1] for what in said if "waited for" in what] == [
+    rows = values(result)
+    assert [name.split(": ")[1] for name in rows if "waited for" in name] == [
         f"{wait['action']} is waited for" for wait in case["waits"]
     ]
-    assert any(value.startswith("FAILED") and value.endswith("in 3 waits") for value in said.values())
+    assert any(value.startswith("FAILED") and value.endswith("in 3 waits") for value in rows.values())
 
 
 def test_abandon_notices_a_host_that_waits_for_its_device(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it did: a synchronisation inside, and no traceback until the device was done, if ever."""
+    """It once synchronised inside, and showed no traceback until the device was done, if ever."""
     monkeypatch.setattr(Engine, "abandon", lambda engine: abandon.synchronize(on.device))
     result = run_case("abandon", on, SMALL, LONGEST_S)
     assert result.ok is False
@@ -189,8 +188,8 @@ def test_abandon_notices_a_device_that_was_not_busy(on: Accelerator, monkeypatch
 
 def test_nearly_full_notices_a_limit_that_is_none(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(on), "limit", lambda self, nbytes: None)
-    said = values(run_case("nearly_full", on, SMALL, LONGEST_S))
-    assert said["without balancing, in the same room"].startswith("FAILED: fits into")
+    rows = values(run_case("nearly_full", on, SMALL, LONGEST_S))
+    assert rows["without balancing, in the same room"].startswith("FAILED: fits into")
 
 
 def test_side_stream_says_when_nothing_was_tried(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""Megatron's trainer with all ranks on one device: every training beside another one, to the last bit.
+"""Megatron's trainer with all ranks on one device: trainings are compared with one another, to the last bit.
 
-In: a device, and the name of a group of trainings; needs megatron-core and pytest, some Transformer Engine, and is
-skipped without them. Out: for each training whether it came to what the one before it did, and for the group
+In: a device, and the name of a group of trainings; needs megatron-core and pytest, some also Transformer Engine, and is
+skipped without them. Out: for each training whether its results equal those that it is compared with, and for the group
 `true_size` also whether its memory is as predicted, and whether balancing cures an out of memory. On a GPU the ranks
 share it (--bpipe-share-gpus), with real NCCL through loopback sockets. As a program it is a rank:
 `python tests/gpu/trainings.py DEVICE CASES FOLDER`.
@@ -23,9 +23,9 @@ from tests.gpu.accelerators import CUDA, LATE, Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, Spread
 
 LIMIT = "limit_bytes"
-# Losses of these many parts of a sum differ by rounding: in 16 bits, and in 32.
+# Allowed relative differences between losses if sums are split: in 16 bits, and in 32.
 NEAR = {CUDA: 2e-3, LATE: 1e-5}
-# Without these a GPU may add the same numbers in another order the second time.
+# Without these a GPU may add the same numbers in another order each time.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -51,10 +51,10 @@ LLAMA = """
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 BALANCED = "--bpipe --bpipe-timeout 60"
-# Weights alone: another placement's optimizer is another rank's.
+# Weights alone: with another placement, the optimizer state is on another rank.
 BEGUN = "--load {folder}/begun --finetune --no-load-rng"
 BEGIN = "begun"
-# Two iterations, and one that is captured and replayed for the rest.
+# Two eager iterations, then one that is captured and replayed for the rest.
 CAPTURED = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 CURE = "two micro-batches, others in CPU memory"
 EXACT, LOSSES, ROUNDED = "identical", "losses identical", "losses equal but for rounding"
@@ -62,11 +62,11 @@ EXACT, LOSSES, ROUNDED = "identical", "losses identical", "losses equal but for 
 
 @dataclass(frozen=True)
 class Training:
-    """One training, and the one that it is compared with.
+    """One training, and the training that it is compared with.
 
     Attributes:
-        flags: Megatron's, behind those of its group; `{folder}` is the folder of its launch.
-        against: name of an earlier training of the group, or nothing.
+        flags: Megatron's, after those of its group; `{folder}` is the folder of its launch.
+        against: Name of an earlier training of the group; empty for none.
         how: `EXACT` (losses, norms and weights of every rank), `LOSSES` or `ROUNDED`.
     """
 
@@ -80,9 +80,9 @@ class Group:
     """Trainings of one launch, in their order.
 
     Attributes:
-        engine: whether its layers are Transformer Engine's on a GPU.
-        shape: layers, width, heads, tokens and global batch on a GPU.
-        small: the same on late devices.
+        engine: Whether its layers are Transformer Engine's on a GPU.
+        shape: Layers, width, heads, tokens and global batch on a GPU.
+        small: The same on late devices.
     """
 
     trainings: Mapping[str, Training]
@@ -215,7 +215,7 @@ def _is_there(package: str) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """Processes of one group on one device, and what they left in a folder."""
+    """The processes of one group on one device, and their files in a folder."""
 
     on: Accelerator
     group: Group
@@ -243,7 +243,7 @@ class Launch:
         suffix: str = "",
         device: str | None = None,
     ) -> None:
-        """Run trainings in one set of processes. `limit_bytes`: what each rank may take of its device."""
+        """Run trainings in one set of processes, in which each rank may use `limit_bytes` of its device."""
         from tests.gloo.conftest import PARENTS, finish, start
         from tests.gloo.ports import free_ports
         from tests.late.training import LATE_PARENTS, close_parents
@@ -268,14 +268,14 @@ class Launch:
             cold = world if is_gpu else 0
             parents = PARENTS if device else LATE_PARENTS
             ranks = start(world, script, self.folder, free_ports(1)[0], environment, cold, parents)
-            # Of a launch that is to run out of memory only the first rank ends by itself.
+            # If a launch is to run out of memory, only its first rank ends by itself.
             outcome = finish(ranks, self.folder, left_s, 0 if limit_bytes and suffix == STOCK_LIMITED else None)
             (self.folder / f"log{suffix}.txt").write_text("".join(outcome.logs))
         finally:
             close_parents()
 
     def records(self, name: str) -> list[dict[str, Any]] | None:
-        """Return what every rank recorded of a training, or None if it did not come to its end."""
+        """Return every rank's record of a training, or None if it did not finish."""
         files = [self.folder / f"{name}.rank{rank}.json" for rank in range(self.group.world)]
         return [json.loads(file.read_text()) for file in files] if all(map(Path.exists, files)) else None
 
@@ -296,7 +296,7 @@ class Launch:
         elif training.how == LOSSES:
             right = losses == expected
         else:
-            off = max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True))
+            off = max(abs(loss / stock_loss - 1) for loss, stock_loss in zip(losses, expected, strict=True))
             right, text = off <= NEAR[self.on.name], f"{text} (at most {off:.1e} apart)"
         result.check(name + suffix, right, text if right else f"NOT {text}: losses {shown}")
 
@@ -306,13 +306,13 @@ class Launch:
         return (errors or lines or ["it said nothing"])[-1].strip()[:200]
 
     def peaks(self, name: str) -> tuple[int, int]:
-        """Return the most that torch had given out and reserved on the fullest rank, from the second iteration on."""
+        """Return the most bytes allocated and reserved by torch on the fullest rank, from the second iteration on."""
         files = [self.folder / f"{name}.memory{rank}.json" for rank in range(self.group.world)]
         pairs = [pair for file in files for pair in json.loads(file.read_text())[1:]]
         return max(given_out for given_out, _ in pairs), max(reserved for _, reserved in pairs)
 
     def measure_captures(self, result: Result) -> None:
-        """Note what torch had reserved, and how long replays took, with and without transfers in their graphs."""
+        """Report torch's reserved memory and the time of replays, with and without transfers in their graphs."""
         for name in ("interleaved", "interleaved captured", "interleaved peer"):
             if self.records(name) is not None:
                 _, reserved = self.peaks(name)
@@ -320,7 +320,7 @@ class Launch:
                 result.row(f"{name}: seconds a step, from the fourth on", Spread.of(self.steps_s(name)[3:]).text())
 
     def steps_s(self, name: str) -> list[float]:
-        """Return the seconds of each step, those of the slowest rank."""
+        """Return the seconds of each step on the slowest rank."""
         files = [self.folder / f"{name}.seconds{rank}.json" for rank in range(self.group.world)]
         return [max(steps) for steps in zip(*(json.loads(file.read_text()) for file in files), strict=True)]
 
@@ -336,12 +336,12 @@ class Launch:
         (needed, _), (balanced, reserved) = self.peaks("stock"), self.peaks(CURE)
         sizes = f"{needed / 2**20:.1f}; with {CURE} {balanced / 2**20:.1f} ({reserved / 2**20:.1f} reserved)"
         result.row("fullest rank, MiB", sizes)
-        # Less than stock needs; the rest is for what the allocator cannot fill.
+        # Less than stock needs; the rest is for gaps that the allocator cannot fill.
         limit = needed - (needed - balanced) // 8
         trainings = self.group.trainings
         self.train({"stock": trainings["stock"]}, limit, STOCK_LIMITED)
-        said = (self.folder / f"log{STOCK_LIMITED}.txt").read_text()
-        ended = self.records("stock" + STOCK_LIMITED) is None and "OutOfMemoryError" in said
+        printed = (self.folder / f"log{STOCK_LIMITED}.txt").read_text()
+        ended = self.records("stock" + STOCK_LIMITED) is None and "OutOfMemoryError" in printed
         result.check(f"stock in {limit >> 20} MiB", ended, "runs out of memory" if ended else "does NOT")
         self.train({CURE: trainings[CURE]}, limit, BALANCED_LIMITED)
         self.compare(CURE, trainings[CURE], result, BALANCED_LIMITED)
@@ -351,7 +351,7 @@ STOCK_LIMITED, BALANCED_LIMITED = " (limited)", " in the same memory"
 
 
 def losses_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the losses of every iteration, from the rank that has them."""
+    """Return the loss of every iteration, from the rank that has it."""
     for record in records:
         losses = [float.fromhex(step["lm loss"]) for step in record["iterations"] if "lm loss" in step]
         if losses:
@@ -367,7 +367,7 @@ def main(device: str, cases: str, folder: str) -> None:
     if device == LATE:
         from tests.late import stand_in
 
-        # Where it was forked, this is done.
+        # A forked process has done this.
         if "megatron" not in sys.modules:
             stand_in.install()
     import torch
@@ -375,7 +375,7 @@ def main(device: str, cases: str, folder: str) -> None:
     from tests.gloo import worker
 
     class Recorder(worker.Recorder):
-        """Writes what torch's allocator had given out and reserved at most in each iteration, and its seconds."""
+        """Writes the most bytes that torch allocated and reserved in each iteration, and its seconds."""
 
         def _observe(self, train_step: Any) -> Any:
             observed = super()._observe(train_step)
@@ -410,7 +410,7 @@ def main(device: str, cases: str, folder: str) -> None:
 
 
 def _begin(device: str, limit_bytes: int | None) -> None:
-    """Ready the device of this rank, of which it may take so much."""
+    """Prepare this rank's device, and limit the memory that it may use."""
     import torch
 
     rank = int(os.environ["LOCAL_RANK"])

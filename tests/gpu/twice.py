@@ -1,8 +1,8 @@
-"""Several trainings in one process over `peer`: each gives back what it had, and the next one is right.
+"""Several trainings in one process over `peer`: each returns its resources, and the next one is right.
 
 In: a device. Out: whether every gradient is right in each training, whether the device has as much free memory after
-each as after the first, and whether torch computes as before. Two processes on the one device, a pair. What a training
-left open spoiled the next one: on an H200 a mapping or a kernel of it failed with "resource already mapped".
+each as after the first, and whether torch computes as before. The pair is two processes on one device. Resources that
+a training left open broke the next one: on an H200 a mapping or a kernel failed with "resource already mapped".
 """
 
 import torch
@@ -29,23 +29,23 @@ def run(on: Accelerator, sizes: peer.Sizes, until: float) -> Result:
 
 
 def judge(evictor: Found, lender: Found, result: Result) -> None:
-    """Judge what the two processes found."""
+    """Check the results of both processes."""
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
     lent_bytes = lender["trainings"][0]["host_buffer_bytes"]
-    for name, found in (("evictor", evictor), ("lender", lender)):
-        wrong = [one["wrong"] for one in found["trainings"]]
+    for name, facts in (("evictor", evictor), ("lender", lender)):
+        wrong = [training["wrong"] for training in facts["trainings"]]
         result.check(
             f"gradients, {name}", not any(wrong), f"{wrong} of {ITERATIONS} iterations of each training differ"
         )
-        first, *later = found["free_bytes"]
+        first, *later = facts["free_bytes"]
         fell = [first - now for now in later]
-        # A library may take a little for itself, but not what was lent.
+        # A library may keep a little, but not what was lent.
         result.check(
             f"device memory, {name}",
             all(nbytes < lent_bytes / 2 for nbytes in fell),
             f"free bytes fell by {fell} since the first training, which lent {lent_bytes}",
         )
-        result.check(f"torch afterwards, {name}", found["computes"], "the same product and softmax as before")
+        result.check(f"torch afterwards, {name}", facts["computes"], "the same product and softmax as before")
     result.check("memory was lent", lent_bytes > 0, f"{lent_bytes} B")
 
 
@@ -58,7 +58,7 @@ def _part(member: Member, sizes: peer.Sizes, until: float) -> Found:
         disconnect(None, [connection])
         synchronize(device)
         torch.accelerator.empty_cache()
-        # Both have given back all they had, and neither has begun anew.
+        # Both have returned everything, and neither has started again.
         dist.barrier()
         free_bytes.append(torch.accelerator.get_memory_info(device)[0])
         dist.barrier()

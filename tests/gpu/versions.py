@@ -1,4 +1,4 @@
-"""What is installed here, and whether torch and the CUDA runtime that lends memory speak of the same device.
+"""What is installed here, and whether torch and the CUDA runtime that lends memory use the same device.
 
 In: a device. Out: versions; the device that each of the two runtimes calls current; and, where the environment asks for
 an allocator, whether it is the one in use. Knows no schedule.
@@ -49,25 +49,25 @@ def run(on: Accelerator, sizes: None, until: float) -> Result:
 
 def device_of_runtime(device_type: str) -> int:
     """Return the device that is current in the runtime by which memory is lent."""
-    found = ctypes.c_int(-1)
-    status = runtime(device_type)._library.cudaGetDevice(ctypes.byref(found))
-    return found.value if status == 0 else -status
+    number = ctypes.c_int(-1)
+    status = runtime(device_type)._library.cudaGetDevice(ctypes.byref(number))
+    return number.value if status == 0 else -status
 
 
 def device_of_bindings() -> str:
-    """The same of the bindings' package, which brings a runtime of its own; nothing here uses it."""
+    """Return the same for the package of bindings, which brings its own runtime; nothing here uses it."""
     try:
         from cuda.bindings import runtime as bindings
     except ImportError as error:
         return f"none ({error})"
-    status, *found = bindings.cudaGetDevice()
-    return str(found[0]) if int(status) == 0 else status.name
+    status, *numbers = bindings.cudaGetDevice()
+    return str(numbers[0]) if int(status) == 0 else status.name
 
 
 def _same_device(on: Accelerator, result: Result) -> None:
     """One process may hold several CUDA runtimes: lent memory must lie on the device that torch calls current.
 
-    On a machine with one GPU all can only say 0. With more, the last one is made current and each is asked again.
+    With one GPU all can only answer 0. With more, the last one is made current and each is asked again.
     """
     here = torch.accelerator.current_device_index()
     for index in sorted({here, torch.accelerator.device_count() - 1}):
@@ -77,9 +77,9 @@ def _same_device(on: Accelerator, result: Result) -> None:
         text = f"the runtime that lends memory says {theirs}, the bindings' own {device_of_bindings()}"
         result.check(f"current device, torch {torch.accelerator.current_device_index()}", theirs == index, text)
     torch.accelerator.set_device_index(here)
-    found = runtime(on.device.type)
-    numbers = [f"{one // 1000}.{one % 1000 // 10}" for one in (found.version, found.driver_version)]
-    batched = "in one call" if found._batch is not None else "one by one"
+    library = runtime(on.device.type)
+    numbers = [f"{version // 1000}.{version % 1000 // 10}" for version in (library.version, library.driver_version)]
+    batched = "in one call" if library._batch is not None else "one by one"
     result.row("CUDA of the runtime, and of the driver", f"{', '.join(numbers)}; copies of a transfer go {batched}")
 
 
@@ -98,9 +98,9 @@ def _nccl() -> str:
 
 
 def _compiler() -> str:
-    """Triton and inductor start one; without it Megatron's fusions do not compile."""
+    """Return the version of the C compiler, which Triton and inductor need to compile Megatron's fusions."""
     try:
-        said = subprocess.run(["cc", "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+        printed = subprocess.run(["cc", "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"none: {error}"
-    return said.splitlines()[0] if said else "gives no version"
+    return printed.splitlines()[0] if printed else "gives no version"

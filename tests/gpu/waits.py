@@ -1,6 +1,6 @@
 """Each wait of the protocol, and the same code without it.
 
-In: nothing. Out: by the number it has in `bpipe/runtime/evictor.py`, what takes a wait out while it is entered.
+In: nothing. Out: context managers that take a wait out, by its number in `bpipe/runtime/evictor.py`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def without_compute(direction: str) -> AbstractContextManager[Any]:
 
 
 def without_the_end_of(state: ActivationsState) -> AbstractContextManager[Any]:
-    """Whatever leads to this state is not waited for: [3] `AWAY`, [7] `HERE`."""
+    """The transfer that leads to this state is not waited for: [3] `AWAY`, [7] `HERE`."""
     finish = Evictor._finish
 
     def unwaited(self: Evictor, activations: Activations, wanted: ActivationsState) -> None:
@@ -57,7 +57,7 @@ def without_the_last_transfer() -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Wait:
-    """`late_copies`: whether it shows where copies come late, or else where forwards do."""
+    """One wait of the protocol. `late_copies`: whether late copies reveal its absence, or late forwards."""
 
     number: str
     what: str
@@ -65,7 +65,7 @@ class Wait:
     late_copies: bool
 
 
-# Those that a stage alone has.
+# The waits that a single stage has.
 WAITS = (
     Wait("[1]", "a put does not wait for the forward", lambda: without_compute("outbound"), False),
     Wait("[3]", "memory is freed before the put has ended", lambda: without_the_end_of(ActivationsState.AWAY), True),
