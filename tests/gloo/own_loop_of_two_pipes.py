@@ -1,7 +1,7 @@
-"""A training loop of one's own, by Megatron's 1F1B loop over half of the ranks in twice the replicas, then by two pipes
-over all.
+"""A user's training loop, run by Megatron's 1F1B loop over half of the ranks in twice the replicas, then by two pipes
+over all ranks.
 
-In: the launcher's environment, four processes. Out: exit code 0 where both trained the same bits, weight by weight, and
+In: the launcher's environment, four processes. Out: exit code 0 if both trained the same bits, weight by weight, and
 a line from each. Models are built by the function of Megatron's that knows placements, gradients are summed by the loop
 itself.
 """
@@ -35,7 +35,7 @@ from megatron.training.models import dist_utils
 from megatron.scheduling.options.arguments import SchedulingConfig
 from tests.gloo.own_loop import LAUNCH_RANK, LENGTH, VOCABULARY, forward
 
-# What a pipe takes of an iteration: as many as a replica.
+# A pipe's micro-batches per iteration, as many as a replica's.
 NUM_MICROBATCHES = (4, 2, 4)
 CONFIG = SchedulingConfig(
     num_ranks=4, num_chunks=1, own=ScheduleConfig("mixpipe", 4, 8), transfers=TransferConfig(timeout_s=60.0)
@@ -74,19 +74,19 @@ def chunk(pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: i
 
 
 def named(model: GPTModel) -> list[tuple[str, torch.nn.Parameter]]:
-    found = []
+    weights = []
     for name, weight in model.named_parameters():
         if name.startswith("decoder.layers."):
             _, _, number, rest = name.split(".", 3)
             name = f"layer {model.decoder.layers[int(number)].layer_number} {rest}"
-        found.append((name, weight))
-    return found
+        weights.append((name, weight))
+    return weights
 
 
 def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
-    """Every micro-batch's loss by its replica's number, and a hash of every weight by its name: of all ranks.
+    """Train, and return all ranks' losses by replica and micro-batch, and hashes of weights by name.
 
-    `feeds[chunk]`: a replica.
+    `feeds[chunk]` is a replica.
     """
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
@@ -97,7 +97,7 @@ def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
     parameters = [parameter for part in model for parameter in part.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
     tokens = torch.Generator().manual_seed(11)
-    mine: dict[str, str] = {}
+    losses_here: dict[str, str] = {}
     for iteration, num_microbatches in enumerate(NUM_MICROBATCHES):
         optimizer.zero_grad()
         batches = [
@@ -116,14 +116,14 @@ def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
         for parameter in parameters:
             dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
         optimizer.step()
-        mine |= {f"{iteration} {feeds[-1]} {number}": loss.hex() for number, loss in enumerate(losses)}
+        losses_here |= {f"{iteration} {feeds[-1]} {number}": loss.hex() for number, loss in enumerate(losses)}
     hashes = {
         name: hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
         for part in model
         for name, weight in named(part)
     }
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (mine, hashes))
+    dist.all_gather_object(every, (losses_here, hashes))
     weights: dict[str, str] = {}
     for _, of_rank in every:
         for name, digest in of_rank.items():
@@ -139,16 +139,16 @@ def main() -> None:
     plain = train([parallel_state.get_data_parallel_rank()])
     parallel_state.destroy_model_parallel()
     installed = install(CONFIG, samples_by_chunk=True)
-    # After it, for of two pipes other ranks have embeddings.
+    # After it, because with two pipes other ranks have embeddings.
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     both = train([samples_of(CONFIG, part) for part in range(2)])
     installed.remove()
     assert len(set(plain[0].values())) == len(plain[0]) == 2 * sum(NUM_MICROBATCHES), (
         "losses that do not change would make any two runs equal"
     )
-    for what, stock, ours in zip(("losses", "weights"), plain, both, strict=True):
+    for kind, stock, ours in zip(("losses", "weights"), plain, both, strict=True):
         apart = sorted(name for name in stock.keys() | ours.keys() if stock.get(name) != ours.get(name))
-        assert not apart, f"other bits than stock's of {len(apart)} of {len(stock)} {what}: {', '.join(apart[:8])}"
+        assert not apart, f"other bits than stock's of {len(apart)} of {len(stock)} {kind}: {', '.join(apart[:8])}"
     print(f"rank {LAUNCH_RANK}: stock and two pipes are equal", flush=True)
     dist.destroy_process_group()
 

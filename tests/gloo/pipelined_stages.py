@@ -1,7 +1,7 @@
 """Stages of a small transformer for torch.distributed.pipelining, and steps of them by a schedule.
 
 In: stage numbers and a schedule. Out: bits: the losses of every micro-batch, the outputs, and gradients and weights
-behind the last step.
+after the last step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Part(nn.Module):
 
 
 class Several(Part):
-    """Passes three tensors on, one of them no gradient's, and takes two by keyword."""
+    """Passes three tensors on, one of them without a gradient, and takes two by keyword."""
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class Pair(Part):
 
 
 class _Deferring(torch.autograd.Function):
-    """A product whose weight's gradient is computed when its owner asks."""
+    """A product whose weight gradient is computed when its owner asks for it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, owner: Deferred) -> torch.Tensor:
@@ -105,7 +105,7 @@ class _Deferring(torch.autograd.Function):
 
 
 class Deferred(nn.Module):
-    """A linear layer that puts its wgrad off."""
+    """A linear layer that defers its weight gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Deferred(nn.Module):
 
 
 class DeferredBlock(nn.Module):
-    """Two of them, computed again in the backward."""
+    """Two deferred layers, recomputed in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class DeferredBlock(nn.Module):
 
 
 def deferred_stages(indices: Sequence[int], num_stages: int) -> list[PipelineStage]:
-    """Stages that have their wgrads put off by themselves, torch's `dw_builder`."""
+    """Return stages that defer their weight gradients themselves, by torch's `dw_builder`."""
 
     def builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
         def build() -> Callable[[], None]:
@@ -162,7 +162,7 @@ def stages_of(
     wrap: Wrap = lambda module: module,
     **options: Any,
 ) -> list[PipelineStage]:
-    """The same weights for the same stage, whoever asks."""
+    """Return the same weights for the same stage on every call."""
     stages = []
     for index in indices:
         torch.manual_seed(100 + index)
@@ -192,10 +192,12 @@ def steps_of(
     first_step: int = 0,
     **options: Any,
 ) -> Bits:
-    """Train, and take down every bit of it."""
+    """Train, and record every bit."""
     is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     parameters = {
-        f"{stage.stage_index}.{name}": one for stage in stages for name, one in stage.submod.named_parameters()
+        f"{stage.stage_index}.{name}": parameter
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters()
     }
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
     losses: list[str] = []
@@ -203,7 +205,7 @@ def steps_of(
     for step in range(first_step, first_step + num_steps):
         inputs, target = batch(step, num_microbatches)
         of_step: list[torch.Tensor] = []
-        made = schedule.step(
+        output = schedule.step(
             *([inputs] if is_first else []),
             target=target if is_last else None,
             losses=of_step if is_last else None,
@@ -211,16 +213,18 @@ def steps_of(
             **options,
         )
         losses += [float(loss.detach()).hex() for loss in of_step]
-        losses += [] if made is None else [float(local(made).detach().double().sum()).hex()]
-        gradients = {name: local(one.grad).clone() for name, one in parameters.items() if one.grad is not None}
+        losses += [] if output is None else [float(local(output).detach().double().sum()).hex()]
+        gradients = {
+            name: local(parameter.grad).clone() for name, parameter in parameters.items() if parameter.grad is not None
+        }
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: local(one).detach().clone() for name, one in parameters.items()}
+    weights = {name: local(parameter).detach().clone() for name, parameter in parameters.items()}
     return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
 def steps_and_evaluation(schedule: Any, stages: Sequence[PipelineStage], num_microbatches: int) -> Bits:
-    """Steps with keywords, an evaluation between them, and a step that returns no outputs."""
+    """Run steps with keywords, an evaluation between them, and a step without outputs."""
     rows = num_microbatches * ROWS
     mask = torch.zeros(rows, 1, LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf"))
     keywords = {"mask": mask, "bias": torch.arange(float(rows)) / 10}
@@ -229,21 +233,21 @@ def steps_and_evaluation(schedule: Any, stages: Sequence[PipelineStage], num_mic
     inputs, target = batch(9, num_microbatches)
     losses: list[torch.Tensor] = []
     with torch.no_grad():
-        made = schedule.eval(
+        output = schedule.eval(
             *([inputs] if is_first else []),
             target=target if is_last else None,
             losses=losses if is_last else None,
             **keywords,
         )
-    evaluated = [] if made is None else [float(made.double().sum()).hex(), *(float(loss).hex() for loss in losses)]
+    evaluated = [] if output is None else [float(output.double().sum()).hex(), *(float(loss).hex() for loss in losses)]
     assert bool(evaluated) is is_last
     last = steps_of(schedule, stages, num_microbatches, 1, keywords=keywords, first_step=2, return_outputs=False)
     return {**last, "losses": [*first["losses"], *evaluated, *last["losses"]]}
 
 
-def same(wanted: Bits, found: Bits) -> bool:
-    return wanted["losses"] == found["losses"] and all(
-        wanted[kind].keys() == found[kind].keys()
-        and all(torch.equal(wanted[kind][name], found[kind][name]) for name in wanted[kind])
+def same(wanted: Bits, actual: Bits) -> bool:
+    return wanted["losses"] == actual["losses"] and all(
+        wanted[kind].keys() == actual[kind].keys()
+        and all(torch.equal(wanted[kind][name], actual[kind][name]) for name in wanted[kind])
         for kind in ("gradients", "weights")
     )

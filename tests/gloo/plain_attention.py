@@ -18,8 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
-    """Where a rank's `length` tokens stand in the sequence: the sequence is cut in twice as many pieces as ranks,
-    and each rank has two."""
+    """Return the positions of a rank's `length` tokens: the sequence is cut into twice as many pieces as ranks, and each
+    rank has two."""
     if ranks == 1:
         return torch.arange(length)
     piece = length // 2
@@ -28,7 +28,7 @@ def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
 
 
 class PlainAttention(MegatronModule):
-    """softmax(q k^T / sqrt(d)) v with dropout, as a textbook has it."""
+    """Textbook attention: softmax(q k^T / sqrt(d)) v, with dropout."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PlainAttention(MegatronModule):
         if packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q.tolist()
             parts = [
-                [each[None, begin:end].transpose(0, 1) for each in (query, key, value)]
+                [tensor[None, begin:end].transpose(0, 1) for tensor in (query, key, value)]
                 for begin, end in itertools.pairwise(ends)
             ]
             return torch.cat([self._attend(*part) for part in parts]).squeeze(1)
@@ -70,7 +70,7 @@ class PlainAttention(MegatronModule):
         here = positions(query.size(0), group.size(), group.rank())
         everywhere = torch.cat([positions(query.size(0), group.size(), rank) for rank in range(group.size())])
         if group.size() > 1:
-            key, value = (gather_from_sequence_parallel_region(each, group=group) for each in (key, value))
+            key, value = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (key, value))
         scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
         scores = scores.masked_fill(everywhere[None, :] > here[:, None], float("-inf"))
         with tensor_parallel.get_cuda_rng_tracker().fork():

@@ -1,5 +1,5 @@
-"""Find ports that no socket gets which asks for any: gloo asks by the hundred, and had taken one before it was
-listened on."""
+"""Find ports outside of the range from which systems choose: gloo opens hundreds of sockets, one of which had taken a port
+before its listener did."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _FIRST, _LAST = 15_000, 32_000
 
 
 def free_ports(number: int) -> list[int]:
-    """Return so many ports of this machine on which nobody listens now."""
+    """Return this many ports of this machine on which nobody listens."""
     sockets: list[socket.socket] = []
     try:
         while len(sockets) < number:
-            one = socket.socket()
+            listener = socket.socket()
             try:
-                one.bind(("127.0.0.1", random.SystemRandom().randint(_FIRST, _LAST)))
+                listener.bind(("127.0.0.1", random.SystemRandom().randint(_FIRST, _LAST)))
             except OSError:
-                one.close()
+                listener.close()
                 continue
-            sockets.append(one)
-        return [one.getsockname()[1] for one in sockets]
+            sockets.append(listener)
+        return [listener.getsockname()[1] for listener in sockets]
     finally:
-        for one in sockets:
-            one.close()
+        for listener in sockets:
+            listener.close()

@@ -28,8 +28,8 @@ SCRIPTS = (
     "smoke_8gpu.sh",
 )
 
-# What a rank does between torchrun and the first collective: its launcher's arguments, Megatron's and ours, the
-# placement, the refusals.
+# A rank's work between torchrun and the first collective: arguments of the launcher, Megatron and ours, placement, and
+# refusals.
 PARSE = """
 import contextlib, io, json, os, sys
 from megatron.scheduling import launch
@@ -65,7 +65,7 @@ WANTED = (
 
 
 def commands_of(script: str) -> list[list[str]]:
-    """The trainings a script would start, each from the word after torchrun."""
+    """Return the trainings that a script would start, each from the word after torchrun."""
     environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable}
     ended = subprocess.run(
         ["bash", str(ROOT / "examples" / script)],
@@ -94,10 +94,10 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     asked.write_text(json.dumps([command for those in commands.values() for command in those]))
     ended = finish(start(1, [str(script), WANTED, str(asked)], folder, free_ports(1)[0], environment), folder, 240)
     assert ended.codes == [0], ended.logs[0][-3000:]
-    found = [
+    arguments = [
         json.loads(line.removeprefix("PARSED ")) for line in ended.logs[0].splitlines() if line.startswith("PARSED ")
     ]
-    return {script: [found.pop(0) for _ in those] for script, those in commands.items()}
+    return {script: [arguments.pop(0) for _ in those] for script, those in commands.items()}
 
 
 # Kim et al. 2023: layers, hidden size, heads, GPUs, tensor, pipeline, micro-batch, global batch. LLaMA: Touvron et al.

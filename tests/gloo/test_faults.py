@@ -1,4 +1,4 @@
-"""Whatever goes wrong ends every rank, soon, with an error that says where; and leaves no process behind."""
+"""Any failure soon ends every rank, with an error that names the place, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = f"{ITERATIONS} --num-layers 4 --pipeline-model-parallel-size 4 --global
 
 
 def run(folder: Path, flags: str, fault: str | None = None, only: int | None = None, ranks: int = 4) -> Outcome:
-    """Train on so many ranks; wait for all of them to end, or for rank `only`."""
+    """Train on this many ranks; wait for all of them to end, or for rank `only`."""
     script = [str(ROOT / "tests/gloo/faulty.py"), *f"{TINY} {STAGES} {flags}".split()]
     processes = start(ranks, script, folder, free_ports(1)[0], {"FAULT": fault} if fault else None)
     return finish(processes, folder, timeout_s=90.0, only=only)
@@ -37,9 +37,9 @@ def test_a_partner_that_dies_ends_the_others(tmp_path: Path) -> None:
 
 
 def others_end(outcome: Outcome, dead: int, last: bool = True) -> None:
-    """All but the dead rank end soon, with who failed first as their last line, or somewhere in what they say."""
+    """Check that all other ranks end soon, with the first failure as their last line, or somewhere in their output."""
     assert outcome.codes[dead] == -signal.SIGKILL
-    # Rank 0 keeps the store in which the others look.
+    # Rank 0 keeps the store that the others read.
     gone = (
         f"rank {dead} failed first: it does not answer, so it was killed,"
         if dead
@@ -47,8 +47,8 @@ def others_end(outcome: Outcome, dead: int, last: bool = True) -> None:
     )
     for rank in set(range(len(outcome.codes))) - {dead}:
         assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
-        said = last_line(outcome, rank) if last else outcome.logs[rank]
-        assert f"bpipe: {gone}" in said, outcome.logs[rank][-2000:]
+        printed = last_line(outcome, rank) if last else outcome.logs[rank]
+        assert f"bpipe: {gone}" in printed, outcome.logs[rank][-2000:]
     assert outcome.seconds < 60
 
 
@@ -62,14 +62,14 @@ def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) ->
 
     Its neighbours find a closed connection, the others nothing at all: every rank ends with the cause.
 
-    Rank 0 keeps the store in which the others look: it stays until they have.
+    Rank 0 keeps the store that the others read, and stays until they have.
     """
     outcome = run(tmp_path, BPIPE, fault=f"{rank} {rank}F2 MEMORY")
     where = f"(rank {rank}, stage {rank}, after {rank}F1, at {rank}F2)"
-    for other in range(4):
-        assert outcome.codes[other] == 1, outcome.logs[other][-2000:]
+    for survivor in range(4):
+        assert outcome.codes[survivor] == 1, outcome.logs[survivor][-2000:]
         assert (
-            last_line(outcome, other)
+            last_line(outcome, survivor)
             == f"bpipe: rank {rank} failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
             f"{where}"
         )
@@ -77,7 +77,7 @@ def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) ->
 
 
 def test_megatrons_own_exit_waits_for_nobody(tmp_path: Path) -> None:
-    """It leaves the trainer by SystemExit, with host buffers lent and opened."""
+    """The rank leaves the trainer by SystemExit, with host buffers lent and opened."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport peer --exit-interval 2")
     assert outcome.codes == [0] * 4, [log[-1000:] for log in outcome.logs]
     assert " iteration        2/" in outcome.logs[3]
@@ -90,8 +90,7 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
 
     The launcher ends the others when stage 0 has gone.
 
-    Two-sided: who copies by itself does not need a partner that answers, and waits in Megatron's own messages as it
-    would without us.
+    Transfers are two-sided: a rank that copies by itself needs no answer, and would wait in Megatron's own messages.
     """
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport gloo --bpipe-timeout 5", fault="3 3F2 SIGSTOP", only=0)
     assert outcome.codes[0] not in (0, None)
@@ -116,7 +115,7 @@ BITS = pytest.mark.parametrize(
 def test_a_flipped_bit_ends_the_run_with_its_name(
     tmp_path: Path, transport: str, flags: str, rank: int, link: str
 ) -> None:
-    """In shared memory, in a host's own, and in a host buffer that is sent back: before weights are updated."""
+    """It is noticed in shared memory, in a host's own, and in a host buffer that is sent back, before weights are updated."""
     outcome = run(tmp_path, f"{BPIPE} {flags} --bpipe-verify 1", fault=f"{rank} {transport} FLIP")
     assert all(outcome.codes), [log[-500:] for log in outcome.logs]
     error, *_ = re.findall(r"RuntimeFault: rank 0: data that came back from .*", outcome.logs[0])
@@ -125,30 +124,30 @@ def test_a_flipped_bit_ends_the_run_with_its_name(
         r"storage \d+ of \d+ \((float32|bool|int64) \[[\d, ]+\], saved by \w+Backward\w*, \d+ bytes\)\. Weights were not updated"
     )
     assert re.search(expected, error), error
-    for other in range(4):
-        assert last_line(outcome, other).startswith(
+    for survivor in range(4):
+        assert last_line(outcome, survivor).startswith(
             "bpipe: rank 0 failed first: RuntimeFault: rank 0: data that came back"
         )
-        assert " iteration        1/" not in outcome.logs[other]
+        assert " iteration        1/" not in outcome.logs[survivor]
 
 
 def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report"
     outcome = run(tmp_path, f"{BPIPE} --bpipe-verify all --bpipe-report {report}")
     assert outcome.codes == [0] * 4
-    said = re.findall(
+    lines = re.findall(
         r"bpipe: verified 2 iterations: everything that rank (\d) evicted came back unchanged \((\d+) micro-batches",
         "".join(outcome.logs),
     )
-    # Of four stages only the first sends anything away.
-    assert sorted(rank for rank, _ in said) == ["0"]
+    # Of four stages only the first evicts anything.
+    assert sorted(rank for rank, _ in lines) == ["0"]
     assert main(["report", str(report), "--format", "json"]) == 0
     verified = json.loads(capsys.readouterr().out)["verified"]
     assert verified["iterations"] == 3
-    assert 2 * verified["microbatches"] == 3 * sum(int(count) for _, count in said)
+    assert 2 * verified["microbatches"] == 3 * sum(int(count) for _, count in lines)
     assert verified["nbytes"] > 1_000_000
     assert main(["report", str(report)]) == 0
-    # The paragraph is wrapped, and where depends on the seconds that it tells.
+    # The paragraph is wrapped, at places that depend on the printed seconds.
     text = " ".join(capsys.readouterr().out.split())
     assert "3 iterations: everything evicted came back unchanged (" in text
 
@@ -180,10 +179,10 @@ SHARED = (
 def test_whoever_dies_where_sizes_differ_ends_the_others(
     tmp_path: Path, flags: str, ranks: int, fault: str, transport: str
 ) -> None:
-    """In the middle of an iteration, with lengths or payload under way, and between two, where hosts wait for an
-    evictor's word."""
+    """The rank dies within an iteration, with lengths or payload under way, or between two, when hosts wait for an
+    evictor's message."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport {transport} {DIFFERING} {flags}", fault=fault, ranks=ranks)
-    # A compiler that experts load has its own last words.
+    # A compiler that experts load prints its own last lines.
     others_end(outcome, int(fault[0]), last=False)
 
 
@@ -191,8 +190,7 @@ def test_whoever_dies_where_sizes_differ_ends_the_others(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("when", ["1F3", "1B0", "1B6"])
 def test_a_stage_that_dies_with_its_own_nodes_memory_full_ends_the_others(tmp_path: Path, when: str) -> None:
-    """Nobody hosts for it, and it hosts for nobody: whoever waits for its messages learns of it, and the others from
-    those."""
+    """The rank has no partner: ranks that wait for its messages learn of its end, and the others from those."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-hosts host", fault=f"1 {when} SIGKILL")
     others_end(outcome, 1, last=False)
 
@@ -262,29 +260,28 @@ def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_tim
 def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     tmp_path: Path, balance: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stage 0 fails in its third forward: the report says which stage, how much of what, and what each way would
-    need."""
+    """Stage 0 fails in its third forward: the report names the stage, what it held, and what each remedy would need."""
     report = tmp_path / "report"
     flags = f"{BPIPE if balance else ''} --bpipe-report {report}"
     outcome = run(tmp_path, flags, fault="0 0F2 MEMORY 1")
     assert outcome.codes == [1] * 4
-    found = shortage(report)
-    assert found.answers[0].startswith("Rank 0 (stage 0 of pipeline 0, ")
+    result = shortage(report)
+    assert result.answers[0].startswith("Rank 0 (stage 0 of pipeline 0, ")
     assert (
         "failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (rank 0, stage 0, "
-        in found.answers[0]
+        in result.answers[0]
     )
-    first = found.stages[0]
+    first = result.stages[0]
     # Two micro-batches were there when the third was computed; balanced, three would have been the most, and else all
     # four stages' worth.
     assert (len(first.fullest.microbatches), first.peak_microbatches) == (2, 3 if balance else 4)
     assert first.fullest.activations_bytes == 2 * first.microbatch_bytes > 1_000_000
-    assert "during 0F2, iteration 1" in found.answers[1]
-    assert [bool(stage.logits_bytes) for stage in found.stages] == [False, False, False, True]
+    assert "during 0F2, iteration 1" in result.answers[1]
+    assert [bool(stage.logits_bytes) for stage in result.stages] == [False, False, False, True]
     # Adam's two moments are not there yet; every parameter is 4 bytes here, and so are its gradient and each moment.
     assert first.rank.whole_optimizer_bytes == pytest.approx(2 * first.rank.weights_bytes, rel=0.01)
     assert first.rank.gradients_bytes == pytest.approx(first.rank.weights_bytes, rel=0.01)
-    assert [way.name for way in found.ways] == (
+    assert [way.name for way in result.ways] == (
         ["as it was run", "with --micro-batch-size 1"]
         if balance
         else ["as it was run", "with --bpipe", "with --micro-batch-size 1", "with --micro-batch-size 1 and --bpipe"]
@@ -297,25 +294,25 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
 
 
 def shortage(folder: Path) -> Shortage:
-    held = read_held(folder)
-    assert held is not None
-    return shortage_of(held)
+    run = read_held(folder)
+    assert run is not None
+    return shortage_of(run)
 
 
 def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path) -> None:
-    """As the kernel's killer ends a process: no exception, no last word. Its last line is that of its latest peak."""
+    """The rank is killed as by the kernel: without an exception or a last message. Its last line is its latest peak."""
     report = tmp_path / "report"
     outcome = run(tmp_path, f"{BPIPE} --bpipe-report {report}", fault="1 1F1 SIGKILL 1")
     assert outcome.codes[1] == -signal.SIGKILL
-    found = shortage(report)
-    assert found.answers[0].startswith("Rank 1 ")
-    assert "it does not answer, so it was killed" in found.answers[0]
-    assert found.stages[1].rank.rank == 1
-    assert found.stages[1].fullest.activations_bytes >= found.stages[1].microbatch_bytes > 0
-    assert "after 1F0, iteration 1" in found.answers[1]
+    result = shortage(report)
+    assert result.answers[0].startswith("Rank 1 ")
+    assert "it does not answer, so it was killed" in result.answers[0]
+    assert result.stages[1].rank.rank == 1
+    assert result.stages[1].fullest.activations_bytes >= result.stages[1].microbatch_bytes > 0
+    assert "after 1F0, iteration 1" in result.answers[1]
 
 
-# What all ranks see alike, before they meet: the flags, and what rank 0 says of them.
+# What all ranks see before they connect: the flags, and what rank 0 prints about them.
 REFUSED = [
     ("--bpip", "error: unrecognized arguments: --bpip\n  instead of --bpip, did you mean --bpipe?\n"),
     ("--bpipe --bpipe-transport pigeon", "argument --bpipe-transport: invalid choice: 'pigeon'"),
@@ -352,8 +349,8 @@ ITS_OWN = (
 
 
 def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
-    """Four ranks see the same mistakes, none meets another, and one of them speaks: no traceback, one usage where
-    the parser refuses."""
+    """Four ranks see the same mistakes before they connect, and one of them prints: no traceback, and one usage if the
+    parser refuses."""
     cases = [f"{TINY} {STAGES} {flags}".split() for flags, _ in [*REFUSED, ITS_OWN]]
     script = [str(ROOT / "tests/gloo/faulty.py")]
     outcome = finish(start(4, script, tmp_path, free_ports(1)[0], {"CASES": json.dumps(cases)}), tmp_path, 100)
@@ -365,6 +362,6 @@ def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
         assert first[index].endswith(ENDED), flags
         assert first[index].count("usage: ") == (index < 3), flags
         for parts in others:
-            assert not any(said in parts[index] for said in (message, "error:", "usage:", "Traceback")), flags
+            assert not any(text in parts[index] for text in (message, "error:", "usage:", "Traceback")), flags
             assert parts[index].endswith(ENDED), flags
     assert ITS_OWN[1] in first[-1]

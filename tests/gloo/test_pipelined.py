@@ -19,7 +19,7 @@ Found = list[dict[str, Any]]
 
 
 def parameters(named: Mapping[str, Any]) -> list[Any]:
-    """Names as parameters; those that the installed torch's own class cannot train are skipped."""
+    """Return names as parameters; cases that the installed torch's own class cannot train are skipped."""
     return [
         pytest.param(name, marks=[pytest.mark.skip(reason=case.lacks)] if case.lacks else [])
         for name, case in named.items()
@@ -31,24 +31,24 @@ ALL = parameters(CASES)
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow, id="p2"), pytest.param(4, id="p4")])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("pipelined")
-    forked("pipelined", made, str(request.param), "pipelined")
-    return made
+    path = tmp_path_factory.mktemp("pipelined")
+    forked("pipelined", path, str(request.param), "pipelined")
+    return path
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
+def results(folder: Path) -> Found:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank?.json"))]
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_every_bit_is_that_of_torchs_own_class(case: str, found: Found) -> None:
-    assert [rank[case]["same"] for rank in found] == [True] * len(found)
+def test_every_bit_is_that_of_torchs_own_class(case: str, results: Found) -> None:
+    assert [rank[case]["same"] for rank in results] == [True] * len(results)
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_peaks_are_those_predicted(case: str, found: Found) -> None:
-    peaks = [(rank[case]["peak"], rank[case]["predicted"]) for rank in found]
+def test_peaks_are_those_predicted(case: str, results: Found) -> None:
+    peaks = [(rank[case]["peak"], rank[case]["predicted"]) for rank in results]
     if CASES[case].frees:
         assert all(measured <= predicted for measured, predicted in peaks), peaks
     else:
@@ -56,32 +56,34 @@ def test_peaks_are_those_predicted(case: str, found: Found) -> None:
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_what_was_to_leave_has_left(case: str, found: Found) -> None:
-    for rank in found:
+def test_what_was_to_leave_has_left(case: str, results: Found) -> None:
+    for rank in results:
         of_case = rank[case]
         assert (of_case["moved"] > 0) is (of_case["evictions"] > 0)
-        # What a stage hands over on its own rank is held by both stages, and stays.
+        # What a stage passes on its own rank is held by both stages, and stays.
         assert CASES[case].frees or all(share > 0.9 for share in of_case["shares"]), of_case["said"]
-    if len(found) == 4:
-        assert any(rank[case]["evictions"] for rank in found) is CASES[case].moves
+    if len(results) == 4:
+        assert any(rank[case]["evictions"] for rank in results) is CASES[case].moves
 
 
-def test_every_step_is_verified_where_that_is_asked(found: Found) -> None:
-    assert [rank["1f1b, verified"]["verified"] for rank in found] == [2] * len(found)
+def test_every_step_is_verified_where_that_is_asked(results: Found) -> None:
+    assert [rank["1f1b, verified"]["verified"] for rank in results] == [2] * len(results)
 
 
 @pytest.mark.parametrize("case", parameters({name: case for name, case in CASES.items() if case.is_reported}))
-def test_a_report_of_a_run_judges_it(case: str, folder: Path, found: Found, capsys: pytest.CaptureFixture[str]) -> None:
-    """What `bpipe report` says of a run under Megatron it says of this one."""
+def test_a_report_of_a_run_judges_it(
+    case: str, folder: Path, results: Found, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`bpipe report` reports this run as it does one under Megatron."""
     assert main(["report", str(folder / case), "--format", "json"]) == 0
     judged = json.loads(capsys.readouterr().out)
     stages = judged["stages"]
     assert judged["iterations"] == [3, 4]
-    assert [stage["evictions"] for stage in stages] == [rank[case]["evictions"] for rank in found]
-    assert [stage["measured_microbatches"] for stage in stages] == [rank[case]["peak"] for rank in found]
+    assert [stage["evictions"] for stage in stages] == [rank[case]["evictions"] for rank in results]
+    assert [stage["measured_microbatches"] for stage in stages] == [rank[case]["peak"] for rank in results]
     for place, stage in enumerate(stages):
-        # Where two stages of one rank follow each other, what the first hands over is held by both, and stays.
-        folds = CASES[case].places == "v" and place == len(found) - 1
+        # If two stages of one rank follow each other, what the first passes is held by both, and stays.
+        folds = CASES[case].places == "v" and place == len(results) - 1
         assert stage["measured_bytes"] == pytest.approx(stage["predicted_bytes"], rel=0.1 if folds else 0)
     losses = [json.loads(line)["loss"] for line in (folder / case / "iterations.jsonl").read_text().splitlines()]
     assert len(losses) == 4

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Found:
     names = [*DAILY, "lean buffers"]
     return forked("pipelined", tmp_path_factory.mktemp("features"), str(RANKS), "pipelined_features", *names)
 
@@ -28,46 +28,48 @@ DAILY_FEATURES = parameters({name: feature for name, feature in FEATURES.items()
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("feature", SLOW)
 def test_a_feature_that_takes_minutes(feature: str, tmp_path: Path) -> None:
-    """Inductor compiles by a compiler of C++."""
-    found = forked("pipelined", tmp_path, str(RANKS), "pipelined_features", feature, timeout_s=880.0)
-    test_every_bit_is_that_of_torchs_own_class(feature, found)
-    test_peaks_are_those_predicted_and_nearly_all_moves(feature, found)
-    test_receive_buffers_hold_nothing_between_steps(feature, found)
+    """Inductor needs a C++ compiler."""
+    results = forked("pipelined", tmp_path, str(RANKS), "pipelined_features", feature, timeout_s=880.0)
+    test_every_bit_is_that_of_torchs_own_class(feature, results)
+    test_peaks_are_those_predicted_and_nearly_all_moves(feature, results)
+    test_receive_buffers_hold_nothing_between_steps(feature, results)
 
 
 @pytest.mark.parametrize("feature", DAILY_FEATURES)
-def test_every_bit_is_that_of_torchs_own_class(feature: str, found: Found) -> None:
-    assert [rank[feature]["same"] for rank in found] == [True] * RANKS
+def test_every_bit_is_that_of_torchs_own_class(feature: str, results: Found) -> None:
+    assert [rank[feature]["same"] for rank in results] == [True] * RANKS
 
 
 @pytest.mark.parametrize("feature", DAILY_FEATURES)
-def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, found: Found) -> None:
-    assert [rank[feature]["peak"] for rank in found] == [rank[feature]["predicted"] for rank in found]
-    assert any(rank[feature]["evictions"] for rank in found)
-    for rank in found:
+def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, results: Found) -> None:
+    assert [rank[feature]["peak"] for rank in results] == [rank[feature]["predicted"] for rank in results]
+    assert any(rank[feature]["evictions"] for rank in results)
+    for rank in results:
         assert (rank[feature]["moved"] > 0) is (rank[feature]["evictions"] > 0)
         assert all(share >= FEATURES[feature].enough for share in rank[feature]["shares"]), rank[feature]["said"]
 
 
-def test_parameters_that_are_gathered_for_a_step_are_not_moved(found: Found) -> None:
-    """With FSDP2 whole parameters are there from UNSHARD to RESHARD, and every graph saves them."""
-    for rank in found:
+def test_parameters_that_are_gathered_for_a_step_are_not_moved(results: Found) -> None:
+    """With FSDP2 whole parameters exist from UNSHARD to RESHARD, and every graph saves them."""
+    for rank in results:
         for feature in ("FSDP2", "FSDP2, sharded again behind a forward"):
             assert rank[feature]["moved"] == rank["DDP"]["moved"]
 
 
 @pytest.mark.parametrize("feature", DAILY_FEATURES)
-def test_receive_buffers_hold_nothing_between_steps(feature: str, found: Found) -> None:
-    held = [rank[feature]["received_bytes"] for rank in found]
-    # Where DTensors are passed on, somebody holds those of the last rank's stages: they are left.
-    assert held == [0] * RANKS or (not FEATURES[feature].emptied and held[:2] == [0, 0])
+def test_receive_buffers_hold_nothing_between_steps(feature: str, results: Found) -> None:
+    received = [rank[feature]["received_bytes"] for rank in results]
+    # If DTensors are passed on, torch still holds those of the last rank's stages.
+    assert received == [0] * RANKS or (not FEATURES[feature].emptied and received[:2] == [0, 0])
 
 
-def test_lean_buffers_hold_less_at_the_peak_and_nothing_between_steps(found: Found) -> None:
-    for rank in (each["lean buffers"] for each in found):
+def test_lean_buffers_hold_less_at_the_peak_and_nothing_between_steps(results: Found) -> None:
+    for rank in (rank_results["lean buffers"] for rank_results in results):
         assert rank["same"]
         assert (rank["between, False"] > 0) is KEEPS_BUFFERS
         assert rank["between, True"] == 0
-    peaks = [(rank["peak, True"], rank["peak, False"]) for rank in (each["lean buffers"] for each in found)]
-    # Later versions of torch let go of all but what the last stage received.
+    peaks = [
+        (rank["peak, True"], rank["peak, False"]) for rank in (rank_results["lean buffers"] for rank_results in results)
+    ]
+    # Later versions of torch release everything but the last stage's input.
     assert [lean < kept for lean, kept in peaks] == [KEEPS_BUFFERS] * (RANKS - 1) + [True], peaks

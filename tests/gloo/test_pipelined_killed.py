@@ -17,12 +17,12 @@ POINTS = [
     f"{rank} {part} {transport}"
     for rank, part, transport in product(range(RANKS), (0, 0.2, 0.5, 0.7, 0.9), ("gloo", "peer"))
 ]
-# The rank that evicts and the one that hosts, before and behind their transfers.
+# The rank that evicts and the one that hosts, before and after their transfers.
 ALWAYS = {"0 0.2 gloo", "0 0.5 peer", "0 0.7 gloo", "3 0.5 gloo", "3 0.7 peer", "1 0.5 gloo"}
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("killed")
     points = sorted(point for (point,) in asked_for(request, "point"))
     forked("pipelined_killed", folder, *points, timeout_s=50 * len(points))
@@ -31,8 +31,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("point", slow_but(ALWAYS, POINTS))
-def test_the_others_end_in_time_and_say_where_they_were(point: str, found: dict[str, Any]) -> None:
-    dying, of_point = int(point.split()[0]), found[point]
+def test_the_others_end_in_time_and_say_where_they_were(point: str, results: dict[str, Any]) -> None:
+    dying, of_point = int(point.split()[0]), results[point]
     assert of_point["late"] == []
     assert of_point["codes"] == [9 if rank == dying else 1 for rank in range(RANKS)]
     for rank in range(RANKS):

@@ -429,8 +429,8 @@ def test_a_v_trains_as_stock_does(trained: Trained, row: Row) -> None:
 
 @pytest.mark.parametrize("row", parameters([V_AND_STOCK["grows-v-half"]]))
 def test_a_batch_grows_in_a_v(trained: Trained, row: Row) -> None:
-    said = trained(row).said(row.ours.name, 3)
-    assert set(re.findall(r"global batch size: +(\d+)", said)) == {"8", "16"}
+    printed = trained(row).said(row.ours.name, 3)
+    assert set(re.findall(r"global batch size: +(\d+)", printed)) == {"8", "16"}
 
 
 @pytest.mark.parametrize("row", parameters(hybrid_rows()))

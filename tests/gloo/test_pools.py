@@ -1,7 +1,6 @@
 """A pool of hosts in the unmodified trainer: stages that differ, one that sends to several, several that send to one.
 
-What is moved changes no bit, what is held is what was predicted, and where stages differ a pool reaches less than pairs
-can.
+Moving changes no bit, memory is as predicted, and if stages differ a pool reaches a lower peak than pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def uneven(hosts: str) -> Devices:
 
 
 def least(hosts: str) -> str:
-    """The smallest budget that a plan keeps, in GiB."""
+    """Return the smallest budget that a plan keeps, in GiB."""
     return budget_text([smallest_bytes(uneven(hosts))])
 
 
@@ -71,16 +70,16 @@ def test_who_hosts_for_whom(four: Outcome) -> None:
         r"evicting 0 -> 3 \(\d of 8, 2 host buffers\), 1 -> 3 \(\d of 8, 2 host buffers\)\n", four.said("to_one")
     )
     assert [report["evictions"] > 0 for report in four.reports("to_one")] == [True, True, False, False]
-    found = within(replace(uneven("pool"), budget_bytes=(int(float(least("pool")) * 2**30),) * 4))
+    fit = within(replace(uneven("pool"), budget_bytes=(int(float(least("pool")) * 2**30),) * 4))
     for line in found_lines(four, "uneven_pool"):
         assert line.startswith("bpipe: rank ")
-    assert any(len(of_rank) > 1 for of_rank in found.schedule.hosts or ())
+    assert any(len(of_rank) > 1 for of_rank in fit.schedule.hosts or ())
 
 
 def found_lines(outcome: Outcome, name: str) -> list[str]:
-    found = [line for line in outcome.said(name).splitlines() if " would need " in line]
-    assert found
-    return found
+    lines = [line for line in outcome.said(name).splitlines() if " would need " in line]
+    assert lines
+    return lines
 
 
 def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> None:
@@ -88,9 +87,11 @@ def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> No
     fullest = {}
     for name, hosts in (("uneven_pair", "pair"), ("uneven_pool", "pool")):
         besides = uneven(hosts).besides
-        held = [report["peak_bytes"] + besides.fixed_bytes[rank] for rank, report in enumerate(four.reports(name))]
-        assert max(held) <= float(least(hosts)) * 2**30 + INPUT_BYTES
-        fullest[hosts] = max(held)
+        need_bytes = [
+            report["peak_bytes"] + besides.fixed_bytes[rank] for rank, report in enumerate(four.reports(name))
+        ]
+        assert max(need_bytes) <= float(least(hosts)) * 2**30 + INPUT_BYTES
+        fullest[hosts] = max(need_bytes)
     assert fullest["pool"] < 0.97 * fullest["pair"]
 
 

@@ -1,4 +1,4 @@
-"""Our arithmetic of ranks says what Megatron's own RankGenerator says.
+"""Our order of ranks equals that of Megatron's RankGenerator.
 
 Not among the unit tests: importing Megatron takes seconds.
 """
@@ -29,7 +29,7 @@ SIZES = [
     (2, 1, 1, 4),
 ]
 
-# Megatron puts the axis of sharded weights into the order itself; at its size of 1 it must change nothing.
+# Megatron adds the axis of sharded weights to the order itself; with a size of 1 it must change nothing.
 ASK_MEGATRON = """
 import json, sys
 from megatron.core.parallel_state import RankGenerator, _inject_gtp_remat_axis
@@ -63,7 +63,7 @@ def megatron_groups(
 
 
 def groups(topology: Topology, pipeline_before_data: bool, along: str) -> list[list[int]]:
-    """The ranks that differ in one dimension only, in that dimension's order."""
+    """Return the groups of ranks that differ in one dimension only, in that dimension's order."""
     sizes = {
         "stage": topology.pipeline,
         "replica": topology.data,
@@ -71,11 +71,11 @@ def groups(topology: Topology, pipeline_before_data: bool, along: str) -> list[l
         "tensor": topology.tensor,
     }
     fixed = [name for name in sizes if name != along]
-    found = []
+    result = []
     for values in product(*(range(sizes[name]) for name in fixed)):
         parts = (Part(**dict(zip(fixed, values, strict=True)), **{along: index}) for index in range(sizes[along]))
-        found.append([rank_of(part, topology, pipeline_before_data) for part in parts])
-    return sorted(found)
+        result.append([rank_of(part, topology, pipeline_before_data) for part in parts])
+    return sorted(result)
 
 
 @pytest.mark.timeout(300)

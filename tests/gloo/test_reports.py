@@ -1,5 +1,5 @@
-"""What a training tells beside its losses: reports that cannot be written, writers, profiles, and one stage alone. No bit
-of it changes."""
+"""Output of trainings besides losses: reports that cannot be written, writers, profiles, and a single stage. No bit of the
+training changes."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_no_bit_changes(four: Outcome, case: str) -> None:
 
 
 def test_a_full_disk_ends_no_training(four: Outcome) -> None:
-    """Two ranks cannot write their records. One of them says so, and the records of the others are whole."""
+    """Two ranks cannot write their records. One of them reports it, and the others' records are complete."""
     (line,) = (line for line in four.said("full", None).splitlines() if "recording stops" in line)
     assert re.fullmatch(
         r"bpipe: rank [12]: /.*/full/record_0000[12]\.jsonl: No space left on device; recording .*", line
     )
     for rank in (1, 2):
-        # Such a device has no end when it is read.
+        # Such a device is endless when it is read.
         (four.folder / f"full/record_{rank:05d}.jsonl").unlink()
     report = report_of(four.report_folder("full"))
     assert [record.rank for record in report.comparison.measured.run.ranks if record.iterations] == [0, 3]
@@ -97,11 +97,11 @@ def test_megatrons_profile_shows_the_schedule(four: Outcome, case: str, config: 
 
 def test_one_stage_says_so_and_is_recorded(run_cases: Callable[..., Outcome]) -> None:
     """Two replicas of a model of one stage: there is nothing to balance."""
-    one = f"--pipeline-model-parallel-size 1 {BATCH}"
-    outcome = run_cases(2, [Case("stock", one), Case("asked", f"{one} {BPIPE} {REPORT}")], 200)
+    flags = f"--pipeline-model-parallel-size 1 {BATCH}"
+    outcome = run_cases(2, [Case("stock", flags), Case("asked", f"{flags} {BPIPE} {REPORT}")], 200)
     same(outcome, "stock", "asked", 2)
-    said = "bpipe: 1f1b, 1 stage, 4 micro-batches: a single stage has no other to share with; training as usual"
-    assert sum(log.count(said) for log in outcome.logs) == 1
+    message = "bpipe: 1f1b, 1 stage, 4 micro-batches: a single stage has no other to share with; training as usual"
+    assert sum(log.count(message) for log in outcome.logs) == 1
     for row in outcome.reports("asked"):
         assert (row["peak_microbatches"], row["evictions"]) == (1, 0)
         assert row["peak_bytes"] == row["predicted_bytes"] > 0

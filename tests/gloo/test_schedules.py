@@ -331,9 +331,9 @@ def test_between_the_halves_of_a_backward_less_is_held(trained: Trained, row: Ro
 @pytest.mark.parametrize("row", parameters([BY_NAME["full_uniform-zb_h1"]]))
 def test_where_more_is_held_than_was_saved_the_run_says_so(trained: Trained, row: Row) -> None:
     """What is recomputed is saved by no forward."""
-    said = trained(row).said(row.ours.name, None)
+    printed = trained(row).said(row.ours.name, None)
     stages = re.findall(
-        r"^bpipe: stage (\d): between the halves .* costs more memory than it frees", said, re.MULTILINE
+        r"^bpipe: stage (\d): between the halves .* costs more memory than it frees", printed, re.MULTILINE
     )
     assert sorted(stages) == ["0", "1", "2", "3"]
 
@@ -341,13 +341,13 @@ def test_where_more_is_held_than_was_saved_the_run_says_so(trained: Trained, row
 @pytest.mark.parametrize("row", parameters([BY_NAME["quiet-grouped_chosen_balanced"]]))
 def test_an_order_chosen_for_a_bound_keeps_it_and_is_named(trained: Trained, row: Row) -> None:
     outcome = trained(row)
-    held = [report["peak_microbatches"] for report in outcome.reports(row.ours.name)]
+    peaks = [report["peak_microbatches"] for report in outcome.reports(row.ours.name)]
     # The last rank is full when it hosts nobody any more, and its buffers stay: the order that takes turns, as fast,
     # would hold 9 there.
-    assert held == [8, 8, 8, 8]
-    said = outcome.said(row.ours.name, None)
-    assert "at most 8 held, bubble 5.9 %" in said
-    assert said.count("grouped-interleaved, chosen for a bound of 8 micro-batches of a chunk: groups: 2 of 4;") == 1
+    assert peaks == [8, 8, 8, 8]
+    printed = outcome.said(row.ours.name, None)
+    assert "at most 8 held, bubble 5.9 %" in printed
+    assert printed.count("grouped-interleaved, chosen for a bound of 8 micro-batches of a chunk: groups: 2 of 4;") == 1
 
 
 @pytest.mark.parametrize(
@@ -379,9 +379,9 @@ def test_a_skipped_iteration_is_skipped_on_both(trained: Trained, row: Row) -> N
 
 @pytest.mark.parametrize("row", parameters([BY_NAME["batch_that_grows-megatrons"]]))
 def test_a_batch_that_grows_has_a_program_for_each_size(trained: Trained, row: Row) -> None:
-    said = trained(row).said(row.ours.name)
-    assert said.count("4 stages, 4 micro-batches: at most 3 held") == 1
-    assert said.count("4 stages, 8 micro-batches: at most 3 held") == 1
+    printed = trained(row).said(row.ours.name)
+    assert printed.count("4 stages, 4 micro-batches: at most 3 held") == 1
+    assert printed.count("4 stages, 8 micro-batches: at most 3 held") == 1
 
 
 @pytest.mark.parametrize(

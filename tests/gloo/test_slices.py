@@ -85,18 +85,18 @@ def rows(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> O
 def _losses(outcome: Outcome, case: str) -> list[dict[str, float]]:
     """What the rank that knows said of each iteration."""
     ranks = range(len(outcome.codes))
-    said = [outcome.record(case, rank)["iterations"] for rank in ranks]
-    known = next(one for one in said if "lm loss" in one[0])
-    return [{name: float.fromhex(value) for name, value in row.items() if isinstance(value, str)} for row in known]
+    iterations = [outcome.record(case, rank)["iterations"] for rank in ranks]
+    logged = next(record for record in iterations if "lm loss" in record[0])
+    return [{name: float.fromhex(value) for name, value in row.items() if isinstance(value, str)} for row in logged]
 
 
 def close(outcome: Outcome, stock: str, sliced: str, loss: float = LOSS, norm: float = NORM) -> None:
     """Losses and gradient norms of every iteration are equal to rounding."""
     pairs = list(zip(_losses(outcome, stock), _losses(outcome, sliced), strict=True))
     assert pairs
-    for place, (expected, found) in enumerate(pairs):
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
+    for place, (expected, actual) in enumerate(pairs):
+        assert actual.keys() == expected.keys()
+        for name, value in actual.items():
             allowed = norm if name == "grad_norm" else loss
             assert abs(value - expected[name]) <= allowed * abs(expected[name]), (
                 f"iteration {place}: {name} {value} for {expected[name]}"
@@ -118,23 +118,23 @@ def sixteen_bits(run_cases: Callable[..., Outcome]) -> Outcome:
 
 
 def test_sixteen_bits_of_slices_are_as_near_to_thirty_two_as_the_wholes(sixteen_bits: Outcome) -> None:
-    wide = [one["lm loss"] for one in _losses(sixteen_bits, "wide")]
+    wide = [iteration["lm loss"] for iteration in _losses(sixteen_bits, "wide")]
     off = {}
     for name in ("whole", "sliced"):
-        losses = [one["lm loss"] for one in _losses(sixteen_bits, name)]
-        off[name] = max(abs(found - exact) / exact for found, exact in zip(losses, wide, strict=True))
+        losses = [iteration["lm loss"] for iteration in _losses(sixteen_bits, name)]
+        off[name] = max(abs(loss - exact) / exact for loss, exact in zip(losses, wide, strict=True))
     assert 0 < off["sliced"] <= 2 * off["whole"], off
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("evaluated", marks=pytest.mark.slow), "shards"])
 def test_evaluation_in_slices_finds_the_same_loss(rows: Outcome, name: str) -> None:
     for rank in range(4):
-        stock, sliced = (rows.record(each, rank)["evaluations"] for each in (name, f"{name}_sliced"))
+        stock, sliced = (rows.record(case, rank)["evaluations"] for case in (name, f"{name}_sliced"))
         assert len(stock) == len(sliced)
-        for one, other in zip(stock, sliced, strict=True):
-            assert one.keys() == other.keys()
-            for name, value in one.items():
-                assert abs(float.fromhex(other[name]) - float.fromhex(value)) <= LOSS * abs(float.fromhex(value))
+        for whole, cut in zip(stock, sliced, strict=True):
+            assert whole.keys() == cut.keys()
+            for name, value in whole.items():
+                assert abs(float.fromhex(cut[name]) - float.fromhex(value)) <= LOSS * abs(float.fromhex(value))
 
 
 # Groups of cases that must agree in every bit: the first is what the others are compared with.
@@ -166,12 +166,12 @@ SAME: dict[str, dict[str, str]] = {
 @pytest.fixture(scope="module")
 def alike(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> dict[str, Outcome]:
     wanted = asked_for(request, "group", "name") or {(group, name) for group, cases in SAME.items() for name in cases}
-    found = {}
-    for group in (group for group in SAME if any(group == one for one, _ in wanted)):
+    outcomes = {}
+    for group in (group for group in SAME if any(group == needed for needed, _ in wanted)):
         first, *others = SAME[group]
         names = [first, *(name for name in others if (group, name) in wanted)]
-        found[group] = run_cases(4, [Case(name, f"{BATCH} {LLAMA} {SAME[group][name]}") for name in names], 900)
-    return found
+        outcomes[group] = run_cases(4, [Case(name, f"{BATCH} {LLAMA} {SAME[group][name]}") for name in names], 900)
+    return outcomes
 
 
 SAME_ALWAYS = {
@@ -190,9 +190,9 @@ SAME_ALWAYS = {
 )
 def test_schedules_and_balancing_of_slices_agree_in_every_bit(alike: dict[str, Outcome], group: str, name: str) -> None:
     same(alike[group], next(iter(SAME[group])), name, 4)
-    said = alike[group].said(name)
-    assert (" evicting 0 -> " in said) is ("balanced" in name or name == "host")
-    assert "little memory is freed" not in said
+    printed = alike[group].said(name)
+    assert (" evicting 0 -> " in printed) is ("balanced" in name or name == "host")
+    assert "little memory is freed" not in printed
 
 
 OF_TWO_PARTS = f"{BATCH} {LLAMA} --lr-decay-iters 4 --override-opt-param-scheduler"
@@ -214,16 +214,16 @@ def resumed(run_cases: Callable[..., Outcome]) -> Outcome:
 def test_slices_are_switched_on_and_off_between_saving_and_resuming(resumed: Outcome, name: str) -> None:
     straight, then = _losses(resumed, "straight")[2:], _losses(resumed, name)
     assert len(straight) == len(then) == 2
-    for expected, found in zip(straight, then, strict=True):
-        assert abs(found["lm loss"] - expected["lm loss"]) <= 5e-6 * expected["lm loss"]
+    for expected, actual in zip(straight, then, strict=True):
+        assert abs(actual["lm loss"] - expected["lm loss"]) <= 5e-6 * expected["lm loss"]
 
 
 def test_what_cannot_be_cut_ends_the_run_with_its_reasons(run_cases: Callable[..., Outcome]) -> None:
     wanted = f"{LLAMA} --num-layers 2 {SLICES} {FURTHER} --mtp-use-repeated-layer"
     done = run_cases(2, [Case("further", wanted)], 120)
     assert 0 not in done.codes
-    said = "a layer keeps the keys of one pass, but a repeated layer runs once for each predicted token; drop --mtp-use-repeated"
-    assert f"--bpipe-slices 4: {said}" in "".join(done.logs)
+    message = "a layer keeps the keys of one pass, but a repeated layer runs once for each predicted token; drop --mtp-use-repeated"
+    assert f"--bpipe-slices 4: {message}" in "".join(done.logs)
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +255,8 @@ ON_SEVERAL: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def on_one_rank(run_cases: Callable[..., Outcome]) -> Outcome:
-    one = f"{ALIKE} --pipeline-model-parallel-size 1"
-    cases = [Case(name, f"{one} {more}") for name, more in ON_ONE_RANK.items()]
+    flags = f"{ALIKE} --pipeline-model-parallel-size 1"
+    cases = [Case(name, f"{flags} {more}") for name, more in ON_ONE_RANK.items()]
     return run_cases(1, cases, 600)
 
 
@@ -274,7 +274,7 @@ def on_several(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]
 @pytest.mark.parametrize("name", ["even", "uneven"])
 def test_one_rank_trains_slices_as_stock_trains_the_whole(on_one_rank: Outcome, name: str) -> None:
     close(on_one_rank, "whole", name)
-    whole, sliced = (on_one_rank.record(each, 0)["weights"] for each in ("whole", name))
+    whole, sliced = (on_one_rank.record(case, 0)["weights"] for case in ("whole", name))
     assert whole.keys() == sliced.keys()
     assert whole != sliced, "nothing was cut: sums in slices are rounded otherwise"
 

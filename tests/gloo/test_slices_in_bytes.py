@@ -90,9 +90,9 @@ def test_host_memory_takes_what_the_schedule_says_in_bytes(peaks: Outcome) -> No
         buffers = len(set(host_memory_buffers(schedule, rank.place).values()))
         assert report["own_buffers"] == buffers > 1
         (moved_bytes,) = rank.iterations[max(rank.iterations)].moved_bytes.values()
-        each, left = divmod(report["own_bytes"], buffers)
-        assert left == each % ALIGNMENT_BYTES == 0
-        assert moved_bytes <= each < 1.02 * moved_bytes
+        buffer_bytes, left = divmod(report["own_bytes"], buffers)
+        assert left == buffer_bytes % ALIGNMENT_BYTES == 0
+        assert moved_bytes <= buffer_bytes < 1.02 * moved_bytes
 
 
 def test_slices_hold_as_little_as_is_promised(peaks: Outcome) -> None:
@@ -118,20 +118,20 @@ BYTES: dict[str, str] = {
 
 
 @pytest.fixture(scope="module")
-def held(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
+def peaks_of_slices(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
     wanted = {name for (name,) in asked_for(request, "name")} or set(BYTES)
     cases = [Case(name, f"{flags} {MEASURED}") for name, flags in BYTES.items() if name in wanted]
     return run_cases(4, cases, 900)
 
 
 @pytest.mark.parametrize("name", slow_but({"bytes_gpt", "bytes_listed"}, BYTES))
-def test_bytes_are_as_predicted(held: Outcome, name: str) -> None:
+def test_bytes_are_as_predicted(peaks_of_slices: Outcome, name: str) -> None:
     """By `bpipe simulate`, before anything was measured: activations, and kept keys with their gradients."""
     setup = setup_of(BYTES[name])
     memory, orders = memory_of_setup(setup), list(orders_of(setup.program()))
     nothing = tuple(StageMemory(0, 0, 0) for _ in memory.stages)
     # The first of the ranks that divide a stage: others save no masks of tokens that are theirs.
-    reports = {report["stage"]: report for report in reversed(held.reports(name))}
+    reports = {report["stage"]: report for report in reversed(peaks_of_slices.reports(name))}
     assert len(reports) == setup.pipeline
     for rank, order in enumerate(orders):
         assert reports[rank]["peak_bytes"] == peak_of_order(order, replace(memory, kept=())), f"rank {rank}"
@@ -161,19 +161,19 @@ def _devices(name: str, learns: bool) -> Devices:
 def _budget(name: str, learns: bool) -> str:
     """In GiB: a third of the way from the smallest to what nothing has to leave for."""
     devices = _devices(name, learns)
-    least, most = smallest_bytes(devices), max(devices.need_bytes(devices.schedule))
-    return budget_text([least + (most - least) // 3])
+    least, largest = smallest_bytes(devices), max(devices.need_bytes(devices.schedule))
+    return budget_text([least + (largest - least) // 3])
 
 
 @pytest.fixture(scope="module")
 def budgeted(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> dict[str, Outcome]:
-    found = {}
+    outcomes = {}
     for name in {name for (name, *_) in asked_for(request, "name", "learns")} or set(WITHIN):
         cases = [Case("plain", f"{WITHIN[name].replace('--bpipe-hosts host', '')} {REPORT}")]
         for case, asked in (("planned", _budget(name, False)), ("learned", f"auto:{_budget(name, True)}")):
             cases.append(Case(case, f"{WITHIN[name]} {BPIPE} --bpipe-memory {asked} {REPORT}"))
-        found[name] = run_cases(4, cases, 600)
-    return found
+        outcomes[name] = run_cases(4, cases, 600)
+    return outcomes
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["planned", "learned"])
@@ -184,13 +184,13 @@ def test_slices_keep_a_budget_in_bytes_and_every_bit(budgeted: dict[str, Outcome
     budget = round(float(_budget(name, learns)) * 2**30)
     devices = replace(_devices(name, learns), budget_bytes=(budget,) * 4)
     room = devices.activation_budget().room_bytes
-    plain, held = outcome.reports("plain"), outcome.reports(case)
+    plain, balanced = outcome.reports("plain"), outcome.reports(case)
     assert any(own["peak_bytes"] + own["keys_bytes"] > room[rank] for rank, own in enumerate(plain))
-    assert sum(report["evictions"] for report in held) > 0
+    assert sum(report["evictions"] for report in balanced) > 0
     # What was measured by the rule, of what runs from the second iteration on: all of it, keys included, has room.
     fitted = within(devices)
     memory = replace(fitted.memory, kept=())
-    for rank, report in enumerate(held):
+    for rank, report in enumerate(balanced):
         assert sum(allocated_bytes(fitted.schedule, rank, fitted.memory)) <= room[rank]
         assert report["keys_bytes"] == plain[rank]["keys_bytes"], "these stay"
         assert report["peak_bytes"] <= room[rank]

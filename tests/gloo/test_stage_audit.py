@@ -33,33 +33,33 @@ def test_stages_are_looked_at_and_train_as_they_would(tmp_path: Path) -> None:
     assert len(losses(plain[2])) == 3
     assert losses(audited[2]) == losses(plain[2])
     for rank, log in enumerate(audited):
-        said = [
+        lines = [
             line.partition(f"terra: rank {rank}, chunk 0: ")[2]
             for line in log.splitlines()
             if f"terra: rank {rank}, chunk 0" in line
         ]
-        assert said[0].startswith("3 micro-batches of "), log[-3000:]
+        assert lines[0].startswith("3 micro-batches of "), log[-3000:]
         # Samples are made of numbers that Python holds, and the stage in the middle has none.
-        assert any("gpt_dataset.py" in line for line in said) == (rank != 1)
+        assert any("gpt_dataset.py" in line for line in lines) == (rank != 1)
         # What stands in for a GPU here is no line of the stage.
-        assert not any("cpu.py" in line for line in said)
+        assert not any("cpu.py" in line for line in lines)
         # The check of losses, which Megatron wants off with a graph of a whole iteration (its issue 2056).
-        assert any("rerun_state_machine.py" in line for line in said) == (rank == 2)
+        assert any("rerun_state_machine.py" in line for line in lines) == (rank == 2)
         # Around dropout in attention Megatron's tracker compares states of random numbers on the host.
-        assert any("tensor_parallel/random.py" in line for line in said)
+        assert any("tensor_parallel/random.py" in line for line in lines)
     assert "terra: rank 0, chunk 0" not in plain[0]
 
 
 def findings(log: str, rank: int) -> set[tuple[str, str]]:
     """Of chunk 0: where something was found, by the last two parts of its file's path, and what kind."""
-    said = [line.partition(f"terra: rank {rank}, chunk 0: ")[2] for line in log.splitlines()]
-    found, file = set(), ""
-    for line in said:
+    lines = [line.partition(f"terra: rank {rank}, chunk 0: ")[2] for line in log.splitlines()]
+    kinds, file = set(), ""
+    for line in lines:
         if line.startswith("  "):
-            found.add((file, line.strip().partition(":")[0]))
+            kinds.add((file, line.strip().partition(":")[0]))
         else:
             file = "/".join(line.rpartition(":")[0].split("/")[-2:])
-    return found
+    return kinds
 
 
 @pytest.mark.slow
@@ -70,34 +70,37 @@ def test_a_stage_is_told_what_upstreams_issues_report(tmp_path: Path) -> None:
     stage = f"--num-layers 2 --global-batch-size 10 {ITERATIONS} --terra-audit 3 {experts} {FULL}"
     outcome = finish(start(1, f"{LAUNCH} {TINY} {stage}".split(), tmp_path, free_ports(1)[0]), tmp_path, 240)
     assert outcome.codes == [0], outcome.logs[0][-3000:]
-    found = findings(outcome.logs[0], 0)
+    kinds = findings(outcome.logs[0], 0)
     # Losses are checked; tokens of an expert are counted on the host, and there are as many as the router says;
     # recomputing sets states.
-    assert {("core/rerun_state_machine.py", "host reads"), ("moe/moe_utils.py", "host reads")} <= found
-    assert {("moe/moe_utils.py", "scalar changes"), ("moe/moe_utils.py", "shape varies")} <= found
-    assert ("tensor_parallel/random.py", "random state set") in found
+    assert {("core/rerun_state_machine.py", "host reads"), ("moe/moe_utils.py", "host reads")} <= kinds
+    assert {("moe/moe_utils.py", "scalar changes"), ("moe/moe_utils.py", "shape varies")} <= kinds
+    assert ("tensor_parallel/random.py", "random state set") in kinds
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_megatrons_optimizer_is_looked_at_in_its_whole_script(tmp_path: Path) -> None:
     """What stages have not: the script is audited as any other, on one rank."""
-    found = tmp_path / "found.json"
+    findings_file = tmp_path / "found.json"
     stage = f"{TINY} --num-layers 1 --global-batch-size 4 --train-iters 9 --log-num-zeros-in-grad"
     # Before the script is loaded Megatron is not, so that no process can be forked that has.
-    command = f"-m terra audit --json {found} {LAUNCH} {stage}".split()
+    command = f"-m terra audit --json {findings_file} {LAUNCH} {stage}".split()
     processes = start(1, command, tmp_path, free_ports(1)[0], cold=1)
     outcome = finish(processes, tmp_path, 300)
     assert outcome.codes == [1], outcome.logs[0][-3000:]
-    document = json.loads(found.read_text())
+    document = json.loads(findings_file.read_text())
     assert document["steps"] == 3
-    said = {("/".join(each["file"].split("/")[-2:]), each["kind"], each["operation"]) for each in document["findings"]}
+    reported = {
+        ("/".join(finding["file"].split("/")[-2:]), finding["kind"], finding["operation"])
+        for finding in document["findings"]
+    }
     # Zeros are counted on the host, and so is the norm where Transformer Engine does not do it; Adam's numbers are
     # Python's.
-    assert ("optimizer/clip_grads.py", "host_read", "_local_scalar_dense") in said
-    assert any(file == "optimizer/optimizer.py" and kind == "scalar" for file, kind, _ in said)
+    assert ("optimizer/clip_grads.py", "host_read", "_local_scalar_dense") in reported
+    assert any(file == "optimizer/optimizer.py" and kind == "scalar" for file, kind, _ in reported)
     # A kind that no setting of these brings is not there.
-    assert not any(kind == "generator" for _, kind, _ in said)
+    assert not any(kind == "generator" for _, kind, _ in reported)
 
 
 @pytest.mark.timeout(90)

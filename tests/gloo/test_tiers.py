@@ -96,12 +96,13 @@ def test_two_are_held_where_pairs_hold_three(trained: Trained, row: Row, capsys:
     assert [report["peak_microbatches"] for report in reports] == [2, 2, 2, 1]
     buffers = [report.get("own_buffers", 0) for report in reports]
     assert buffers == [num_host_memory_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
-    said = outcome.said("host")
+    printed = outcome.said("host")
     assert (
-        "at most 2 held; evicting 0 -> its own memory (7 of 8, 3 host buffers), 1 -> its own memory (6 of 8, 2" in said
+        "at most 2 held; evicting 0 -> its own memory (7 of 8, 3 host buffers), 1 -> its own memory (6 of 8, 2"
+        in printed
     )
-    assert "stage 0 and its node's CPU memory: host " in said
-    assert "placement adjacent" not in said
+    assert "stage 0 and its node's CPU memory: host " in printed
+    assert "placement adjacent" not in printed
     assert main(["report", outcome.report_folder("host")]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Stage 0 keeps 7 of its 8 micro-batches in its own node's CPU memory, in 3 host buffers of " in text

@@ -93,9 +93,9 @@ TRANSPORTS = ["gloo", "peer", "host", "gloo_synchronous", slowly("peer_synchrono
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) -> None:
     same(four, "m8", f"m8_{transport}", 4)
-    said = four.said(f"m8_{transport}")
-    assert f"bpipe:   stages 0 and 3: {transport.removesuffix('_synchronous')} " in said
-    assert said.count("bpipe: batch_p2p_sync is off in this run: ") == 1
+    printed = four.said(f"m8_{transport}")
+    assert f"bpipe:   stages 0 and 3: {transport.removesuffix('_synchronous')} " in printed
+    assert printed.count("bpipe: batch_p2p_sync is off in this run: ") == 1
 
 
 @pytest.mark.parametrize(("case", "synchronous"), [("m8_gloo", False), ("m8_gloo_synchronous", True)])
@@ -137,7 +137,7 @@ def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, 
     folder = Path(four.report_folder(case))
     firsts = [json.loads(path.read_text().splitlines()[0]) for path in folder.glob("[rm]*_0000*.jsonl")]
     whole = [json.loads(path.read_text()) for path in folder.glob("r*.json")]
-    runs = {one["run"] for one in (*firsts, *whole)}
+    runs = {line["run"] for line in (*firsts, *whole)}
     assert (len(firsts), len(whole), len(runs)) == (8, 5, 1), "one name in all files of a run"
     for rank in range(4):
         path = folder / f"record_{rank:05d}.jsonl"
@@ -162,15 +162,15 @@ def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, 
 def test_megatrons_writers_are_told(four: Outcome) -> None:
     board = EventAccumulator(str(four.folder / "board")).Reload()
     for stage, report in enumerate(four.reports("m8_peer")):
-        held = [event.value for event in board.Scalars(f"bpipe-activation-bytes/stage-{stage}")]
-        assert len(held) == 3, "one per iteration"
-        assert held[-1] == report["peak_bytes"]
+        values = [event.value for event in board.Scalars(f"bpipe-activation-bytes/stage-{stage}")]
+        assert len(values) == 3, "one per iteration"
+        assert values[-1] == report["peak_bytes"]
         assert [event.step for event in board.Scalars(f"bpipe-exposed-transfer-ms/stage-{stage}")] == [1, 2, 3]
 
 
 def test_megatrons_writers_are_told_without_a_report(four: Outcome) -> None:
     """Of four stages the first sends 3 of 8 micro-batches away."""
-    board, other = (EventAccumulator(str(four.folder / name)).Reload() for name in ("told", "board"))
+    board, without_report = (EventAccumulator(str(four.folder / name)).Reload() for name in ("told", "board"))
 
     def last(name: str, of: EventAccumulator = board) -> float:
         return float(of.Scalars(name)[-1].value)
@@ -179,7 +179,7 @@ def test_megatrons_writers_are_told_without_a_report(four: Outcome) -> None:
         assert [event.step for event in board.Scalars(f"bpipe-bubble/stage-{stage}")] == [1, 2, 3]
         assert last(f"bpipe-evictions/stage-{stage}") == report["evictions"] == (0, 3)[stage == 0]
         assert last(f"bpipe-activation-bytes/stage-{stage}") == report["peak_bytes"]
-        assert last(f"bpipe-moved-bytes/stage-{stage}") == last(f"bpipe-moved-bytes/stage-{stage}", other)
+        assert last(f"bpipe-moved-bytes/stage-{stage}") == last(f"bpipe-moved-bytes/stage-{stage}", without_report)
         assert 0 <= last(f"bpipe-bubble/stage-{stage}") < 1
         assert last(f"bpipe-stayed-bytes/stage-{stage}") == 0
     assert last("bpipe-moved-bytes/stage-0") > 1_000_000
@@ -193,9 +193,9 @@ def test_megatrons_writers_are_told_without_a_report(four: Outcome) -> None:
 def test_what_balancing_takes_is_among_megatrons_timers(four: Outcome) -> None:
     """Printed by the last rank, once an iteration, as `--log-interval` asks; which process that is, the placement
     says."""
-    said = four.said("m8_gloo", None)
+    printed = four.said("m8_gloo", None)
     for name in ("bpipe-evict", "bpipe-load", "bpipe-host", "bpipe-return", "bpipe-wait"):
-        assert len(re.findall(rf"^ +{name} \.*: \(\d+\.\d+, \d+\.\d+\)$", said, re.MULTILINE)) == 3, said
+        assert len(re.findall(rf"^ +{name} \.*: \(\d+\.\d+, \d+\.\d+\)$", printed, re.MULTILINE)) == 3, printed
     assert "bpipe-evict" not in four.said("m8_peer", None)
 
 
@@ -207,23 +207,23 @@ def test_evicted_bytes_are_really_freed(four: Outcome) -> None:
 
 
 def test_where_nothing_moves_one_line_says_so(four: Outcome) -> None:
-    said = four.said("m3_balanced")
+    printed = four.said("m3_balanced")
     why = "pairing stages cannot get all of them below the 3 micro-batches that the fullest stage holds alone"
-    assert f"bpipe: 1f1b, 4 stages, 3 micro-batches: {why}; training as usual" in said
-    assert "batch_p2p_sync" not in said, "what waits in stock waits here too"
+    assert f"bpipe: 1f1b, 4 stages, 3 micro-batches: {why}; training as usual" in printed
+    assert "batch_p2p_sync" not in printed, "what waits in stock waits here too"
 
 
 def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) -> None:
     """The middle stages move nothing of their own, so they have nothing to say."""
-    said = four.said("m8_gloo", None)
-    (line,) = re.findall(r"^bpipe: stage \d moves [01]\.\d\d of what a forward keeps .*", said, re.MULTILINE)
+    printed = four.said("m8_gloo", None)
+    (line,) = re.findall(r"^bpipe: stage \d moves [01]\.\d\d of what a forward keeps .*", printed, re.MULTILINE)
     fraction = float(line.split()[4])
     assert line.startswith("bpipe: stage 0 ")
     assert "MB, counted over the storages that its graph shows)" in line
     assert line.endswith(" MB are attention scores: attention runs unfused"), "the local layers run it so"
     assert fraction > 0.9, "dropout masks and scores move; some small norms' means stay"
     fractions = [report["moved_fraction"] for report in four.reports("m8_gloo")]
-    assert [None if each is None else round(each, 2) for each in fractions] == [fraction, None, None, None]
+    assert [None if share is None else round(share, 2) for share in fractions] == [fraction, None, None, None]
     assert [report["moved_fraction"] for report in four.reports("m8_measured")] == [None] * 4
     assert report_of(four.report_folder("m8_gloo")).comparison.stages[0].moved_fraction == fractions[0]
     assert "moves 0.00" not in "".join(four.logs)
@@ -237,9 +237,9 @@ def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport
     """
     case = f"m8_{transport}_small"
     same(four, "m8", case, 4)
-    said = four.said(f"{case}", None)
+    printed = four.said(f"{case}", None)
     assert (
-        said.count("bpipe: stage 0 moves nothing: no storage that a forward saves is both at least 100000000 bytes")
+        printed.count("bpipe: stage 0 moves nothing: no storage that a forward saves is both at least 100000000 bytes")
         == 1
     )
     reports, unbalanced = four.reports(case), four.reports("m8_measured")

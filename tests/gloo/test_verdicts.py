@@ -1,5 +1,5 @@
-"""What `bpipe check-launch` says of a launch is what happens to it: launches, about half of them impossible, are judged and
-then started on real ranks, where one that starts trains an iteration."""
+"""`bpipe check-launch` predicts what happens to a launch: launches, about half of them impossible, are checked and then
+started on real ranks, where those that start train an iteration."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ LAUNCHES = f"""
 4 --apply-query-key-layer-scaling
 2 --num-query-groups 2
 """
-# Where Megatron refuses without a reason, or an iteration ends for it.
+# Megatron refuses these without a reason, or fails in an iteration.
 OUR_WORDS = (
     "layers together",
     "must be at most num_experts",
@@ -111,10 +111,10 @@ def test_a_launch_starts_if_and_only_if_it_is_not_refused(
         monkeypatch.setattr(launch, "judge", lambda *_, judgement=judgement: judgement)
         launcher = ["torchrun", "--nproc-per-node", str(world), "pretrain_gpt.py"]
         refused = main(["check-launch", "--", *launcher, *words]) == 2
-        said, logs = capsys.readouterr().out, "".join(outcome.logs)
+        verdict, logs = capsys.readouterr().out, "".join(outcome.logs)
         verdicts.append(refused)
         if refused != any(outcome.codes):
-            wrong.append(f"{world} ranks, {words}: {outcome.codes}: {logs[-600:]}\n{said}")
+            wrong.append(f"{world} ranks, {words}: {outcome.codes}: {logs[-600:]}\n{verdict}")
         elif judgement.refused is not None:
             reason = judgement.refused.partition(" (--")[0]
             # As words: a set has another order in each process. The trainer may end it before Megatron does.

@@ -158,7 +158,7 @@ def stages_of(row: Row) -> int:
     return 2 if TWO_STAGES in row.stock.flags else row.world
 
 
-def tensors(outcome: Outcome, case: str, what: str, stages: int) -> dict[str, torch.Tensor]:
+def tensors(outcome: Outcome, case: str, part: str, stages: int) -> dict[str, torch.Tensor]:
     """Of all ranks, by rank and name; the vocabulary's rows in one piece, for each rank of another dimension."""
     by_name: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {}
@@ -166,7 +166,7 @@ def tensors(outcome: Outcome, case: str, what: str, stages: int) -> dict[str, to
     # Ranks of the pipeline are the outermost.
     others = world // stages
     for rank in range(world):
-        for name, tensor in torch.load(outcome.folder / f"{case}.rank{rank}.pt")[what].items():
+        for name, tensor in torch.load(outcome.folder / f"{case}.rank{rank}.pt")[part].items():
             if name in (OUTPUT, EMBEDDING):
                 rows.setdefault(f"{rank % others} {name}", []).append(tensor.double())
             else:
@@ -181,9 +181,9 @@ def tensors(outcome: Outcome, case: str, what: str, stages: int) -> dict[str, to
 
 
 def pairs_of(
-    outcome: Outcome, case: str, stock: str, what: str, stages: int
+    outcome: Outcome, case: str, stock: str, part: str, stages: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    actual, expected = tensors(outcome, case, what, stages), tensors(outcome, stock, what, stages)
+    actual, expected = tensors(outcome, case, part, stages), tensors(outcome, stock, part, stages)
     assert actual.keys() == expected.keys()
     return {name: (actual[name], expected[name]) for name in expected}
 
@@ -228,8 +228,8 @@ def test_losses_of_further_tokens_are_logged(trained: Trained, row: Row) -> None
     """Zeros stand in for them in the last stage's forward; they are known, and logged, after everybody's S."""
 
     def logged(case: str) -> list[float]:
-        said = trained(row).said(case, -1)
-        return [float(value) for value in re.findall(r"mtp_\d loss: ([0-9.E+-]+)", said)]
+        printed = trained(row).said(case, -1)
+        return [float(value) for value in re.findall(r"mtp_\d loss: ([0-9.E+-]+)", printed)]
 
     stock, sharded = logged(row.stock.name), logged(row.ours.name)
     assert len(stock) == len(sharded) >= 3
@@ -269,10 +269,10 @@ def test_balancing_shards_changes_no_bit(trained: Trained, row: Row) -> None:
         assert [report["peak_microbatches"] for report in outcome.reports(case)] == PEAKS[ours]
         as_predicted(outcome, case, 4, moves=ours == moved)
         assert {shard_held(outcome, case, rank) for rank in range(4)} == {modelled}
-        held = read_held(Path(outcome.report_folder(case)))
-        assert held is not None
+        run = read_held(Path(outcome.report_folder(case)))
+        assert run is not None
         # What is written as it happens, for a run that runs out of memory.
-        assert {max(mark.shard_bytes for mark in rank.marks) for rank in held.ranks} == {modelled}
+        assert {max(mark.shard_bytes for mark in rank.marks) for rank in run.ranks} == {modelled}
 
 
 def shard_held(outcome: Outcome, case: str, rank: int) -> int:
@@ -290,12 +290,15 @@ def shard_modelled(algorithm: str, precision: str = "fp32", stages: int = 4, mic
 
 
 @pytest.mark.parametrize(
-    ("row", "held"),
-    [BY_NAME[name].parameter(held) for name, held in {"m8-interlaced": [6, 5, 3, 2], "m1-interlaced": [1] * 4}.items()],
+    ("row", "peaks"),
+    [
+        BY_NAME[name].parameter(peaks)
+        for name, peaks in {"m8-interlaced": [6, 5, 3, 2], "m1-interlaced": [1] * 4}.items()
+    ],
 )
-def test_interlaced_holds_half_as_much_again_as_1f1b(trained: Trained, row: Row, held: list[int]) -> None:
+def test_interlaced_holds_half_as_much_again_as_1f1b(trained: Trained, row: Row, peaks: list[int]) -> None:
     outcome = trained(row)
-    assert [report["peak_microbatches"] for report in outcome.reports(row.ours.name)] == held
+    assert [report["peak_microbatches"] for report in outcome.reports(row.ours.name)] == peaks
     as_predicted(outcome, row.ours.name, 4, moves=False)
 
 
@@ -303,7 +306,7 @@ def test_interlaced_holds_half_as_much_again_as_1f1b(trained: Trained, row: Row,
 def test_copies_of_a_tied_weight_stay_equal(trained: Trained, row: Row) -> None:
     """On several replicas, too, where the distributed optimizer has other parts of each copy."""
     outcome, stages = trained(row), stages_of(row)
-    start, end = (tensors(outcome, row.ours.name, what, stages) for what in ("start", "end"))
+    start, end = (tensors(outcome, row.ours.name, part, stages) for part in ("start", "end"))
     for replica in range(4 // stages):
         assert not torch.equal(start[f"{replica} {EMBEDDING}"], end[f"{replica} {EMBEDDING}"])
         assert torch.equal(end[f"{replica} {EMBEDDING}"], end[f"{replica} {OUTPUT}"])

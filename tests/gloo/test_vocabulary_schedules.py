@@ -115,9 +115,9 @@ def row_of(feature: str, common: str, shards: str, ours: str, world: int = 4) ->
     name = f"{feature}-{ours}"
     keeps = "--gradients" if "inputs" in feature and UNTIED not in common else ""
     stock = f"--named {EIGHT_LAYERS} {common} {keeps}"
-    one = Case(f"{feature}-one", f"{stock} {shards} {MEASURED}")
+    of_1f1b = Case(f"{feature}-one", f"{stock} {shards} {MEASURED}")
     case = Case(name, f"{stock} {shards} {OURS[ours]} {MEASURED}")
-    return Row(name, Case(feature, stock), case, world, name not in ALWAYS, (one,), "balanced" in ours)
+    return Row(name, Case(feature, stock), case, world, name not in ALWAYS, (of_1f1b,), "balanced" in ours)
 
 
 def rows_of(table: dict[str, tuple[str, str]], common: str) -> Iterable[Row]:
@@ -149,11 +149,11 @@ def losses_near_stock(outcome: Outcome, row: Row, tolerance: float) -> None:
 @pytest.mark.parametrize("row", [row.parameter() for row in (*BY_NAME.values(), *WIDE.values())])
 def test_other_schedules_train_shards_to_the_bit_as_1f1b_does(trained: Trained, row: Row) -> None:
     """Its bits, evaluations too, within what it holds; and so near stock as 1F1B is."""
-    outcome, (one,), ours, flags = trained(row), row.others, row.ours.name, row.stock.flags
+    outcome, (of_1f1b,), ours, flags = trained(row), row.others, row.ours.name, row.stock.flags
     stock, sharded = (outcome.record(case, 3)["evaluations"] for case in (row.stock.name, ours))
     assert len(sharded) == len(stock)
     if is_exact(row):
-        alike(outcome, one.name, ours)
+        alike(outcome, of_1f1b.name, ours)
     elif "--use-distributed-optimizer" not in flags:
         assert furthest(gradients(outcome, ours, 4), gradients(outcome, row.stock.name, 4)) <= FP32.gradient
     losses_near_stock(outcome, row, 1e-3 if {"--bf16", "--fp16"} & set(flags.split()) else FP32.later)
@@ -163,17 +163,17 @@ def test_other_schedules_train_shards_to_the_bit_as_1f1b_does(trained: Trained, 
 @pytest.mark.parametrize("row", [BY_NAME["tied-v_half"].parameter()])
 def test_a_v_half_holds_half_of_1f1b_and_two_micro_batches(trained: Trained, row: Row) -> None:
     """Every rank p / 2 + 2, of two chunks each."""
-    outcome, (one,) = trained(row), row.others
+    outcome, (of_1f1b,) = trained(row), row.others
     assert [report["peak_microbatches"] for report in outcome.reports(row.ours.name)] == [8] * 4
-    assert [report["peak_microbatches"] for report in outcome.reports(one.name)] == [6, 5, 4, 3]
+    assert [report["peak_microbatches"] for report in outcome.reports(of_1f1b.name)] == [6, 5, 4, 3]
 
 
 @pytest.mark.parametrize("row", [row.parameter() for row in sized_rows()])
 def test_a_v_half_is_flat_however_many_stages_there_are(trained: Trained, row: Row) -> None:
     """Every rank p / 2 + 2 micro-batches, measured as predicted, and logits as modelled; 1F1B's bits, as near stock
     as that is."""
-    outcome, (one,), case, stages = trained(row), row.others, row.ours.name, row.world
-    alike(outcome, one.name, case, stages)
+    outcome, (of_1f1b,), case, stages = trained(row), row.others, row.ours.name, row.world
+    alike(outcome, of_1f1b.name, case, stages)
     as_predicted(outcome, case, stages, moves=False)
     microbatches, algorithm = row.name.partition("-")[0].partition("_m")[2].split("_by_")
     # Of a chunk, of which a rank has two.

@@ -64,8 +64,8 @@ def masked_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def forward(data: Any, module: Any) -> tuple[torch.Tensor, Any]:
-    given = batch(data, get_attr_wrapped_model(module, "vp_stage"))
-    tokens, positions, labels, mask = (given.get(key) for key in ("tokens", "position_ids", "labels", "loss_mask"))
+    inputs = batch(data, get_attr_wrapped_model(module, "vp_stage"))
+    tokens, positions, labels, mask = (inputs.get(key) for key in ("tokens", "position_ids", "labels", "loss_mask"))
     return module(tokens, positions, None, labels=labels, loss_mask=mask), partial(masked_loss, mask)
 
 
