@@ -149,10 +149,10 @@ class Group(dist.ProcessGroup):
         pair = sorted((peer, self._rank))
         return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), pair, [(peer, sends, tensor)])
 
-    def with_one(self, other: int, messages: Sequence[tuple[torch.Tensor, bool]]) -> LateWork:
+    def with_one(self, peer: int, messages: Sequence[tuple[torch.Tensor, bool]]) -> LateWork:
         """Exchange messages with one rank, whether each is sent, in the communicator of the two."""
-        pair = sorted((self._rank, other))
-        batch = [(other, sends, tensor) for tensor, sends in messages]
+        pair = sorted((self._rank, peer))
+        batch = [(peer, sends, tensor) for tensor, sends in messages]
         return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), pair, batch)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -238,8 +238,8 @@ class Group(dist.ProcessGroup):
         work = self._collective("gather", source, whole)
         _, stream = self._whole()
         with current(stream):
-            for rank, each in enumerate(into):
-                each.copy_(whole[rank], non_blocking=True)
+            for rank, tensor in enumerate(into):
+                tensor.copy_(whole[rank], non_blocking=True)
         return LateWork(extension().mark(stream.device_index, stream.stream_id), [*work.tensors, *into])
 
     def scatter(
@@ -263,8 +263,8 @@ class Group(dist.ProcessGroup):
         return self._exchange(*self._whole(), range(self._size), batch)
 
     def barrier(self, opts: Any = None) -> LateWork:
-        one = torch.zeros(1, device=TYPE)
-        return self._collective("sum", one, one)
+        tensor = torch.zeros(1, device=TYPE)
+        return self._collective("sum", tensor, tensor)
 
     def abort(self) -> None:
         """End what is under way."""

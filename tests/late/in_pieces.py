@@ -1,4 +1,4 @@
-"""Combined 1F1B on late devices: layers cut into parts on two streams, two micro-batches at once, a graph in pieces.
+"""Combined 1F1B on late devices: layers run in parts on two streams, two micro-batches at once, with a graph in pieces.
 
 In: a schedule whose forwards and backwards overlap. Out: what `LatePipeline` gives. The parts are those of
 `tests.gpu.parts`; engine, streams, transports and messages are the real ones.
@@ -35,11 +35,11 @@ class InPieces(LateModel):
 
     def end(self, stage: int, microbatch: int) -> Callable[[torch.Tensor], torch.Tensor]:
         if stage + 1 < self._num_stages:
-            return lambda made: made * 0.5
-        return lambda made: (made * (microbatch + 1)).square().mean()
+            return lambda output: output * 0.5
+        return lambda output: (output * (microbatch + 1)).square().mean()
 
     def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
-        """In one piece, as it has to come out."""
+        """Return the expected result, computed in one piece."""
         (x,) = received or (self.received(microbatch, weight.device),)
         return self.end(stage, microbatch)(one_piece(x, weight))
 
@@ -54,7 +54,7 @@ class InPieces(LateModel):
 
 
 class AtOnce(Executor):
-    """An executor that runs the two of an overlap at once, part by part, with one call of the engine around both."""
+    """An executor that runs two overlapping computations part by part, with one call of the engine around both."""
 
     def __init__(self, rank: PiecesRank, schedule: Schedule, stages: TorchStages, messages: Messages) -> None:
         super().__init__(schedule, rank.rank, stages, messages)
@@ -92,21 +92,21 @@ class AtOnce(Executor):
         forwards: Steps = []
         ahead = behind = None
         inputs: Tensors = ()
-        made: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         if forward is not None:
-            action, given = forward
+            action, tensors = forward
             ahead = model.plan(self.rank, action.stage, action.microbatch)
-            for one in given:
-                one.requires_grad_()
-            inputs = given or (model.received(action.microbatch, device(self.rank)),)
+            for tensor in tensors:
+                tensor.requires_grad_()
+            inputs = tensors or (model.received(action.microbatch, device(self.rank)),)
             ahead.begin()
             forwards = ahead.forwards(inputs[0])
             self._plans[action.stage, action.microbatch] = ahead
         if backward is not None:
-            action, given = backward
+            action, tensors = backward
             behind = self._plans.pop((action.stage, action.microbatch))
             behind.begin()
-            backwards = behind.backwards(given[0] if given else None, made.append)
+            backwards = behind.backwards(tensors[0] if tensors else None, gradients.append)
         run_at_once(backwards, forwards)
         for plan in (ahead, behind):
             if plan is not None:
@@ -117,23 +117,23 @@ class AtOnce(Executor):
             outputs = (ahead.loss.output,)
             self._keep(forward[0], outputs)
         if backward is not None:
-            self._keep(backward[0], tuple(made))
+            self._keep(backward[0], tuple(gradients))
         return outputs, inputs, ahead
 
-    def _keep(self, action: Action, made: Tensors) -> None:
+    def _keep(self, action: Action, tensors: Tensors) -> None:
         value = self._dependencies.value_of(action)
         if value >= 0 and self._dependencies.route(value).takers:
-            self._values[value] = tuple(tensor.detach() for tensor in made)
+            self._values[value] = tuple(tensor.detach() for tensor in tensors)
 
 
 class LoopEnds:
-    """The calls of an engine that are about the iteration; those about computations `AtOnce` makes itself."""
+    """The engine's calls per iteration; `AtOnce` makes those per computation itself."""
 
     def __init__(self, engine: Engine) -> None:
         self.begin, self.communicated, self.end = engine.begin, engine.communicated, engine.end
 
     def before(self, op: Action) -> None:
-        """It is said with what runs beside it."""
+        """Do nothing: the call is made with the overlapping computation's."""
 
     def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
         """The same."""
@@ -157,7 +157,7 @@ class PiecesRank(Rank):
 
 
 class PiecesPipeline(LatePipeline):
-    """`noted`: the engine is told of the streams of exchanges."""
+    """The pipeline; with `noted` the engine knows the streams of exchanges."""
 
     def __init__(self, schedule: Schedule, kind: str, engines: bool = True, noted: bool = True, verify: bool = False):
         model = InPieces(schedule.num_stages)

@@ -3,7 +3,7 @@
 `lonely`: the first waits for what the second never sends. `probing`: the two-sided link of the second carries one way
 only, while the pair looks for a transport.
 
-In: which, its number, a port, a time-out in seconds. Out: what it heard, or a line with the transport that was chosen, and
+In: one of these, the rank, a port, a time-out in seconds. Out: what it received, or a line with the chosen transport and
 why not the other.
 """
 
@@ -43,7 +43,7 @@ def waits_for_nothing(rank: int, store: dist.Store) -> None:
 
 
 def losing(send: Any) -> Any:
-    """Send what makes the communicator and nothing after it: the other rank's kernel begins, and waits."""
+    """Send what makes the communicator and nothing after it, so that the other rank's kernel begins and waits."""
     sent: list[Works] = []
 
     def lose(transport: Distributed, tensors: Sequence[torch.Tensor]) -> Works:
@@ -64,13 +64,13 @@ def looks_for_a_transport(rank: int, timeout_s: float) -> None:
     connection.close()
 
 
-def main(what: str, rank: int, port: int, timeout_s: float) -> None:
+def main(role: str, rank: int, port: int, timeout_s: float) -> None:
     stand_in_for_nccl()
     begin_process(rank, rank, Draw(1))
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=PATIENCE_S))
-    timeout = timedelta(seconds=timeout_s if what == "lonely" else PATIENCE_S)
+    timeout = timedelta(seconds=timeout_s if role == "lonely" else PATIENCE_S)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timeout)
-    if what == "lonely":
+    if role == "lonely":
         waits_for_nothing(rank, store)
     else:
         looks_for_a_transport(rank, timeout_s)

@@ -49,13 +49,13 @@ class StageModule(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         extension().perhaps_yield()
-        made = torch.nn.functional.gelu(x @ self.weight) @ self.weight.t()
-        return self._model.saving_more(made, self._stage, next(self._numbers))
+        output = torch.nn.functional.gelu(x @ self.weight) @ self.weight.t()
+        return self._model.saving_more(output, self._stage, next(self._numbers))
 
 
-def loss_of(made: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """Return the loss of a micro-batch whose number, from 1, is given for each row."""
-    return (made * number).square().mean()
+    return (output * number).square().mean()
 
 
 class Connections:
@@ -103,7 +103,11 @@ class TorchRank(Rank):
     def _stage(self, stage: int, here: torch.device) -> PipelineStage:
         model, schedule = self._pipeline.model, self._pipeline.schedule
         row = (cell.compute for cell in schedule.ranks[self.rank])
-        order = [one.microbatch for one in row if one is not None and (one.stage, one.kind) == (stage, Kind.FORWARD)]
+        order = [
+            action.microbatch
+            for action in row
+            if action is not None and (action.stage, action.kind) == (stage, Kind.FORWARD)
+        ]
         module = StageModule(model, stage, model._on_device[self.rank, stage], order)
         return PipelineStage(module, stage, schedule.num_stages, here)
 
@@ -157,9 +161,9 @@ class TorchPipeline(LatePipeline):
             if not self._judged:
                 sizes = self.schedule.num_ranks, self.schedule.num_microbatches
                 config = ScheduleConfig(self.schedule.name, *sizes, written="judged by nobody")
-                stack.enter_context(patch.object(torch_schedule, "config_of", lambda *given: config))
+                stack.enter_context(patch.object(torch_schedule, "config_of", lambda *_: config))
                 stack.enter_context(patch.object(torch_schedule, "build", lambda config: self.schedule))
-                stack.enter_context(patch.object(torch_schedule, "refuse_standstill", lambda *given: None))
+                stack.enter_context(patch.object(torch_schedule, "refuse_standstill", lambda *_: None))
             yield
 
 

@@ -59,9 +59,11 @@ class Table:
 
     def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
         rows = tokens - self._first_row
-        mine = (rows >= 0) & (rows < len(self._weight))
-        found = torch.zeros_like(self._weight).index_add_(0, rows.where(mine, 0), gradient.where(mine[:, None], 0))
-        torch.autograd.backward(self._weight, found)
+        is_own = (rows >= 0) & (rows < len(self._weight))
+        gradients = torch.zeros_like(self._weight).index_add_(
+            0, rows.where(is_own, 0), gradient.where(is_own[:, None], 0)
+        )
+        torch.autograd.backward(self._weight, gradients)
 
 
 class ShardedModel(LateModel):
@@ -96,12 +98,12 @@ class ShardedModel(LateModel):
 
     def _part(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> object:
         (x,) = received or (inputs_of(microbatch).to(weight.device),)
-        made = self.saving_more(torch.nn.functional.gelu(x @ weight) @ weight.t(), stage, microbatch)
+        output = self.saving_more(torch.nn.functional.gelu(x @ weight) @ weight.t(), stage, microbatch)
         if stage + 1 < self._num_stages:
-            return made
+            return output
         drawn = torch.Generator().manual_seed(microbatch)
         labels = torch.randint(len(self._rows[OUTPUT]), (ROWS,), generator=drawn)
-        return made, labels.to(weight.device), torch.linspace(0, 1 + microbatch, ROWS).to(weight.device)
+        return output, labels.to(weight.device), torch.linspace(0, 1 + microbatch, ROWS).to(weight.device)
 
     def shards(
         self, rank: int, weights: dict[Place, torch.nn.Parameter]

@@ -35,30 +35,30 @@ class SlicedModel(LateModel):
         return self._stages(weights, self.keys[rank])
 
     def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
-        found = super().expected(schedule, iterations)
+        gradients = super().expected(schedule, iterations)
         assert all(keys.nbytes == 0 for keys in self.keys.values()), "keys are kept of a micro-batch that is over"
-        return found
+        return gradients
 
     def parts(self, schedule: Schedule) -> list[list[torch.Tensor]]:
         """By number of a slice and stage, what it adds: on the CPU, micro-batch by micro-batch."""
         weights = [torch.nn.Parameter(weight) for weight in self.weights]
         stages = self._stages(dict(enumerate(weights)), self._new_keys())
-        found: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]
+        parts: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]
         for first in range(0, schedule.num_microbatches, self._slices):
             numbers = range(first, first + self._slices)
             for number in numbers:
-                made: Tensors = ()
+                tensors: Tensors = ()
                 for stage in range(len(weights)):
-                    received = tuple(tensor.detach() for tensor in made)
-                    made = stages.forward(Action(stage, Kind.FORWARD, number), received)
+                    received = tuple(tensor.detach() for tensor in tensors)
+                    tensors = stages.forward(Action(stage, Kind.FORWARD, number), received)
             for number in reversed(numbers):
                 gradients: Tensors = ()
                 for stage in reversed(range(len(weights))):
                     gradients = stages.backward(Action(stage, Kind.BACKWARD, number), gradients)
                     gradient, weights[stage].grad = weights[stage].grad, None
                     assert gradient is not None
-                    found[number].insert(0, gradient)
-        return found
+                    parts[number].insert(0, gradient)
+        return parts
 
     def _new_keys(self) -> KeptKeys:
         return new_keys(ROWS, self._slices)
@@ -86,7 +86,7 @@ class SlicedModel(LateModel):
         mask = keys.mask(weight.device)[0, 0]
         query = x @ weight
         if self._differing:
-            made = x + probabilities(query, joined, mask) @ values
+            output = x + probabilities(query, joined, mask) @ values
         else:
-            made = x + Attend.apply(query, joined, values, mask)
-        return made if now.stage + 1 < self._num_stages else (made * (number + 1)).square().mean()
+            output = x + Attend.apply(query, joined, values, mask)
+        return output if now.stage + 1 < self._num_stages else (output * (number + 1)).square().mean()

@@ -87,12 +87,12 @@ def test_steps_of_torchs_runtime_are_captured(name: str) -> None:
 def test_a_wait_that_is_missing_in_a_capture_is_noticed(name: str) -> None:
     """Iterations before it have all their waits."""
     for wait in WAITS[name]:
-        found = noticed(
+        is_noticed = noticed(
             lambda wait=wait: LatePipeline(
                 SCHEDULES[wait.schedule](), wait.kind, replays=REPLAYS, in_capture=wait.taken_out()
             )
         )
-        assert found, f"{name}, in {wait.schedule} by {wait.kind}: nobody noticed"
+        assert is_noticed, f"{name}, in {wait.schedule} by {wait.kind}: nobody noticed"
 
 
 CANNOT_BE_CAPTURED = {
@@ -117,8 +117,8 @@ def test_what_cannot_be_captured_is_an_error(name: str) -> None:
 
 @pytest.mark.parametrize("differing", [False, True])
 def test_sizes_have_to_be_known_before(differing: bool) -> None:
-    said = "--bpipe-differing-sizes" if differing else "--cuda-graph-warmup-steps 1"
-    with pytest.raises(RuntimeError, match=said):
+    flag = "--bpipe-differing-sizes" if differing else "--cuda-graph-warmup-steps 1"
+    with pytest.raises(RuntimeError, match=flag):
         LatePipeline(SCHEDULES["1f1b"](), "host", replays=1, differing=differing).run(Draw(1), 2 * differing)
 
 
@@ -139,8 +139,8 @@ def test_a_captures_own_memory_is_smaller_by_what_leaves(kind: str) -> None:
     for rank in range(4):
         own, _ = allocated_bytes(balanced, rank, memory_of([1] * balanced.num_stages))
         freed = peak_counts(plain)[rank] - own
-        found = (pools[plain][rank] - pools[balanced][rank]) / STORAGE_BYTES
-        assert found == pytest.approx(freed, abs=0.02), f"rank {rank}: {[*pools.values()]}"
+        freed_storages = (pools[plain][rank] - pools[balanced][rank]) / STORAGE_BYTES
+        assert freed_storages == pytest.approx(freed, abs=0.02), f"rank {rank}: {[*pools.values()]}"
 
 
 def test_a_capture_does_not_run_and_its_memory_stays_its_own() -> None:
@@ -153,10 +153,10 @@ def test_a_capture_does_not_run_and_its_memory_stays_its_own() -> None:
         before = torch.accelerator.current_stream()
         torch.accelerator.set_stream(stream)
         late.begin_capture(0, stream.stream_id)
-        made = total + 1
-        total.copy_(made)
-        address = made.data_ptr()
-        del made
+        result = total + 1
+        total.copy_(result)
+        address = result.data_ptr()
+        del result
         again = torch.empty(4, device=here)
         assert again.data_ptr() == address, "memory that is freed in a capture is used again in it"
         del again
@@ -174,12 +174,12 @@ def test_a_capture_does_not_run_and_its_memory_stays_its_own() -> None:
 def test_a_stream_that_has_not_come_back_is_an_error() -> None:
     begin(Draw(1))
     late, here = extension(), device()
-    numbers, stream, other = torch.ones(4, device=here), torch.Stream(here), torch.Stream(here)
+    numbers, stream, current = torch.ones(4, device=here), torch.Stream(here), torch.Stream(here)
     before = torch.accelerator.current_stream()
     torch.accelerator.set_stream(stream)
     late.begin_capture(0, stream.stream_id)
-    other.wait_event(stream.record_event())
-    torch.accelerator.set_stream(other)
+    current.wait_event(stream.record_event())
+    torch.accelerator.set_stream(current)
     numbers.add_(1)
     torch.accelerator.set_stream(before)
     with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureUnjoined"):

@@ -45,9 +45,9 @@ def test_a_device_that_is_waited_for_before_the_first_message_stands_still_at_bi
 def test_streams_of_each_program_are_those_of_others_after_sixteen() -> None:
     """Torch has 32 of a priority, so a process makes one pair of them, whatever it runs."""
     begin(Draw(1))
-    made = [Streams(device()) for _ in range(17)]
-    assert {made[0]._outbound, made[0]._inbound} == {made[16]._outbound, made[16]._inbound}
-    assert len({stream for one in made[:16] for stream in (one._outbound, one._inbound)}) == 32
+    streams = [Streams(device()) for _ in range(17)]
+    assert {streams[0]._outbound, streams[0]._inbound} == {streams[16]._outbound, streams[16]._inbound}
+    assert len({stream for pair in streams[:16] for stream in (pair._outbound, pair._inbound)}) == 32
 
 
 class Cleared(torch.autograd.Function):
@@ -68,8 +68,8 @@ class Cleared(torch.autograd.Function):
 
 class Clearing(LateModel):
     def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
-        made = super().forward(weight, stage, microbatch, *received)
-        return made if made.ndim == 0 else made + Cleared.apply(made.tanh()) / 64
+        output = super().forward(weight, stage, microbatch, *received)
+        return output if output.ndim == 0 else output + Cleared.apply(output.tanh()) / 64
 
 
 def clearing(kind: str) -> LatePipeline:
@@ -145,7 +145,7 @@ def test_memory_that_is_lent_is_not_somebody_elses_too() -> None:
         ranks = MeasuredPipeline(schedule, kind, measures=True, extra=lambda stage, microbatch: NUMBERS).learned()
         assert any(rank.measured.lent_bytes for rank in ranks) == (kind == "peer")
         for rank in ranks:
-            outside = [each.fixed_bytes - rank.besides.now_bytes for each in (rank.learned, rank.as_it_was)]
+            outside = [memory.fixed_bytes - rank.besides.now_bytes for memory in (rank.learned, rank.as_it_was)]
             assert 0 <= outside[0] < PAGE_BYTES
             assert outside[1] == outside[0] + rank.measured.lent_bytes
             assert not rank.measured.lent_bytes or outside[1] > PAGE_BYTES
@@ -156,7 +156,7 @@ def test_a_graph_is_walked_once_a_stage(monkeypatch: pytest.MonkeyPatch) -> None
     time; how often one looks at all that was saved is counted."""
     walks: list[object] = []
     find = evictor.find
-    monkeypatch.setattr(evictor, "find", lambda *given: walks.append(given) or find(*given))
+    monkeypatch.setattr(evictor, "find", lambda *arguments: walks.append(arguments) or find(*arguments))
     pipeline = LatePipeline(SCHEDULES["1f1b"](), "two-sided")
     assert wrong_bits(pipeline, Draw(1), 3) == []
     evicting = sum(bool(num_transfers(pipeline.schedule, rank).evictions) for rank in range(4))

@@ -29,14 +29,14 @@ def test_operations_come_out_as_on_a_cpu() -> None:
     def losses(on: torch.device) -> list[torch.Tensor]:
         leaf = torch.nn.Parameter(weight.to(on))
         optimizer = torch.optim.Adam([leaf], 0.1)
-        found = []
+        values = []
         for _ in range(3):
             loss = torch.nn.functional.gelu(x.to(on) @ leaf).softmax(-1).square().sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            found.append(loss.detach().cpu())
-        return [*found, leaf.detach().cpu()]
+            values.append(loss.detach().cpu())
+        return [*values, leaf.detach().cpu()]
 
     assert all(map(torch.equal, losses(LATE), losses(torch.device("cpu"))))
     assert "forced" not in extension().counts()
@@ -44,12 +44,12 @@ def test_operations_come_out_as_on_a_cpu() -> None:
 
 def test_nothing_is_done_before_somebody_waits() -> None:
     drawn(Draw(1, AS_LATE))
-    made = numbers().to(LATE)
+    copy = numbers().to(LATE)
     event = torch.Event(LATE)
     event.record()
     assert extension().standing(), "it is under way"
     event.synchronize()
-    assert made[5].item() == 5.0
+    assert copy[5].item() == 5.0
 
 
 def orders_of_two_streams(ordered: bool) -> set[float]:
@@ -173,9 +173,9 @@ def test_events_tell_the_time_of_the_device() -> None:
 
 def test_several_devices_have_streams_and_memory_of_their_own() -> None:
     drawn()
-    one, other = numbers().to(device(1)), torch.zeros(1000, device=device(2))
-    other.copy_(one)
-    assert torch.equal(other.cpu(), numbers())
+    first, second = numbers().to(device(1)), torch.zeros(1000, device=device(2))
+    second.copy_(first)
+    assert torch.equal(second.cpu(), numbers())
     assert [torch.accelerator.memory_allocated(index) for index in range(3)] == [0, 4096, 4096]
     with pytest.raises(RuntimeError, match=f"no device {NUM_DEVICES}"):
         torch.zeros(1, device=device(NUM_DEVICES))
@@ -189,7 +189,7 @@ def test_a_copy_to_the_host_and_a_number_wait_for_their_stream() -> None:
 
 def test_a_draw_repeats() -> None:
     def run() -> list[float]:
-        found = []
+        values = []
         for seed in range(5):
             drawn(Draw(seed))
             value, sides = torch.zeros(1, device=LATE), [torch.Stream(LATE) for _ in range(3)]
@@ -197,8 +197,8 @@ def test_a_draw_repeats() -> None:
                 with current(side):
                     value.mul_(2).add_(number)
             torch.accelerator.synchronize()
-            found.append(value.item())
-        return found
+            values.append(value.item())
+        return values
 
     assert run() == run()
     assert len(set(run())) > 1
@@ -214,11 +214,11 @@ def test_a_tensor_without_memory_is_refused() -> None:
 
 def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     drawn()
-    held, behind = torch.Stream(LATE), torch.Stream(LATE)
-    extension().hold(0, held.stream_id)
-    behind.wait_event(held.record_event())
+    stopped, waiting = torch.Stream(LATE), torch.Stream(LATE)
+    extension().hold(0, stopped.stream_id)
+    waiting.wait_event(stopped.record_event())
     with pytest.raises(
         RuntimeError, match=r"nobody can go on: .*\n.*stream 1: a kernel that is held .*\n.*stream 2: wait for event"
     ):
-        behind.synchronize()
+        waiting.synchronize()
     extension().let_go(0)

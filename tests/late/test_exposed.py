@@ -65,7 +65,7 @@ IN_BUBBLES = {
 def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     """Without poison, which takes time of the device, and copies that nothing holds back."""
     device = accelerator(LATE)
-    monkeypatch.setattr(pipelines, "engine_of", lambda *given, poison: engine_of(*given))
+    monkeypatch.setattr(pipelines, "engine_of", lambda *arguments, poison: engine_of(*arguments))
     monkeypatch.setattr(pipelines, "late_to_host", lambda on: to_host(on.device))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -110,5 +110,5 @@ def test_what_fits_into_computations_costs_nothing(name: str, on: Accelerator) -
 
 def test_where_loads_stand_right_before_their_backwards_an_iteration_takes_longer(on: Accelerator) -> None:
     schedule, plain = build(HIDDEN["1f1b"]), build(replace(HIDDEN["1f1b"], balance=None))
-    early, late, without = (ran(one, on, LONGER).elapsed_s for one in (schedule, with_late_loads(schedule), plain))
+    early, late, without = (ran(plan, on, LONGER).elapsed_s for plan in (schedule, with_late_loads(schedule), plain))
     assert early == without < late

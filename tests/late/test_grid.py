@@ -41,7 +41,7 @@ def test_both_say_the_same_of_a_schedule(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(("name", "p"), SHARE)
 def test_both_say_the_same(name: str, p: int) -> None:
-    for exchange in sorted(EXCHANGES[name], key=lambda one: one.value):
+    for exchange in sorted(EXCHANGES[name], key=lambda member: member.value):
         schedule = plan_of(name, p, p if p == 8 else 2 * p, exchange)
         assert schedule is not None
         assert disagreements(schedule, exchange, everything=False)[0] == []
@@ -51,9 +51,9 @@ def test_both_say_the_same(name: str, p: int) -> None:
 def test_both_say_the_same_of_a_plan_that_was_moved(name: str, exchange: Exchange) -> None:
     schedule = plan_of(name, 4, 8, exchange)
     assert schedule is not None
-    other = moved(schedule, Kind.HOST, 2)
-    assert other is not None
-    wrong, still = disagreements(other, exchange, everything=False, in_one_slot=False)
+    changed = moved(schedule, Kind.HOST, 2)
+    assert changed is not None
+    wrong, still = disagreements(changed, exchange, everything=False, in_one_slot=False)
     assert wrong == []
     assert still
 
@@ -63,12 +63,12 @@ def test_memory_that_a_host_lends_is_waited_for() -> None:
     on: there both ends take part, and nobody lends. Over `peer` it stands still, where hosts wait for messages."""
     schedule = plan_of("mixpipe", 6, 12, Exchange.POSTED)
     assert schedule is not None
-    other = moved(schedule, Kind.HOST, 3)
-    assert other is not None
+    changed = moved(schedule, Kind.HOST, 3)
+    assert changed is not None
     for kind, stands in (("two-sided", False), ("peer", True)):
         run = Run(kind, hosts_wait=True)
-        assert stands_still(other, Exchange.POSTED, run) is stands
-        assert may_stand_still(other, Exchange.POSTED, run) is stands
+        assert stands_still(changed, Exchange.POSTED, run) is stands
+        assert may_stand_still(changed, Exchange.POSTED, run) is stands
 
 
 def test_both_say_the_same_of_births() -> None:
@@ -80,11 +80,11 @@ def test_both_say_the_same_of_births() -> None:
         for kind in ("two-sided", "peer"):
             for births in (False, True):
                 run = Run(kind, births=births)
-                found = (
+                verdicts = (
                     stands_still(schedule, Exchange.MEGATRON_1F1B, run),
                     may_stand_still(schedule, Exchange.MEGATRON_1F1B, run),
                 )
-                assert found == (stands and births, stands and births), run
+                assert verdicts == (stands and births, stands and births), run
         # Where a rank's own node takes what leaves nobody waits to hear of it.
         assert not stands_still(schedule, Exchange.MEGATRON_1F1B, Run("host", births=True))
 
@@ -110,7 +110,7 @@ def test_a_rank_that_idles_takes_two_messages_of_one_neighbour() -> None:
     exchange = Exchange.MEGATRON_INTERLEAVED
     schedule = plan_of("interleaved-1f1b", 6, 12, exchange)
     assert schedule is not None
-    instructions = [str(each) for each in lower(schedule, exchange)[0].instructions]
+    instructions = [str(instruction) for instruction in lower(schedule, exchange)[0].instructions]
     assert "post 7B2>6B2, post 7B3>6B3" in ", ".join(instructions)
     assert disagreements(schedule, exchange, everything=False)[0] == []
 
@@ -133,12 +133,13 @@ def test_launches_that_block_hold_our_own_loop_and_not_megatrons() -> None:
 def test_both_say_the_same_over_the_grid(name: str) -> None:
     wrong: list[str] = []
     for p, m in ((4, 4), (4, 8), (6, 12), (8, 8), (8, 16)):
-        for exchange in sorted(EXCHANGES[name], key=lambda one: one.value):
+        for exchange in sorted(EXCHANGES[name], key=lambda member: member.value):
             for hosts in ("pair", "pool"):
                 schedule = plan_of(name, p, m, exchange, hosts)
                 if schedule is not None and (hosts == "pair" or moves_anything(schedule)):
                     wrong += [
-                        f"p={p} m={m} {hosts} {each}" for each in disagreements(schedule, exchange, everything=True)[0]
+                        f"p={p} m={m} {hosts} {difference}"
+                        for difference in disagreements(schedule, exchange, everything=True)[0]
                     ]
     assert wrong == []
 
@@ -151,15 +152,15 @@ def test_both_say_the_same_of_plans_that_were_moved(name: str) -> None:
     wrong: list[str] = []
     plans = still = 0
     for p, m in ((4, 8), (6, 12)):
-        for exchange in sorted(EXCHANGES[name], key=lambda one: one.value):
+        for exchange in sorted(EXCHANGES[name], key=lambda member: member.value):
             schedule = plan_of(name, p, m, exchange)
             for kind, by in MOVES if schedule is not None else ():
                 assert schedule is not None
-                other = moved(schedule, kind, by)
-                if other is not None:
-                    found, stood = disagreements(other, exchange, everything=True, in_one_slot=False)
+                changed = moved(schedule, kind, by)
+                if changed is not None:
+                    differences, stood = disagreements(changed, exchange, everything=True, in_one_slot=False)
                     plans, still = plans + 1, still + stood
-                    wrong += [f"p={p} m={m} {kind.name} {by:+} {each}" for each in found]
+                    wrong += [f"p={p} m={m} {kind.name} {by:+} {difference}" for difference in differences]
     print(f"{name}: {plans} plans, {still} runs of these stood still")
     assert wrong == []
     assert plans

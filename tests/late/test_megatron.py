@@ -122,8 +122,8 @@ def on_late_devices(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fi
     slow = request.config.getoption("--slow")
     folder = tmp_path_factory.mktemp("late")
     cases = [
-        LateCase(name, f"{STOCK[stock]} {given.format(folder=folder)}", draw)
-        for name, (stock, given, draw) in CASES.items()
+        LateCase(name, f"{STOCK[stock]} {flags.format(folder=folder)}", draw)
+        for name, (stock, flags, draw) in CASES.items()
         if slow or name in DAILY
     ]
     # One of one queue refuses plans before they are run.
@@ -132,8 +132,8 @@ def on_late_devices(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fi
 
 def same(outcome: Outcome, case: str, stock: Outcome, of: str, world: int) -> None:
     for rank in range(world):
-        found, expected = outcome.record(case, rank), stock.record(of, rank)
-        assert found == expected
+        actual, expected = outcome.record(case, rank), stock.record(of, rank)
+        assert actual == expected
         assert len({step["gradients"] for step in expected["iterations"]}) == len(expected["iterations"])
 
 
@@ -207,14 +207,14 @@ def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) 
 
 def memory_said(outcome: Outcome, case: str) -> dict[int, list[tuple[int, ...]]]:
     """Return by stage, of each iteration, bytes in segments, how often one was taken, and the most that was given out."""
-    found = {}
+    by_stage = {}
     for rank in range(len(outcome.logs)):
         lines = [
             line.split(": ")[1] for line in outcome.said(case, rank).splitlines() if line.startswith("memory of stage")
         ]
         (stage,) = {int(line.split()[0]) for line in lines}
-        found[stage] = [tuple(map(int, line.split()[1:])) for line in lines]
-    return found
+        by_stage[stage] = [tuple(map(int, line.split()[1:])) for line in lines]
+    return by_stage
 
 
 @pytest.mark.slow
@@ -227,12 +227,12 @@ def test_memory_is_what_the_schedule_says_and_is_taken_once(tmp_path: Path) -> N
     late = train("late", 4, [stock, *cases], tmp_path, 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     peaks = {}
     for case in (stock, *cases):
-        said = memory_said(late, case.name)
-        for stage, iterations in said.items():
+        printed = memory_said(late, case.name)
+        for stage, iterations in printed.items():
             steady = {(reserved, taken) for reserved, taken, _ in iterations[1:]}
             assert len(steady) == 1, (case.name, stage, iterations)
             assert len({peak for _, _, peak in iterations[2:]}) == 1, (case.name, stage, iterations)
-        peaks[case.name] = [said[stage][-1][-1] for stage in range(4)]
+        peaks[case.name] = [printed[stage][-1][-1] for stage in range(4)]
     plain, balanced = (build(ScheduleConfig("1f1b", 4, 8, balance=how)) for how in (None, BalanceConfig()))
     (microbatch,) = {peaks["stock"][0] - peaks["nccl"][0], peaks["stock"][0] - peaks["peer"][0]}
     for stage in range(4):

@@ -67,8 +67,8 @@ def test_a_wait_for_a_transfer_that_is_missing_is_noticed(name: str) -> None:
         plan = "torch's 1F1B of 8" if wait.schedule == "1f1b of 8" else "torch's 1F1B"
         schedule = LISTED[plan]()
         with wait.taken_out():
-            found = noticed(lambda kind=wait.kind, schedule=schedule: TorchPipeline(schedule, kind))
-        assert found, f"{name} by {wait.kind}: nobody noticed"
+            is_noticed = noticed(lambda kind=wait.kind, schedule=schedule: TorchPipeline(schedule, kind))
+        assert is_noticed, f"{name} by {wait.kind}: nobody noticed"
 
 
 @pytest.mark.parametrize("name", ["torch's 1F1B", "torch's ZBVZeroBubble"])

@@ -56,8 +56,8 @@ def test_keys_that_are_freed_before_their_last_reader_are_noticed(monkeypatch: p
         now = keys.cutting.now
         assert now is not None
         for both in keys._kept[now.stage, now.microbatch].values():
-            for one in both:
-                one.whole.untyped_storage().resize_(0)
+            for kept in both:
+                kept.whole.untyped_storage().resize_(0)
         return collected(keys, gradient)
 
     monkeypatch.setattr(KeptKeys, "collected", freeing)
@@ -70,8 +70,8 @@ def test_gradients_of_keys_that_are_left_out_are_noticed(monkeypatch: pytest.Mon
     pipeline = LatePipeline(SCHEDULES["slices"](), "two-sided")
     expected = pipeline.model.expected(pipeline.schedule, ITERATIONS)
     monkeypatch.setattr(KeptKeys, "collected", lambda keys, gradient: collected(keys, gradient).zero_())
-    found = pipeline.run(Draw(1), ITERATIONS)
-    assert not any(torch.equal(found[place], one) for place, one in expected.items())
+    gradients = pipeline.run(Draw(1), ITERATIONS)
+    assert not any(torch.equal(gradients[place], gradient) for place, gradient in expected.items())
 
 
 # A pool of hosts, both tiers, sizes that differ, and two pipes: by what moves, and whether sizes differ.
@@ -96,10 +96,10 @@ def test_a_wait_that_is_missing_is_noticed(name: str) -> None:
         for schedule, kind, differing in paths:
             plan = SCHEDULES[schedule]()
             with wait.taken_out():
-                found = noticed(
+                is_noticed = noticed(
                     lambda plan=plan, kind=kind, differing=differing: LatePipeline(plan, kind, differing=differing)
                 )
-            assert found, f"{name}, in {schedule} by {kind}: nobody noticed"
+            assert is_noticed, f"{name}, in {schedule} by {kind}: nobody noticed"
 
 
 def test_a_rank_that_cannot_lend_tells_its_partner_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +147,9 @@ def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str
         peaks[schedule] = [rank.memory[-1][-1] for rank in pipeline.ranks]
     for rank in range(4):
         own, hosted = allocated_bytes(balanced, rank, memory_of([1] * balanced.num_stages))
-        held = own + (hosted if kind == "two-sided" else 0) - peak_counts(plain)[rank]
-        found = (peaks[balanced][rank] - peaks[plain][rank]) / STORAGE_BYTES
+        more = own + (hosted if kind == "two-sided" else 0) - peak_counts(plain)[rank]
+        measured = (peaks[balanced][rank] - peaks[plain][rank]) / STORAGE_BYTES
         # Beside the large storage each micro-batch saves three of half a kibibyte, and messages are under way.
-        assert found == pytest.approx(held, abs=0.02), (
-            f"rank {rank} holds {found} micro-batches more than without transfers, not {held}"
+        assert measured == pytest.approx(more, abs=0.02), (
+            f"rank {rank} holds {measured} micro-batches more than without transfers, not {more}"
         )

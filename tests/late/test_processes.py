@@ -18,14 +18,14 @@ LIMIT_S = 90.0
 
 
 @contextmanager
-def two_ranks(what: str, folder: Path, timeout_s: int) -> Iterator[tuple[list[Popen[bytes]], list[Path]]]:
+def two_ranks(role: str, folder: Path, timeout_s: int) -> Iterator[tuple[list[Popen[bytes]], list[Path]]]:
     """Yield two processes and their logs. Ends both."""
     (port,) = free_ports(1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     logs = [folder / f"{rank}.log" for rank in range(2)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/late/pair_worker.py"), what, str(rank), str(port), str(timeout_s)],
+            [sys.executable, str(ROOT / "tests/late/pair_worker.py"), role, str(rank), str(port), str(timeout_s)],
             cwd=folder,
             env=environment,
             stdout=logs[rank].open("wb"),
@@ -46,11 +46,11 @@ def test_the_watchdog_ends_a_rank_that_waits_longer_than_the_group_allows(tmp_pa
     with two_ranks("lonely", tmp_path, 3) as (ranks, logs):
         assert ranks[0].wait(LIMIT_S) == -signal.SIGABRT, logs[0].read_text()
         ranks[1].wait(LIMIT_S)
-    said = logs[0].read_text()
-    assert said.count("heard\n") == logs[1].read_text().count("heard\n") == 1
-    assert "late: watchdog of rank 0: " in said
-    assert "receive 1>0 was issued 3 s ago and has not ended, its time-out is 3 s." in said
-    assert "receive 1>0 has begun and waits for the other end" in said
+    printed = logs[0].read_text()
+    assert printed.count("heard\n") == logs[1].read_text().count("heard\n") == 1
+    assert "late: watchdog of rank 0: " in printed
+    assert "receive 1>0 was issued 3 s ago and has not ended, its time-out is 3 s." in printed
+    assert "receive 1>0 has begun and waits for the other end" in printed
 
 
 @pytest.mark.timeout(300)
@@ -59,9 +59,9 @@ def test_a_link_that_carries_nothing_is_given_up_before_the_watchdog_ends_the_pr
     with two_ranks("probing", tmp_path, 6) as (ranks, logs):
         for rank, log in zip(ranks, logs, strict=True):
             assert rank.wait(LIMIT_S) == 0, log.read_text()
-            said = log.read_text()
-            assert "not nccl: nothing arrived within 3 s (half of --bpipe-timeout)" in said
-            assert "chosen: peer" in said or "chosen: host" in said
+            printed = log.read_text()
+            assert "not nccl: nothing arrived within 3 s (half of --bpipe-timeout)" in printed
+            assert "chosen: peer" in printed or "chosen: host" in printed
 
 
 BEFORE = """

@@ -23,14 +23,14 @@ Broken = Callable[[], AbstractContextManager[Any]]
 def with_programs(change: Callable[[list[Instruction]], list[Instruction]]) -> AbstractContextManager[Any]:
     lower_as_run = executor_module.lower_as_run
 
-    def changed(*given: Any) -> list[SimpleNamespace]:
-        return [SimpleNamespace(instructions=change([*program.instructions])) for program in lower_as_run(*given)]
+    def changed(*arguments: Any) -> list[SimpleNamespace]:
+        return [SimpleNamespace(instructions=change([*program.instructions])) for program in lower_as_run(*arguments)]
 
     return patch.object(executor_module, "lower_as_run", changed)
 
 
 def without_one(text: str) -> Broken:
-    return lambda: with_programs(lambda program: [each for each in program if str(each) != text])
+    return lambda: with_programs(lambda program: [instruction for instruction in program if str(instruction) != text])
 
 
 def with_receives_swapped() -> AbstractContextManager[Any]:
@@ -38,8 +38,8 @@ def with_receives_swapped() -> AbstractContextManager[Any]:
     names = {"post 0F0>1F0": "post 0F1>1F1", "post 0F1>1F1": "post 0F0>1F0"}
 
     def swapped(program: list[Instruction]) -> list[Instruction]:
-        by_name = {str(each): each for each in program}
-        return [by_name[names.get(str(each), str(each))] for each in program]
+        by_name = {str(instruction): instruction for instruction in program}
+        return [by_name[names.get(str(instruction), str(instruction))] for instruction in program]
 
     return with_programs(swapped)
 
@@ -51,9 +51,9 @@ def without_handing_over() -> AbstractContextManager[Any]:
     def lost(self: Executor, action: Action, calls: Any) -> None:
         run(self, action, calls)
         sent = {
-            each.operand.value
-            for each in self._instructions
-            if each.op is Op.SEND and not isinstance(each.operand, Action)
+            instruction.operand.value
+            for instruction in self._instructions
+            if instruction.op is Op.SEND and not isinstance(instruction.operand, Action)
         }
         if (value := self._dependencies.value_of(action)) not in sent:
             self._values.pop(value, None)

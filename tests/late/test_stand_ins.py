@@ -40,8 +40,8 @@ class Overlapped(LateModel):
             beside = torch.nn.functional.gelu(x.sin().exp().tanh() @ weight)
         else:
             beside = self._beside(weight, x)
-        made = beside @ weight.t() + main
-        return made if stage + 1 < self._num_stages else (made * (microbatch + 1)).square().mean()
+        output = beside @ weight.t() + main
+        return output if stage + 1 < self._num_stages else (output * (microbatch + 1)).square().mean()
 
     def _beside(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         index = weight.device.index
@@ -50,9 +50,9 @@ class Overlapped(LateModel):
         stream = self._streams[index]
         stream.wait_event(torch.accelerator.current_stream().record_event())
         with current(stream):
-            made = torch.nn.functional.gelu(x.sin().exp().tanh() @ weight)
+            output = torch.nn.functional.gelu(x.sin().exp().tanh() @ weight)
         torch.accelerator.current_stream().wait_event(stream.record_event())
-        return made
+        return output
 
 
 def draws() -> list[Draw]:

@@ -71,12 +71,12 @@ def test_a_lane_of_its_own_starts_behind_what_the_computation_was_given() -> Non
 
 def lane_is_wrong(draw: Draw) -> bool:
     begin(draw)
-    lane, made, seen = streams.beside(device(), 1.0), torch.zeros(8, device=device()), []
-    made.fill_(1)
-    done = lane.run(lambda: seen.append(made + 1))
-    next_forward = made * 3
+    lane, tensor, seen = streams.beside(device(), 1.0), torch.zeros(8, device=device()), []
+    tensor.fill_(1)
+    done = lane.run(lambda: seen.append(tensor + 1))
+    next_forward = tensor * 3
     done.wait()
-    made.fill_(9)
+    tensor.fill_(9)
     return (seen[0].tolist(), next_forward.tolist()) != ([2.0] * 8, [3.0] * 8)
 
 

@@ -27,10 +27,10 @@ def pipelines(path: str) -> Iterator[LatePipeline]:
     if path in LISTED:
         yield from (TorchPipeline(LISTED[path](), kind) for kind in kinds_of(path))
         return
-    made, source = (ShardedPipeline, SHARDED) if path in SHARDED else (LatePipeline, SCHEDULES)
+    pipeline_class, source = (ShardedPipeline, SHARDED) if path in SHARDED else (LatePipeline, SCHEDULES)
     for differing in (False,) if path in ALIKE else (False, True):
         for kind in KINDS if path not in OWN else ("host",):
-            yield made(source[path](), kind, differing=differing)
+            yield pipeline_class(source[path](), kind, differing=differing)
 
 
 def is_right(pipeline: LatePipeline, draw: Draw) -> None:
@@ -58,11 +58,12 @@ def test_what_is_called_differing_differs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "name", "kind"), [(ShardedPipeline, "vocabulary 1", "peer"), (LatePipeline, "interleaved", "host")]
+    ("pipeline_class", "name", "kind"),
+    [(ShardedPipeline, "vocabulary 1", "peer"), (LatePipeline, "interleaved", "host")],
 )
-def test_directed_orders_of_a_case_are_right(made: Callable[..., LatePipeline], name: str, kind: str) -> None:
+def test_directed_orders_of_a_case_are_right(pipeline_class: Callable[..., LatePipeline], name: str, kind: str) -> None:
     for draw in draws(1):
-        is_right(made({**SCHEDULES, **SHARDED}[name](), kind, differing=True), draw)
+        is_right(pipeline_class({**SCHEDULES, **SHARDED}[name](), kind, differing=True), draw)
 
 
 @pytest.mark.slow

@@ -72,13 +72,13 @@ CHECKED = [name for name in WAITS if name.startswith("[") and not name.endswith(
 def test_a_wait_that_is_missing_is_noticed_by_the_check(name: str) -> None:
     """In one of a few orders, before anybody sees a gradient."""
     wait = WAITS[name][0]
-    found = ""
+    message = ""
     with wait.taken_out():
         for draw in (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10))):
             try:
                 LatePipeline(SCHEDULES[wait.schedule](), wait.kind, verify=True).run(draw)
             except RuntimeError as error:
-                found = str(error).splitlines()[0]
-                if "since the start, micro-batch" in found:
+                message = str(error).splitlines()[0]
+                if "since the start, micro-batch" in message:
                     return
-    pytest.fail(f"{name}: no check noticed{f', but: {found}' * bool(found)}")
+    pytest.fail(f"{name}: no check noticed{f', but: {message}' * bool(message)}")

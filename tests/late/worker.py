@@ -82,13 +82,13 @@ def on_device(arguments: tuple[str, ...]) -> tuple[str, ...]:
 def holding(device: str) -> dict[str, int]:
     """Return what this process still has of its trainings, on a late device, too. The boards of late groups are not
     counted: they stand for NCCL's memory."""
-    found = shared_holding()
+    resources = shared_holding()
     if device == "late":
         torch.accelerator.empty_cache()
         free, total = torch.accelerator.get_memory_info()
         lent, opened = extension().holding()
-        found |= {"device_bytes": total - free, "lent": lent, "opened": opened}
-    return found
+        resources |= {"device_bytes": total - free, "lent": lent, "opened": opened}
+    return resources
 
 
 def main(device: str, cases: str, folder: str) -> None:
