@@ -67,8 +67,8 @@ class Page:
         self.run("document.getElementById('timeline').scrollIntoView({ block: 'end' })")
         self.run("bpipeTimeline.place(...arguments)", rank, side, lane, time_s)
         self.settle()
-        found = self.run("return bpipeTimeline.place(...arguments)", rank, side, lane, time_s)
-        return float(found["x"]), float(found["y"])
+        point = self.run("return bpipeTimeline.place(...arguments)", rank, side, lane, time_s)
+        return float(point["x"]), float(point["y"])
 
     def colours(self, x: float, y: float, width: int = 1, height: int = 1) -> list[tuple[int, int, int]]:
         """The canvas's pixels around there."""

@@ -91,16 +91,16 @@ def track(report: Simulation, rank: int) -> dict[str, Any]:
     """One rank as measured: a transfer was waited for if a computation starts the moment it ends."""
     computations = report.computations[rank]
     ends = {later.start_s: before.end_s for before, later in pairwise(computations)}
-    found = simulated_track(report, rank, report.levels(rank))
+    track = simulated_track(report, rank, report.levels(rank))
     for row, timed in zip(
-        found["actions"],
+        track["actions"],
         sorted((*computations, *report.transfers[rank]), key=lambda timed: (timed.start_s, timed.end_s)),
         strict=True,
     ):
         assert row[0] == str(timed.action)
         if timed.action.kind not in COMPUTE and timed.end_s in ends:
             row[3] = float(timed.end_s - max(timed.start_s, ends[timed.end_s]))
-    return found
+    return track
 
 
 def _uneven(num_stages: int, chance: random.Random) -> Costs:
@@ -139,5 +139,5 @@ def _stage(report: Simulation, rank: int, missing: bool) -> dict[str, Any]:
 def action_row(view: dict[str, Any], rank: int, side: str, action: Action) -> list[Any]:
     """The row of an action in the iteration that the page shows first, the last."""
     rows = view["iterations"][-1]["ranks"][rank][side]["actions"]
-    found: list[Any] = next(row for row in rows if row[0] == str(action))
-    return found
+    row_found: list[Any] = next(row for row in rows if row[0] == str(action))
+    return row_found

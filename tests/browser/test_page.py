@@ -44,8 +44,8 @@ def at(
     return page.place(rank, side, LANES[action.kind.value], start + share * (end - start))
 
 
-def near(one: tuple[int, ...], other: tuple[int, ...], tolerance: int = 12) -> bool:
-    return all(abs(a - b) <= tolerance for a, b in zip(one, other, strict=True))
+def near(first: tuple[int, ...], second: tuple[int, ...], tolerance: int = 12) -> bool:
+    return all(abs(a - b) <= tolerance for a, b in zip(first, second, strict=True))
 
 
 def held(view: dict[str, Any], rank: int, side: str, time: float) -> int:
@@ -56,7 +56,7 @@ def held(view: dict[str, Any], rank: int, side: str, time: float) -> int:
 
 def longest_wait(view: dict[str, Any]) -> tuple[str, float, float]:
     """The transfer for which stage 0 stood still longest, when that ended, and how long it was."""
-    row = max(view["iterations"][-1]["ranks"][0]["measured"]["actions"], key=lambda one: one[3])
+    row = max(view["iterations"][-1]["ranks"][0]["measured"]["actions"], key=lambda action: action[3])
     assert row[3] > 0.005
     return row[0], row[2], row[3]
 
@@ -321,20 +321,20 @@ def test_hovering_tells_the_action(page: Page, view: dict[str, Any], text: str, 
     told = page.hover(*at(page, view, text, rank, side))
     assert told.startswith(f"{text}: ")
     assert f"micro-batch {action.microbatch}" in told.splitlines()[0]
-    said = facts(told)
-    assert said[f"stage {rank} (rank {rank})"] == side
-    assert ms(said["start"]) == pytest.approx(1e3 * start, abs=2e-3)
-    assert ms(said["duration"]) == pytest.approx(1e3 * (end - start), rel=1e-3)
-    assert said.get("bytes moved", said.get("bytes saved")) == (
+    shown = facts(told)
+    assert shown[f"stage {rank} (rank {rank})"] == side
+    assert ms(shown["start"]) == pytest.approx(1e3 * start, abs=2e-3)
+    assert ms(shown["duration"]) == pytest.approx(1e3 * (end - start), rel=1e-3)
+    assert shown.get("bytes moved", shown.get("bytes saved")) == (
         "–" if num_bytes is None else f"{num_bytes / MIB:.2f} MiB"
     )
-    assert said["host buffer"] == ("–" if slot is None else str(slot))
+    assert shown["host buffer"] == ("–" if slot is None else str(slot))
     if waited > 0:
-        assert ms(said["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
+        assert ms(shown["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
     else:
-        assert said["wait"] in ("none", "–")
-    other = "simulated" if side == "measured" else "measured"
-    assert ms(said[f"{other} duration"]) > 0, "the other side's is laid beside it"
+        assert shown["wait"] in ("none", "–")
+    other_side = "simulated" if side == "measured" else "measured"
+    assert ms(shown[f"{other_side} duration"]) > 0, "the other side's is laid beside it"
 
 
 def test_hovering_a_wait_tells_for_what(page: Page, view: dict[str, Any]) -> None:
@@ -349,10 +349,10 @@ def test_hovering_a_wait_tells_for_what(page: Page, view: dict[str, Any]) -> Non
 
 def test_hovering_the_memory_tells_both_and_the_bound(page: Page, view: dict[str, Any]) -> None:
     time = 0.25
-    said = facts(page.hover(*page.place(2, "measured", "memory", time)))
+    shown = facts(page.hover(*page.place(2, "measured", "memory", time)))
     for side in ("measured", "simulated"):
-        assert said[side] == f"{held(view, 2, side, time) / MIB:.2f} MiB"
-    assert said["bound"] == f"{5 * SAVED / MIB:.2f} MiB"
+        assert shown[side] == f"{held(view, 2, side, time) / MIB:.2f} MiB"
+    assert shown["bound"] == f"{5 * SAVED / MIB:.2f} MiB"
 
 
 def test_the_keys_step_through_actions_and_say_them(page: Page) -> None:

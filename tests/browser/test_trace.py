@@ -120,12 +120,12 @@ def check(query: Query, text: str) -> None:
     slices, counts, steps = written(text)
     complaints = query("select name, value from stats where severity in ('error', 'data_loss') and value > 0")
     assert not complaints, complaints
-    found = query(
+    rows = query(
         "select process.name, thread.name, slice.name, ts, dur from slice join thread_track on slice.track_id = "
         "thread_track.id "
         "join thread using (utid) join process using (upid)"
     )
-    assert Counter(map(tuple, found)) == slices
+    assert Counter(map(tuple, rows)) == slices
     counted = query(
         "select process.name, ts, value from counter join process_counter_track on counter.track_id = "
         "process_counter_track.id "
@@ -139,7 +139,7 @@ def check(query: Query, text: str) -> None:
         "select distinct a.category, b.category from flow join slice a on slice_out = a.id join slice b on slice_in = "
         "b.id"
     )
-    assert {tuple(one) for one in ends} == {("evict", "host"), ("host", "load")}
+    assert {tuple(names) for names in ends} == {("evict", "host"), ("host", "load")}
 
 
 @pytest.mark.parametrize("changes", [{}, {"noise": 0.4, "speed": 0.4e9, "transport": "gloo"}])

@@ -74,7 +74,7 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A half hour on a GPU must not be spent on one step that hangs."""
-    child, found = tmp_path / "child", tmp_path / "found.json"
+    child, results = tmp_path / "child", tmp_path / "found.json"
     instead(
         "if name == 'versions':\n"
         f"    open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)\n"
@@ -82,11 +82,11 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
     )
     monkeypatch.setattr(check, "STEPS", {"versions": check.Step(4), "streams": check.Step(20, alone=True)})
     begin = time.monotonic()
-    assert check.main(["--device", "late", "--minutes", "0.5", "--json", str(found)]) == 1
+    assert check.main(["--device", "late", "--minutes", "0.5", "--json", str(results)]) == 1
     assert time.monotonic() - begin < 30
-    said = json.loads(found.read_text())["steps"]
-    assert said["versions"]["failure"] == "it did not end within 4 s"
-    assert said["streams"]["ok"] is True
+    steps = json.loads(results.read_text())["steps"]
+    assert steps["versions"]["failure"] == "it did not end within 4 s"
+    assert steps["streams"]["ok"] is True
     for _ in range(100):
         if ended(int(child.read_text())):
             break
@@ -99,12 +99,12 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
 def test_what_is_not_reached_in_time_is_skipped(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, instead: Callable[[str], None], tmp_path: Path
 ) -> None:
-    found = tmp_path / "found.json"
+    results = tmp_path / "found.json"
     instead("json.dump({'ok': True}, open(file, 'w'))")
     monkeypatch.setattr(check, "STEPS", {name: check.Step(20, alone=True) for name in ("versions", "streams")})
     monkeypatch.setattr(check, "LEAST_S", 60.0)
-    assert check.main(["--device", "late", "--minutes", "0.5", "--json", str(found)]) == 0
-    steps = json.loads(found.read_text())["steps"]
+    assert check.main(["--device", "late", "--minutes", "0.5", "--json", str(results)]) == 0
+    steps = json.loads(results.read_text())["steps"]
     assert {step["skipped"] for step in steps.values()} == {"the 0.5 minutes were over"}
 
 
@@ -136,11 +136,11 @@ def test_a_cut_run_leaves_what_it_had(check: ModuleType, monkeypatch: pytest.Mon
         return check.Result(ok=True)
 
     monkeypatch.setattr(check.isolate, "isolated", cut)
-    found = tmp_path / "found.json"
+    file = tmp_path / "found.json"
     with pytest.raises(KeyboardInterrupt):
-        check.main(["--device", "late", "--only", "overhead,true_size,memory,nearly_full", "--json", str(found)])
-    said = json.loads(found.read_text())
-    assert list(said["steps"]) == said["asked"][: said["asked"].index("memory")]
+        check.main(["--device", "late", "--only", "overhead,true_size,memory,nearly_full", "--json", str(file)])
+    results = json.loads(file.read_text())
+    assert list(results["steps"]) == results["asked"][: results["asked"].index("memory")]
 
 
 def test_everything_ends_in_time(check: ModuleType) -> None:
@@ -164,8 +164,8 @@ def test_what_a_shell_has_set_for_trainings_does_not_reach_a_case(
     for name in check.isolate.OURS:
         monkeypatch.setenv(name, "1")
     assert not isolated(check).facts.keys() & set(check.isolate.OURS)
-    given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert isolated(check, environment=given).facts.items() >= given.items()
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert isolated(check, environment=environment).facts.items() >= environment.items()
 
 
 # By step, what has to be started for it: a case, and under which value.
@@ -195,14 +195,14 @@ def test_a_step_of_several_runs(check: ModuleType, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(check.isolate, "isolated", answered)
     result = check.find_out(name, "cuda", "small", 1.0)
     assert asked == SEVERAL[name]
-    said = dict(result.rows)
+    rows = dict(result.rows)
     if name == "connections":
         assert result.ok is False
-        assert said["streams, 1 connection"] == "FAILED: not right: gradients"
-        assert said["peer, 8 connections"] == "FAILED: its process ended with status -11"
+        assert rows["streams, 1 connection"] == "FAILED: not right: gradients"
+        assert rows["peer, 8 connections"] == "FAILED: its process ended with status -11"
     elif name == "overhead_one_queue":
         assert result.ok is None
-        assert said == {"1 connection: with / without": "1.01"}
+        assert rows == {"1 connection: with / without": "1.01"}
 
 
 def test_the_script_writes_everything_down(
@@ -211,10 +211,10 @@ def test_the_script_writes_everything_down(
     instead("json.dump({'ok': True, 'facts': {'argv': sys.argv[1:4]}}, open(file, 'w'))")
     file = tmp_path / "found.json"
     assert check.main(["--device", "late", "--only", "abandon", "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert found["header"]["torch"] == torch.__version__
-    assert found["header"]["command"].endswith(f"--device late --only abandon --json {file}")
-    assert found["steps"]["abandon"]["facts"] == {"argv": ["abandon", "late", "small"]}
+    results = json.loads(file.read_text())
+    assert results["header"]["torch"] == torch.__version__
+    assert results["header"]["command"].endswith(f"--device late --only abandon --json {file}")
+    assert results["steps"]["abandon"]["facts"] == {"argv": ["abandon", "late", "small"]}
     printed = capsys.readouterr().out.splitlines()
     assert check.ON_LATE in printed[-1]
     assert any(re.fullmatch(r"abandon +ok", line) for line in printed)
@@ -256,7 +256,7 @@ def test_results_are_written_into_the_document(
     def of(command: str, device: str = "cuda", **steps: Any) -> Path:
         header = {"gpu": "H100 | 80 GB", "date": "2026-01-02", "command": command, "device": device}
         file = tmp_path / f"{command}.json"
-        file.write_text(json.dumps({"header": header, "steps": {name: vars(one) for name, one in steps.items()}}))
+        file.write_text(json.dumps({"header": header, "steps": {name: vars(step) for name, step in steps.items()}}))
         return file
 
     document = tmp_path / "gpu.md"
@@ -268,7 +268,7 @@ def test_results_are_written_into_the_document(
     skipped = check.Result(skipped="no NCCL 2.30")
     first = of("first", streams=right, peer=right, overhead=measured, nccl=skipped)
     assert check.main(["--table", str(first), str(of("second", peer=wrong))]) == 0
-    rows = {name: (where.strip(), said.strip()) for name, where, said in check.ROW.findall(document.read_text())}
+    rows = {name: (where.strip(), verdict.strip()) for name, where, verdict in check.ROW.findall(document.read_text())}
     assert list(rows) == ["peer", "nccl", "streams", "overhead"]
     assert rows["streams"] == ("H100 / 80 GB, 2026-01-02", "right: 1 lines as expected")
     assert rows["peer"] == ("H100 / 80 GB, 2026-01-02", "WRONG: not right: put")

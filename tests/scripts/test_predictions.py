@@ -51,9 +51,9 @@ LIMITS = [
 
 def test_no_error_grows(predictions: ModuleType) -> None:
     """Some sources miss the target of 4 and 10 %; the page says so, and here they must not drift further away."""
-    found = predictions.comparisons()
-    assert [(name, len(rows)) for name, _, _, rows in found] == [(name, number) for name, number, _, _ in LIMITS]
-    for (name, _, _, rows), (_, _, mean, largest) in zip(found, LIMITS, strict=True):
+    sources = predictions.comparisons()
+    assert [(name, len(rows)) for name, _, _, rows in sources] == [(name, number) for name, number, _, _ in LIMITS]
+    for (name, _, _, rows), (_, _, mean, largest) in zip(sources, LIMITS, strict=True):
         errors = [abs(row.error_percent) for row in rows]
         assert statistics.mean(errors) <= mean, name
         assert max(errors) <= largest, name
@@ -66,22 +66,22 @@ def test_runs_are_predicted_in_their_measured_order(predictions: ModuleType) -> 
 
 def test_the_grid_of_gpt3_96b(predictions: ModuleType) -> None:
     """One row at most is missed, and the two balanced rows are the fastest, in their measured order."""
-    found = predictions.runs.grid()
-    assert sum(not row.agrees for row in found) <= 1
+    rows = predictions.runs.grid()
+    assert sum(not row.agrees for row in rows) <= 1
     for column in ("measured", "predicted"):
-        fastest = sorted(found, key=lambda row: -getattr(row.mfu, column))[:2]
+        fastest = sorted(rows, key=lambda row: -getattr(row.mfu, column))[:2]
         assert [(row.name, row.balanced) for row in fastest] == [("4/8/2", "yes"), ("2/16/1", "yes")], column
 
 
 def test_nvidias_runs_are_predicted_with_the_overlap_of_their_recipe(predictions: ModuleType) -> None:
-    found = [row for row in predictions.runs.published() if row.source.startswith("NVIDIA")]
-    assert [row.setup.switches.tp_comm_overlap for row in found] == [True] * 5
+    rows = [row for row in predictions.runs.published() if row.source.startswith("NVIDIA")]
+    assert [row.setup.switches.tp_comm_overlap for row in rows] == [True] * 5
 
 
 def test_one_run_calibrates_the_others(predictions: ModuleType) -> None:
-    found = predictions.times_by_source()
-    assert len(found) == 5
-    for source, rows in found.items():
+    sources = predictions.times_by_source()
+    assert len(sources) == 5
+    for source, rows in sources.items():
         by_first = predictions.calibrated_errors(rows, 1)
         by_any = predictions.calibrated_errors(rows, len(rows))
         assert len(by_any) == len(rows) * (len(rows) - 1)
@@ -93,17 +93,17 @@ def test_one_run_calibrates_the_others(predictions: ModuleType) -> None:
 
 def test_our_own_runs_are_predicted_to_the_byte(predictions: ModuleType) -> None:
     """GPT and LLaMA, both precisions, every recomputation, tensor and sequence parallelism, plain and balanced."""
-    found = predictions.runs.cpu_runs()
-    assert sum(len(run.measured) for run in found) == 64
-    for run in found:
+    runs = predictions.runs.cpu_runs()
+    assert sum(len(run.measured) for run in runs) == 64
+    for run in runs:
         assert run.predicted == run.measured, run.name
-    assert {run.setup.balance for run in found} == {None, EVENLY}
-    assert {run.setup.precision for run in found} == {"fp32", "bf16"}
-    assert {run.setup.recompute for run in found} == {
+    assert {run.setup.balance for run in runs} == {None, EVENLY}
+    assert {run.setup.precision for run in runs} == {"fp32", "bf16"}
+    assert {run.setup.recompute for run in runs} == {
         *("none", "selective", "full", "full:block:1", "full:uniform:2"),
         *("selective:core_attn+mlp", "selective:layernorm"),
     }
-    assert {run.setup.sequence_shards for run in found if run.setup.tensor == 2} == {1, 2}
+    assert {run.setup.sequence_shards for run in runs if run.setup.tensor == 2} == {1, 2}
 
 
 def test_error_bars_are_those_of_the_runs(predictions: ModuleType) -> None:

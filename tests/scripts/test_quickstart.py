@@ -83,8 +83,8 @@ def held(schedule: str) -> list[list[tuple[int, int]]]:
     plain = build(ScheduleConfig("interleaved-1f1b" if chunks == 2 else "1f1b", 8, 16, num_chunks=chunks))
     balanced = build(ScheduleConfig(schedule, 8, 16, num_chunks=chunks, balance=named_balance("bpipe")))
     return [
-        [(peak, num_transfers(one, rank).evictions) for rank, peak in enumerate(peak_counts(one))]
-        for one in (plain, balanced)
+        [(peak, num_transfers(plan, rank).evictions) for rank, peak in enumerate(peak_counts(plan))]
+        for plan in (plain, balanced)
     ]
 
 
@@ -92,13 +92,18 @@ def quickstart(
     tmp_path: Path, environment: Path, *arguments: str, goes: str = "well", gpus: int = 0
 ) -> subprocess.CompletedProcess[str]:
     schedule = arguments[1] if len(arguments) > 1 and arguments[1] in FLAGS else "zb-h1"
-    given = {"VENV": str(environment), "RUNS": str(tmp_path / "runs"), "HELD": json.dumps(held(schedule)), "GOES": goes}
+    variables = {
+        "VENV": str(environment),
+        "RUNS": str(tmp_path / "runs"),
+        "HELD": json.dumps(held(schedule)),
+        "GOES": goes,
+    }
     if gpus:
         driver = environment / "bin" / "nvidia-smi"
         driver.write_text("#!/bin/sh\n")
         driver.chmod(0o755)
-        given["GPUS"] = str(gpus)
-    env = {**os.environ, **given, "PYTHONPATH": f"{ROOT}{os.pathsep}{sysconfig.get_path('purelib')}"}
+        variables["GPUS"] = str(gpus)
+    env = {**os.environ, **variables, "PYTHONPATH": f"{ROOT}{os.pathsep}{sysconfig.get_path('purelib')}"}
     script = ["bash", str(ROOT / "scripts/quickstart.sh"), *arguments]
     return subprocess.run(script, env=env, capture_output=True, text=True, timeout=55, check=False)
 
@@ -182,7 +187,7 @@ def test_one_bit_is_enough_to_fail(tmp_path: Path, environment: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("v-half", "--schedule v-half gives ranks other layers"),
         ("gpipe", "--schedule 'gpipe' is not grouped-interleaved, "),
@@ -190,11 +195,11 @@ def test_one_bit_is_enough_to_fail(tmp_path: Path, environment: Path) -> None:
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
-    name: str, said: str, tmp_path: Path, environment: Path
+    name: str, message: str, tmp_path: Path, environment: Path
 ) -> None:
     ended = quickstart(tmp_path, environment, "--schedule", name)
     assert ended.returncode == 1
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert ". Give " in ended.stderr
     assert not (tmp_path / "runs").exists()
 

@@ -42,11 +42,11 @@ def test_a_commit_that_is_not_there_is_refused(scripts: Path, tmp_path: Path) ->
 @pytest.mark.timeout(300)
 def test_the_tests_it_chooses_exist(scripts: Path) -> None:
     """A choice that matches nothing would be a verdict on nothing."""
-    said = (scripts / "test_upstream.sh").read_text()
-    assert said.index("judge without_bpipe") < said.index('for kind in "${kinds[@]}"'), (
+    script = (scripts / "test_upstream.sh").read_text()
+    assert script.index("judge without_bpipe") < script.index('for kind in "${kinds[@]}"'), (
         "0.20 ended at start without our flags, too, and every run that it was tried with had some"
     )
-    kinds = re.findall(r'^    "(\w+)\|(\w+\.py)\|(.+)"$', said, re.MULTILINE)
+    kinds = re.findall(r'^    "(\w+)\|(\w+\.py)\|(.+)"$', script, re.MULTILINE)
     assert len(kinds) == 5 + 7
     chosen = [(file, which) for _, file, which in (*kinds, ("", "test_launch.py", "without_our_flags"))]
     command = [sys.executable, "-m", "pytest", "-n", "0", "--co", "-q", *{f"tests/gloo/{file}" for file, _ in chosen}]
