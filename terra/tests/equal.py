@@ -18,13 +18,13 @@ def opened(kind: str) -> contextlib.closing[terra.Session]:
     return contextlib.closing(terra.Session(kind))  # type: ignore[arg-type]
 
 
-def bits(made: Any) -> Any:
+def bits(result: Any) -> Any:
     """Numbers with their types, out of whatever a step gives."""
-    if isinstance(made, torch.Tensor):
-        return made.dtype, made.detach().numpy().tobytes(), tuple(made.shape), made.requires_grad
-    if isinstance(made, dict):
-        return {name: bits(each) for name, each in made.items()}
-    return [bits(each) for each in made] if isinstance(made, (list, tuple)) else made
+    if isinstance(result, torch.Tensor):
+        return result.dtype, result.detach().numpy().tobytes(), tuple(result.shape), result.requires_grad
+    if isinstance(result, dict):
+        return {name: bits(value) for name, value in result.items()}
+    return [bits(value) for value in result] if isinstance(result, (list, tuple)) else result
 
 
 def plainly(build: Callable[[], Steps]) -> list[Any]:
@@ -33,12 +33,12 @@ def plainly(build: Callable[[], Steps]) -> list[Any]:
 
 
 def in_session(session: terra.Session, build: Callable[[], Steps]) -> list[Any]:
-    steps, made = build(), []
+    steps, results = build(), []
     for _ in range(STEPS):
         with session:
-            made.append(next(steps))
-        made[-1] = bits(made[-1])
-    return made
+            results.append(next(steps))
+        results[-1] = bits(results[-1])
+    return results
 
 
 def is_equal(kind: str, build: Callable[[], Steps]) -> None:

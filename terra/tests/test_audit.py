@@ -34,7 +34,7 @@ def marked(step: Callable[..., Any]) -> set[tuple[int, str]]:
 
 
 def found(audit: terra.Audit) -> set[tuple[int, str]]:
-    return {(each.place.line, each.kind.name.lower()) for each in audit.findings}
+    return {(finding.place.line, finding.kind.name.lower()) for finding in audit.findings}
 
 
 def model() -> torch.nn.Module:
@@ -67,8 +67,8 @@ def test_what_is_looked_at_computes_the_same() -> None:
             for _ in range(5):
                 step()
         states.append([*net.state_dict().values(), torch.get_rng_state()])
-    for one, other in zip(*states, strict=True):
-        assert torch.equal(one, other)
+    for expected, actual in zip(*states, strict=True):
+        assert torch.equal(expected, actual)
 
 
 def test_nothing_is_left_behind() -> None:
@@ -201,7 +201,7 @@ def prints_and_saves() -> Iterator[None]:
         pickle.dumps(weight)  # is host_read
         torch.save({"weight": weight}, io.BytesIO())  # is host_read
         torch.tensor([alone, 1.0]).sum()  # is host_read and from_python
-        kept.apply_(lambda each: each)  # is host_read
+        kept.apply_(lambda number: number)  # is host_read
         yield
 
 
@@ -229,15 +229,15 @@ def sizes_by_data() -> Iterator[None]:
 def places_that_are_set() -> Iterator[None]:
     """One number is filled in where a mask holds, and nobody waits for how many places there are."""
     weight, steps = torch.randn(3, 4), count(1)
-    other, row, mask = weight.clone(), torch.randn(4), torch.tensor([True, False, True])
+    copied, row, mask = weight.clone(), torch.randn(4), torch.tensor([True, False, True])
     while True:
         weight[weight > 9] = 0.0
         weight[mask] = 1
         weight[1:, 2][mask[1:]] = 2.0
         weight[0, 1] = 3.0
-        hidden = (other * 2).requires_grad_()
+        hidden = (copied * 2).requires_grad_()
         filled = hidden * 1
-        filled[other > 0] = 4.0
+        filled[copied > 0] = 4.0
         filled.sum().backward()
         weight[weight > 0] = 1.0 / next(steps)  # is scalar
         weight[mask] = row  # is size
@@ -301,15 +301,15 @@ class _Scaled(torch.autograd.Function):
     steps: Iterator[int] = count(1)
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return given.clone()
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * (1 / next(_Scaled.steps))  # is scalar
 
 
-DEFECTS = [each for each in list(vars().values()) if inspect.isgeneratorfunction(each)]
+DEFECTS = [value for value in list(vars().values()) if inspect.isgeneratorfunction(value)]
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
@@ -328,7 +328,7 @@ def test_a_backward_of_ones_own_is_named_at_its_line() -> None:
 
     audit = terra.audit(step)
     assert found(audit) == marked(_Scaled.backward)
-    assert [each.place.backward_of for each in audit.findings] == ["_ScaledBackward"]
+    assert [finding.place.backward_of for finding in audit.findings] == ["_ScaledBackward"]
 
 
 def test_what_stands_in_for_torch_hands_its_place_on() -> None:
@@ -372,11 +372,11 @@ def test_a_collective_is_said(tmp_path: Path) -> None:
 def test_the_text_has_a_line_for_each_and_says_what_it_cannot_see() -> None:
     audit = terra.audit(partial(next, growing_rate()))
     ((line, _),) = marked(growing_rate)
-    said = text(audit)
-    assert said.startswith("3 steps of 3 operations: 1 thing that a CUDA graph would freeze, lose or break on\n")
-    assert f"test_audit.py:{line}\n  scalar changes: add_: alpha is 0.5 then 0.333333 then 0.25\n" in said
-    assert "scalar changes: a replay repeats the captured number" in said
-    assert "kernels that do not pass torch's dispatcher" in said
+    report = text(audit)
+    assert report.startswith("3 steps of 3 operations: 1 thing that a CUDA graph would freeze, lose or break on\n")
+    assert f"test_audit.py:{line}\n  scalar changes: add_: alpha is 0.5 then 0.333333 then 0.25\n" in report
+    assert "scalar changes: a replay repeats the captured number" in report
+    assert "kernels that do not pass torch's dispatcher" in report
     (entry,) = document(audit)["findings"]
     assert (entry["kind"], entry["line"], entry["file"]) == ("scalar", line, __file__)
 
@@ -395,9 +395,9 @@ def test_two_steps_may_be_under_way_and_come_in_parts() -> None:
     losses = {}
     with recorder.running():
         for number in range(3):
-            given = torch.randn(3)
-            with recorder.step(number, inputs=[given]):
-                losses[number] = (given * weight).exp().sum()
+            inputs = torch.randn(3)
+            with recorder.step(number, inputs=[inputs]):
+                losses[number] = (inputs * weight).exp().sum()
         for number in range(3):
             with recorder.step(number):
                 losses.pop(number).backward()

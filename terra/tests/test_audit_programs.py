@@ -55,31 +55,31 @@ def audit_of(name: str, audits: dict[str, terra.Audit]) -> terra.Audit:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_program_has_is_found_and_nothing_else(name: str, audits: dict[str, terra.Audit]) -> None:
-    features, kinds = PROGRAMS[name].features, {each.kind for each in audit_of(name, audits).findings}
+    features, kinds = PROGRAMS[name].features, {finding.kind for finding in audit_of(name, audits).findings}
     missing = {feature.name for feature in features if feature in MUST and not MUST[feature] & kinds}
     assert not missing, f"found: {sorted(kind.name for kind in kinds)}"
     allowed = set().union(*(MAY.get(feature, set()) for feature in features))
-    assert kinds <= allowed, [each for each in audit_of(name, audits).findings if each.kind not in allowed]
+    assert kinds <= allowed, [finding for finding in audit_of(name, audits).findings if finding.kind not in allowed]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_places_are_lines_of_the_program(name: str, audits: dict[str, terra.Audit]) -> None:
-    files = {Path(each.place.file).name for each in audit_of(name, audits).findings}
+    files = {Path(finding.place.file).name for finding in audit_of(name, audits).findings}
     assert {"trainings.py"} <= files <= {"trainings.py", "layers.py"}
-    assert max(len(each.detail) for each in audit_of(name, audits).findings) < 200
+    assert max(len(finding.detail) for finding in audit_of(name, audits).findings) < 200
 
 
 def test_ones_own_backward_and_hooks_are_named_there(audits: dict[str, terra.Audit]) -> None:
     """The number that `Clipped` divides its gradient by, and the factor of a parameter's hook."""
     for name, function in (("functions", "Clipped.backward"), ("hooks", "Hooks.scaled")):
-        found = [each for each in audit_of(name, audits).findings if each.place.function == function]
-        assert [each.kind for each in found] == [Kind.SCALAR]
-        assert found[0].place.backward_of
+        findings = [finding for finding in audit_of(name, audits).findings if finding.place.function == function]
+        assert [finding.kind for finding in findings] == [Kind.SCALAR]
+        assert findings[0].place.backward_of
 
 
 def test_what_cannot_be_seen_is_said(audits: dict[str, terra.Audit]) -> None:
     """The array that is overwritten behind an operation."""
-    assert any("through an array" in each for each in audit_of("numpy memory", audits).unseen)
+    assert any("through an array" in line for line in audit_of("numpy memory", audits).unseen)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

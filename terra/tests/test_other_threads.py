@@ -107,12 +107,12 @@ def test_a_child_that_a_step_forks_goes_on(kind: str) -> None:
         for _ in range(6):
             with session:
                 weight.mul_(2)
-                made = weight + 1
+                result = weight + 1
                 child = os.fork() if next(forks) else -1
                 weight.mul_(3)
-                made = made * weight
+                result = result * weight
             if child == 0:
-                os._exit(_status(session, weight, made))
+                os._exit(_status(session, weight, result))
             children.append(child)
     left = 20.0
     while (ended := os.waitpid(children[-1], os.WNOHANG))[0] == 0 and (left := left - 0.02) > 0:
@@ -124,10 +124,10 @@ def test_a_child_that_a_step_forks_goes_on(kind: str) -> None:
     assert weight.tolist() == [6.0**6] * 3
 
 
-def _status(session: terra.Session, weight: torch.Tensor, made: torch.Tensor) -> int:
+def _status(session: terra.Session, weight: torch.Tensor, result: torch.Tensor) -> int:
     """In the child: 7 where all is right, and another step too."""
     try:
-        right = weight.tolist() == [6.0**6] * 3 and made.tolist() == [(6.0**5 * 2 + 1) * 6.0**6] * 3
+        right = weight.tolist() == [6.0**6] * 3 and result.tolist() == [(6.0**5 * 2 + 1) * 6.0**6] * 3
         with session:
             weight.mul_(2)
         session.close()

@@ -20,12 +20,12 @@ from tests.equal import KINDS, STEPS, is_equal, opened
 def best_weights() -> Iterator[Any]:
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     net.load_state_dict(
-        {name: torch.full_like(each, place) for place, (name, each) in enumerate(net.state_dict().items())}
+        {name: torch.full_like(tensor, place) for place, (name, tensor) in enumerate(net.state_dict().items())}
     )
     while True:
         with torch.no_grad():
-            for each in net.parameters():
-                each.add_(1)
+            for parameter in net.parameters():
+                parameter.add_(1)
         yield copy.deepcopy(net.state_dict())
 
 
@@ -34,7 +34,7 @@ def test_a_deep_copy_of_several_has_each_of_them(kind: str) -> None:
     """Every copy was the first one's: it was remembered by an identity that the next value reused."""
     with opened(kind) as session, session:
         copied = next(best_weights())
-    assert {type(each) for each in copied.values()} == {torch.Tensor}
+    assert {type(tensor) for tensor in copied.values()} == {torch.Tensor}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,21 +43,21 @@ def test_a_deep_copy_is_built_as_what_is_copied(kind: str) -> None:
     weight = torch.arange(6.0)
 
     def copied() -> list[torch.Tensor]:
-        made = weight * 2
-        made.label = "half"  # type: ignore[attr-defined]
+        doubled = weight * 2
+        doubled.label = "half"  # type: ignore[attr-defined]
         leaf = (weight * 3).requires_grad_()
         (leaf * leaf).sum().backward()
         memory: dict[int, Any] = {}
-        return copy.deepcopy([made, made, made[2:4], leaf, torch.nn.Parameter(weight * 4), weight], memory)
+        return copy.deepcopy([doubled, doubled, doubled[2:4], leaf, torch.nn.Parameter(weight * 4), weight], memory)
 
     with opened(kind) as session:
         for _ in range(STEPS):
             with session:
-                made, again, part, leaf, parameter, outer = copied()
-    assert made is again
+                doubled, again, part, leaf, parameter, outer = copied()
+    assert doubled is again
     part.zero_()
-    assert made.tolist() == [0.0, 2.0, 0.0, 0.0, 8.0, 10.0]
-    assert (made.label, type(parameter), parameter.requires_grad) == ("half", torch.nn.Parameter, True)  # type: ignore[attr-defined]
+    assert doubled.tolist() == [0.0, 2.0, 0.0, 0.0, 8.0, 10.0]
+    assert (doubled.label, type(parameter), parameter.requires_grad) == ("half", torch.nn.Parameter, True)  # type: ignore[attr-defined]
     assert leaf.requires_grad
     assert leaf.grad is not None
     assert leaf.grad.tolist() == (weight * 6).tolist()
@@ -91,29 +91,29 @@ def capsules() -> Iterator[Any]:
     weight = torch.randn(4, generator=torch.Generator().manual_seed(1))
     while True:
         weight.mul_(1.5)
-        made = weight * 2
-        taken = [torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(each)) for each in (made, weight)]
+        doubled = weight * 2
+        taken = [torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)) for tensor in (doubled, weight)]
         taken += [
-            torch.from_dlpack(made * 1),
-            torch.from_dlpack((made * 1).__dlpack__()),
-            torch.from_numpy(np.from_dlpack(made * 1)),
+            torch.from_dlpack(doubled * 1),
+            torch.from_dlpack((doubled * 1).__dlpack__()),
+            torch.from_numpy(np.from_dlpack(doubled * 1)),
         ]
-        made.add_(1)
-        yield [*taken, made]
+        doubled.add_(1)
+        yield [*taken, doubled]
 
 
 def called_on_each_number() -> Iterator[Any]:
     weight = torch.arange(4.0)
     while True:
         weight.mul_(1.5)
-        made, other = weight * 2, weight * 3
-        one = torch.ones(())
-        made.apply_(lambda each, one=one: each + float(one * 2))
-        weight.apply_(lambda each: each + 1)
-        other.map_(made, lambda one, other: one * other)
-        weight.map_(other, lambda one, other: one - other)
-        other.map2_(made, weight, lambda one, two, three: one + two * three)
-        yield made, other, weight * 1, made.apply_(lambda each: each) is made
+        doubled, tripled = weight * 2, weight * 3
+        scalar = torch.ones(())
+        doubled.apply_(lambda number, scalar=scalar: number + float(scalar * 2))
+        weight.apply_(lambda number: number + 1)
+        tripled.map_(doubled, lambda a, b: a * b)
+        weight.map_(tripled, lambda a, b: a - b)
+        tripled.map2_(doubled, weight, lambda a, b, c: a + b * c)
+        yield doubled, tripled, weight * 1, doubled.apply_(lambda number: number) is doubled
 
 
 def lists_of_tensors() -> Iterator[Any]:
@@ -138,28 +138,28 @@ def lists_of_tensors() -> Iterator[Any]:
 
 
 def swapped() -> Iterator[Any]:
-    one, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.arange(2.0))
+    first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.arange(2.0))
     while True:
         with torch.no_grad():
-            one.add_(1)
-            other.mul_(3)
-        made, another = one.detach() * 2, other.detach() * 3
-        torch.utils.swap_tensors(one, other)
-        torch.utils.swap_tensors(made, another)
+            first.add_(1)
+            second.mul_(3)
+        doubled, tripled = first.detach() * 2, second.detach() * 3
+        torch.utils.swap_tensors(first, second)
+        torch.utils.swap_tensors(doubled, tripled)
         with torch.no_grad():
-            one.mul_(0.5)
-        yield one * 1, other * 1, made + 1, another - 1
+            first.mul_(0.5)
+        yield first * 1, second * 1, doubled + 1, tripled - 1
 
 
 def set_apart_by_a_made_index() -> Iterator[Any]:
-    table, at = torch.arange(12.0).reshape(6, 2), torch.tensor([1, 3])
+    table, index = torch.arange(12.0).reshape(6, 2), torch.tensor([1, 3])
     while True:
         table.add_(1)
-        at.copy_(at.flip(0).sort().values)
+        index.copy_(index.flip(0).sort().values)
         yield [
-            torch.tensor_split(table * 2, at + 1),
-            (table * 2).tensor_split(at),
-            torch.tensor_split(table, at, dim=0),
+            torch.tensor_split(table * 2, index + 1),
+            (table * 2).tensor_split(index),
+            torch.tensor_split(table, index, dim=0),
             table.tensor_split(3),
         ]
 
@@ -169,15 +169,15 @@ def packed(kind: str) -> Iterator[Any]:
     layer = getattr(torch.nn, kind)(3, 4, batch_first=True)
     words, batch, lengths = torch.nn.Embedding(7, 3), torch.arange(15).reshape(3, 5) % 7, torch.tensor([5, 3, 2])
     while True:
-        made = pack_padded_sequence(words(batch) * 2, lengths * 1, batch_first=True)
-        hidden, last = layer(made)
+        packed_words = pack_padded_sequence(words(batch) * 2, lengths * 1, batch_first=True)
+        hidden, last = layer(packed_words)
         again = PackedSequence(hidden.data * 2, hidden.batch_sizes + 0)
         padded, sizes = pad_packed_sequence(hidden, batch_first=True)
         padded = padded + pad_packed_sequence(again, batch_first=True)[0]
-        for each in (layer, words):
-            each.zero_grad()
+        for module in (layer, words):
+            module.zero_grad()
         padded.square().sum().backward()
-        yield padded, sizes, last, [each.grad for each in (*layer.parameters(), words.weight)]
+        yield padded, sizes, last, [parameter.grad for parameter in (*layer.parameters(), words.weight)]
 
 
 def state_of(kind: str) -> Iterator[Any]:
@@ -187,9 +187,9 @@ def state_of(kind: str) -> Iterator[Any]:
     batch, state = torch.randn(2, 5, 3), torch.randn(1, 2, 4, requires_grad=True)
     while True:
         state.grad = None
-        made, _ = layer(batch, (state * 2, state * 3) if kind == "LSTM" else state * 2)
-        made.square().sum().backward()
-        yield made, state.grad
+        output, _ = layer(batch, (state * 2, state * 3) if kind == "LSTM" else state * 2)
+        output.square().sum().backward()
+        yield output, state.grad
 
 
 def default_type_of_the_step() -> Iterator[Any]:
@@ -198,9 +198,9 @@ def default_type_of_the_step() -> Iterator[Any]:
         first = torch.ones(3)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if next(turns) % 2 else before)
-        made = first, torch.ones(3) + numbers / 2
+        tensors = first, torch.ones(3) + numbers / 2
         torch.set_default_dtype(before)
-        yield made
+        yield tensors
 
 
 def truths_for_numbers() -> Iterator[Any]:
@@ -215,32 +215,34 @@ def singular_values() -> Iterator[Any]:
     weight = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
     while True:
         weight.mul_(1.1)
-        made, even = weight * 2, weight + weight.T
+        doubled, even = weight * 2, weight + weight.T
         norms = (
-            torch.linalg.matrix_norm(made, ord=2),
+            torch.linalg.matrix_norm(doubled, ord=2),
             torch.linalg.norm(weight, "nuc"),
-            torch.norm(made, "nuc"),
-            made.norm("nuc"),
+            torch.norm(doubled, "nuc"),
+            doubled.norm("nuc"),
         )
-        each = torch.vmap(torch.linalg.svdvals)(torch.stack([made, even]))
+        values = torch.vmap(torch.linalg.svdvals)(torch.stack([doubled, even]))
         yield (
-            each,
-            torch.linalg.svdvals(made),
+            values,
+            torch.linalg.svdvals(doubled),
             torch.linalg.svdvals(weight),
             torch.linalg.eigvalsh(even),
-            torch.linalg.cond(made),
+            torch.linalg.cond(doubled),
             *norms,
         )
 
 
 PROGRAMS = {
     **{
-        name: each
-        for name, each in list(vars().items())
-        if inspect.isgeneratorfunction(each) and each not in (packed, state_of)
+        name: function
+        for name, function in list(vars().items())
+        if inspect.isgeneratorfunction(function) and function not in (packed, state_of)
     },
     **{
-        f"{each.__name__} {kind}": partial(each, kind) for each in (packed, state_of) for kind in ("LSTM", "GRU", "RNN")
+        f"{function.__name__} {kind}": partial(function, kind)
+        for function in (packed, state_of)
+        for kind in ("LSTM", "GRU", "RNN")
     },
 }
 
@@ -298,7 +300,7 @@ def test_derivatives_ahead_are_refused_in_steps(use: Callable[[torch.Tensor], No
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode derivatives"), session:
             pass
         with session:
-            torch.func.grad(lambda each: each.sin().sum())(weight)
+            torch.func.grad(lambda tensor: tensor.sin().sum())(weight)
 
 
 def product(weight: torch.Tensor) -> torch.Tensor:

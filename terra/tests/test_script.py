@@ -63,17 +63,17 @@ def test_what_a_script_prints_and_asserts_is_found(tmp_path: Path) -> None:
     )
     ended = audit(tmp_path, TRAINING.replace("DEFECT", "\n    ".join(lines)), "5", str(tmp_path / "end"))
     assert ended.returncode == 1, ended.stderr
-    said = ended.stdout[ended.stdout.index("3 steps of") :]
-    assert "train.py:11\n  host reads: <repr>: repr of float32 [3, 4] (" in said
-    assert "train.py:12\n  host reads: allclose: a value of float32 [3, 4]\n" in said
-    assert "train.py:13\n  setting changes: gelu: approximate is none then tanh\n" in said
+    report = ended.stdout[ended.stdout.index("3 steps of") :]
+    assert "train.py:11\n  host reads: <repr>: repr of float32 [3, 4] (" in report
+    assert "train.py:12\n  host reads: allclose: a value of float32 [3, 4]\n" in report
+    assert "train.py:13\n  setting changes: gelu: approximate is none then tanh\n" in report
 
 
 def test_a_script_that_ends_by_itself_is_judged_by_what_it_did(tmp_path: Path) -> None:
     ended = audit(tmp_path, TRAINING.replace("DEFECT", "pass"), "3", str(tmp_path / "end"), options=("--json", "-"))
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    assert (found["format"], found["version"], found["steps"], found["findings"]) == ("terra-audit", 1, 2, [])
+    report = json.loads(ended.stdout)
+    assert (report["format"], report["version"], report["steps"], report["findings"]) == ("terra-audit", 1, 2, [])
     assert (tmp_path / "end").read_text() == "trained to the end"
 
 

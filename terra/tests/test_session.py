@@ -83,32 +83,32 @@ def test_steps_do_not_nest(session: terra.Session) -> None:
 
 def placeholder(session: terra.Session, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Made by a step that was co-executed and not waited for."""
-    made = []
+    tensors = []
     with session.ahead():
-        until_co_executed(session, lambda: made.append(make()))
-        return made[-1]
+        until_co_executed(session, lambda: tensors.append(make()))
+        return tensors[-1]
 
 
 def test_a_placeholder_is_read_like_any_tensor(session: terra.Session) -> None:
     weight = torch.arange(6.0).reshape(2, 3).requires_grad_()
-    made = placeholder(session, lambda: weight * 2)
+    tensor = placeholder(session, lambda: weight * 2)
     plain = weight * 2
-    assert type(made) is Placeholder
-    assert isinstance(made, torch.Tensor)
-    assert repr(made) == repr(plain)
-    assert (made.tolist(), f"{made.sum():.2f}", float(made[1, 2])) == (plain.tolist(), "30.00", 10.0)
+    assert type(tensor) is Placeholder
+    assert isinstance(tensor, torch.Tensor)
+    assert repr(tensor) == repr(plain)
+    assert (tensor.tolist(), f"{tensor.sum():.2f}", float(tensor[1, 2])) == (plain.tolist(), "30.00", 10.0)
     with pytest.raises(RuntimeError, match="requires grad"):
-        made.numpy()
-    assert np.array_equal(made.detach().numpy(), plain.detach().numpy())
-    assert torch.equal(copy.deepcopy(made.detach()), plain)
+        tensor.numpy()
+    assert np.array_equal(tensor.detach().numpy(), plain.detach().numpy())
+    assert torch.equal(copy.deepcopy(tensor.detach()), plain)
     saved = io.BytesIO()
-    torch.save({"made": made.detach()}, saved)
+    torch.save({"made": tensor.detach()}, saved)
     saved.seek(0)
     loaded = torch.load(saved)["made"]
     assert type(loaded) is torch.Tensor
     assert torch.equal(loaded, plain)
-    assert torch.equal(pickle.loads(pickle.dumps(made.detach())), plain)
-    assert made.data_ptr() == made.untyped_storage().data_ptr() != 0
+    assert torch.equal(pickle.loads(pickle.dumps(tensor.detach())), plain)
+    assert tensor.data_ptr() == tensor.untyped_storage().data_ptr() != 0
 
 
 def test_a_tensor_s_memory_is_exchanged_when_what_is_pending_has_run(session: terra.Session) -> None:
@@ -128,18 +128,18 @@ def test_a_tensor_s_memory_is_exchanged_when_what_is_pending_has_run(session: te
     for place in range(6):
         plain.append(3 * (now + 1) + 3 * 2.0 * (place + 1))
         now = 2.0 * (place + 1)
-    assert [float(each) for each in sums] == plain
+    assert [float(total) for total in sums] == plain
     assert kept.tolist() == [1.0] * 3
 
 
 def test_python_hands_its_lock_on_soon_as_long_as_a_session_is_open() -> None:
     """With the 5 ms of its own the runner stood still beside Python that computes: nothing was gained."""
     before = sys.getswitchinterval()
-    one, other = terra.Session(), terra.Session()
+    first, second = terra.Session(), terra.Session()
     assert sys.getswitchinterval() <= 2e-4 < before
-    one.close()
+    first.close()
     assert sys.getswitchinterval() <= 2e-4
-    other.close()
+    second.close()
     assert sys.getswitchinterval() == before
     sys.setswitchinterval(1e-4)
     try:

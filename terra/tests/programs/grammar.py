@@ -145,9 +145,9 @@ class _Writer:
     def inner(self, depth: int, num_statements: int) -> tuple[list[str], str]:
         """Of a branch or loop: its lines, and a value that they made. What they name is theirs alone."""
         values, numbers = self.values[:], self.numbers[:]
-        lines, made = self.block(num_statements, depth + 1), self.value()
+        lines, value = self.block(num_statements, depth + 1), self.value()
         self.values, self.numbers = values, numbers
-        return lines, made
+        return lines, value
 
     def ending(self) -> list[str]:
         # All of them, so that one that is wrong is seen in the loss.
@@ -173,7 +173,7 @@ class _Writer:
         return [*lines, "return loss.detach()"]
 
     def optimizer(self) -> tuple[str, list[str]]:
-        name, made = self.random.choice(
+        name, call = self.random.choice(
             [
                 ("sgd", "torch.optim.SGD(self.weights, lr=0.1)"),
                 ("momentum", "torch.optim.SGD(self.weights, lr=0.05, momentum=0.9, nesterov=True)"),
@@ -188,7 +188,7 @@ class _Writer:
         setup = []
         if "schedule" in self.features:
             setup.append("self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)")
-        return made, setup
+        return call, setup
 
 
 # Expressions by rule: of `x` and `y`, values that there are, and `c`, a number.
@@ -295,11 +295,11 @@ def item(w: _Writer, depth: int) -> list[str]:
 def branch(w: _Writer, depth: int) -> list[str]:
     name = w.new()
     lines = w.filled(f"{{n}} = {{x}}\nif {w.one_of(*CONDITIONS)}:", name)
-    inner, made = w.inner(depth, w.random.randint(1, 3))
-    lines += [*(f"    {line}" for line in inner), f"    {name} = {made} + 0.1"]
+    inner, value = w.inner(depth, w.random.randint(1, 3))
+    lines += [*(f"    {line}" for line in inner), f"    {name} = {value} + 0.1"]
     if w.random.random() < 0.5:
-        other, otherwise = w.inner(depth, w.random.randint(1, 2))
-        lines += ["else:", *(f"    {line}" for line in other), f"    {name} = {otherwise} - 0.1"]
+        else_lines, otherwise = w.inner(depth, w.random.randint(1, 2))
+        lines += ["else:", *(f"    {line}" for line in else_lines), f"    {name} = {otherwise} - 0.1"]
     w.values.append(name)
     return lines
 
@@ -309,9 +309,9 @@ def loop(w: _Writer, depth: int) -> list[str]:
     lines = w.filled(f"{{n}} = {{x}}\nfor {turn} in range({w.one_of(*COUNTS)}):", name)
     values = w.values[:]
     w.values.append(name)
-    inner, made = w.inner(depth, w.random.randint(1, 3))
+    inner, value = w.inner(depth, w.random.randint(1, 3))
     w.values = [*values, name]
-    return [*lines, *(f"    {line}" for line in inner), f"    {name} = ({name} + {made}).sin()"]
+    return [*lines, *(f"    {line}" for line in inner), f"    {name} = ({name} + {value}).sin()"]
 
 
 RULES: dict[str, tuple[str, ...] | Callable[[_Writer, int], list[str]]] = {

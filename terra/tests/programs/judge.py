@@ -46,8 +46,8 @@ def compare(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_ste
     """
     with random_states_kept():
         expected = run(build, steps, plain, seed=seed, each_step=True)
-        found = run(build, steps, runner, seed=seed, each_step=each_step)
-        return _first_difference(expected, found)
+        actual = run(build, steps, runner, seed=seed, each_step=each_step)
+        return _first_difference(expected, actual)
 
 
 def run(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_step: bool = True) -> History:
@@ -90,17 +90,17 @@ def _bytes_of(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _first_difference(expected: History, found: History) -> str | None:
+def _first_difference(expected: History, actual: History) -> str | None:
     for number in range(len(expected.losses)):
-        pairs = [("loss", {"": expected.losses[number]}, {"": found.losses[number]})]
-        if number in found.states:
-            pairs += [("state", expected.states[number], found.states[number])]
-            pairs += [("random state", expected.randoms[number], found.randoms[number])]
-        for what, one, other in pairs:
-            for name in dict.fromkeys([*one, *other]):
-                if _bits(one.get(name)) != _bits(other.get(name)):
-                    return f"{what} {name} after step {number}: {other.get(name)} in place of {one.get(name)}"
-        notes, others = (history.program.log[: history.num_notes[number]] for history in (expected, found))
+        pairs = [("loss", {"": expected.losses[number]}, {"": actual.losses[number]})]
+        if number in actual.states:
+            pairs += [("state", expected.states[number], actual.states[number])]
+            pairs += [("random state", expected.randoms[number], actual.randoms[number])]
+        for kind, wanted, seen in pairs:
+            for name in dict.fromkeys([*wanted, *seen]):
+                if _bits(wanted.get(name)) != _bits(seen.get(name)):
+                    return f"{kind} {name} after step {number}: {seen.get(name)} in place of {wanted.get(name)}"
+        notes, others = (history.program.log[: history.num_notes[number]] for history in (expected, actual))
         if notes != others:
             return f"log after step {number}: {others} in place of {notes}"
     return None

@@ -19,9 +19,9 @@ class Attention(nn.Module):
     def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
 
-    def forward(self, given: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        batch, length, width = given.shape
-        heads = self.all(given).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        batch, length, width = hidden.shape
+        heads = self.all(hidden).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
         scores = self.scores(query, key)
         weights = self.drop((scores if mask is None else scores + mask).softmax(-1))
@@ -39,8 +39,8 @@ class Block(nn.Module):
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(dropout)
         )
 
-    def forward(self, given: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = given + self.attention(self.first(given), mask)
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = inputs + self.attention(self.first(inputs), mask)
         return hidden + self.mlp(self.second(hidden))
 
 
@@ -63,5 +63,5 @@ class Decoder(nn.Module):
         return self.norm(hidden) @ self.tokens.weight.t()
 
 
-def against(made: torch.Tensor, label: float) -> torch.Tensor:
-    return F.binary_cross_entropy_with_logits(made, torch.full_like(made, label))
+def against(logits: torch.Tensor, label: float) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))

@@ -34,13 +34,13 @@ _SETTINGS = (str, bool, type(None), torch.dtype, torch.device, torch.layout, tor
 def paths(build: Build, steps: int, seed: int = 0) -> list[list[Hashable]]:
     with random_states_kept():
         program = build(seed)
-        found = []
+        token_lists = []
         for number in range(steps):
             mode = _Tokens(sys._getframe())
             with mode:
                 program.step(number)
-            found.append(mode.tokens)
-        return found
+            token_lists.append(mode.tokens)
+        return token_lists
 
 
 class _Tokens(TorchDispatchMode):
@@ -73,18 +73,18 @@ class _Tokens(TorchDispatchMode):
         return token, node.name(), self._last
 
     def _frames(self) -> list[FrameType]:
-        found = []
+        frames = []
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame is not self._outermost:
-            found.append(frame)
+            frames.append(frame)
             frame = frame.f_back
-        return found
+        return frames
 
 
 @functools.cache
-def _instruction(code: CodeType, at: int) -> int:
+def _instruction(code: CodeType, offset: int) -> int:
     """Which one: Python calls some from their beginning, and from their end when it has seen them a few times."""
-    return sum(each.offset <= at for each in dis.get_instructions(code))
+    return sum(instruction.offset <= offset for instruction in dis.get_instructions(code))
 
 
 class Counts(NamedTuple):
@@ -102,27 +102,27 @@ class Phase(enum.Enum):
 
 
 def phases(paths: Iterable[Sequence[Hashable]], warm_up: int = 1) -> list[Phase]:
-    known: set[tuple[Hashable, Hashable]] = set()
-    found: list[Phase] = []
+    seen: set[tuple[Hashable, Hashable]] = set()
+    result: list[Phase] = []
     tracing = True
     for number, path in enumerate(paths):
         if number < warm_up:
-            found.append(Phase.WARM_UP)
+            result.append(Phase.WARM_UP)
             continue
         pairs = set(pairwise((_EDGE, *path, _EDGE)))
-        is_new = not pairs <= known
-        known |= pairs
+        is_new = not pairs <= seen
+        seen |= pairs
         if tracing:
-            found.append(Phase.TRACED)
+            result.append(Phase.TRACED)
         else:
-            found.append(Phase.FELL_BACK if is_new else Phase.CO_EXECUTED)
+            result.append(Phase.FELL_BACK if is_new else Phase.CO_EXECUTED)
         tracing = is_new
-    return found
+    return result
 
 
 def counts(paths: Iterable[Sequence[Hashable]], warm_up: int = 1) -> Counts:
-    found = phases(paths, warm_up)
-    return Counts(found.count(Phase.TRACED), found.count(Phase.FELL_BACK))
+    result = phases(paths, warm_up)
+    return Counts(result.count(Phase.TRACED), result.count(Phase.FELL_BACK))
 
 
 # Where a step begins and ends: equal to no token.

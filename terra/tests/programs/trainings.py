@@ -75,7 +75,7 @@ class GPT2(Program):
         self.net = Decoder()
         groups = [
             {
-                "params": [each for each in self.net.parameters() if (each.dim() > 1) is matrices],
+                "params": [parameter for parameter in self.net.parameters() if (parameter.dim() > 1) is matrices],
                 "weight_decay": 0.1 * matrices,
             }
             for matrices in (True, False)
@@ -87,9 +87,9 @@ class GPT2(Program):
     def step(self, i: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         total = torch.zeros(())
-        for each in torch.from_numpy(self.integers(i, VOCABULARY, 4, LENGTH + 1)).chunk(2):
-            made = self.net(each[:, :-1])
-            loss = F.cross_entropy(made.reshape(-1, VOCABULARY), each[:, 1:].reshape(-1)) / 2
+        for batch in torch.from_numpy(self.integers(i, VOCABULARY, 4, LENGTH + 1)).chunk(2):
+            logits = self.net(batch[:, :-1])
+            loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), batch[:, 1:].reshape(-1)) / 2
             loss.backward()
             total = total + loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
@@ -114,8 +114,8 @@ class Randoms(Program):
         self.generators = {"own": self.own, "other": self.other}
 
     def step(self, i: int) -> torch.Tensor:
-        given = torch.from_numpy(np.random.standard_normal((4, 6)).astype(np.float32))
-        hidden = F.dropout(given @ self.weight, 0.2) + torch.randn(6, generator=self.own)
+        inputs = torch.from_numpy(np.random.standard_normal((4, 6)).astype(np.float32))
+        hidden = F.dropout(inputs @ self.weight, 0.2) + torch.randn(6, generator=self.own)
         before = torch.get_rng_state()
         noise = torch.rand(4, 6)
         torch.set_rng_state(before)
@@ -189,12 +189,12 @@ class Clipped(torch.autograd.Function):
     """Rounds; the gradient passes where the value was small. Two results, one without gradient."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, limit: float, log: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        inside = given.abs() < limit
+    def forward(ctx: Any, tensor: torch.Tensor, limit: float, log: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        inside = tensor.abs() < limit
         ctx.save_for_backward(inside)
         ctx.log, ctx.limit = log, limit
         ctx.mark_non_differentiable(inside)
-        return (given * 4).round() / 4, inside
+        return (tensor * 4).round() / 4, inside
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -207,9 +207,9 @@ class AddedInPlace(torch.autograd.Function):
     """Writes into what it is given."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(given)
-        return given.add_(added)
+    def forward(ctx: Any, tensor: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor.add_(added)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -220,16 +220,16 @@ class Recomputing(torch.autograd.Function):
     """Keeps its input alone and runs a forward with autograd inside of its backward."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(given, weight)
-        return (given @ weight).tanh()
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return (inputs @ weight).tanh()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            made = (inputs[0] @ inputs[1]).tanh()
-        return torch.autograd.grad(made, inputs, gradient)
+            output = (inputs[0] @ inputs[1]).tanh()
+        return torch.autograd.grad(output, inputs, gradient)
 
 
 class Functions(Program):
@@ -245,11 +245,11 @@ class Functions(Program):
         self.tensors, self.optimizers = {"weight": self.weight, "bias": self.bias}, {"sgd": self.optimizer}
 
     def step(self, i: int) -> torch.Tensor:
-        given = torch.from_numpy(self.array(i, 3, 6))
-        hidden = Recomputing.apply(given, self.weight)
+        inputs = torch.from_numpy(self.array(i, 3, 6))
+        hidden = Recomputing.apply(inputs, self.weight)
         hidden = AddedInPlace.apply(hidden * 2, self.bias)
         rounded, inside = Clipped.apply(hidden, 1.0 + 0.1 * i, self.log)
-        loss = (rounded - given).square().mean() + (inside * hidden).mean()
+        loss = (rounded - inputs).square().mean() + (inside * hidden).mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.note("stepped")
@@ -270,8 +270,8 @@ class Hooks(Program):
         first, last = self.net[0], self.net[2]
         first.weight.register_hook(self.scaled)
         last.bias.register_post_accumulate_grad_hook(self.at_once)
-        self.net[1].register_forward_hook(lambda module, given, made: made + 0.01)
-        self.net.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))
+        self.net[1].register_forward_hook(lambda module, inputs, output: output + 0.01)
+        self.net.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
         last.register_full_backward_hook(self.passed)
         self.optimizer = torch.optim.SGD([*first.parameters(), last.weight], lr=0.1)
         self.modules, self.optimizers = {"net": self.net}, {"sgd": self.optimizer}
@@ -288,10 +288,10 @@ class Hooks(Program):
         parameter.grad = None
 
     def passed(
-        self, module: nn.Module, given: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...]
+        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
-        self.note("passed", len(given))
-        return (given[0].clamp(-0.05, 0.05),) if self.now % 3 else None
+        self.note("passed", len(inputs))
+        return (inputs[0].clamp(-0.05, 0.05),) if self.now % 3 else None
 
     def step(self, i: int) -> torch.Tensor:
         self.factor, self.now = 1 / (1 + i), i
@@ -304,13 +304,13 @@ class Hooks(Program):
         ]
         if i % 2:
             handles.pop().remove()
-        made = self.net(hidden)
-        made.grad_fn.register_hook(lambda given, got: self.note("node", len(got)))
-        made.retain_grad()
-        loss = made.square().mean() + inner.mean()
+        output = self.net(hidden)
+        output.grad_fn.register_hook(lambda inputs, got: self.note("node", len(got)))
+        output.retain_grad()
+        loss = output.square().mean() + inner.mean()
         loss.backward()
         with torch.no_grad():
-            self.net[0].bias.grad.add_(made.grad.sum() * 1e-2)
+            self.net[0].bias.grad.add_(output.grad.sum() * 1e-2)
         self.optimizer.step()
         return loss.detach()
 
@@ -369,17 +369,17 @@ class Autocast(Program):
         self.modules, self.optimizers = {"net": self.net}, {"adamw": self.optimizer}
 
     def step(self, i: int) -> torch.Tensor:
-        given = torch.from_numpy(self.array(i, 4, 6))
+        inputs = torch.from_numpy(self.array(i, 4, 6))
         if i % 4 == 3:
-            given = given * 1e30
+            inputs = inputs * 1e30
         with torch.autocast("cpu", torch.bfloat16):
             # Twice the same weight: the second time its copy is taken from autocast's own store.
-            hidden = self.net[1](self.net[0](self.net[0](given)).relu())
+            hidden = self.net[1](self.net[0](self.net[0](inputs)).relu())
             with torch.autocast("cpu", enabled=False):
                 hidden = self.net[2](hidden.float())
             product = hidden @ hidden.t()
         self.note(product.dtype, hidden.dtype)
-        loss = product.float().square().mean() + hidden[:, 0].mean() * given[0, 0]
+        loss = product.float().square().mean() + hidden[:, 0].mean() * inputs[0, 0]
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
@@ -446,13 +446,13 @@ class Identity(Program):
         self.optimizers = {"sgd": self.optimizer}
 
     def step(self, i: int) -> torch.Tensor:
-        given = torch.from_numpy(self.array(i, 3, 4))
+        inputs = torch.from_numpy(self.array(i, 3, 4))
         first, second, third = (self.weights[(i + place) % 3] for place in range(3))
-        x, y = given @ first, given @ second + third[0]
-        one = (x if i % 2 else y) + 1
+        x, y = inputs @ first, inputs @ second + third[0]
+        first_value = (x if i % 2 else y) + 1
         two = (y if i % 2 else x) * 2
         # Python's containers say which one comes where.
-        values = {"a": one.sin(), "b": two.cos(), "c": (given @ third).tanh()}
+        values = {"a": first_value.sin(), "b": two.cos(), "c": (inputs @ third).tanh()}
         order = sorted(values, key=lambda key: (ord(key) * (i + 1)) % 5)
         total = values[order[0]] - values[order[1]] * values[order[2]]
         loss = total.square().mean() + sum(weight.square().mean() for weight in self.weights) * 0.01
@@ -492,20 +492,20 @@ class Containers(Program):
     def state(self) -> dict[str, torch.Tensor]:
         carried = {
             "hidden": self.memory.hidden,
-            **{f"replayed{number}": each for number, each in enumerate(self.replayed)},
+            **{f"replayed{number}": tensor for number, tensor in enumerate(self.replayed)},
         }
         if self.memory.best is not None:
             carried["best"] = self.memory.best
-        return {**super().state(), **{name: each.detach().clone() for name, each in carried.items()}}
+        return {**super().state(), **{name: tensor.detach().clone() for name, tensor in carried.items()}}
 
     def step(self, i: int) -> torch.Tensor:
         # Through two steps: the graph of the one before is gone through again at every other step.
         hidden = self.memory.hidden.detach() if i % 2 == 0 else self.memory.hidden
         self.replayed.append(torch.from_numpy(self.array(i, 3, 4)))
         losses = []
-        for given in self.replayed:
-            hidden = self.cell(given, hidden)
-            losses.append((self.out(hidden) - given).square().mean())
+        for inputs in self.replayed:
+            hidden = self.cell(inputs, hidden)
+            losses.append((self.out(hidden) - inputs).square().mean())
         loss = torch.stack(losses).mean()
         self.optimizer.zero_grad()
         loss.backward(retain_graph=i % 2 == 0)
@@ -543,25 +543,25 @@ class Modes(Program):
         )
 
     @torch.no_grad()
-    def update(self, made: torch.Tensor) -> None:
-        self.target.mul_(0.7).add_(made, alpha=0.3)
+    def update(self, output: torch.Tensor) -> None:
+        self.target.mul_(0.7).add_(output, alpha=0.3)
 
     def step(self, i: int) -> torch.Tensor:
-        given = torch.from_numpy(self.array(i, 3, 5)).requires_grad_()
+        inputs = torch.from_numpy(self.array(i, 3, 5)).requires_grad_()
         self.net[0].bias.requires_grad_(i % 3 != 1)
         self.net.eval()
         with torch.inference_mode():
-            looked = self.net(given)
+            looked = self.net(inputs)
             self.note("looked", looked.mean().item(), looked.is_inference())
         self.net.train()
-        self.update(self.net(given).detach())
-        made = self.net(given)
-        (slope,) = torch.autograd.grad(made.sum(), given, create_graph=True)
+        self.update(self.net(inputs).detach())
+        output = self.net(inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).square().mean()
         with torch.set_grad_enabled(i % 2 == 0):
-            extra = made.exp().mean()
+            extra = output.exp().mean()
         self.note("differentiable", extra.requires_grad)
-        loss = (made - self.target).square().mean() + penalty + 0.01 * extra
+        loss = (output - self.target).square().mean() + penalty + 0.01 * extra
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -621,22 +621,22 @@ class ComplexNumbers(Program):
         self.tensors, self.optimizers = {"weight": self.weight, "kept": self.kept}, {"adam": self.optimizer}
 
     def step(self, i: int) -> torch.Tensor:
-        made = torch.fft.rfft(torch.from_numpy(self.array(i, 3, 8))) @ self.weight
-        turned = made.conj()
+        spectrum = torch.fft.rfft(torch.from_numpy(self.array(i, 3, 8))) @ self.weight
+        turned = spectrum.conj()
         lazy = turned.imag
-        self.note("lazy", turned.is_conj(), lazy.is_neg(), made.mH.is_conj())
-        product = made @ turned.mT + made.mH.mT * (1 + 0.5j * i) @ self.weight.conj()[:, :3]
-        back = torch.fft.irfft(turned * torch.polar(torch.ones(5), torch.arange(5.0)))
+        self.note("lazy", turned.is_conj(), lazy.is_neg(), spectrum.mH.is_conj())
+        product = spectrum @ turned.mT + spectrum.mH.mT * (1 + 0.5j * i) @ self.weight.conj()[:, :3]
+        signal = torch.fft.irfft(turned * torch.polar(torch.ones(5), torch.arange(5.0)))
         with torch.no_grad():
             self.kept.real.add_(lazy, alpha=0.5)
-            torch.view_as_real(self.kept)[..., 1] = made.angle()
+            torch.view_as_real(self.kept)[..., 1] = spectrum.angle()
             self.kept.conj().mul_(0.9j)
             self.kept[0] = turned[0]
         loss = (
-            back.square().mean()
+            signal.square().mean()
             + product.abs().mean() * 0.01
-            + (lazy * made.real).mean()
-            + torch.view_as_real(made * 1).amax()
+            + (lazy * spectrum.real).mean()
+            + torch.view_as_real(spectrum * 1).amax()
         )
         self.optimizer.zero_grad()
         loss.backward()
