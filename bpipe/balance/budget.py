@@ -158,21 +158,21 @@ def smallest_level_of_pair(
     partners: Sequence[int],
     pair: Pair,
     rooms_at: Callable[[int], ActivationBudget],
-    most: int,
+    limit: int,
     parts: Parts = (),
 ) -> int:
-    """Return the smallest level in 1 to `most` whose rooms suffice for the pair; more than `most` if none does.
+    """Return the smallest level in 1 to `limit` whose rooms suffice for the pair; more than `limit` if none does.
 
     Args:
         schedule: The schedule without transfers.
         partners: By rank.
         pair: The two ranks.
         rooms_at: Returns the budget of a level, in which no rank's room is smaller at a higher level.
-        most: The highest level to try.
+        limit: The highest level to try.
         parts: By stage, the sizes of a part of a micro-batch to choose from; by default all of it moves.
     """
     plain = replace(schedule, hosts=in_pairs(partners))
-    memory = rooms_at(most).memory
+    memory = rooms_at(limit).memory
     ranks = tuple(sorted(set(pair)))
     together = max(map(sum, zip(*(own_bytes(schedule, rank, memory) for rank in ranks), strict=True)), default=0)
 
@@ -186,18 +186,18 @@ def smallest_level_of_pair(
                     return
         raise BudgetTooSmall(pair, "the pair has too little room")
 
-    return smallest_level(attempt, most)[0]
+    return smallest_level(attempt, limit)[0]
 
 
-def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pair]:
-    """Return the smallest level in 1 to `most` at which an attempt does not raise BudgetTooSmall, more than `most` if
+def smallest_level(attempt: Callable[[int], object], limit: int) -> tuple[int, Pair]:
+    """Return the smallest level in 1 to `limit` at which an attempt does not raise BudgetTooSmall, more than `limit` if
     none, and the ranks that lacked room just below it.
 
     Args:
         attempt: No rank's room is smaller at a higher level.
-        most: The highest level to try.
+        limit: The highest level to try.
     """
-    low, high, worst = 0, most + 1, (0, 0)
+    low, high, worst = 0, limit + 1, (0, 0)
     while high - low > 1:
         middle = (low + high) // 2
         try:

@@ -170,7 +170,7 @@ class _Sender:
                 present = self.present.setdefault(host, [0] * len(self.curve))
                 for slot in slots:
                     present[slot] += 1
-        self.most = {host: max(count) + self._further(schedule, host, budget) for host, count in self.present.items()}
+        self.limits = {host: max(count) + self._further(schedule, host, budget) for host, count in self.present.items()}
 
     def _further(self, schedule: Schedule, host: Host, budget: ActivationBudget) -> int:
         """Return how many more host buffers another rank's device has room for."""
@@ -202,7 +202,7 @@ class _Sender:
             return slots
         present = self.present.get(host)
         for slot in range(out - 1, self.forward[residency.key], -1):
-            if present is not None and present[slot] >= self.most[host]:
+            if present is not None and present[slot] >= self.limits[host]:
                 break
             if clock.issued[slot] + taken[slot] + seconds <= clock.following[slot]:
                 taken[out] -= seconds

@@ -325,9 +325,9 @@ def share(
             return Shared(refusal=plan)
         rows = [with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
     peaks = tuple(_peak(schedule, rank, row, memory) for rank, row in zip(pair, rows, strict=True))
-    for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
+    for rank, guest, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
-            holds = f"rank {rank}, which hosts for rank {other}, holds up to {peak} {memory.unit}"
+            holds = f"rank {rank}, which hosts for rank {guest}, holds up to {peak} {memory.unit}"
             return Shared(refusal=f"{holds}, but its bound is {bound}")
     return Shared(tuple(rows), peaks)
 

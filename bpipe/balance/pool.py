@@ -112,10 +112,10 @@ def _hosted(
 
 def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Residency, int]:
     """Return the host buffers of everything that leaves a rank, if one other rank hosted it all."""
-    other = (rank + 1) % schedule.num_ranks
+    host = (rank + 1) % schedule.num_ranks
     rows = list(schedule.ranks)
-    rows[other] = with_transfers(rows[other], plan, own=False)
-    return host_buffers(replace(schedule, ranks=tuple(rows)), other)
+    rows[host] = with_transfers(rows[host], plan, own=False)
+    return host_buffers(replace(schedule, ranks=tuple(rows)), host)
 
 
 def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], int]:
@@ -243,8 +243,8 @@ def balance_over_hosts_within(
         return replace(balance_over_hosts(schedule, hosts, budget, nodes), bounds=tuple(limits))
 
     def smallest() -> int:
-        most = max(peak_counts(schedule)) - 1
-        return smallest_level(lambda bound: within((bound,) * schedule.num_ranks), most)[0]
+        limit = max(peak_counts(schedule)) - 1
+        return smallest_level(lambda bound: within((bound,) * schedule.num_ranks), limit)[0]
 
     if bounds is None:
         return within((smallest(),) * schedule.num_ranks)
@@ -292,8 +292,8 @@ def _buffers(rank: int, plan: Plan, room: Sequence[int], memory: Memory) -> list
     away = _away(plan)
     size = memory.buffer_bytes({residency.stage for residency in away})
     buffers: list[Item] = []
-    passing, most = 0, sum(left // size for left in room)
-    while len(buffers) < most:
+    passing, limit = 0, sum(left // size for left in room)
+    while len(buffers) < limit:
         more = sum(moved_bytes(stays, memory) for stays in _through(away, len(buffers) + 1)) - passing
         if more <= 0:
             break

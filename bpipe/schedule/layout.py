@@ -33,7 +33,7 @@ class Vocabulary(enum.Enum):
 
 
 # How the trainer can split the output layer.
-TRAINED_SHARDS = tuple(one.value for one in Vocabulary if one is not Vocabulary.WHOLE)
+TRAINED_SHARDS = tuple(vocabulary.value for vocabulary in Vocabulary if vocabulary is not Vocabulary.WHOLE)
 
 # Lengths of slices: equal, of equal FLOPs, or the tokens of each.
 EVEN, WORK = "even", "work"

@@ -79,8 +79,8 @@ class Message(NamedTuple):
         return len(self.parties) > 2 or len(self.made_by) > 1
 
     def __str__(self) -> str:
-        made, needed = ("+".join(map(str, actions)) for actions in (self.made_by, self.needed_by))
-        return f"{made}>{needed}"
+        makers, takers = ("+".join(map(str, actions)) for actions in (self.made_by, self.needed_by))
+        return f"{makers}>{takers}"
 
 
 class Transfer(NamedTuple):

@@ -127,16 +127,16 @@ class _Rank:
             level = {"ph": "C", "pid": self.track.rank, "name": "activations", "ts": _microseconds(time)}
             self.events.append({**level, "args": {"bytes": held}})
 
-    def _stay(self, host: Slice, back: Slice) -> dict[str, Any]:
+    def _stay(self, host: Slice, returned: Slice) -> dict[str, Any]:
         """Add the interval in which the buffer is taken, with both transfers inside it."""
-        buffer, end_s = host.host_buffer or 0, max(host.end_s, back.end_s)
+        buffer, end_s = host.host_buffer or 0, max(host.end_s, returned.end_s)
         thread = self._thread(f"host buffer {buffer}", _FIRST_BUFFER + buffer, host.start_s, end_s)
         action = host.action
         args = {"stage": action.stage, "microbatch": action.microbatch, "slot": buffer}
         event = self._event(thread, f"{action.stage}F{action.microbatch} hosted", "hosted", host.start_s, end_s, args)
-        begins = max(host.start_s, min(back.start_s, end_s))
+        begins = max(host.start_s, min(returned.start_s, end_s))
         self._slice(thread, str(action), host._replace(end_s=min(host.end_s, begins)))
-        self._slice(thread, str(back.action), back._replace(start_s=begins))
+        self._slice(thread, str(returned.action), returned._replace(start_s=begins))
         return event
 
     def _thread(self, name: str, first: int, start_s: float, end_s: float) -> int:

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """With more, pools that spin on few cores make a test of milliseconds take seconds."""
+    """With more threads, pools that spin on few cores make a test of milliseconds take seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def threads_from_before_are_not_beside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session runs eagerly while another thread lives, as pytest-xdist's always do."""
+    """A session runs eagerly while another thread exists, as pytest-xdist's always do."""
     before = frozenset(threading.enumerate())
     monkeypatch.setattr(
         guards, "living_threads", lambda: [thread for thread in threading.enumerate() if thread not in before]

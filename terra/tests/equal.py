@@ -1,4 +1,4 @@
-"""Run a step plainly and with a session: what it gives must be equal in every bit, with its type."""
+"""Run a step plainly and with a session: its results must be equal in every bit, with their types."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ def opened(kind: str) -> contextlib.closing[terra.Session]:
 
 
 def bits(result: Any) -> Any:
-    """Numbers with their types, out of whatever a step gives."""
+    """Return numbers with their types from any result of a step."""
     if isinstance(result, torch.Tensor):
         return result.dtype, result.detach().numpy().tobytes(), tuple(result.shape), result.requires_grad
     if isinstance(result, dict):

@@ -1,4 +1,4 @@
-"""Compare trainings in one launch: by rank, or by the names of weights where stages are placed otherwise."""
+"""Compare trainings of one launch: by rank, or by the names of weights if stages are placed otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = f"--num-layers 4 {FOUR}"
 
 
 def same(outcome: Outcome, stock: str, case: str, world: int = 4, last: int | None = None) -> None:
-    """Every rank recorded the same in each iteration (of the `last` ones), and ended with the same weights."""
+    """Check that every rank recorded the same in each iteration (or the `last` ones), and ended with the same weights."""
     for rank in range(world):
         expected, actual = outcome.record(stock, rank), outcome.record(case, rank)
         iterations = expected["iterations"][-last:] if last else expected["iterations"]
@@ -32,7 +32,7 @@ def same(outcome: Outcome, stock: str, case: str, world: int = 4, last: int | No
 
 
 def alike(outcome: Outcome, stock: str, ours: str, world: int = 4, last: int | None = None) -> None:
-    """Every loss, evaluation and named weight is the same; the norm of the gradients adds up in another order."""
+    """Check that losses, evaluations and named weights are the same; gradient norms add up in another order."""
     expected, actual = (outcome.record(case, world - 1) for case in (stock, ours))
     assert without_norms(actual)[-(last or 0) :] == without_norms(expected)[-(last or 0) :]
     assert last or actual["evaluations"] == expected["evaluations"]
@@ -51,7 +51,7 @@ def _trains(iterations: list[dict[str, Any]]) -> None:
 
 
 def weights(outcome: Outcome, case: str, world: int) -> dict[str, str]:
-    """Hashes of the whole model's weights by name; what several ranks have is equal on all."""
+    """Return hashes of the model's weights by name; weights that several ranks have must be equal."""
     digests: dict[str, str] = {}
     for rank in range(world):
         for name, digest in outcome.record(case, rank)["weights"].items():
@@ -60,7 +60,7 @@ def weights(outcome: Outcome, case: str, world: int) -> dict[str, str]:
 
 
 def losses_of(outcome: Outcome, case: str) -> list[float]:
-    """The losses of every iteration, of whichever rank has them."""
+    """Return the losses of every iteration, from the rank that has them."""
     for rank in range(len(outcome.codes)):
         iterations = outcome.record(case, rank)["iterations"]
         if "lm loss" in iterations[0]:
@@ -69,7 +69,7 @@ def losses_of(outcome: Outcome, case: str) -> list[float]:
 
 
 def gradients(outcome: Outcome, case: str, world: int) -> dict[str, torch.Tensor]:
-    """Gradients of the whole model in the first iteration, the vocabulary's rows in one piece."""
+    """Return the model's gradients of the first iteration, with the vocabulary's rows in one piece."""
     by_name: dict[str, torch.Tensor] = {}
     for rank in range(world):
         by_name |= torch.load(outcome.folder / f"{case}.rank{rank}.gradients")
@@ -87,7 +87,7 @@ def same_gradients(outcome: Outcome, stock: str, ours: str, world: int) -> None:
 
 
 def furthest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest relative distance (L2) of a weight's gradient."""
+    """Return the largest relative distance (L2) of a weight's gradient."""
     assert actual.keys() == expected.keys()
     return max(distance(actual[name].double(), gradient.double()) for name, gradient in expected.items())
 
@@ -97,7 +97,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def as_predicted(outcome: Outcome, case: str, world: int, moves: bool, slack_bytes: int = 0) -> None:
-    """What each rank held is what its schedule predicted, to the byte, in its own report and in the run's."""
+    """Check that each rank held what its schedule predicted, to the byte, in its own report and in the run's."""
     reports = outcome.reports(case)
     assert len(reports) == world
     for report in reports:
@@ -111,14 +111,14 @@ def as_predicted(outcome: Outcome, case: str, world: int, moves: bool, slack_byt
 
 
 def row_is_same(outcome: Outcome, row: Row) -> None:
-    """Whole ranks are equal, and what they held is as predicted."""
+    """Check that ranks are equal, and held what was predicted."""
     same(outcome, row.stock.name, row.ours.name, row.world)
     if row.moves is not None:
         as_predicted(outcome, row.ours.name, row.world, row.moves, row.slack_bytes)
 
 
 def row_is_alike(outcome: Outcome, row: Row) -> None:
-    """Named weights are equal, gradients of the first iteration where they are kept, and what ranks held is as predicted."""
+    """Check named weights, gradients of the first iteration if they are kept, and that ranks held what was predicted."""
     stock, ours = row.stock.name, row.ours.name
     alike(outcome, stock, ours, row.world)
     if "--gradients" in row.stock.flags:
@@ -130,18 +130,18 @@ def row_is_alike(outcome: Outcome, row: Row) -> None:
 
 
 def checkpointed(outcome: Outcome, case: str, iteration: int = 2) -> dict[str, tuple[int, ...] | None]:
-    """Shapes of the tensors in a checkpoint by key; None for what is no tensor."""
+    """Return the shapes of a checkpoint's tensors by key; None for other values."""
     reader = FileSystemReader(str(outcome.folder / case / f"iter_{iteration:07d}"))
     entries = reader.read_metadata().state_dict_metadata
     return {name: tuple(entry.size) if hasattr(entry, "size") else None for name, entry in entries.items()}
 
 
 def setup_of(flags: str, vocabulary: int = 128) -> Setup:
-    """What a planner makes of the tiny model with these flags, on four devices."""
+    """Return the devices that a planner sees for the tiny model with these flags, on four ranks."""
     words = [*ARGUMENTS, *shlex.split(f"{TINY} {STAGES} {flags}")]
     return setup_from(words, "h100-80g:1x4", vocabulary, "cpu")
 
 
 def devices_of(flags: str, vocabulary: int = 128) -> Devices:
-    """What the trainer predicts of a run, with budgets that nothing exceeds."""
+    """Return what the trainer predicts for a run, with budgets that nothing exceeds."""
     return predicted_devices(setup_of(f"{flags} --bpipe-min-bytes 1024 --bpipe", vocabulary), [2**40], 1024)

@@ -1,7 +1,7 @@
-"""Start real processes, give them cases, and take back what they wrote, within a time-out and leaving nothing behind.
+"""Start real processes, give them cases, and collect what they wrote, within a time-out and leaving nothing behind.
 
-The processes are started directly and not by torchrun: its agent kills the other ranks as soon as one fails, and
-whether they would have ended by themselves is one of the things to test.
+The processes are started directly and not by torchrun, whose agent kills the other ranks as soon as one fails: tests
+check whether they end by themselves.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.gloo.warm import Parents, Rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The distributed optimizer keeps its model, and with it every process group: gloo has threads for each that look for
-# news every 10 ms. After two dozen such cases eight ranks had ten thousand of them, and did little else.
+# The distributed optimizer keeps its model, and with it every process group, each of which has gloo threads that poll
+# every 10 ms. After two dozen such cases eight ranks had ten thousand threads, and did little else.
 MOST_IN_A_ROW = 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. `flags` come after those of the tiny model, so they win."""
+    """One training run. `flags` come after those of the tiny model and override them."""
 
     name: str
     flags: str = ""
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What the processes of one launch left: exit codes, logs, and each case's record per rank."""
+    """The results of one launch: exit codes, logs, and each case's record per rank."""
 
     folder: Path
     codes: list[int | None]
@@ -56,26 +56,26 @@ class Outcome:
         return json.loads(path.read_text())
 
     def reports(self, case: str) -> list[dict[str, Any]]:
-        """The per-stage reports of a case that was run with `--bpipe-report`, by rank."""
+        """Return the per-stage reports of a case run with `--bpipe-report`, by rank."""
         return [json.loads(path.read_text()) for path in sorted((self.folder / case).glob("rank_*.json"))]
 
     def report_folder(self, case: str) -> str:
         return str(self.folder / case)
 
     def said(self, case: str, rank: int | None = 0) -> str:
-        """What a rank, or all of them, printed during a case."""
+        """Return what a rank, or all ranks, printed during a case."""
         logs = self.logs if rank is None else [self.logs[rank]]
         return "".join(log.split(f"=== {case}\n")[1].split("=== ")[0] for log in logs)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A training of ours and the one of stock Megatron that it must equal, in one launch of `world` ranks.
+    """One of our trainings and stock Megatron's that it must equal, in one launch of `world` ranks.
 
     Attributes:
-        others: further runs that its tests look at.
-        moves: whether anything must have moved; None if its report is not compared with the prediction.
-        slack_bytes: by how much a rank's peak may differ from the prediction.
+        others: Further runs that tests of the row use.
+        moves: Whether anything must have moved; None if its report is not compared with the prediction.
+        slack_bytes: By how much a rank's peak may differ from the prediction.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Row:
         return pytest.param(self, *more, id=self.name, marks=pytest.mark.slow if self.slow else ())
 
 
-# Files whose tests take longest: begun last, one of them would keep a single worker busy while the others have nothing
-# left. Given to whoever runs files whole (scripts/test.sh).
+# Files whose tests take longest: started last, one of them would keep a single worker busy while the others are idle.
+# scripts/test.sh, which runs files whole, starts them first.
 LONGEST_FIRST = (
     "schedules slices differing slices_in_bytes transfers vocabulary training budgets placed pipelined faults "
     "pipelined_features checkpoints combined launch pools examples"
@@ -124,10 +124,10 @@ def start(
     cold: int = 0,
     parents: Parents = PARENTS,
 ) -> Sequence[Process]:
-    """One process a rank, each in a session of its own, logging to `<folder>/rank<r>.log`.
+    """Start one process per rank, each in its own session, logging to `<folder>/rank<r>.log`.
 
-    `cold`: so many of the first import for themselves, as every user's does, and all where COLD_RANKS is set. The others
-    come from `parents`.
+    The first `cold` ranks import everything themselves, as a user's process does; with COLD_RANKS set, all do. The others
+    are forked from `parents`.
     """
     processes: list[Process] = []
     for rank in range(world):
@@ -166,7 +166,7 @@ def start(
 
 
 def finish(processes: Sequence[Process], folder: Path, timeout_s: float, only: int | None = None) -> Outcome:
-    """Wait for all, or for rank `only`; kill what is still there then or after the time-out (its exit code is None)."""
+    """Wait for all ranks, or for rank `only`; then, or after the time-out, kill the rest (their exit code is None)."""
     begin = time.monotonic()
     codes: list[int | None] = []
     try:
@@ -188,7 +188,7 @@ def finish(processes: Sequence[Process], folder: Path, timeout_s: float, only: i
 
 
 def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, **places: object) -> Outcome:
-    """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
+    """Run all cases on `world` ranks: one pipeline of as many stages, unless a case says otherwise."""
     stages = f"--num-layers {world} --pipeline-model-parallel-size {world}"
     described = []
     for case in cases:
@@ -202,13 +202,13 @@ def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, **p
         script = [str(ROOT / "tests/gloo/worker.py"), str(folder / "cases.json"), str(folder)]
         # Each case chooses a port of its own.
         processes = start(world, script, folder, free_ports(1)[0])
-        # What fails ends no other cases than those of its own processes.
+        # A failure ends only the cases of its own processes.
         done = followed(done, finish(processes, folder, begin + timeout_s - time.monotonic()))
     return done
 
 
 def followed(first: Outcome, then: Outcome) -> Outcome:
-    """What two launches in one folder came to: of each rank the first code that is not 0."""
+    """Return the outcome of two launches in one folder, with each rank's first exit code that is not 0."""
     codes = [code if code != 0 else after for code, after in zip(first.codes, then.codes, strict=True)]
     logs = [before + after for before, after in zip(first.logs, then.logs, strict=True)]
     return Outcome(first.folder, codes, first.seconds + then.seconds, logs)
@@ -234,7 +234,7 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome
 
 @pytest.fixture(scope="module")
 def places() -> dict[str, object]:
-    """What a file's flags name in braces, besides `folder` and `case`."""
+    """Values for names in braces in a file's flags, besides `folder` and `case`."""
     return {}
 
 
@@ -242,7 +242,7 @@ def places() -> dict[str, object]:
 def trained(
     run_cases: Callable[..., Outcome], request: pytest.FixtureRequest, places: dict[str, object]
 ) -> Callable[[Row], Outcome]:
-    """Return the launch of a row: with the first of as many ranks, all are trained that this file is about to compare."""
+    """Return the launch of a row. The first row of as many ranks trains all rows that this file is about to compare."""
     wanted: list[Row] = [row for (row,) in asked_for(request, "row")]
     done: dict[int, Outcome] = {}
 
@@ -262,14 +262,14 @@ def trained(
 
 
 def slow_but(always: Collection[str], names: Iterable[str]) -> list[Any]:
-    """Return names as parameters, of which all but some run only with --slow."""
+    """Return names as parameters; all but those in `always` run only with --slow."""
     assert set(always) <= (cases := set(names)), f"no case is called {', '.join(set(always) - cases)}"
     return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
-    """The values of these parameters in the tests that pytest is about to run with this fixture: nothing else need
-    be trained."""
+    """Return the values of these parameters in the tests that pytest is about to run with this fixture, so that nothing
+    else is trained."""
     tests: list[Any] = [
         item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())
     ]
@@ -283,7 +283,7 @@ def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """No shared memory may outlive a test."""
+    """Check that no shared memory outlives a test."""
     before = set(os.listdir("/dev/shm"))
     yield
     left = set(os.listdir("/dev/shm")) - before

@@ -1,4 +1,4 @@
-"""Conversations for `--sft`, and what Megatron asks two packages for to read them, neither of which tests install.
+"""Conversations for `--sft`, and stand-ins for two packages with which Megatron reads them and which tests do not install.
 
 In: a folder. Out: a file of conversations, and stand-ins: `load_dataset` of Hugging Face's datasets, which reads lines
 of JSON, and a tokenizer of its transformers, which takes words for tokens and renders Megatron's own template. The
@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 PAD, END, WORDS, SIZE = 1, 2, 3, 127
-# Words of the answers in each line's conversations: the first line is not the one whose attention saves most.
+# Words of the answers in each line's conversations; the first line is not the one whose attention saves most.
 ANSWERS = ((2, 2, 2, 2, 2), (9, 9), (40,), (3, 20), (60,), (1, 2, 3, 4))
 
 
@@ -41,7 +41,7 @@ def write(path: Path) -> Path:
 
 
 class Words:
-    """A tokenizer as transformers makes them, as far as Megatron's `SFTTokenizer` asks it."""
+    """A tokenizer of transformers, as far as Megatron's `SFTTokenizer` uses it."""
 
     eos_token_id = END
 
@@ -58,7 +58,7 @@ class Words:
         return {"input_ids": [WORDS + zlib.crc32(word.encode()) % (SIZE - WORDS) for word in re.findall(r"\S+", text)]}
 
 
-# Megatron gives the same one with each message, and compiling it takes longer than a step of these trainings.
+# Megatron passes the same template with each message, and compiling it takes longer than a step of these trainings.
 @lru_cache
 def _template(text: str) -> Any:
     from jinja2 import Template
@@ -72,7 +72,7 @@ def _loaded(_: str, data_files: str, **__: Any) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
-    """Let Megatron find both packages."""
+    """Make Megatron find both packages."""
     from megatron.core.tokenizers.text.libraries import sft_tokenizer
 
     datasets = ModuleType("datasets")

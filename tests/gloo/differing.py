@@ -1,7 +1,7 @@
-"""Micro-batches that differ in size by what a script of one's own does.
+"""Micro-batches whose sizes differ because of what a user's script does.
 
-Sizes follow from how many forwards this rank, or this chunk, has run, so all ranks of a pipeline cut a micro-batch
-alike, in stock Megatron's run, too.
+Sizes follow from the number of forwards that this rank, or chunk, has run, so all ranks of a pipeline cut a micro-batch
+alike, and so does stock Megatron.
 
     lengths   rows of differing length, whose shapes Megatron's pipeline then sends first (variable_seq_lengths)
     partial   some micro-batches recompute all layers, the others none (num_microbatches_with_partial_activation_checkpoints)
@@ -21,7 +21,7 @@ import pretrain_gpt
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-# Of the micro-batches, over and over; the first is not the largest.
+# Lengths of the micro-batches, repeated; the first is not the largest.
 LENGTHS = (48, 64, 40, 64, 56, 24)
 
 
@@ -66,7 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def train(how: str) -> None:
-    """Our script, with another forward step, and what the model's configuration has to say of it."""
+    """Run our script with another forward step and the model configuration that it needs."""
     configured = pretrain_gpt.gpt_config_from_args
 
     def told(*args: Any, **kwargs: Any) -> Any:

@@ -2,10 +2,9 @@
 iteration.
 
 In: `RANK`, and FAULT="<rank> <operation> <signal> [iteration, 2]"; only before torchrun's first restart. Out: a
-training run until then. Instead of a signal MEMORY: the operation, a forward, raises what torch raises when the device
-has no memory left. FLIP: the operation is a transport, whose
-host buffer loses a bit. Or in: CASES, a list of argument lists, each of which must be refused; out: the refusals, one after
-another.
+training run until then. MEMORY instead of a signal: the operation, a forward, raises torch's error for a device without
+memory left. FLIP: the operation is a transport, and one bit in its host buffer changes. Or in: CASES, a list of argument
+lists, each of which must be refused; out: the refusals, one after another.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ import sys
 import traceback
 from typing import Any
 
-# Megatron writes checkpoints with processes that import this file again, so what takes long is imported where it is
-# used.
+# Megatron writes checkpoints with processes that import this file again, so slow imports are local.
 
 
 def break_after(operation: str, number: signal.Signals, iteration: int) -> None:
-    """Send this process a signal after it ran the operation so many times."""
+    """Send this process a signal after the operation has run in this iteration."""
     from bpipe.runtime.engine import Engine
 
     after = Engine.after
@@ -39,7 +37,7 @@ def break_after(operation: str, number: signal.Signals, iteration: int) -> None:
 
 
 def run_out_of_memory(operation: str, iteration: int) -> None:
-    """Raise in this stage's forward of a micro-batch, so many times on."""
+    """Raise in this stage's forward of a micro-batch in this iteration."""
     import torch
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -60,7 +58,7 @@ def run_out_of_memory(operation: str, iteration: int) -> None:
 
 
 def flip_a_bit(transport: str) -> None:
-    """Let a bit of the second micro-batch that lies in a host buffer of this rank's transport be another."""
+    """Flip a bit of the second micro-batch in a host buffer of this rank's transport."""
     from bpipe.transport.distributed import Distributed
     from bpipe.transport.memory import TensorRegion
 
@@ -76,7 +74,7 @@ def flip_a_bit(transport: str) -> None:
         give_back = Distributed.give_back
 
         def giving(self: Distributed, host_buffer: int, tensors: Any) -> Any:
-            # What a link is measured by is one tensor.
+            # A link is measured with one tensor.
             if len(tensors) > 1:
                 damaged(tensors[-1], 2)
             return give_back(self, host_buffer, tensors)

@@ -6,7 +6,7 @@ the run.
 
 from __future__ import annotations
 
-# A GPT small enough that a run is over in seconds, large enough that its activations are worth moving; dropout stays on.
+# A GPT small enough that a run takes seconds, and large enough that its activations are moved; dropout is on.
 TINY = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 "
     "--lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
@@ -28,7 +28,7 @@ UNCLIPPED = f"{QUIET} --clip-grad 0"
 EIGHT_LAYERS = f"{UNCLIPPED} --num-layers 8"
 
 FOUR, TWO = (f"--pipeline-model-parallel-size {size}" for size in (4, 2))
-# Two stages; the other half of four ranks is another dimension.
+# Two stages; the rest of four ranks is another dimension.
 TWO_STAGES = f"--num-layers 2 {TWO}"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 INTERLEAVED = "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
@@ -71,5 +71,5 @@ RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 
 
 def batch(microbatches: int, size: int = 2) -> str:
-    """The global batch of that many micro-batches of one replica."""
+    """Return the flag for a global batch of this many micro-batches of one replica."""
     return f"--global-batch-size {size * microbatches}"

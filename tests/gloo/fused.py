@@ -1,5 +1,4 @@
-"""Plain torch in the place of the extension that adds a weight's gradient up inside its matrix product: that one needs
-a GPU.
+"""Plain torch in place of the extension that adds up a weight's gradient inside its matrix product, which needs a GPU.
 
 In: nothing. Out: a module like the extension, or a process in which Megatron will find it.
 """
@@ -26,5 +25,5 @@ def extension() -> ModuleType:
 
 
 def stand_in() -> None:
-    """Before Megatron, which looks for the extension when it is imported."""
+    """Install the module. Called before Megatron is imported, which looks for the extension then."""
     sys.modules[NAME] = extension()

@@ -1,7 +1,7 @@
-"""Layers of Megatron's own parts where its local ones stop short of what Transformer Engine's do, given to the trainer
-as `--spec`.
+"""Layers made of Megatron's own parts for what its local layers lack and Transformer Engine's have; the trainer takes
+them as `--spec`.
 
-In: a model's configuration. Out: what one of its layers is made of. Knows nothing of the project under test.
+In: a model's configuration. Out: the specification of a layer. Independent of the project under test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.gloo.plain_attention import PlainAttention
 
 
 def attending_plainly(model: Any) -> ModuleSpec:
-    """Attention over a sequence that several ranks share, and latent attention; Megatron's own does neither."""
+    """Return layers with attention over a sequence that several ranks share, or latent attention."""
     config = model.transformer
     spec = get_gpt_layer_local_spec(
         multi_latent_attention=config.multi_latent_attention, normalization=config.normalization
@@ -32,8 +32,9 @@ def attending_plainly(model: Any) -> ModuleSpec:
 
 
 class LatentAttention(DotProductAttention):
-    """Megatron's own core attention, for latent attention: that says how wide keys and values are, and its own takes
-    neither. It divides its output by `--kv-channels`, which are a value's here."""
+    """Megatron's core attention for latent attention, which passes the widths of keys and values that it does not take.
+
+    It divides its output by `--kv-channels`, which here is a value's width."""
 
     def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **others: Any) -> None:
         super().__init__(**others)
@@ -49,8 +50,7 @@ def attending_to_latents(model: Any) -> ModuleSpec:
 
 
 class ComputesAtOnce(ColumnParallelLinear):
-    """Put off the gradients of the output layer only: Megatron's own looks for a place to keep them in every layer,
-    and finds none."""
+    """A layer that defers only the output layer's gradients: Megatron's own looks for a place to keep them in every layer."""
 
     def __init__(self, *sizes: Any, config: Any, **settings: Any) -> None:
         at_once = copy.copy(config)

@@ -1,8 +1,8 @@
-"""A training loop of one's own around Megatron's pipelined loop: trained plain, then with `install`, then plain again.
+"""A user's training loop around Megatron's pipelined loop: trained plain, then with `install`, then plain again.
 
-In: the launcher's environment, how many chunks a rank has (more than one: interleaved), and a schedule by name where
-our own loop is to run one. Out: exit code 0 where all three trained the same bits, the second one moved activations,
-and `remove` gave Megatron's own functions back; a line for each. Uses megatron.core alone, none of Megatron's trainer.
+In: the launcher's environment, the chunks per rank (more than one: interleaved), and the name of a schedule if our own
+loop is to run one. Out: exit code 0 if all three trained the same bits, the second one moved activations, and `remove`
+restored Megatron's functions; a line for each. Uses only megatron.core, not Megatron's trainer.
 """
 
 # ruff: noqa: E402
@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.scheduling.options.arguments import SchedulingConfig
 
-# What Megatron's trainer never does: back to a number of micro-batches that was there before.
+# Megatron's trainer never returns to an earlier number of micro-batches.
 NUM_MICROBATCHES = (8, 4, 8, 4)
 LENGTH, VOCABULARY = 64, 128
 NUM_CHUNKS = int(sys.argv[1]) if len(sys.argv) > 1 else 1
@@ -92,8 +92,8 @@ def chunk(vp_stage: int | None, **settings: Any) -> GPTModel:
 
 
 def train(**settings: Any) -> tuple[list[str], str]:
-    """Iterations of differing length from the same beginning: every micro-batch's loss, and a hash of the weights
-    they ended with."""
+    """Train iterations of differing length from the same start; return every micro-batch's loss, and a hash of the final
+    weights."""
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     model = [chunk(index if VIRTUAL_STAGES else None, **settings) for index in range(NUM_CHUNKS)]

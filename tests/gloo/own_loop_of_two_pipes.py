@@ -1,7 +1,7 @@
-"""A training loop of one's own, by Megatron's 1F1B loop over half of the ranks in twice the replicas, then by two pipes
-over all.
+"""A user's training loop, run by Megatron's 1F1B loop over half of the ranks in twice the replicas, then by two pipes
+over all ranks.
 
-In: the launcher's environment, four processes. Out: exit code 0 where both trained the same bits, weight by weight, and
+In: the launcher's environment, four processes. Out: exit code 0 if both trained the same bits, weight by weight, and
 a line from each. Models are built by the function of Megatron's that knows placements, gradients are summed by the loop
 itself.
 """
@@ -35,7 +35,7 @@ from megatron.training.models import dist_utils
 from megatron.scheduling.options.arguments import SchedulingConfig
 from tests.gloo.own_loop import LAUNCH_RANK, LENGTH, VOCABULARY, forward
 
-# What a pipe takes of an iteration: as many as a replica.
+# A pipe's micro-batches per iteration, as many as a replica's.
 NUM_MICROBATCHES = (4, 2, 4)
 CONFIG = SchedulingConfig(
     num_ranks=4, num_chunks=1, own=ScheduleConfig("mixpipe", 4, 8), transfers=TransferConfig(timeout_s=60.0)
@@ -84,9 +84,9 @@ def named(model: GPTModel) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
-    """Every micro-batch's loss by its replica's number, and a hash of every weight by its name: of all ranks.
+    """Train, and return all ranks' losses by replica and micro-batch, and hashes of weights by name.
 
-    `feeds[chunk]`: a replica.
+    `feeds[chunk]` is a replica.
     """
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
@@ -139,7 +139,7 @@ def main() -> None:
     plain = train([parallel_state.get_data_parallel_rank()])
     parallel_state.destroy_model_parallel()
     installed = install(CONFIG, samples_by_chunk=True)
-    # After it, for of two pipes other ranks have embeddings.
+    # After it, because with two pipes other ranks have embeddings.
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     both = train([samples_of(CONFIG, part) for part in range(2)])
     installed.remove()

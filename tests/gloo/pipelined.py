@@ -3,7 +3,7 @@ after another in the same processes.
 
 In: a folder, a number of ranks, a module with cases (this one, or another), and names of some. Out:
 `<folder>/rank<r>.json`: by case, whether every bit is that of torch's own class, the peak measured and the one predicted,
-evictions, and which share of what a forward keeps has moved.
+evictions, and the share of a forward's activations that has moved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MICROBATCHES, TIMEOUT_S = 8, 60.0
 TRANSFERS = TransferConfig(minimum_bytes=256, timeout_s=TIMEOUT_S, poison=True)
 OPTIONS: dict[str, Any] = {"transfers": TRANSFERS}
 
-# By the placement's name, which stages a rank of p has, and how many there are.
+# By the placement's name: the stages of a rank of p, and the number of stages.
 PLACES: dict[str, Callable[[int, int], tuple[list[int], int]]] = {
     "chain": lambda rank, p: ([rank], p),
     "loop": lambda rank, p: ([rank, p + rank], 2 * p),
@@ -59,7 +59,7 @@ PLACES: dict[str, Callable[[int, int], tuple[list[int], int]]] = {
 
 
 def lacks_before(major: int, minor: int) -> str:
-    """Why what torch's own class trains from this version on is left out; empty where the installed torch has it."""
+    """Return why a case that needs this version of torch is skipped; empty if it is installed."""
     is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor)
     return f"torch's own class trains it over gloo from {major}.{minor} on" if is_old else ""
 
@@ -68,9 +68,12 @@ def lacks_before(major: int, minor: int) -> str:
 class Case:
     """One schedule beside torch's own class of the same stages.
 
-    `moves`: whether anything leaves on 4 ranks. `torch_options` are given to both. `frees`: dgrad frees most of what a
-    micro-batch holds, so less is held than counted, which is whole ones. `is_reported`: it trains four steps, of which
-    the third and fourth are recorded in `<folder>/<case>`. `since`: the first torch whose own class trains it.
+    Attributes:
+        moves: Whether anything leaves on 4 ranks.
+        torch_options: Options of both schedules.
+        frees: Whether dgrad frees most of a micro-batch, so that less is held than whole ones, which are counted.
+        is_reported: Whether it trains four steps, with the third and fourth recorded in `<folder>/<case>`.
+        since: The first torch whose own class trains it.
     """
 
     places: str
@@ -88,18 +91,18 @@ class Case:
 
     @property
     def lacks(self) -> str:
-        """Why this case is left out with the installed torch; empty where it is not."""
+        """Return why this case is skipped with the installed torch; empty if it is not."""
         # 2.11's handshake sends from a V's lowest rank to itself, which gloo cannot.
         return lacks_before(*max(self.since, (2, 12) if self.places == "v" else self.since))
 
 
 ONE, LOOP, ZBV = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B, schedules.ScheduleZBVZeroBubble
-# Where ranks hold evenly much, what leaves goes to the node's own memory: also between the halves of a backward.
+# If ranks hold the same, activations go to the node's memory, even between the halves of a backward.
 AWAY = {"balance": BalanceConfig(hosts="host")}
 
 
 def _file(schedule: Schedule) -> str:
-    """A schedule as a user keeps it; every rank has its own copy."""
+    """Write a schedule as a user would; every rank has its own copy."""
     path = Path(tempfile.mkdtemp()) / "schedule.csv"
     path.write_text(write_csv(schedule))
     return str(path)
@@ -111,7 +114,7 @@ CASES = {
     "1f1b over peer": Case("chain", ONE, "1f1b", {"transfers": replace(TRANSFERS, transport="peer")}),
     "1f1b, verified": Case("chain", ONE, "1f1b", {"transfers": replace(TRANSFERS, verify=float("inf"))}),
     "interleaved": Case("loop", LOOP, "interleaved-1f1b"),
-    # Torch's own, by name or class, on the ranks that these want.
+    # Torch's own schedules, by name or class, with the stages that they require.
     "GPipe": Case("chain", schedules.ScheduleGPipe, schedules.ScheduleGPipe, AWAY),
     "Interleaved1F1B": Case("loop", LOOP, "Interleaved1F1B"),
     "LoopedBFS": Case("loop", schedules.ScheduleLoopedBFS, schedules.ScheduleLoopedBFS, AWAY),
@@ -119,7 +122,7 @@ CASES = {
     "ZBVZeroBubble": Case("v", ZBV, "ZBVZeroBubble", AWAY),
     "DualPipeV": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", AWAY),
     "DualPipeV, not balanced": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", {"balance": None}, moves=False),
-    # Ours, beside torch's of the same stages.
+    # Ours, compared with torch's of the same stages.
     "zb-v": Case("v", ZBV, "zb-v", AWAY),
     "v-half": Case("v", ZBV, "v-half", AWAY),
     "v-half of pairs": Case("v", ZBV, "v-half", {"balance": None}, make=Pair, moves=False),
@@ -132,8 +135,8 @@ CASES = {
     "a file, balanced": Case(
         "chain", ONE, lambda p: _file(build(ScheduleConfig("1f1b", p, 8, balance=BalanceConfig())))
     ),
-    # What a step takes and gives.
-    # Earlier versions want a gradient of every tensor that passes.
+    # Inputs and outputs of a step.
+    # Earlier versions require a gradient of every tensor that is passed.
     "several tensors, keywords, evaluation": Case(
         "chain", ONE, "1f1b", make=Several, steps=steps_and_evaluation, since=(2, 13)
     ),
@@ -192,7 +195,7 @@ def facts(balanced: BalancedSchedule, meter: Meter, is_same: bool, place: int) -
 
 
 def runs(folder: Path) -> dict[str, Callable[[int, int], dict[str, Any]]]:
-    """What each case runs, given a rank and how many there are."""
+    """Return each case's function of a rank and the number of ranks."""
     return {
         name: lambda rank, world, name=name, case=case: of_case(case, rank, world, folder / name)  # type: ignore[misc]
         for name, case in CASES.items()
@@ -201,7 +204,7 @@ def runs(folder: Path) -> dict[str, Callable[[int, int], dict[str, Any]]]:
 
 
 def one_rank(rank: int, folder: str, world: int, module: str, names: list[str]) -> None:
-    """One process, whose cases are those of a module of this folder."""
+    """Run one process, with the cases of a module of this folder."""
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
@@ -212,7 +215,7 @@ def one_rank(rank: int, folder: str, world: int, module: str, names: list[str]) 
         try:
             results[name] = run(rank, world)
         except BaseException:
-            # The others may wait for this rank; they are ended with it.
+            # The other ranks may wait for this one; they are ended with it.
             print(f"rank {rank}, {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             os._exit(1)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))

@@ -1,7 +1,7 @@
 """Ranks that train within a memory budget under `BalancedSchedule`, beside torch's own class of the same stages.
 
-Out, as of `tests.gloo.pipelined`: by case, whether every
-bit is the same, the budget, what was planned and what was measured, in bytes.
+Out, as in `tests.gloo.pipelined`: by case, whether every bit is the same, and in bytes the budget, what was planned and
+what was measured.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.gloo.pipelined_stages import (
     steps_of,
 )
 
-# The handshake of these runs a forward on memory that nobody wrote, and does not put back the statistics that it leaves.
+# Torch's handshake runs a forward on uninitialized memory, and does not restore the statistics that it changes.
 LEAVES_STATISTICS = torch.__version__.startswith(("2.12.", "2.13."))
 
 
 class Noisy(nn.Module):
-    """A block that draws random numbers and counts: a forward of nobody's may leave no trace of either."""
+    """A block that draws random numbers and counts: a trial forward may leave no trace of either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def sharded(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """`least`: where between what the lightest rank and the heaviest hold alone the budget lies, for all ranks."""
+    """A case with a budget for all ranks. `least`: its position between the lightest and the heaviest rank's own need."""
 
     places: str = "chain"
     options: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
 
 
 def too_small(rank: int, world: int) -> dict[str, Any]:
-    """What a budget says that nothing keeps."""
+    """Return the error for a budget that no plan keeps."""
     indices, num_stages = PLACES["chain"](rank, world)
     stages = stages_of(indices, num_stages)
     options: dict[str, Any] = {**OPTIONS, "memory": 20_000}

@@ -1,5 +1,5 @@
-"""What stages may be, under `BalancedSchedule`: two pipelines of two ranks, and something else across them, or one of
-four; beside torch's own class, case by case in the same processes.
+"""Features of stages under `BalancedSchedule`: two pipelines of two ranks with another dimension across them, or one of
+four ranks; compared with torch's own class, case by case in the same processes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ Make = Callable[[int, int], nn.Module]
 
 @dataclass(frozen=True)
 class Feature:
-    """`wrap(module, mesh)` makes a stage of a module. Two ranks a pipeline, with a mesh of the two pipelines' ranks,
-    unless `alone`: then four in one.
+    """A feature of stages.
 
-    `enough`: the share that moves at least. `emptied`: nothing is held in torch's receive buffers between steps.
-    `shapes(stage, num_stages)`: what torch is told of a stage, in the place of its handshake. `slow`: runs by itself.
-    `passes_dtensors`: from stage to stage.
+    Attributes:
+        wrap: `wrap(module, mesh)` makes a stage of a module.
+        alone: Whether there is one pipeline of four ranks, instead of two of two ranks with a mesh across them.
+        enough: Least share that moves.
+        emptied: Whether torch's receive buffers hold nothing between steps.
+        shapes: `shapes(stage, num_stages)` tells torch about a stage in place of its handshake.
+        slow: Whether it runs by itself.
+        passes_dtensors: Whether stages pass DTensors.
     """
 
     wrap: Callable[[nn.Module, DeviceMesh], nn.Module] = lambda module, mesh: module
@@ -68,7 +72,7 @@ class Feature:
 
     @property
     def lacks(self) -> str:
-        """Why this feature is left out with the installed torch; empty where it is not."""
+        """Return why this feature is skipped with the installed torch; empty if it is not."""
         return lacks_before(2, 12) if self.passes_dtensors else ""
 
 
@@ -103,7 +107,7 @@ def by_inductor(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class Reentrant(nn.Module):
-    """A block that is computed again by torch's older checkpoint, which runs a backward inside of one."""
+    """A block recomputed by torch's older checkpoint, which runs a backward inside the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,14 +118,14 @@ class Reentrant(nn.Module):
 
 
 def shapes_of(stage: int, num_stages: int) -> dict[str, Any]:
-    """Torch's handshake asks for gradients of inputs alone, which that checkpoint cannot give."""
+    """Torch's handshake asks only for gradients of inputs, which that checkpoint cannot give."""
     first, last = stage == 0, stage == num_stages - 1
     received = torch.zeros(ROWS, LENGTH, *([] if first else [WIDTH]), dtype=torch.int64 if first else None)
     output = torch.zeros(ROWS, LENGTH, VOCABULARY if last else WIDTH, requires_grad=True)
     arguments: dict[str, Any] = {"input_args": (received.requires_grad_(not first),), "output_args": (output,)}
     arguments |= {} if first else {"input_grads": (torch.zeros_like(received),)}
     arguments |= {} if last else {"output_grads": (torch.zeros_like(output),)}
-    # Torch 2.11's asks for none, and is told of none.
+    # Torch 2.11's handshake takes no gradients.
     return {name: value for name, value in arguments.items() if name in signature(PipelineStage).parameters}
 
 
@@ -133,7 +137,7 @@ def checkpointed(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def selectively(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Every other product is kept, and attention, as torchtitan does."""
+    """Keep every other product, and attention, as torchtitan does."""
 
     def contexts() -> Any:
         count = [0]
@@ -190,7 +194,7 @@ def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class SequencePart(Part):
-    """The residual stream is spread over the sequence inside of a stage, or between stages, too."""
+    """A block whose residual stream is sharded over the sequence, inside a stage or between stages, too."""
 
     mesh: DeviceMesh
     passes_spread = False
@@ -215,7 +219,7 @@ class SpreadPart(SequencePart):
 
 
 class Routed(nn.Module):
-    """Experts without a capacity: how many rows each takes differs between micro-batches."""
+    """Experts without a capacity: the rows of each differ between micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +315,7 @@ def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def lean_and_not(rank: int, world: int) -> dict[str, Any]:
-    """What torch's receive buffers hold at the most and between steps, kept for ever and lean."""
+    """Compare what torch's receive buffers hold at the peak and between steps, with lean buffers and without."""
     result: dict[str, Any] = {"same": True}
     bits = []
     for lean in (False, True):

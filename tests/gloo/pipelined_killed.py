@@ -1,7 +1,7 @@
-"""Ranks of a balanced schedule under torch's pipelining, one of which dies in its second step; point after point.
+"""Ranks of a balanced schedule under torch's pipelining, one of which dies at some point of its second step.
 
-In: a folder, and points: the rank that dies, the part of its step's calls after which it does, a transport. Out:
-`<folder>/killed.json`: by point, all exit codes, who was still there, and what the others said.
+In: a folder, and points: the rank that dies, the share of the step's calls after which it dies, and a transport. Out:
+`<folder>/killed.json`: by point, all exit codes, the ranks still running, and what the others printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALLS = ("computes", "forward_ran", "backward_ran", "_sent")
 
 
 def die_after(count: int) -> None:
-    """Have this process end, as if killed, at the `count`-th call that the engine gets."""
+    """Kill this process at the engine's `count`-th call."""
     seen = 0
 
     def counted(function: Any) -> Any:
@@ -57,7 +57,7 @@ def one_rank(rank: int, folder: str, dying: int, part: float, transport: str) ->
     balanced = BalancedSchedule(stages, MICROBATCHES, loss_of, schedule="1f1b", transfers=transfers)
     steps_of(balanced, stages, MICROBATCHES, num_steps=1)
     if rank == dying:
-        # Of each micro-batch a forward and a backward, each begun, ended and sent.
+        # A forward and a backward of each micro-batch, each begun, ended and sent.
         die_after(1 + int(part * 6 * MICROBATCHES))
     try:
         steps_of(balanced, stages, MICROBATCHES, num_steps=2, first_step=1)
@@ -68,7 +68,7 @@ def one_rank(rank: int, folder: str, dying: int, part: float, transport: str) ->
 
 
 def killed(folder: Path, dying: int, part: float, transport: str) -> dict[str, Any]:
-    """Return the exit codes of all ranks, who was still there after some time, and what each of the others said."""
+    """Return the exit codes of all ranks, those still running after some time, and what the others printed."""
     folder.mkdir()
     context = get_context("fork")
     arguments = (str(folder), dying, part, transport)

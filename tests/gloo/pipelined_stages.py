@@ -1,7 +1,7 @@
 """Stages of a small transformer for torch.distributed.pipelining, and steps of them by a schedule.
 
 In: stage numbers and a schedule. Out: bits: the losses of every micro-batch, the outputs, and gradients and weights
-behind the last step.
+after the last step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Part(nn.Module):
 
 
 class Several(Part):
-    """Passes three tensors on, one of them no gradient's, and takes two by keyword."""
+    """Passes three tensors on, one of them without a gradient, and takes two by keyword."""
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class Pair(Part):
 
 
 class _Deferring(torch.autograd.Function):
-    """A product whose weight's gradient is computed when its owner asks."""
+    """A product whose weight gradient is computed when its owner asks for it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, owner: Deferred) -> torch.Tensor:
@@ -105,7 +105,7 @@ class _Deferring(torch.autograd.Function):
 
 
 class Deferred(nn.Module):
-    """A linear layer that puts its wgrad off."""
+    """A linear layer that defers its weight gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Deferred(nn.Module):
 
 
 class DeferredBlock(nn.Module):
-    """Two of them, computed again in the backward."""
+    """Two deferred layers, recomputed in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class DeferredBlock(nn.Module):
 
 
 def deferred_stages(indices: Sequence[int], num_stages: int) -> list[PipelineStage]:
-    """Stages that have their wgrads put off by themselves, torch's `dw_builder`."""
+    """Return stages that defer their weight gradients themselves, by torch's `dw_builder`."""
 
     def builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
         def build() -> Callable[[], None]:
@@ -162,7 +162,7 @@ def stages_of(
     wrap: Wrap = lambda module: module,
     **options: Any,
 ) -> list[PipelineStage]:
-    """The same weights for the same stage, whoever asks."""
+    """Return the same weights for the same stage on every call."""
     stages = []
     for index in indices:
         torch.manual_seed(100 + index)
@@ -192,7 +192,7 @@ def steps_of(
     first_step: int = 0,
     **options: Any,
 ) -> Bits:
-    """Train, and take down every bit of it."""
+    """Train, and record every bit."""
     is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     parameters = {
         f"{stage.stage_index}.{name}": parameter
@@ -224,7 +224,7 @@ def steps_of(
 
 
 def steps_and_evaluation(schedule: Any, stages: Sequence[PipelineStage], num_microbatches: int) -> Bits:
-    """Steps with keywords, an evaluation between them, and a step that returns no outputs."""
+    """Run steps with keywords, an evaluation between them, and a step without outputs."""
     rows = num_microbatches * ROWS
     mask = torch.zeros(rows, 1, LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf"))
     keywords = {"mask": mask, "bias": torch.arange(float(rows)) / 10}

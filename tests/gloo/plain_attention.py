@@ -18,8 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
-    """Where a rank's `length` tokens stand in the sequence: the sequence is cut in twice as many pieces as ranks,
-    and each rank has two."""
+    """Return the positions of a rank's `length` tokens: the sequence is cut into twice as many pieces as ranks, and each
+    rank has two."""
     if ranks == 1:
         return torch.arange(length)
     piece = length // 2
@@ -28,7 +28,7 @@ def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
 
 
 class PlainAttention(MegatronModule):
-    """softmax(q k^T / sqrt(d)) v with dropout, as a textbook has it."""
+    """Textbook attention: softmax(q k^T / sqrt(d)) v, with dropout."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""A training script as a user of Megatron has one, which has never heard of this project: its own flag, model, data
-and loss."""
+"""A user's training script for Megatron, independent of this project: with its own flag, model, data and loss."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     arguments = parse_and_validate_args(extra_args_provider=flags)
-    # By name: the order is not the same in every version of Megatron.
+    # By name, because the order differs between versions of Megatron.
     pretrain(
         cfg_container=pretrain_cfg_container_from_args(arguments),
         train_valid_test_dataset_provider=datasets,

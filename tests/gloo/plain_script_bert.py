@@ -1,5 +1,4 @@
-"""Train Megatron's BERT, as a user would who has never heard of this project: every stage needs every micro-batch's
-own padding mask."""
+"""Train Megatron's BERT in a script independent of this project: every stage needs every micro-batch's own padding mask."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def model(pre_process: bool = True, post_process: bool = True, vp_stage: int | N
 
 
 def masked_loss(masked: torch.Tensor, second: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor]) -> Any:
-    """The loss of the masked tokens, and of telling whether the sample began with an even token."""
+    """Return the loss of the masked tokens, and of predicting whether the sample began with an even token."""
     losses, of_sample = output
     words = (losses.float() * masked).sum() / masked.sum().clamp(min=1)
     order = torch.nn.functional.cross_entropy(of_sample.float(), second)

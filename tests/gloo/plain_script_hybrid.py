@@ -1,5 +1,4 @@
-"""Train Megatron's hybrid model, as a user would who has never heard of this project: recurrent, attention and MLP
-layers.
+"""Train Megatron's hybrid model, of recurrent, attention and MLP layers, in a script independent of this project.
 
 The mixer of the recurrent layers is ours, in plain torch: Mamba's own kernels need a GPU.
 """
@@ -27,7 +26,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args, 
 from megatron.training.arguments import parse_and_validate_args
 from plain_script import datasets, mean_loss
 
-# Where no flag gives one. M: recurrent, *: attention, -: MLP, |: the next stage.
+# The pattern if no flag gives one. M: recurrent, *: attention, -: MLP, |: the next stage.
 PATTERN = "M*-|M*M-|*M-|M-*"
 
 

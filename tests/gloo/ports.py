@@ -1,5 +1,5 @@
-"""Find ports that no socket gets which asks for any: gloo asks by the hundred, and had taken one before it was
-listened on."""
+"""Find ports outside of the range from which systems choose: gloo opens hundreds of sockets, one of which had taken a port
+before its listener did."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FIRST, _LAST = 15_000, 32_000
 
 
 def free_ports(number: int) -> list[int]:
-    """Return so many ports of this machine on which nobody listens now."""
+    """Return this many ports of this machine on which nobody listens."""
     sockets: list[socket.socket] = []
     try:
         while len(sockets) < number:

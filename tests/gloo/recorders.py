@@ -1,7 +1,7 @@
-"""What a case of `worker.py` records besides losses and a hash: weights by name, tensors, or the memory of its process.
+"""Recorders of a case of `worker.py` beyond losses and a hash: weights by name, tensors, or the process's memory.
 
-Where stages are placed otherwise, each weight is known by its name in the whole model. All weights are then drawn by
-name, unless they are loaded, because Megatron draws them in the order of the ranks.
+If stages are placed otherwise, weights are identified by their name in the whole model. They are then drawn by name,
+unless they are loaded, because Megatron draws them in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Observer(worker.Recorder):
 
 
 class Named(Observer):
-    """`<case>.rank<r>.gradients` are those of the first iteration, where they are kept."""
+    """Records weights by name; `<case>.rank<r>.gradients` are those of the first iteration, if kept."""
 
     def __init__(self, case: Path, gradients: bool, seeded: bool) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Tensors(Observer):
 
 
 class Peak(Observer):
-    """In place of a hash: what this process held when its second iteration began, and at most during it, in bytes."""
+    """Records, in place of a hash, the bytes of this process at the start of its second iteration, and their peak during it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def kernel_says(name: str) -> int:
 
 
 def kind(asked: argparse.Namespace, case: Path) -> Callable[[], worker.Recorder]:
-    """What makes the recorder that a case asks for."""
+    """Return the factory of the recorder that a case asks for."""
     if asked.named:
         return functools.partial(Named, case, asked.gradients, asked.seeded)
     if asked.tensors:
@@ -166,7 +166,7 @@ def patches(asked: argparse.Namespace) -> Iterator[AbstractContextManager[Any]]:
 
 
 def named(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every weight of this rank by its name in the whole model, and by its shard."""
+    """Yield every weight of this rank with its name in the whole model and its shard."""
     for chunk in model:
         inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         numbers = [layer.layer_number - 1 for layer in inner.decoder.layers]
@@ -174,7 +174,7 @@ def named(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Paramete
             if name.startswith("decoder.layers."):
                 _, _, number, rest = name.split(".", 3)
                 name = f"decoder.layers.{numbers[int(number)]}.{rest}"
-            # A stage that predicts further tokens embeds, too: the output layer's own weight is then unused.
+            # A stage that predicts further tokens has an embedding, too: the output layer's own weight is then unused.
             layer = inner.get_submodule(name.rpartition(".")[0]) if name in (OUTPUT, EMBEDDING) else None
             if inner.share_embeddings_and_output_weights and not inner.mtp_process:
                 name = TIED.get(name, name)
@@ -191,12 +191,12 @@ def seed(words: str) -> torch.Generator:
 
 
 def draw(name: str, weight: torch.nn.Parameter) -> torch.Tensor:
-    """The same numbers for one name on every rank.
+    """Draw weights by name, so that every rank has the same numbers.
 
-    Norms are around one, and what tensor-parallel ranks do not shard is equal on all of them.
+    Norms are around one, and weights that tensor parallelism does not shard are equal on all ranks.
     """
     if " from " in name:
-        # Rows of what is drawn as a whole.
+        # Rows of the whole weight.
         whole, _, shard = name.partition(" from ")
         first, _, rank = shard.partition(" ")
         rows: Any = torch.empty(int(first) + len(weight), weight.shape[1])
@@ -208,7 +208,7 @@ def draw(name: str, weight: torch.nn.Parameter) -> torch.Tensor:
 
 
 def seeding(forward_step: Callable[..., Any], recorder: worker.Recorder) -> Callable[..., Any]:
-    """Megatron's step, from random states that follow from what is computed."""
+    """Run Megatron's forward step with random states that follow from the stage and micro-batch."""
 
     @functools.wraps(forward_step)
     def seeded(forward_step_func: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ def seeding(forward_step: Callable[..., Any], recorder: worker.Recorder) -> Call
 
 
 def exactly(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """The same sums, added in double precision and rounded once, so that their order does not matter."""
+    """Add sums in double precision and round once, so that their order does not matter."""
 
     @functools.wraps(all_reduce)
     def reduced(

@@ -1,9 +1,9 @@
 """Ranks without Megatron that move activations for a long time.
 
 In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its
-program over small real graphs, computes every gradient a second time without an engine, and rests now and then. Several
-programs take turns, so host buffers are released and lent again. One process forks all ranks of all scenarios:
-importing torch is most of what a rank would do.
+program over small real graphs, computes every gradient a second time without an engine, and pauses now and then. Several
+programs take turns, so host buffers are released and lent again. One process forks all ranks of all scenarios, because
+a rank would spend most of its time importing torch.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from tests.support.alone import Alone
 
 CPU = torch.device("cpu")
 WIDTH = 256
-# Programs that take turns: as many micro-batches, and rows of each. Both change what a host buffer has to hold.
+# Programs that take turns: numbers of micro-batches, and rows of each. Both change the size of a host buffer.
 PROGRAMS = ((8, 64), (4, 96), (6, 32))
 ITERATIONS_A_TURN = 2
 TIMEOUT_S = 60.0
-# The first of them connects and fills pools, so nothing can be said of fewer.
+# The first iterations connect and fill pools, so fewer prove nothing.
 TURNS = 3
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so.
+    """A run of at least this many seconds and micro-batches, of different sizes if `differing`.
 
     With `bounds` any rank with room hosts for any other.
     """
@@ -72,7 +72,7 @@ class Scenario:
 
 @dataclass
 class Record:
-    """What one rank noticed. The lists have an entry for every turn of a program."""
+    """One rank's measurements. The lists have an entry for every turn of a program."""
 
     transport: str | None = None
     groups: int = 0
@@ -101,7 +101,7 @@ class Rank:
         torch.manual_seed(rank)
         balance = how_of(scenario)
         self.plans = [build(ScheduleConfig("1f1b", scenario.ranks, m, balance=balance)) for m, _ in PROGRAMS]
-        # Stages differ, so what leaves a stage is not what its host would have saved itself.
+        # Stages differ, so an evicted micro-batch differs in size from the host's own.
         stages = self.plans[0].layout.stages_of(rank)
         self.weights = {stage: torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * stage) / 16) for stage in stages}
         pairs = {(min(link), max(link)) for plan in self.plans for link in links_of(plan)}
@@ -125,7 +125,7 @@ class Rank:
         self.iterations = 0
 
     def run(self) -> None:
-        """Turn after turn, until rank 0's clock says so."""
+        """Run turns until rank 0 decides that the time is over."""
         end = time.monotonic() + self.scenario.seconds
         going, turns = torch.ones(1), 0
         while going.item() or turns < TURNS or self.record.microbatches < self.scenario.microbatches:
@@ -156,9 +156,9 @@ class Rank:
             self.record.grown = max(self.record.grown, self.running.sizing.num_grown)
 
     def rows(self, number: int, microbatch: int) -> int:
-        """Of a micro-batch of this program.
+        """Return the rows of a micro-batch of this program.
 
-        Where they differ, from a quarter on to what grows with the iterations, up to three times.
+        If sizes differ, from a quarter up to a factor that grows with the iterations to three.
         """
         rows = PROGRAMS[number][1]
         if not self.scenario.differing:
@@ -167,7 +167,7 @@ class Rank:
         return max(1, int(rows * random.Random(f"{self.iterations} {microbatch}").uniform(0.25, largest)))
 
     def gradients(self, number: int, engine: Engine | None, alive: list[StorageWeakRef]) -> list[torch.Tensor]:
-        """One iteration's gradients; without an engine nothing moves and no neighbour is asked."""
+        """Return one iteration's gradients; without an engine nothing moves and no messages pass."""
         for weight in self.weights.values():
             weight.grad = None
         plan = self.plans[number]
@@ -178,7 +178,7 @@ class Rank:
             hidden = torch.nn.functional.gelu(received @ self.weights[stage])
             alive.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (received, hidden))
             output = torch.softmax(hidden @ self.weights[stage].t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
-            # What comes from the stage before only has to come: the gradient is the same without it.
+            # The previous stage's message only has to arrive: the gradient does not depend on it.
             return (output * (0.5 + microbatch)).sum() + sum(token.sum() for token in tokens)
 
         messages: Messages = Edges(self.rank, self.edges, CPU) if engine else Alone(lambda message: (torch.ones(()),))
@@ -193,7 +193,7 @@ class Rank:
             time.sleep(self.chance.random() / 300)
 
     def look(self) -> None:
-        """Note what this process holds now, without what waits for Python's collector or is kept free by the allocator."""
+        """Record what this process holds now, after garbage collection and without the allocator's free memory."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.record.descriptors.append(len(os.listdir("/proc/self/fd")))
@@ -204,7 +204,7 @@ class Rank:
 
 
 class Watched:
-    """An engine's calls; the rank rests before some computations."""
+    """The engine's calls, with pauses before some computations."""
 
     def __init__(self, rank: Rank, engine: Engine) -> None:
         self.rank, self.engine = rank, engine
@@ -217,7 +217,7 @@ class Watched:
 
 
 def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
-    """The life of one process; its exit code. Errors go to its log, with the engine's word on where it was."""
+    """Run one process and return its exit code. Errors go to its log, with the engine's state."""
     torch.set_num_threads(1)
     try:
         timeout = timedelta(seconds=TIMEOUT_S)
@@ -241,7 +241,7 @@ def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
 
 
 def run(scenario: Scenario, folder: Path) -> list[int | None]:
-    """Fork the ranks, wait for them, and end what is left: exit codes, None for what had to be ended."""
+    """Fork the ranks, wait for them, and kill the rest; return exit codes, None for killed ranks."""
     folder.mkdir()
     begin = time.monotonic()
     children = {}
@@ -272,7 +272,7 @@ def run(scenario: Scenario, folder: Path) -> list[int | None]:
 
 def main() -> None:
     folder = Path(sys.argv[2])
-    # Only the loopback: there is nobody else.
+    # Only the loopback interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for described in json.loads(Path(sys.argv[1]).read_text()):
         scenario = Scenario(**described)

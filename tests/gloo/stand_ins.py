@@ -1,4 +1,4 @@
-"""What stands in, during one case of `worker.py`, for what this machine or this Megatron does not have.
+"""Stand-ins, during one case of `worker.py`, for what this machine or this Megatron does not have.
 
 In: the launch's folder and the case's name. Out: a context each, by the name that a case gives to `--stand-in`.
 """
@@ -35,9 +35,9 @@ patch = mock.patch.object
 
 @contextlib.contextmanager
 def births(folder: Path, case: str) -> Iterator[None]:
-    """The first batch of messages in a group waits for all its ranks: there NCCL makes the group's communicator."""
+    """Make the first batch of messages in a group wait for all its ranks, as NCCL does to make the communicator."""
     exchange = dist.batch_isend_irecv
-    # Kept, so that no other group gets the address of one that is gone.
+    # Kept, so that no other group gets the address of a freed one.
     born: list[Any] = []
 
     def batch_isend_irecv(operations: list[Any]) -> Any:
@@ -53,7 +53,7 @@ def births(folder: Path, case: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused(folder: Path, case: str) -> Iterator[None]:
-    """Gradients of weights are added up inside their matrix product, as on every GPU with Apex or Transformer Engine.
+    """Add up weight gradients inside their matrix product, as on a GPU with Apex or Transformer Engine.
 
     The backward writes into `weight.main_grad`, so it must meet the very parameter that the forward saved.
     """
@@ -70,7 +70,7 @@ def fused(folder: Path, case: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def later(folder: Path, case: str) -> Iterator[None]:
-    """A later Megatron: each function that its main has given a further parameter, or may give one, has one more.
+    """Simulate a later Megatron: functions that its main branch extends, or may extend, have one more parameter.
 
     A call with another value than the default ends the run.
     """
@@ -93,7 +93,7 @@ def later(folder: Path, case: str) -> Iterator[None]:
         assert output_dtype is None
         return plain(*args, **kwargs)
 
-    # As in Megatron's main: behind what both have, and in another place than here.
+    # As in Megatron's main branch: after the common parameters, and in another place than here.
     extra = inspect.Parameter("output_dtype", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
     linear.__signature__ = inspect.Signature([*inspect.signature(plain).parameters.values(), extra])  # type: ignore[attr-defined]
     linear.warned = plain.warned  # type: ignore[attr-defined]
@@ -143,9 +143,9 @@ def offloading_without_a_gpu(folder: Path, case: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lost_report(folder: Path, case: str) -> Iterator[None]:
-    """After the first iteration the report cannot be written any more.
+    """Make the report unwritable after the first iteration.
 
-    `full`: what two ranks write goes to a device that is always full. `gone`: the folder is taken away.
+    `full`: two ranks write to a device that is always full. `gone`: the folder is removed.
     """
     train_step = training.train_step
     signature = inspect.signature(train_step)
@@ -158,7 +158,7 @@ def lost_report(folder: Path, case: str) -> Iterator[None]:
             damage(Path(report))
         return result
 
-    # Around the reporter's own step, so that it finds the damage when it next writes.
+    # Around the reporter's own step, so that it meets the damage at its next write.
     with patch(training, "train_step", step):
         yield
 
@@ -170,7 +170,7 @@ def damage(folder: Path) -> None:
     if "gone" in folder.name:
         dist.barrier()
         if rank == 0:
-            # At once: another rank may be writing into it already.
+            # In one step, because another rank may be writing into it.
             shutil.rmtree(folder.rename(folder.with_name(f"taken_from_{rank}")))
 
 

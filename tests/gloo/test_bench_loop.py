@@ -20,7 +20,7 @@ def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(120)
 def test_the_table_is_all_that_is_said() -> None:
-    """Hundreds of Megatron's warnings stood around it."""
+    """The table was lost among hundreds of Megatron's warnings."""
     ended = measure()
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stderr == ""

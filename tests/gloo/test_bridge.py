@@ -22,7 +22,7 @@ import pytest
 
 from tests.gloo.conftest import ROOT, finish, free_ports, start
 
-# What Bridge imports and cannot be stood in for, because it does work in a training.
+# Imports of Bridge that work in a training, so that nothing can stand in for them.
 NEEDED = ("megatron.bridge", "transformers", "modelopt", "omegaconf", "hydra")
 
 
@@ -38,10 +38,10 @@ def test_bridges_own_steps_are_balanced(tmp_path: Path) -> None:
     bits itself."""
     port, *ports = free_ports(5)
     script = [str(ROOT / "tests/gloo/bridge_recipe.py"), *map(str, ports)]
-    # What it puts in the place of packages comes before Megatron.
+    # Stand-ins for packages are installed before Megatron is imported.
     outcome = finish(start(4, script, tmp_path, port, cold=4), tmp_path, 450)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
-    # The second process took the last stage: Bridge reads the rank that `place` has set.
+    # The second process took the last stage, because Bridge reads the rank that `place` has set.
     for process, rank in enumerate((0, 3, 1, 2)):
         for chunks in (1, 2):
             assert (

@@ -1,5 +1,4 @@
-"""A budget in bytes: what is held keeps it, only what must leaves, and no bit changes, not even where the plan changes
-over.
+"""Budgets in bytes: they are kept, as little as possible is evicted, and no bit changes, not even if the plan changes.
 
 "One tensor" is what a stage receives for a micro-batch: Megatron's loop may keep the last backward's until the next
 forward has returned.
@@ -31,15 +30,15 @@ SHAPES: dict[str, str] = {"plain": BATCH, "chunks": f"{INTERLEAVED} {BATCH}"}
 
 
 def budgets(shape: str, steps: int) -> list[str]:
-    """In GiB, from what nothing has to leave for to the smallest."""
+    """Return budgets in GiB, from one for which nothing has to leave to the smallest."""
     devices = devices_of(SHAPES[shape])
     largest, least = max(devices.need_bytes(devices.schedule)), smallest_bytes(devices)
     return [kept(devices, largest - (largest - least) * step // (steps - 1)) for step in range(steps)]
 
 
 def kept(devices: Devices, budget: int) -> str:
-    """The budget, or the next that a plan keeps: where chunks differ in size, a plan may be found for one and for a
-    little more none."""
+    """Return the budget, or the next that a plan keeps: if chunks differ in size, a plan may exist for one budget and none
+    for a little more."""
     for tried in range(budget, 2 * budget, budget // 1000):
         with suppress(OverBudget):
             within(devices_with(devices, budget_text([tried])))
@@ -52,13 +51,13 @@ def case(name: str, shape: str, memory: str, more: str) -> Case:
 
 
 def state_bytes(outcome: Outcome, name: str) -> list[int]:
-    """What each rank measured of weights, gradients and optimizer state."""
+    """Return each rank's measured weights, gradients and optimizer state."""
     paths = sorted(Path(outcome.report_folder(name)).glob("record_*.jsonl"))
     return [json.loads(path.read_text().splitlines()[0])["weights_bytes"] for path in paths]
 
 
 def check_kept(outcome: Outcome, name: str, budget: str) -> None:
-    """Peaks, of all iterations after the first, within the budget and one tensor."""
+    """Check that peaks after the first iteration exceed the budget by one tensor at most."""
     limit = float(budget) * 2**30
     reports = outcome.reports(name)
     assert len(reports) == 4
@@ -108,9 +107,9 @@ def devices_with(devices: Devices, budget: str) -> Devices:
 
 @pytest.mark.parametrize(("shape", "name"), [("plain", "auto_nothing"), ("chunks", "auto_middle")])
 def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, name: str) -> None:
-    """The first iteration sends as much as helps; from the second on only what must leaves, and the budget is kept.
+    """The first iteration evicts all that helps; from the second on only what must leave, and the budget is kept.
 
-    By our own loop where nothing has to leave, by Megatron's where something has.
+    Our own loop runs if nothing has to leave, Megatron's if something has.
     """
     same(four, shape, name, 4)
     log = four.said(name)
@@ -128,8 +127,8 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
 
 
 def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) -> None:
-    """With devices first, the tightest plan has no device with room, so all go to nodes' memory: it stayed, whatever
-    the budget was."""
+    """With devices first, the tightest plan has no device with room, so everything went to nodes' memory, and stayed there
+    for any budget."""
     same(four, "chunks", "auto_all", 4)
     first, last = four.said("auto_all").split("changing the plan:")
     assert "its own node hosts" in first
@@ -143,7 +142,7 @@ def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) 
 def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(
     four: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By one whose links are slow. Its load comes as early as there is room anyway, so nothing is issued earlier."""
+    """The cluster's links are slow. The load already comes as early as there is room, so nothing is issued earlier."""
     same(four, "chunks", "auto_in_time", 4)
     first, learned = four.said("auto_in_time").split("changing the plan:")
     waits = "not every transfer ends before it is needed"
@@ -151,11 +150,11 @@ def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(
     assert f"{waits}: waits in an iteration rank 0 " in learned
     check_kept(four, "auto_in_time", budgets("chunks", 3)[1])
     assert sum(evictions(four, "auto_in_time")) > 0
-    # The report makes the schedule anew that ran, by what the record says of it.
+    # The report rebuilds the schedule that ran from the record.
     assert main(["report", four.report_folder("auto_in_time")]) == 0
     assert "differ" not in capsys.readouterr().err
 
 
 def hosted(log: str) -> list[int]:
-    """The numbers of micro-batches that the lines of a plan say are hosted."""
+    """Return the numbers of hosted micro-batches in a plan's lines."""
     return [int(count) for count in re.findall(r"hosts (\d+) of its", log)]

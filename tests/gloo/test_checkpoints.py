@@ -37,9 +37,9 @@ pytestmark = pytest.mark.timeout(900)
 
 @dataclass(frozen=True)
 class Saved:
-    """What stock and ours are given, and what is added to stock's and to ours.
+    """Flags of a case: common ones, stock's and ours.
 
-    `named`: weights are compared by name; else rank by rank.
+    `named`: weights are compared by name, otherwise rank by rank.
     """
 
     common: str
@@ -70,7 +70,7 @@ EXACT: dict[str, Saved] = {
     "tied": of_a_v(FOUR),
     "bf16": of_a_v(f"{FOUR} --bf16"),
     "sharded": of_a_v(f"{TWO} {RESHARDABLE} --bf16"),
-    # Each copy of a tied weight of one tensor: both would be updated in one memory.
+    # Two copies of a tied weight in one tensor would both be updated in the same memory.
     "sharded_loaded_in_parallel": of_a_v(f"{TWO} {RESHARDABLE}", PARALLEL),
     "all_reduced": of_a_v(f"{TWO} --use-tp-pp-dp-mapping", PARALLEL),
     **{
@@ -89,7 +89,7 @@ EXACT: dict[str, Saved] = {
     ),
 }
 DISTRIBUTED = f"{TWO_STAGES} {RESHARDABLE}"
-# How the vocabulary is split; compared with stock within rounding.
+# Ways to split the vocabulary, compared with stock within rounding.
 SHARDED: dict[str, tuple[str, str]] = {
     "untied": (UNTIED, "1"),
     "untied_by_2": (UNTIED, "2"),
@@ -101,11 +101,11 @@ SHARDED: dict[str, tuple[str, str]] = {
     "distributed_by_2": (f"{UNTIED} {DISTRIBUTED}", "2"),
     "distributed_inputs": (f"{UNTIED} {DISTRIBUTED}", "1 --bpipe-vocabulary-input"),
     "tied_distributed_inputs": (DISTRIBUTED, "2 --bpipe-vocabulary-input"),
-    # Of copies that several replicas have, each file is written by one of them.
+    # Of several replicas' copies, one replica writes each file.
     "tied_data": (TWO_STAGES, "1"),
     "tied_data_inputs": (TWO_STAGES, "1 --bpipe-vocabulary-input"),
 }
-# Schedules with shards, to the bit as 1F1B with shards; but for sums of a tied embedding in shards.
+# Schedules with shards equal 1F1B with shards to the bit, except for sums of a tied embedding in shards.
 SHARDED_SCHEDULES: dict[str, tuple[str, str]] = {
     "tied": (FOUR, ""),
     "untied": (f"{FOUR} {UNTIED}", ""),
@@ -123,7 +123,7 @@ SCHEDULES = {
 def cases_of(
     saved: Saved, continued: Iterable[tuple[str, str]] = tuple(product(("stock", "ours"), repeat=2))
 ) -> list[Case]:
-    """`continued`: whose checkpoint is continued by whom."""
+    """Pairs in `continued` are a checkpoint's case and the case that continues it."""
     kinds = {"stock": f"{saved.common} {saved.stock}", **{k: f"{saved.common} {f}" for k, f in saved.ours.items()}}
     cases = [
         Case(kind, f"{flags} --train-iters 4 --save {{folder}}/{kind} --save-interval 2")
@@ -169,14 +169,14 @@ def test_shards_of_the_vocabulary_are_saved_as_the_whole_layer(run_cases: Callab
         whole, *others = (losses_of(outcome, case)[-2:] for case in (kind, f"ours_after_{kind}", f"stock_after_{kind}"))
         for losses in others:
             assert all(near(*pair, FP32.later) for pair in zip(losses, whole, strict=True))
-        # From its own checkpoint a run goes on as if it had not ended.
+        # A run continues from its own checkpoint as if it had not ended.
         same(outcome, kind, f"{kind}_after_{kind}", 4, last=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED_SCHEDULES)
 def test_shards_of_any_schedule_are_saved_as_stocks(run_cases: Callable[..., Outcome], name: str) -> None:
-    """Loaded and continued by any other, to the bit where both have shards."""
+    """Any other case loads and continues it, to the bit if both have shards."""
     flags, inputs = SHARDED_SCHEDULES[name]
     shards = f"--bpipe-vocabulary 1 {inputs}"
     ours = {"one": shards, **{kind: f"{shards} {more}" for kind, more in SCHEDULES.items()}}

@@ -22,15 +22,15 @@ COMBINED = (
     "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
 )
 CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-# Two stages of a rank of two are one apart: in pairs they have nothing to gain, so what leaves goes to the node's memory.
+# With two ranks a pair has nothing to gain, so activations go to the node's memory.
 CHUNKS_OF_TWO = f"{TWO} --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 16"
 HOST = "--bpipe-hosts host --bpipe-bound 4"
 SHARED = "--moe-shared-expert-intermediate-size 32 --swiglu"
 FURTHER = "--mtp-num-layers 1 --position-embedding-type rope"
 RECOMPUTED = "--recompute-granularity selective --recompute-modules layernorm core_attn"
-# In pairs: of fewer than 8 micro-batches nothing would move.
+# In pairs: with fewer than 8 micro-batches nothing would move.
 PAIRS = f"{FOUR} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 32"
-# Stock's flags, ours, and the number of ranks. Without a capacity sizes differ from what is predicted.
+# Stock's flags, ours, and the number of ranks. Without a capacity sizes differ from the predicted ones.
 ROWS: dict[str, tuple[str, str, int]] = {
     "padded": (f"{CHUNKS_OF_TWO} {CAPACITY}", HOST, 4),
     "dropless_and_dense": (f"{CHUNKS_OF_TWO} --moe-layer-freq 2", HOST, 4),
@@ -49,7 +49,7 @@ PREDICTED = ("padded", "shared_experts", "recomputed", "together")
 def row_of(name: str, stock: str, ours: str, world: int) -> Row:
     common, moves = f"{COMBINED} {stock}", True if name in PREDICTED else None
     case = Case(f"{name}_balanced", f"{common} {BPIPE} {ours} {REPORT}")
-    # What runs together with a backward counts, too: both are held during a pair.
+    # Both micro-batches of a pair are held while it runs.
     return Row(name, Case(name, common), case, world, name not in ALWAYS, moves=moves, slack_bytes=2 * INPUT_BYTES)
 
 

@@ -32,7 +32,7 @@ OWN, SPLIT, GROUPED = "--bpipe-executor", "--bpipe-schedule 1f1b-split", "--bpip
 POOL = "--bpipe-hosts pool --bpipe-bound"
 LEARNED = "--bpipe-memory auto:0.0084"
 
-# Stock's flags, those of ours, and over what activations move: every schedule has both transports.
+# Stock's flags, ours, and the transport: every schedule has both.
 ROWS = {
     "dropless": (DROPLESS, "", "gloo"),
     "dropless_gathered": (f"{DROPLESS} --moe-token-dispatcher-type allgather", "", "peer"),
@@ -52,7 +52,7 @@ ROWS = {
     "lengths_in_groups": (f"{INTERLEAVED} --differing lengths {EVALUATED} {QUIET}", GROUPED, "peer"),
     "partial": ("--differing partial", "", "gloo peer"),
 }
-# What a change breaks first runs always, the rest only with --slow.
+# The rows that a change breaks first always run, the rest only with --slow.
 ALWAYS = (
     "packed-peer packed_interleaved-gloo lengths-gloo lengths_in_groups-peer dropless_by_our_loop-gloo partial-peer"
 ).split()
@@ -70,14 +70,14 @@ def rows() -> list[Row]:
 
 # A V, and both directions: weights are compared by name.
 PLACED = {
-    # The rank that writes the indices of the data was given none of it, which only the ends of a V had read.
+    # The rank that writes the data's indices had no data, which only the ends of a V read.
     "packed-v": Row(
         "packed-v",
         Case("packed_for_a_v", f"{NAMED} {COMMON} {CONVERSATIONS}"),
         Case("packed-v", f"{NAMED} {COMMON} {CONVERSATIONS} --bpipe-schedule v-half {BPIPE}"),
         slow=False,
     ),
-    # Each pipe's chunks read where the sequences of their own micro-batches end.
+    # Each pipe's chunks read the sequence ends of their own micro-batches.
     "packed-chimera": Row(
         "packed-chimera",
         Case("packed_for_two_pipes", f"{NAMED} {COMMON} {CONVERSATIONS} {pipeline(2)}"),
@@ -108,7 +108,7 @@ def test_a_training_of_differing_sizes_equals_stock(trained: Trained, row: Row) 
     )
     assert summaries[0]["largest_bytes"]["0"] > 0
     if row.stock.name == "packed":
-        # Some packs are larger than the first; once all have left there is room for all.
+        # Some packs are larger than the first; once all have been evicted there is room for all.
         assert stayed > 0
         assert summaries[0]["times_grown"] > 0
 

@@ -28,8 +28,8 @@ SCRIPTS = (
     "smoke_8gpu.sh",
 )
 
-# What a rank does between torchrun and the first collective: its launcher's arguments, Megatron's and ours, the
-# placement, the refusals.
+# A rank's work between torchrun and the first collective: arguments of the launcher, Megatron and ours, placement, and
+# refusals.
 PARSE = """
 import contextlib, io, json, os, sys
 from megatron.scheduling import launch
@@ -65,7 +65,7 @@ WANTED = (
 
 
 def commands_of(script: str) -> list[list[str]]:
-    """The trainings a script would start, each from the word after torchrun."""
+    """Return the trainings that a script would start, each from the word after torchrun."""
     environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable}
     ended = subprocess.run(
         ["bash", str(ROOT / "examples" / script)],

@@ -1,4 +1,4 @@
-"""Whatever goes wrong ends every rank, soon, with an error that says where; and leaves no process behind."""
+"""Any failure soon ends every rank, with an error that names the place, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = f"{ITERATIONS} --num-layers 4 --pipeline-model-parallel-size 4 --global
 
 
 def run(folder: Path, flags: str, fault: str | None = None, only: int | None = None, ranks: int = 4) -> Outcome:
-    """Train on so many ranks; wait for all of them to end, or for rank `only`."""
+    """Train on this many ranks; wait for all of them to end, or for rank `only`."""
     script = [str(ROOT / "tests/gloo/faulty.py"), *f"{TINY} {STAGES} {flags}".split()]
     processes = start(ranks, script, folder, free_ports(1)[0], {"FAULT": fault} if fault else None)
     return finish(processes, folder, timeout_s=90.0, only=only)
@@ -37,9 +37,9 @@ def test_a_partner_that_dies_ends_the_others(tmp_path: Path) -> None:
 
 
 def others_end(outcome: Outcome, dead: int, last: bool = True) -> None:
-    """All but the dead rank end soon, with who failed first as their last line, or somewhere in what they say."""
+    """Check that all other ranks end soon, with the first failure as their last line, or somewhere in their output."""
     assert outcome.codes[dead] == -signal.SIGKILL
-    # Rank 0 keeps the store in which the others look.
+    # Rank 0 keeps the store that the others read.
     gone = (
         f"rank {dead} failed first: it does not answer, so it was killed,"
         if dead
@@ -62,7 +62,7 @@ def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) ->
 
     Its neighbours find a closed connection, the others nothing at all: every rank ends with the cause.
 
-    Rank 0 keeps the store in which the others look: it stays until they have.
+    Rank 0 keeps the store that the others read, and stays until they have.
     """
     outcome = run(tmp_path, BPIPE, fault=f"{rank} {rank}F2 MEMORY")
     where = f"(rank {rank}, stage {rank}, after {rank}F1, at {rank}F2)"
@@ -77,7 +77,7 @@ def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) ->
 
 
 def test_megatrons_own_exit_waits_for_nobody(tmp_path: Path) -> None:
-    """It leaves the trainer by SystemExit, with host buffers lent and opened."""
+    """The rank leaves the trainer by SystemExit, with host buffers lent and opened."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport peer --exit-interval 2")
     assert outcome.codes == [0] * 4, [log[-1000:] for log in outcome.logs]
     assert " iteration        2/" in outcome.logs[3]
@@ -90,8 +90,7 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
 
     The launcher ends the others when stage 0 has gone.
 
-    Two-sided: who copies by itself does not need a partner that answers, and waits in Megatron's own messages as it
-    would without us.
+    Transfers are two-sided: a rank that copies by itself needs no answer, and would wait in Megatron's own messages.
     """
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport gloo --bpipe-timeout 5", fault="3 3F2 SIGSTOP", only=0)
     assert outcome.codes[0] not in (0, None)
@@ -116,7 +115,7 @@ BITS = pytest.mark.parametrize(
 def test_a_flipped_bit_ends_the_run_with_its_name(
     tmp_path: Path, transport: str, flags: str, rank: int, link: str
 ) -> None:
-    """In shared memory, in a host's own, and in a host buffer that is sent back: before weights are updated."""
+    """It is noticed in shared memory, in a host's own, and in a host buffer that is sent back, before weights are updated."""
     outcome = run(tmp_path, f"{BPIPE} {flags} --bpipe-verify 1", fault=f"{rank} {transport} FLIP")
     assert all(outcome.codes), [log[-500:] for log in outcome.logs]
     error, *_ = re.findall(r"RuntimeFault: rank 0: data that came back from .*", outcome.logs[0])
@@ -140,7 +139,7 @@ def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, caps
         r"bpipe: verified 2 iterations: everything that rank (\d) evicted came back unchanged \((\d+) micro-batches",
         "".join(outcome.logs),
     )
-    # Of four stages only the first sends anything away.
+    # Of four stages only the first evicts anything.
     assert sorted(rank for rank, _ in lines) == ["0"]
     assert main(["report", str(report), "--format", "json"]) == 0
     verified = json.loads(capsys.readouterr().out)["verified"]
@@ -148,7 +147,7 @@ def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, caps
     assert 2 * verified["microbatches"] == 3 * sum(int(count) for _, count in lines)
     assert verified["nbytes"] > 1_000_000
     assert main(["report", str(report)]) == 0
-    # The paragraph is wrapped, and where depends on the seconds that it tells.
+    # The paragraph is wrapped, at places that depend on the printed seconds.
     text = " ".join(capsys.readouterr().out.split())
     assert "3 iterations: everything evicted came back unchanged (" in text
 
@@ -180,10 +179,10 @@ SHARED = (
 def test_whoever_dies_where_sizes_differ_ends_the_others(
     tmp_path: Path, flags: str, ranks: int, fault: str, transport: str
 ) -> None:
-    """In the middle of an iteration, with lengths or payload under way, and between two, where hosts wait for an
-    evictor's word."""
+    """The rank dies within an iteration, with lengths or payload under way, or between two, when hosts wait for an
+    evictor's message."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport {transport} {DIFFERING} {flags}", fault=fault, ranks=ranks)
-    # A compiler that experts load has its own last words.
+    # A compiler that experts load prints its own last lines.
     others_end(outcome, int(fault[0]), last=False)
 
 
@@ -191,8 +190,7 @@ def test_whoever_dies_where_sizes_differ_ends_the_others(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("when", ["1F3", "1B0", "1B6"])
 def test_a_stage_that_dies_with_its_own_nodes_memory_full_ends_the_others(tmp_path: Path, when: str) -> None:
-    """Nobody hosts for it, and it hosts for nobody: whoever waits for its messages learns of it, and the others from
-    those."""
+    """The rank has no partner: ranks that wait for its messages learn of its end, and the others from those."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-hosts host", fault=f"1 {when} SIGKILL")
     others_end(outcome, 1, last=False)
 
@@ -262,8 +260,7 @@ def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_tim
 def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     tmp_path: Path, balance: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stage 0 fails in its third forward: the report says which stage, how much of what, and what each way would
-    need."""
+    """Stage 0 fails in its third forward: the report names the stage, what it held, and what each remedy would need."""
     report = tmp_path / "report"
     flags = f"{BPIPE if balance else ''} --bpipe-report {report}"
     outcome = run(tmp_path, flags, fault="0 0F2 MEMORY 1")
@@ -303,7 +300,7 @@ def shortage(folder: Path) -> Shortage:
 
 
 def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path) -> None:
-    """As the kernel's killer ends a process: no exception, no last word. Its last line is that of its latest peak."""
+    """The rank is killed as by the kernel: without an exception or a last message. Its last line is its latest peak."""
     report = tmp_path / "report"
     outcome = run(tmp_path, f"{BPIPE} --bpipe-report {report}", fault="1 1F1 SIGKILL 1")
     assert outcome.codes[1] == -signal.SIGKILL
@@ -315,7 +312,7 @@ def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path
     assert "after 1F0, iteration 1" in result.answers[1]
 
 
-# What all ranks see alike, before they meet: the flags, and what rank 0 says of them.
+# What all ranks see before they connect: the flags, and what rank 0 prints about them.
 REFUSED = [
     ("--bpip", "error: unrecognized arguments: --bpip\n  instead of --bpip, did you mean --bpipe?\n"),
     ("--bpipe --bpipe-transport pigeon", "argument --bpipe-transport: invalid choice: 'pigeon'"),
@@ -352,8 +349,8 @@ ITS_OWN = (
 
 
 def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
-    """Four ranks see the same mistakes, none meets another, and one of them speaks: no traceback, one usage where
-    the parser refuses."""
+    """Four ranks see the same mistakes before they connect, and one of them prints: no traceback, and one usage if the
+    parser refuses."""
     cases = [f"{TINY} {STAGES} {flags}".split() for flags, _ in [*REFUSED, ITS_OWN]]
     script = [str(ROOT / "tests/gloo/faulty.py")]
     outcome = finish(start(4, script, tmp_path, free_ports(1)[0], {"CASES": json.dumps(cases)}), tmp_path, 100)

@@ -1,4 +1,4 @@
-"""Launched as users launch: any script through our module, torchrun with restarts and with two agents, and signals."""
+"""Launches as users start them: any script through our module, torchrun with restarts and with two agents, and signals."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ LAUNCH = "-m megatron.scheduling.launch"
 
 
 def iterations(folder: Path) -> list[dict[str, Any]]:
-    """What each iteration computed; how long it took is left out, because no two runs agree on that."""
+    """Return what each iteration computed, without its time, which differs between runs."""
     records = [json.loads(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key != "elapsed_s"} for record in records]
 
 
 def torchrun(folder: Path, processes: int, script: Sequence[str], *options: str) -> subprocess.Popen[bytes]:
-    """An agent in a session of its own, logging to `<folder>/agent<port>.log`."""
+    """Start an agent in its own session, logging to `<folder>/agent<port>.log`."""
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONUNBUFFERED": "1",
-        # torch 2.15 gives restarted workers the store of the rendezvous again, where gloo finds the addresses of the
-        # dead ones.
+        # torch 2.15 gives restarted workers the same rendezvous store, in which gloo finds addresses of dead workers.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *options, *script]
@@ -50,7 +49,7 @@ def torchrun(folder: Path, processes: int, script: Sequence[str], *options: str)
 
 
 def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> list[int]:
-    """Wait for the agents; then no process that stands in `folder` may be left."""
+    """Wait for the agents, and check that no process with a path in `folder` is left."""
     try:
         return [agent.wait(timeout_s) for agent in agents]
     finally:
@@ -61,7 +60,7 @@ def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: floa
 
 
 def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_path: Path) -> None:
-    """Repairs are tried in every launched run, and what they are tried on may lack what a newer Megatron reads."""
+    """Repairs are tried in every launched run, on stand-ins that may lack what a newer Megatron reads."""
     two = "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 8"
     script = f"{LAUNCH} {ROOT / 'tests/gloo/plain_script.py'} {TINY} {two} {ITERATIONS}"
     outcome = finish(start(2, script.split(), tmp_path, free_ports(1)[0]), tmp_path, 100)
@@ -96,7 +95,7 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str,
         folder.mkdir()
         folders.append(folder)
         command = f"{LAUNCH} {script} {FOUR} {flags} {ITERATIONS} --bpipe-report {folder} {more}".split()
-        # One imports by itself, as a user's do.
+        # One rank imports everything itself, as a user's process does.
         cold = int(case == "balanced" and "--label-shift" in flags)
         outcome = finish(start(4, command, folder, free_ports(1)[0], cold=cold), folder, 80)
         assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
@@ -141,20 +140,20 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str,
 def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], lines: list[str]) -> None:
     """`place`, `install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
     script = [str(ROOT / "tests/gloo/own_loop.py"), *asked]
-    # One imports by itself, and nothing of Megatron's trainer is there.
+    # One rank imports everything itself, without Megatron's trainer.
     outcome = finish(start(4, script, tmp_path, free_ports(1)[0], cold=int(asked == ["1"])), tmp_path, 100)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     for rank, log in enumerate(outcome.logs):
         assert f"rank {rank}: plain, balanced and plain again are equal" in log
     assert "bpipe:   node 0: stages 0 3 1 2" in outcome.logs[0]
-    # A program for each of the two numbers of micro-batches, made once although both come twice.
+    # One program for each of the two numbers of micro-batches, although both come twice.
     for line in lines:
         assert outcome.logs[0].count(line) == 1, outcome.logs[0]
     assert "refused: this run cannot start:\n  --bpipe: Megatron's own recomputation of the MLP" in outcome.logs[0]
 
 
 def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """Whose samples a chunk reads is asked; with the rank's own for all chunks the last one's labels were those of
+    """The loop asks which samples a chunk reads; with the rank's own for all chunks, the last one's labels belonged to
     other tokens."""
     outcome = finish(
         start(4, [str(ROOT / "tests/gloo/own_loop_of_two_pipes.py")], tmp_path, free_ports(1)[0]), tmp_path, 100
@@ -164,12 +163,12 @@ def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert f"rank {rank}: stock and two pipes are equal" in log
 
 
-# Eight ranks that each import for themselves.
+# Eight ranks that each import everything themselves.
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
-    """Rank 2 dies in its third iteration; torchrun restarts all ranks, which go on from the checkpoint of the
-    second."""
+    """Rank 2 dies in its third iteration; torchrun restarts all ranks, which continue from the second iteration's
+    checkpoint."""
     common = f"{FOUR} --train-iters 4 {BPIPE} --bpipe-placement none"
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
@@ -213,7 +212,7 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
-    """Two torchrun agents of four processes each: every pair is on one of them."""
+    """Two torchrun agents of four processes each: every pair is on one agent."""
     sizes = "--num-layers 8 --pipeline-model-parallel-size 8 --global-batch-size 32"
     port = str(free_ports(1)[0])
     options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")

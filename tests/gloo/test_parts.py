@@ -1,4 +1,4 @@
-"""Parts of micro-batches leave: what must and no more, measured as predicted, and no bit changes."""
+"""Parts of micro-batches are evicted: as little as possible, measured as predicted, and no bit changes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.gloo.compare import alike, same
 from tests.gloo.conftest import Case, Outcome, asked_for
 from tests.gloo.flags import BPIPE, INPUT_BYTES, UNCLIPPED
 
-# Several layers per stage, and so several parts.
+# Several layers per stage, and therefore several parts.
 SHAPES: dict[str, str] = {
     "plain": "--num-layers 12",
     "chunks": "--num-layers 16 --num-layers-per-virtual-pipeline-stage 2",
-    # The first and the last stage are on one rank, which a larger vocabulary makes the heavy one.
+    # The first and the last stage are on one rank, which is the heaviest because of a larger vocabulary.
     "v": (
         f"--num-layers 16 --num-layers-per-virtual-pipeline-stage 2 --vocab-size 1023 {UNCLIPPED} --bpipe-schedule v-half"
     ),
@@ -39,7 +39,7 @@ def devices_of(shape: str) -> Devices:
 
 
 def whole(devices: Devices) -> int | None:
-    """The bytes that leave where all of each micro-batch does; None where no such plan keeps the budget."""
+    """Return the bytes moved if whole micro-batches leave; None if no such plan keeps the budget."""
     with suppress(OverBudget):
         return within(replace(devices, parts=())).moved_bytes
     return None
@@ -47,8 +47,7 @@ def whole(devices: Devices) -> int | None:
 
 @lru_cache
 def planned(shape: str) -> tuple[str, Fit]:
-    """A budget in GiB with which a part is enough, and fewer bytes leave for it, or which only parts keep; and its
-    plan."""
+    """Return a budget in GiB for which parts suffice with fewer bytes, or which only parts keep, and its plan."""
     devices = devices_of(shape)
     alone = max(devices.need_bytes(devices.schedule))
     for per_mille in range(990, 600, -10):
@@ -74,7 +73,7 @@ def cases_of(shape: str, transport: str) -> list[Case]:
 
 @lru_cache
 def measured_budget() -> str:
-    """In GiB: of what is measured on a CPU, state and activations, stage 0 has a third of a micro-batch too much."""
+    """Return a budget in GiB that stage 0's measured state and activations exceed by a third of a micro-batch."""
     devices = devices_of("plain")
     own, size = allocated_bytes(devices.schedule, 0, devices.memory)[0], devices.memory.stages[0]
     return budget_text([devices.besides.fixed_bytes[0] + own - size.moved_bytes // 3])
@@ -95,7 +94,7 @@ def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
 
 @pytest.fixture(scope="module")
 def of_a_v(run_cases: Callable[..., Outcome]) -> Outcome:
-    """Weights drawn by their names, which ranks of a V have others of."""
+    """Draw weights by their names, because ranks of a V have other weights."""
     return run_cases(4, cases_of("v", "gloo"), timeout_s=300)
 
 
@@ -116,7 +115,7 @@ def test_a_part_leaves_as_predicted_and_no_bit_changes(four: Outcome, shape: str
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize(("shape", "transport"), [("plain", "gloo")])
 def test_what_was_measured_says_which_part_is_enough(four: Outcome, shape: str, transport: str) -> None:
-    """All of a micro-batch leaves in the first iteration; from the second on a part, by how its storages lie."""
+    """Whole micro-batches leave in the first iteration; from the second on a part, chosen by the storages' order."""
     same(four, f"{shape}_{transport}", "learned", 4)
     log = four.said("learned")
     changed = log.split("changing the plan:")[1]
@@ -143,7 +142,7 @@ def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
     for rank, report in enumerate(outcome.reports(f"{name}_part")):
         assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= 2 * INPUT_BYTES, f"rank {rank}"
         if shape != "v":
-            # Between the halves of a split backward a small stage holds less than is planned for.
+            # Between the halves of a split backward a small stage holds less than planned.
             assert (
                 abs(report["peak_bytes"] - sum(allocated_bytes(fit.schedule, rank, fit.memory))) <= 2 * INPUT_BYTES
             ), f"rank {rank}"
@@ -153,13 +152,13 @@ def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
     assert senders
     log = outcome.said(f"{name}_part")
     assert "GiB of each of" in log
-    # Of a stage of which no more than the first leaves nobody knows what it keeps.
+    # What a stage keeps is unknown if no more than its first micro-batch leaves.
     assert "MB stay" in log or shape == "v"
     assert "little memory is freed" not in log
 
 
 def moved_of(outcome: Outcome, name: str, rank: int) -> dict[int, int]:
-    """By stage, what this rank measured that leaves with one micro-batch."""
+    """Return, by stage, the measured bytes that leave with one micro-batch."""
     path = sorted(Path(outcome.report_folder(f"{name}_part")).glob("record_*.jsonl"))[rank]
     (iteration,) = (line for line in map(json.loads, path.read_text().splitlines()) if "actions" in line)
     return {int(stage): size for stage, size in iteration.get("moved_bytes", {}).items()}

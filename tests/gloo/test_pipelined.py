@@ -19,7 +19,7 @@ Found = list[dict[str, Any]]
 
 
 def parameters(named: Mapping[str, Any]) -> list[Any]:
-    """Names as parameters; those that the installed torch's own class cannot train are skipped."""
+    """Return names as parameters; cases that the installed torch's own class cannot train are skipped."""
     return [
         pytest.param(name, marks=[pytest.mark.skip(reason=case.lacks)] if case.lacks else [])
         for name, case in named.items()
@@ -60,7 +60,7 @@ def test_what_was_to_leave_has_left(case: str, results: Found) -> None:
     for rank in results:
         of_case = rank[case]
         assert (of_case["moved"] > 0) is (of_case["evictions"] > 0)
-        # What a stage hands over on its own rank is held by both stages, and stays.
+        # What a stage passes on its own rank is held by both stages, and stays.
         assert CASES[case].frees or all(share > 0.9 for share in of_case["shares"]), of_case["said"]
     if len(results) == 4:
         assert any(rank[case]["evictions"] for rank in results) is CASES[case].moves
@@ -74,7 +74,7 @@ def test_every_step_is_verified_where_that_is_asked(results: Found) -> None:
 def test_a_report_of_a_run_judges_it(
     case: str, folder: Path, results: Found, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `bpipe report` says of a run under Megatron it says of this one."""
+    """`bpipe report` reports this run as it does one under Megatron."""
     assert main(["report", str(folder / case), "--format", "json"]) == 0
     judged = json.loads(capsys.readouterr().out)
     stages = judged["stages"]
@@ -82,7 +82,7 @@ def test_a_report_of_a_run_judges_it(
     assert [stage["evictions"] for stage in stages] == [rank[case]["evictions"] for rank in results]
     assert [stage["measured_microbatches"] for stage in stages] == [rank[case]["peak"] for rank in results]
     for place, stage in enumerate(stages):
-        # Where two stages of one rank follow each other, what the first hands over is held by both, and stays.
+        # If two stages of one rank follow each other, what the first passes is held by both, and stays.
         folds = CASES[case].places == "v" and place == len(results) - 1
         assert stage["measured_bytes"] == pytest.approx(stage["predicted_bytes"], rel=0.1 if folds else 0)
     losses = [json.loads(line)["loss"] for line in (folder / case / "iterations.jsonl").read_text().splitlines()]

@@ -20,7 +20,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_bit_is_that_of_torchs_own_class(case: str, results: Found) -> None:
-    """To weigh a stage runs it: that must be seen in no random number and no buffer."""
+    """Measuring a stage runs it, which must change no random number and no buffer."""
     assert [rank[case]["same"] for rank in results] == [True] * RANKS
     assert all(all(rank[case]["buffers"]) for rank in results)
     assert bool(results[0][case]["buffers"]) is (case == "random numbers and buffers")
@@ -37,7 +37,7 @@ def test_peaks_are_those_planned_and_keep_the_budget(case: str, results: Found) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_trace_without_memory_predicts_what_was_measured(case: str, results: Found) -> None:
-    """Of modules on fake tensors, before anything is started; what shards parameters changes nothing of it."""
+    """The trace is of modules on fake tensors, before anything starts; sharding parameters does not change it."""
     for rank in (rank_results[case] for rank_results in results):
         assert (rank["traced alone"], rank["traced"]) == (rank["alone"], rank["measured"])
 

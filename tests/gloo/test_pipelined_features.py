@@ -28,7 +28,7 @@ DAILY_FEATURES = parameters({name: feature for name, feature in FEATURES.items()
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("feature", SLOW)
 def test_a_feature_that_takes_minutes(feature: str, tmp_path: Path) -> None:
-    """Inductor compiles by a compiler of C++."""
+    """Inductor needs a C++ compiler."""
     results = forked("pipelined", tmp_path, str(RANKS), "pipelined_features", feature, timeout_s=880.0)
     test_every_bit_is_that_of_torchs_own_class(feature, results)
     test_peaks_are_those_predicted_and_nearly_all_moves(feature, results)
@@ -50,7 +50,7 @@ def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, results: F
 
 
 def test_parameters_that_are_gathered_for_a_step_are_not_moved(results: Found) -> None:
-    """With FSDP2 whole parameters are there from UNSHARD to RESHARD, and every graph saves them."""
+    """With FSDP2 whole parameters exist from UNSHARD to RESHARD, and every graph saves them."""
     for rank in results:
         for feature in ("FSDP2", "FSDP2, sharded again behind a forward"):
             assert rank[feature]["moved"] == rank["DDP"]["moved"]
@@ -59,7 +59,7 @@ def test_parameters_that_are_gathered_for_a_step_are_not_moved(results: Found) -
 @pytest.mark.parametrize("feature", DAILY_FEATURES)
 def test_receive_buffers_hold_nothing_between_steps(feature: str, results: Found) -> None:
     received = [rank[feature]["received_bytes"] for rank in results]
-    # Where DTensors are passed on, somebody holds those of the last rank's stages: they are left.
+    # If DTensors are passed on, torch still holds those of the last rank's stages.
     assert received == [0] * RANKS or (not FEATURES[feature].emptied and received[:2] == [0, 0])
 
 
@@ -71,5 +71,5 @@ def test_lean_buffers_hold_less_at_the_peak_and_nothing_between_steps(results: F
     peaks = [
         (rank["peak, True"], rank["peak, False"]) for rank in (rank_results["lean buffers"] for rank_results in results)
     ]
-    # Later versions of torch let go of all but what the last stage received.
+    # Later versions of torch release everything but the last stage's input.
     assert [lean < kept for lean, kept in peaks] == [KEEPS_BUFFERS] * (RANKS - 1) + [True], peaks

@@ -22,7 +22,7 @@ from tests.unit.plan.test_printed_rows import DEVICES, MODELS, of_all_rows, rows
 
 
 def shrunk(setup: Setup) -> Setup:
-    """A layer per stage, of a small model, in 32 bit, on four ranks at most, as a machine without a GPU trains it.
+    """Shrink a setup to a small model in 32 bits, with a layer per stage and at most four ranks, for a CPU.
 
     Groups shrink with the ranks.
     """
@@ -67,7 +67,7 @@ def start(run_cases: Callable[..., Outcome], world: int, cases: Sequence[Case]) 
 
 
 def printed(model: str, device: str, capsys: pytest.CaptureFixture[str]) -> list[Setup]:
-    """What `bpipe plan` prints of a model on a device, by the flags that it prints: the answer's choices, and rows."""
+    """Return the setups that `bpipe plan` prints for a model on a device: the answer's choices, and rows."""
     main(["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "3"])
     text = capsys.readouterr().out
     choices = [[*of_all_rows(text), *shlex.split(flags)] for flags in re.findall(r"^\w+: (--.*)$", text, re.MULTILINE)]
@@ -83,7 +83,7 @@ def test_what_is_printed_of_every_model_on_every_device_starts_in_the_trainer(
     asked = [(model, device) for model in MODELS for device in DEVICES]
     answered = [setups for model, device in asked if (setups := printed(model, device, capsys))]
     assert len(answered) >= 20
-    # Many are alike once they are small.
+    # Many become equal when they are shrunk.
     every = dict.fromkeys(shrunk(setup) for setups in answered for setup in setups)
     for world in sorted({setup.pipeline for setup in every}):
         flags = [shlex.join(megatron_flags(setup)) for setup in every if setup.pipeline == world]

@@ -1,7 +1,6 @@
 """A pool of hosts in the unmodified trainer: stages that differ, one that sends to several, several that send to one.
 
-What is moved changes no bit, what is held is what was predicted, and where stages differ a pool reaches less than pairs
-can.
+Moving changes no bit, memory is as predicted, and if stages differ a pool reaches a lower peak than pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def uneven(hosts: str) -> Devices:
 
 
 def least(hosts: str) -> str:
-    """The smallest budget that a plan keeps, in GiB."""
+    """Return the smallest budget that a plan keeps, in GiB."""
     return budget_text([smallest_bytes(uneven(hosts))])
 
 

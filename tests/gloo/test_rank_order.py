@@ -1,4 +1,4 @@
-"""Our arithmetic of ranks says what Megatron's own RankGenerator says.
+"""Our order of ranks equals that of Megatron's RankGenerator.
 
 Not among the unit tests: importing Megatron takes seconds.
 """
@@ -29,7 +29,7 @@ SIZES = [
     (2, 1, 1, 4),
 ]
 
-# Megatron puts the axis of sharded weights into the order itself; at its size of 1 it must change nothing.
+# Megatron adds the axis of sharded weights to the order itself; with a size of 1 it must change nothing.
 ASK_MEGATRON = """
 import json, sys
 from megatron.core.parallel_state import RankGenerator, _inject_gtp_remat_axis
@@ -63,7 +63,7 @@ def megatron_groups(
 
 
 def groups(topology: Topology, pipeline_before_data: bool, along: str) -> list[list[int]]:
-    """The ranks that differ in one dimension only, in that dimension's order."""
+    """Return the groups of ranks that differ in one dimension only, in that dimension's order."""
     sizes = {
         "stage": topology.pipeline,
         "replica": topology.data,

@@ -50,7 +50,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "4", "--parallelism.pipeli
 LOOPED = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
 SHARDED = (*LOOPED, "--parallelism.data_parallel_shard_degree", "2")
 SPLIT = (*LOOPED, "--parallelism.tensor_parallel_degree", "2")
-# By name: flags, what is recomputed, where what leaves goes, and the share of it that moves at least.
+# By name: flags, what is recomputed, where activations go, and the least share that moves.
 TRAINED = {
     "PP 4": (PIPELINE, "selective", "pair", 0.9),
     "PP 4, nothing recomputed": (PIPELINE, "none", "pair", 0.9),
@@ -61,7 +61,7 @@ TRAINED = {
 
 
 class Titan:
-    """Runs of the trainer in one folder of assets."""
+    """Runs of the trainer in one folder with assets."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Titan:
     def train(
         self, name: str, *arguments: str, steps: int = 4, world: int = 4, recomputed: str = "selective"
     ) -> list[dict[str, Any]]:
-        """What every rank wrote."""
+        """Return what every rank wrote."""
         environment = {**self.env(), "WORLD_SIZE": str(world), "MASTER_PORT": str(free_ports(1)[0])}
         if recomputed != "selective":
             environment[RECOMPUTED] = recomputed
@@ -150,7 +150,7 @@ def test_a_training_of_torchtitans_goes_on_balanced(titan: Titan) -> None:
 
 
 def test_torchtitan_reads_what_bpipe_schedule_writes(titan: Titan, capsys: pytest.CaptureFixture[str]) -> None:
-    """None of our code runs in it."""
+    """This run has none of our code."""
     command = "schedule --schedule interleaved-1f1b --pp 2 --vp 2 --microbatches 8 --format csv"
     assert main(command.split()) == 0
     path = titan.folder / "schedule.csv"

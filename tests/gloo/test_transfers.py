@@ -18,8 +18,7 @@ import pytest
 from tests.gloo.conftest import ROOT
 from tests.gloo.soak import ITERATIONS_A_TURN, PROGRAMS, TURNS, Scenario
 
-# Allocators keep pools, and which of a few thread arenas serves a copy is chance. One micro-batch that is kept an
-# iteration is more.
+# Allocators keep pools, and copies come from random thread arenas. Keeping one micro-batch per iteration would be more.
 RESIDENT_TOLERANCE_BYTES = 24 << 20
 EVICTOR = 0
 # Of one rank, once links were chosen: the world, and of a pair the group for messages and one a direction. What lost
@@ -31,7 +30,7 @@ SHARED = (3, 2, 2, 6)
 
 @dataclass
 class Outcome:
-    """What the ranks of one scenario left."""
+    """The results of one scenario's ranks."""
 
     scenario: Scenario
     codes: list[int | None]

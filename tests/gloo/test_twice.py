@@ -1,5 +1,5 @@
-"""Several trainings in one process without Megatron: each gives back what it had, and none waits for a rank that will
-not come."""
+"""Several trainings in one process without Megatron: each releases its resources, and none waits for a rank that has
+left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_training_has_torchs_bits_and_leaves_nothing(results: list[dict[str, Any]]) -> None:
-    """Two threads, three groups and a shared piece of memory of each stayed."""
+    """Two threads, three groups and a piece of shared memory of each training were left."""
     for rank in results:
         assert [training["same"] for training in rank["trainings"]] == [True] * len(twice.TRANSPORTS)
         assert [training["left"] for training in rank["trainings"]] == [NOTHING] * len(twice.TRANSPORTS)
@@ -51,7 +51,7 @@ def test_an_error_between_two_steps_waits_for_nobody(results: list[dict[str, Any
 
 
 def test_a_partner_that_left_is_named_and_not_waited_for(results: list[dict[str, Any]]) -> None:
-    """Rank 3 lends to rank 0. The others have no partner."""
+    """Rank 3 lends to rank 0; the others have no partner."""
     (line,) = results[0]["alone"]
     assert line.startswith("bpipe: memory that ranks lend to each other stays until this process ends: ")
     assert results[1]["alone"] == results[2]["alone"] == []

@@ -1,10 +1,10 @@
 """A script that chooses ranks with embeddings, and asks Megatron for the stage, as Megatron-LM's own pretrain_gpt.py
 does, trains by schedules that place stages otherwise.
 
-From one checkpoint of stock Megatron, by the same script, with stock's losses and weights to the last bit. A V, and two
-pipes, have the first stage and the last on one rank. The script's choice names two: every such schedule was refused
-under upstream's script. Then its last stage got tokens and no labels, because the script asks without a stage whether
-it is the first, and ended in iteration 1.
+They train from a checkpoint of stock Megatron, by the same script, with stock's losses and weights to the last bit. In a
+V, and with two pipes, the first and the last stage are on one rank. The script's choice names two ranks, so every such
+schedule was refused under upstream's script. Then its last stage got tokens and no labels, because the script asks
+without a stage whether it is the first, and failed in iteration 1.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ GROUPED = f"--bpipe-schedule grouped-interleaved {CHUNKS}"
 # By what is trained: the model, flags of ours, and the ranks of the stock pipeline that it is compared with. Two pipes are
 # to Megatron two replicas of half as many ranks, and its sums have the order of those.
 RUNS: dict[str, tuple[str, str, str]] = {
-    # Stock twice: what the script itself, in another Megatron, does not repeat nobody can equal.
+    # Stock runs twice: if the script is not reproducible with another Megatron, nothing can equal it.
     "stock": ("tied", "", FOUR),
     "v-half": ("tied", "--bpipe-schedule v-half", FOUR),
     "zb-v_of_torch": ("tied", "--bpipe-schedule {schedules}/zb_v.csv", FOUR),
-    # It takes two chunks, which nobody says.
+    # It takes two chunks, which no flag says.
     "bitpipe": ("tied", "--bpipe-schedule bitpipe", TWO),
     "grouped": ("tied", GROUPED, FOUR),
     "grouped_balanced": ("tied", f"{GROUPED} {BPIPE}", FOUR),
@@ -75,7 +75,7 @@ def test_upstreams_script_trains_as_stock_does_from_stocks_checkpoint(
 
 @pytest.mark.timeout(120)
 def test_a_choice_that_is_not_megatrons_is_refused_in_a_v(tmp_path: Path) -> None:
-    """Once, by every rank with the same status, and with what differs."""
+    """The refusal is printed once, names the difference, and all ranks end with the same status."""
     upstreams = (ROOT / "tests/gloo/upstream_script.py").read_text()
     argument = "get_embedding_ranks=ranks_with_embeddings"
     assert upstreams.count(argument) == 1

@@ -1,5 +1,5 @@
-"""What `bpipe check-launch` says of a launch is what happens to it: launches, about half of them impossible, are judged and
-then started on real ranks, where one that starts trains an iteration."""
+"""`bpipe check-launch` predicts what happens to a launch: launches, about half of them impossible, are checked and then
+started on real ranks, where those that start train an iteration."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ LAUNCHES = f"""
 4 --apply-query-key-layer-scaling
 2 --num-query-groups 2
 """
-# Where Megatron refuses without a reason, or an iteration ends for it.
+# Megatron refuses these without a reason, or fails in an iteration.
 OUR_WORDS = (
     "layers together",
     "must be at most num_experts",

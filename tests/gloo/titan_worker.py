@@ -3,8 +3,8 @@
 In: a folder, a name for what is written there, and torchtitan's own command line. Out: `<folder>/<name>.rank<r>.json`:
 losses and gradients' norms of every step in hex, a hash of the weights, and what was moved.
 
-Stand-ins, all of them: the device is the CPU, which has no memory statistics; a tokenizer of bytes and a text of our
-own in place of the assets of torchtitan's repository, which its wheel has not.
+Stand-ins: the device is the CPU, which has no memory statistics; a tokenizer of bytes and our own text replace the
+assets of torchtitan's repository, which are not in its wheel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECOMPUTED = "TITAN_RECOMPUTED"
 
 
 def stand_in_for_a_device() -> None:
-    """Have torchtitan take the CPU for its device."""
+    """Make torchtitan use the CPU as its device."""
     torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
     torch.cpu.get_device_name = lambda *args: "cpu"  # type: ignore[attr-defined]
     properties = SimpleNamespace(total_memory=1 << 34, name="cpu")
@@ -44,7 +44,7 @@ def stand_in_for_a_device() -> None:
 
 
 def stand_in_for_attention() -> None:
-    """Have attention computed as written: torchtitan compiles flex attention, whose backward a CPU does not have."""
+    """Compute attention without compiling: compiled flex attention has no backward on a CPU."""
     from torch.nn.attention import flex_attention
     from torchtitan.models.common import attention
 
@@ -54,7 +54,7 @@ def stand_in_for_attention() -> None:
 
 
 def write_assets(folder: Path) -> None:
-    """A tokenizer of bytes, and a text."""
+    """Write a tokenizer of bytes, and a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(
@@ -92,7 +92,7 @@ def main(folder: Path, name: str, arguments: list[str]) -> None:
     common = ["--hf_assets_path", str(folder / "assets"), "--dataloader.dataset_path", str(folder / "text")]
     config: Any = ConfigManager().parse_args([*arguments, *common])
     if RECOMPUTED in os.environ:
-        # Of what a command line says in classes, a test says a word.
+        # Tests name these classes of a command line with one word.
         chosen = {"none": None, "full": FullAC.Config()}
         config.activation_checkpoint = chosen[os.environ[RECOMPUTED]]
     trainer: Any = config.build()
@@ -123,7 +123,7 @@ def main(folder: Path, name: str, arguments: list[str]) -> None:
     result["moved"] = 0 if engine is None else sum(engine.moved_bytes.values())
     (folder / f"{name}.rank{rank}.json").write_text(json.dumps(result))
     trainer.close()
-    # Its own end has waited for the others; what takes processes apart behind it may not end on a CPU.
+    # The trainer has waited for the other ranks; the teardown after it may hang on a CPU.
     sys.stdout.flush()
     os._exit(0)
 

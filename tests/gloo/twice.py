@@ -1,4 +1,4 @@
-"""Ranks that train several times in one process without Megatron, and what is left of each training.
+"""Ranks that train several times in one process without Megatron, and the resources that each training leaves.
 
 In: a folder. Out: `<folder>/rank<r>.json`: by training, whether its bits are those of torch's own class, and what the
 process has afterwards; how a closed schedule refuses another step; and how long `close` took, and what it said, after
@@ -31,7 +31,7 @@ TRANSPORTS = ("peer", "gloo", "host", "peer", "peer")
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """A log handler that keeps its lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def trained(rank: int, transport: str, wanted: Any) -> dict[str, Any]:
 
 
 def refusal(rank: int) -> str:
-    """What a schedule says that is closed."""
+    """Return the error of a closed schedule."""
     schedule, stages = balanced(rank, "peer")
     schedule.close()
     schedule.close()
@@ -69,7 +69,7 @@ def refusal(rank: int) -> str:
 
 
 def raised(rank: int) -> float:
-    """How long a schedule takes to end on one rank alone, by an error between two steps."""
+    """Return how long a schedule takes to end on one rank after an error between two steps."""
     schedule, stages = balanced(rank, "peer")
     begin_s = 0.0
     try:
@@ -77,7 +77,7 @@ def raised(rank: int) -> float:
             steps_of(schedule, stages, MICROBATCHES, num_steps=1)
             dist.barrier()
             if rank:
-                # Nobody who would be waited for comes.
+                # No other rank arrives.
                 time.sleep(2.0)
             begin_s = time.perf_counter()
             raise ArithmeticError
@@ -107,7 +107,7 @@ def one_rank(rank: int, folder: str) -> None:
         result |= {"alone_s": time.perf_counter() - begin_s, "alone": lines.lines}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
-    # Without its part in what the others end.
+    # Exit without the teardown of groups, which the others do.
     os._exit(0)
 
 

@@ -1,13 +1,12 @@
-"""Ranks that need not import torch and Megatron: forked from a process that has, for importing takes most of a short
-run.
+"""Ranks that are forked from a process that has imported torch and Megatron, because imports take most of a short run.
 
-In: what `python` would be given, an environment, a folder and a log. Out: a process like a new one, in a session of its
-own; and what is used of subprocess.Popen.
+In: arguments of `python`, an environment, a folder and a log. Out: a process like a new one, in its own session, with
+the used part of subprocess.Popen's interface.
 
-There are two such parents, and neighbours come from different ones: their strings have different hashes, so what
-depends on the order of a set still differs between ranks. What this cannot show is that a script imports in the right
-order: the CPU stand-in is there before it. Only the first rank of a script's first run ends as the interpreter ends
-behind it, taking everything apart.
+There are two such parents, and neighbouring ranks come from different ones: their strings have different hashes, so code
+that depends on the order of a set still differs between ranks. This cannot test whether a script imports in the right
+order, because the CPU stand-in is imported before it. Only the first rank of a script's first run ends with the
+interpreter's full teardown.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_PARENTS = 2
-# What trainings import, some of it late.
+# Imports of trainings, some of them late.
 PRELOADED = (
     *(
         "megatron.training",
@@ -82,9 +81,9 @@ class Rank:
 
 
 class Parents:
-    """Started when the first rank is asked for.
+    """Parent processes, started with the first rank.
 
-    `stand_in`: the module whose `install` answers for the CUDA runtime there.
+    `stand_in` is the module whose `install` replaces the CUDA runtime there.
     """
 
     def __init__(self, stand_in: str = "megatron.scheduling.cpu") -> None:
@@ -126,14 +125,14 @@ class Parents:
 
 
 def wait_for_requests(asked: socket.socket) -> dict[str, Any]:
-    """Fork for every request, and end when nobody is left to ask. Returns in a rank: what it is to run."""
+    """Fork for every request, and end when the last client has left. In a rank, return what it is to run."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(asked, 1 << 20, 1)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 """One that has told how its rank ended."""
         if not request:
-            # Nothing was begun that would have to be ended.
+            # Nothing was started that would have to be ended.
             os._exit(0)
         with socket.socket(fileno=descriptors[0]) as answers:
             if os.fork() == 0:
@@ -144,7 +143,7 @@ def wait_for_requests(asked: socket.socket) -> dict[str, Any]:
 
 
 def fork_and_tell(answers: socket.socket) -> None:
-    """Tell the id of a process and how it ended, as its parent has to; end it when nobody listens any more.
+    """Report the id of a process and how it ended; end it when nobody listens any more.
 
     Returns in that process.
     """
@@ -162,7 +161,7 @@ def fork_and_tell(answers: socket.socket) -> None:
 
 
 def become(described: Mapping[str, Any], left: Mapping[str, str]) -> None:
-    """What a new process would find: environment, folder, log, arguments and where its imports come from."""
+    """Set up what a new process would find: environment, folder, log, arguments and import paths."""
     os.environ.clear()
     os.environ.update({**left, **described["environment"]})
     os.chdir(described["folder"])
@@ -189,9 +188,9 @@ def run(script: Sequence[str], folder: str) -> None:
 
 
 def run_and_leave(script: Sequence[str], folder: str) -> None:
-    """And end as the interpreter does, but for taking apart what was imported.
+    """End as the interpreter does, but without tearing down imported modules.
 
-    That writes into memory shared with the parent: half a second of copies for every rank.
+    The teardown writes into memory shared with the parent, which copies it for half a second in every rank.
     """
     code = 0
     try:
@@ -211,8 +210,7 @@ def run_and_leave(script: Sequence[str], folder: str) -> None:
 
 
 def remember_docstrings() -> None:
-    """Megatron's parser reads the source of its classes for the help of its flags, twice a run: more than half of
-    what a short one does."""
+    """Cache the sources of classes, which Megatron's parser reads twice for its flags' help: more than half of a short run."""
     from megatron.training import argument_utils, arguments
 
     factory = argument_utils.ArgumentGroupFactory
@@ -233,7 +231,7 @@ def import_all(stand_in: str) -> dict[str, str]:
     before = dict(os.environ)
     # What is imported is no garbage, and looking for some takes a tenth of the time.
     gc.disable()
-    # As startup.prepare, which a rank comes to when all is imported.
+    # As startup.prepare, which a rank calls when everything is imported.
     os.environ.setdefault("NO_VCS_VERSION", "1")
     importlib.import_module(stand_in).install()
     for name in PRELOADED:
@@ -241,7 +239,7 @@ def import_all(stand_in: str) -> dict[str, str]:
     remember_docstrings()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a forked process has only the thread that forked, and here are {len(threads)}"
-    # A collection that wrote into what is there now would copy it for every rank.
+    # A collection would write into this memory, and so copy it for every rank.
     gc.freeze()
     gc.enable()
     return {name: value for name, value in os.environ.items() if name not in before}

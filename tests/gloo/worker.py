@@ -36,12 +36,12 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training import training
 
 LAUNCH_RANK = os.environ["RANK"]
-# Of Megatron's own number of documents three million samples are shuffled before each case: a fourth of its time.
+# With Megatron's own number of documents, shuffling three million samples would take a quarter of each case.
 MockGPTLowLevelDataset.size = 10_000
 
 
 class Recorder:
-    """Observes one run: exact losses and gradient norms, those of evaluations, and the weights at its end."""
+    """Records one run: exact losses and gradient norms, evaluations, and the final weights."""
 
     def __init__(self) -> None:
         self.iterations: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ def meet(path: Path) -> torch.distributed.TCPStore | None:
     """Let the ranks of the next case find each other by a store that the first keeps and returns, as torchrun's agent
     would: its port is the system's choice, told by a file.
 
-    It listens before anybody knows where. Whoever asks for a store that is not there yet waits half a second.
+    It listens before its port is known: a rank that connects to a missing store would wait half a second.
     """
     store = None
     if LAUNCH_RANK == "0":
@@ -127,7 +127,7 @@ def run(
     main: Callable[[], object] = pretrain_gpt.main,
 ) -> None:
     """Train once, by our script or another one, and write what happened."""
-    # A placement gives this process another rank for one run; the next starts from the launcher's again.
+    # A placement gives this process another rank for one run; the next one starts from the launcher's rank again.
     os.environ["RANK"] = LAUNCH_RANK
     store = meet(folder / f"{case['name']}.port")
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
@@ -142,10 +142,10 @@ def run(
         recorder.remove()
     del recorder
     training.destroy_global_state()
-    # Both have as many losses as the layers of the first case that has some.
+    # Both have as many losses as the first case with some has layers.
     MTPLossLoggingHelper.tracker.clear()
     destroy_moe_metrics_tracker()
-    # Of the class, so that the next case would replay this one's graph.
+    # An attribute of the class, by which the next case would replay this one's graph.
     FullCudaGraphWrapper.reset_cuda_graph(FullCudaGraphWrapper)
     StaticBufferLoader.static_buffers = {"training": [], "validation": []}
     torch.distributed.destroy_process_group()
@@ -166,7 +166,7 @@ def cases_of(path: str) -> list[dict[str, Any]]:
 
 
 def options() -> argparse.ArgumentParser:
-    """Flags of a case that Megatron never sees."""
+    """Return the parser of a case's flags that Megatron never sees."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--named", action="store_true", help="weights are drawn and compared by name")
     parser.add_argument("--tensors", action="store_true", help="tensors are kept, and not only hashes of them")
@@ -182,7 +182,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def train(case: dict[str, Any], folder: Path) -> None:
-    """Run a case with what its options ask for."""
+    """Run a case with its options."""
     from tests.gloo import conversations, differing, recorders, stand_ins
 
     asked, case["arguments"] = options().parse_known_args(case["arguments"])

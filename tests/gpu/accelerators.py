@@ -1,7 +1,7 @@
-"""The two devices that the cases run on: a GPU, and the late device of `tests.late` that stands for one every day.
+"""The two devices that the cases run on: a GPU, and the late device of `tests.late`, which simulates one in daily tests.
 
-In: a name, `late` or `cuda`. Out: an `Accelerator`: what torch's own `torch.accelerator` does not say. A late device
-is never slow: what a GPU does late because of a kernel in front of it, a late device does in an order that is directed.
+In: a name, `late` or `cuda`. Out: an `Accelerator`, which adds what `torch.accelerator` lacks. A late device is never
+slow: what a GPU does late because of an earlier kernel, a late device does late because it is told to.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 LATE, CUDA = "late", "cuda"
 NAMES = (LATE, CUDA)
-# What `torch.cuda._sleep` counts, at the highest clock of a Hopper GPU; at a lower one a delay is longer.
+# Cycles per second that `torch.cuda._sleep` counts, at a Hopper GPU's highest clock; at a lower one delays are longer.
 CYCLES_PER_S = 2e9
-# How long a GPU's forwards and copies are held back where they are to come late.
+# How long a GPU's forwards and copies are delayed if they are to come late.
 FORWARD_S, COPY_S = 4e-3, 3e-3
 
 
 @dataclass(frozen=True)
 class Held:
-    """A kernel that goes on."""
+    """A kernel that keeps running."""
 
     is_over: Callable[[], bool]
     let_go: Callable[[], None]
@@ -40,10 +40,10 @@ class Accelerator(Protocol):
     device: torch.device
 
     def hold_back(self, seconds: float) -> None:
-        """Let what is issued next to the current stream come late."""
+        """Delay what is issued next to the current stream."""
 
     def come_late(self, forwards: bool, copies: bool, number: int) -> None:
-        """Let forwards or copies come late from now on; `number` is that of the iteration."""
+        """Delay forwards or copies from now on; `number` is the iteration's number."""
 
     def before_forward(self) -> None:
         """Hold a forward back in its middle, if forwards are to come late."""
@@ -52,12 +52,12 @@ class Accelerator(Protocol):
         """Hold a copy back, if copies are to come late."""
 
     def busy(self, seconds: float) -> Held:
-        """Keep the current stream busy: a GPU's so long, a late device's until it is let go."""
+        """Keep the current stream busy: a GPU's for that long, a late device's until it is released."""
 
     def limit(self, nbytes: int | None) -> None:
-        """Let torch have so many bytes of the device's memory, or all of it again."""
+        """Limit torch to this many bytes of the device's memory, or lift the limit."""
 
-    # What makes the device of a process of a pair, which has just begun. It can be pickled.
+    # Makes the device of a process of a pair that has just begun. It can be pickled.
     of_process: Callable[[int], Accelerator]
 
     def described(self) -> str:
@@ -68,7 +68,7 @@ class Accelerator(Protocol):
         asked for."""
 
     def prepare_megatron(self) -> None:
-        """Let Megatron run here. Once a process, before Megatron is imported."""
+        """Prepare this process for Megatron. Called once, before Megatron is imported."""
 
 
 class Gpu(Accelerator):
@@ -104,8 +104,10 @@ class Gpu(Accelerator):
         torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0) if nbytes else 1.0, self.device)
 
     def described(self) -> str:
-        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return "; ".join(f"{one.name}, {one.major}.{one.minor}, {one.total_memory / 2**30:.1f} GiB" for one in found)
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return "; ".join(
+            f"{device.name}, {device.major}.{device.minor}, {device.total_memory / 2**30:.1f} GiB" for device in devices
+        )
 
     def allocator(self) -> str:
         backend = torch.cuda.memory.get_allocator_backend()
@@ -121,10 +123,10 @@ class Gpu(Accelerator):
 
 
 class LateDevice(Accelerator):
-    """Devices that are begun anew with each of these. Nothing of those before may be used any more."""
+    """Late devices: a new one resets the simulation, so nothing of earlier ones may be used any more."""
 
     name = LATE
-    # Memory of the host's stands for it.
+    # Host memory stands in for it.
     CAPACITY_BYTES = 256 << 20
 
     def __init__(self, draw: Draw | None = None, index: int = 0) -> None:
@@ -179,13 +181,15 @@ class LateDevice(Accelerator):
         stand_in.install()
         from megatron.scheduling import cpu as cpu_runtime
 
-        # Weights are drawn where they are used: else Megatron leaves them on the host.
-        cpu_runtime.ARGUMENTS = tuple(one for one in cpu_runtime.ARGUMENTS if one != "--use-cpu-initialization")
+        # Weights are drawn on the device that uses them; otherwise Megatron leaves them on the host.
+        cpu_runtime.ARGUMENTS = tuple(
+            argument for argument in cpu_runtime.ARGUMENTS if argument != "--use-cpu-initialization"
+        )
         _prepare_megatron()
 
 
 def _prepare_megatron() -> None:
-    # Before the first product: with another workspace cuBLAS may add in another order the second time.
+    # Before the first product: with another workspace cuBLAS may add up in another order the second time.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from megatron.scheduling.start import startup
 
@@ -201,9 +205,9 @@ def _late_device_of_process(rank: int) -> Accelerator:
 
     torch.set_num_threads(1)
     stand_in_for_nccl()
-    made = LateDevice(index=rank)
-    begin_process(rank, rank, made.draw)
-    return made
+    accelerator = LateDevice(index=rank)
+    begin_process(rank, rank, accelerator.draw)
+    return accelerator
 
 
 def accelerator(name: str) -> Accelerator:

@@ -1,6 +1,6 @@
-"""What every case shares: its result, its time, spreads, and memory that transfers reach.
+"""Shared by all cases: results, time limits, spreads, and memory that transfers can reach.
 
-In: a device and a moment until which a case may go on. Out: results that print and that fit into JSON. Knows no case.
+In: a device and the time at which a case must stop. Out: results that can be printed and written as JSON.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from bpipe.runtime.capture import find
 from bpipe.transport.memory import DeviceMemory, Lender, Region, own_memory
 from bpipe.transport.streams import Clock, Device, synchronize
 
-# `SMALL` is for late devices, which stand for a GPU on a small CPU.
+# `SMALL` is for late devices, which simulate a GPU on a small CPU.
 FULL, MODERATE, SMALL = "full", "moderate", "small"
 
 
 @dataclass
 class Result:
-    """What a case found. `ok` is None for what is measured: nothing there can be right or wrong.
+    """What a case found.
 
-    `rows` go into the summary.
+    Attributes:
+        ok: Whether all checks passed; None if the case only measures.
+        rows: Lines of the summary.
     """
 
     ok: bool | None = None
@@ -35,15 +37,15 @@ class Result:
     skipped: str | None = None
     failure: str | None = None
 
-    def row(self, what: str, value: str) -> None:
+    def row(self, name: str, value: str) -> None:
         """Add a line to the summary, and print it now."""
-        self.rows.append((what, value))
-        say(f"{what}: {value}")
+        self.rows.append((name, value))
+        say(f"{name}: {value}")
 
-    def check(self, what: str, good: bool, value: str) -> None:
-        """As `row`; the case is right only if all that it checked is."""
+    def check(self, name: str, good: bool, value: str) -> None:
+        """Add a line as `row` does; the case is right only if all its checks are."""
         self.ok = good and self.ok is not False
-        self.row(what, f"{'ok' if good else 'FAILED'}: {value}")
+        self.row(name, f"{'ok' if good else 'FAILED'}: {value}")
 
 
 def say(line: str) -> None:
@@ -72,22 +74,22 @@ class Spread:
 
 
 def ratios(values: Sequence[float], against: Sequence[float]) -> Spread:
-    """Readings taken in turn, each against its neighbour."""
+    """Ratios of readings taken in turn, each against its neighbour."""
     return Spread.of([value / base for value, base in zip(values, against, strict=True)])
 
 
-def repeats(most: int, until: float, least: int = 1) -> Iterator[int]:
-    """0, 1, ... up to `most` times, fewer (at least `least`) where `until`, a moment of `time.monotonic`, has
+def repeats(limit: int, until: float, least: int = 1) -> Iterator[int]:
+    """Yield 0, 1, ... up to `limit` numbers; fewer, but at least `least`, once `until` (of `time.monotonic`) has
     passed."""
-    for number in range(most):
+    for number in range(limit):
         if number >= least and time.monotonic() > until:
-            say(f"out of time after {number} of {most}")
+            say(f"out of time after {number} of {limit}")
             return
         yield number
 
 
 def seconds(device: torch.device, work: Callable[[], Any]) -> float:
-    """Return how long the device takes for what `work` issues, the current stream's view. Waits for it."""
+    """Return how long the device takes for what `work` issues, as the current stream sees it; wait for it."""
     clock = Clock(device)
     begin = clock.mark()
     work()
@@ -105,11 +107,11 @@ def lender_on(device: torch.device) -> Lender:
 
 
 def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:
-    """Of what a forward saved that ended here, the bytes that would leave."""
+    """Return the bytes that would be evicted of what a forward that ended here saved."""
     return sum(
-        found.nbytes
-        for found in find([end.grad_fn], [received], device)
-        if found.alone and found.nbytes >= minimum_bytes
+        storage.nbytes
+        for storage in find([end.grad_fn], [received], device)
+        if storage.alone and storage.nbytes >= minimum_bytes
     )
 
 
@@ -124,7 +126,7 @@ def random_bytes(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tens
 
 
 def _drawing_on(device: torch.device) -> torch.device:
-    """Return what draws for a device: a late one has no generator of its own."""
+    """Return the generator for a device: a late one has none of its own."""
     return device if device.type == "cuda" else torch.device("cpu")
 
 
@@ -133,8 +135,7 @@ def _generator(seed: int, device: torch.device) -> torch.Generator:
 
 
 def tidy(device: torch.device) -> None:
-    """Give the device's memory that nobody holds back to the driver, so that each part of a case starts from the
-    same place."""
+    """Return unused device memory to the driver, so that each part of a case starts from the same state."""
     gc.collect()
     synchronize(device)
     torch.accelerator.empty_cache()

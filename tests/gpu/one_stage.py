@@ -1,4 +1,4 @@
-"""One pipeline stage alone, in plain torch: its neighbours are synthetic, its program and its engine are the real ones.
+"""One pipeline stage alone, in plain torch: its neighbours are synthetic, its program and its engine are real.
 
 In: a schedule, a rank, and a stage to compute. Out: iterations, with an engine's calls around every operation or
 without. A stage ends in a sum, so that nothing but the graph holds what it computed, as in a
@@ -52,13 +52,13 @@ def engine_of(
     synchronous: bool = False,
     **more: Any,
 ) -> Engine:
-    """`transport`: one, one by each other rank, or None."""
+    """`transport` is one transport, one for each other rank, or None."""
     transfers = TransferConfig(timeout_s=TIMEOUT_S, minimum_bytes=minimum_bytes, poison=poison, synchronous=synchronous)
     return Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, transfers, **more))
 
 
 class OneWay:
-    """A partner that said how long its storages are, and says nothing more."""
+    """A partner that has told the lengths of its storages, and sends nothing else."""
 
     def __init__(self, stage: int, lengths: Sequence[int]) -> None:
         self._sizes = [[stage, [*lengths]]]
@@ -96,7 +96,7 @@ def lending(lender: Lender, device: torch.device, stage: int, lengths: Sequence[
 def loop_of(
     plan: Schedule, rank: int, stage: Callable[[torch.Tensor], torch.Tensor], received: Callable[[int], torch.Tensor]
 ) -> Executor:
-    """Return a rank's pipeline loop. `received(microbatch)` is what the stage before would have sent."""
+    """Return a rank's pipeline loop. `received(microbatch)` is what the previous stage would have sent."""
 
     def part(microbatch: int, *from_nobody: torch.Tensor) -> torch.Tensor:
         return stage(received(microbatch))
@@ -105,7 +105,7 @@ def loop_of(
 
 
 class SmallStage:
-    """A stage whose every bit is the same each time: no kernel of it adds in an order that varies.
+    """A deterministic stage: none of its kernels adds in an order that varies.
 
     A forward may come late in its middle.
     """
@@ -126,7 +126,7 @@ class SmallStage:
         return drawn(self._shape, 1000 + microbatch, self._on.device).requires_grad_()
 
     def gradient_of(self, loop: Executor, engine: Engine | None) -> torch.Tensor:
-        """What an iteration of its loop adds up; the next starts from nothing."""
+        """Return the sum of an iteration's gradients; the next iteration starts from zero."""
         loop.run(engine)
         synchronize(self._on.device)
         gradient, self.weight.grad = self.weight.grad, None
@@ -198,5 +198,5 @@ class GptStage:
         return torch.randn(shape, device=self._device, dtype=torch.bfloat16).requires_grad_()
 
     def alone(self) -> None:
-        """One forward and backward without a pipeline: gradients, workspaces and handles are there afterwards."""
+        """Run one forward and backward without a pipeline, to allocate gradients, workspaces and handles."""
         self(self.received(0)).backward()

@@ -87,11 +87,11 @@ class Stage0:
         return self._stage.gradient_of(self._loop, engine)
 
     def right(self) -> bool:
-        """One iteration with the engine: whether its gradient has the expected bits."""
+        """Run one iteration with the engine; return whether its gradient has the expected bits."""
         return torch.equal(self.gradient(self.engine), self.expected)
 
     def start_over(self) -> None:
-        """A new engine, after one whose waits were missing."""
+        """Make a new engine, after one whose waits were missing."""
         self.engine.release()
         self.engine = self._engine()
 
@@ -114,7 +114,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result.facts = {"iterations": count, "differing": wrong, "without": {}}
     for wait in WAITS:
         _without(wait, stage, on, sizes, result)
-    # What was taken out is there again.
+    # The wait that was taken out is back.
     stage.start_over()
     on.come_late(False, False, 0)
     whole = stage.right()

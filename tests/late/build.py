@@ -1,7 +1,7 @@
 """Build the late device: C++ against the installed torch, once for each version of the sources and of torch.
 
-In: the sources beside this file. Out: the loaded module. It is kept in the user's cache folder, under a name made of
-all it was built of. Raises `NoCompiler` where there is none.
+In: the sources next to this file. Out: the loaded module. It is kept in the user's cache folder, under a name derived
+from everything that it was built from. Raises `NoCompiler` if there is no compiler.
 """
 
 import fcntl
@@ -25,11 +25,11 @@ FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden")
 
 
 class NoCompiler(RuntimeError):
-    """There is nothing here to build with."""
+    """There is no compiler."""
 
 
 def load() -> ModuleType:
-    """The module, built if need be."""
+    """Return the module, built if necessary."""
     path = built()
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
@@ -40,14 +40,14 @@ def load() -> ModuleType:
 
 
 def built() -> Path:
-    """Where the module lies, built if need be."""
+    """Return the module's path; build it if necessary."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bpipe" / "late"
     sources = sorted(SOURCES.glob("*.cpp"))
     library = folder / f"{_hash(*map(_name_of, sources))}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
-            # One process of a machine builds, and the others wait for it.
+            # One process of the machine builds, and the others wait for it.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 _build(library, {source: folder / _name_of(source) for source in sources})
@@ -59,7 +59,7 @@ def _hash(*parts: str) -> str:
 
 
 def _name_of(source: Path) -> str:
-    """An object's name, which says all that it was made of."""
+    """Return an object's name, derived from everything that it was made from."""
     headers = [path.name + path.read_text() for path in sorted(SOURCES.glob("*.h"))]
     return f"{source.stem}-{_hash(torch.__version__, sys.version, *FLAGS, *headers, source.read_text())}.o"
 
@@ -89,7 +89,7 @@ def _build(library: Path, objects: dict[Path, Path]) -> None:
 
 
 def _make(output: Path, *command: object) -> None:
-    """Run a compiler. What it makes has its name once it is whole."""
+    """Run a compiler. Its output gets its name when it is complete."""
     partly = output.with_suffix(f".{os.getpid()}")
     full = [*map(str, command), "-o", str(partly)]
     done = subprocess.run(full, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""Late devices for torch: built, registered as the device type `late`, and begun anew for each case.
+"""Late devices for torch: built, registered as the device type `late`, and reset for each case.
 
-In: a `Draw`, which says in which order devices do what nothing orders. Out: devices that have been given nothing. One
-process has one kind of accelerator, so this is never loaded beside a GPU's.
+In: a `Draw`, which decides the order of operations that nothing else orders. Out: devices without operations. A process
+has one kind of accelerator, so this is never loaded together with a GPU's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.late import build
 
 TYPE = "late"
 CAPACITY_BYTES = 1 << 30
-# Torch's autograd learns once a process how many there are.
+# Torch's autograd counts devices once per process.
 NUM_DEVICES = 12
 DRAWN, AS_LATE, COPIES_LAST, COMPUTE_LAST, STREAM_LAST = (
     "drawn",
@@ -38,11 +38,13 @@ DRAWN, AS_LATE, COPIES_LAST, COMPUTE_LAST, STREAM_LAST = (
 class Draw:
     """How late devices work in one run. The same draw gives the same run.
 
-    `eagerness`: the chance that a device does another operation whenever it is given one; 0 leaves everything until a
-    host waits. `connections`: hardware queues that all streams of a device share, 0 for one each. `stream`: that of
-    `STREAM_LAST`. `allocation_synchronizes`: whether torch's allocator waits for the device when it takes a new
-    segment; `lending_synchronizes`: the same of memory that a rank makes for a partner. `launch_blocks`: whether a host
-    waits for each kernel, as by CUDA_LAUNCH_BLOCKING.
+    Attributes:
+        eagerness: Chance that a device runs another operation whenever it is given one; with 0 all wait for a host.
+        connections: Hardware queues that all streams of a device share; 0 for one per stream.
+        stream: The stream of `STREAM_LAST`.
+        allocation_synchronizes: Whether torch's allocator waits for the device when it takes a new segment.
+        lending_synchronizes: Whether memory that a rank makes for a partner does so, too.
+        launch_blocks: Whether a host waits for each kernel, as with CUDA_LAUNCH_BLOCKING.
     """
 
     seed: int
@@ -56,7 +58,7 @@ class Draw:
 
     @staticmethod
     def of(seed: int) -> Draw:
-        """Everything by the seed."""
+        """Return a draw that follows from the seed."""
         chance = random.Random(seed)
         return Draw(
             seed,
@@ -82,13 +84,13 @@ DIRECTED = (
 
 
 def draws(seeds: int) -> tuple[Draw, ...]:
-    """All directed orders, and so many drawn ones."""
+    """Return all directed orders, and this many random ones."""
     return (*DIRECTED, *(Draw.of(seed) for seed in range(seeds)))
 
 
 @functools.cache
 def extension() -> ModuleType:
-    """The device, registered with torch. Raises `build.NoCompiler`."""
+    """Return the device, registered with torch. Raises `build.NoCompiler`."""
     module = build.load()
     torch.utils.rename_privateuse1_backend(TYPE)
     face = ModuleType(f"torch.{TYPE}")
@@ -117,9 +119,9 @@ def extension() -> ModuleType:
 
 
 def begin(draw: Draw, capacity: int = CAPACITY_BYTES) -> None:
-    """New devices, which nobody has given anything. Nothing of the ones before may be used any more."""
+    """Reset the devices. Nothing of the earlier ones may be used any more."""
     late = extension()
-    # While what is left is freed, nothing is drawn.
+    # Nothing is drawn while the rest is freed.
     late.order(DRAWN, 0, -1, 0.0)
     late.reset(
         NUM_DEVICES,
@@ -134,7 +136,7 @@ def begin(draw: Draw, capacity: int = CAPACITY_BYTES) -> None:
 
 
 def device(index: int = 0) -> torch.device:
-    # Its name before it is registered, which tests are collected without.
+    # Its name before it is registered: tests are collected without it.
     return torch.device("privateuseone", index)
 
 
@@ -150,7 +152,7 @@ def before_the_first_backward(session: pytest.Session, folder: Path) -> None:
 
 
 def needed() -> None:
-    """Skip where the device cannot be built; fail in CI, where it can."""
+    """Skip if the device cannot be built; fail in CI, which can build it."""
     if torch.cuda.is_available():
         pytest.skip("torch knows one accelerator a process, and here that is a GPU")
     try:

@@ -1,17 +1,17 @@
-"""Judge a plan by the deadlock checker and run it on a late group, to see whether both say that somebody waits for ever.
+"""Check a plan with the deadlock checker and run it on a late group, to compare whether both report a deadlock.
 
 In: a schedule, an exchange, and how it runs: by our own loop, by Megatron's exchanges, or by torch's runtime. Out: what
 the checker says, and what happens. Births of communicators are judged and run, too, where a loop's are not made before
 it.
 
-The checker's ranks do all that a program says in order, as the hosts of a CPU do: they wait for each message. A
-device's host waits for few things, its streams for the rest, so it comes to a transfer that waits for it although a
-message which stands in front has not come. So there are two kinds of runs. Where hosts wait as the checker's ranks do,
-both say the same, of every plan (`Run.exactly`). Where streams do, the checker may say more, and nobody may stand still
-whom it lets go; of plans as they are balanced, both ends of a transfer in one slot, both say the same there, too.
+The checker's ranks run a program in order and wait for each message, as hosts do with CPU tensors. A device's host waits
+for little, and its streams for the rest, so it reaches a transfer even if an earlier message has not arrived. So there
+are two kinds of runs. If hosts wait as the checker's ranks do, both agree on every plan (`Run.exactly`). If streams
+wait, the checker may report more deadlocks, but must report all that happen; on plans as they are balanced, with both
+ends of a transfer in one slot, both agree there, too.
 
-What both leave out is room for what leaves: whether the first EVICT into a buffer waits until its HOST has lent memory
-is up to the transport. The checker is asked so for `peer` alone; without being told it takes every host to lend.
+Whether the first EVICT into a buffer waits until its HOST has lent memory depends on the transport. The checker assumes
+it only for `peer`; by default it assumes that every host lends.
 """
 
 import threading
@@ -48,7 +48,7 @@ EXCHANGES["interleaved-1f1b"].add(Exchange.MEGATRON_TURNS)
 for _name, _family in FAMILIES.items():
     # Torch's runtime has one pipe.
     EXCHANGES[_name] |= {Exchange.TORCH} if _family.num_pipes == 1 else set()
-# What starts so many slots later on the hosts' side, or earlier.
+# Slots by which transfers start later, or earlier, on the hosts' side.
 MOVES = ((Kind.HOST, -2), (Kind.HOST, 3), (Kind.RETURN, -1), (Kind.RETURN, 2))
 
 
@@ -56,8 +56,8 @@ MOVES = ((Kind.HOST, -2), (Kind.HOST, 3), (Kind.RETURN, -1), (Kind.RETURN, 2))
 class Run:
     """How a plan runs: over what activations move, how many hardware queues there are, and what else waits.
 
-    `at_issue`: a rank waits for each transfer where it starts, which is more than hardware queues ask for. `hosts_wait`:
-    a host waits for each message, and for transfers where `waits` says so.
+    `at_issue`: a rank waits for each transfer at its start, which is more than hardware queues require. `hosts_wait`: a
+    host waits for each message, and for transfers according to `waits`.
     """
 
     kind: str = "two-sided"
@@ -74,8 +74,10 @@ class Run:
         return self.waits is WaitLevel.BLOCKING_LAUNCHES
 
     def exactly(self, in_one_slot: bool) -> bool:
-        """Return whether what waits there is what the checker takes to wait, no less. `in_one_slot`: both ends of each
-        transfer stand so."""
+        """Whether everything waits that waits in the checker.
+
+        `in_one_slot`: both ends of each transfer are in one slot.
+        """
         if self.hosts_wait:
             return True
         if self.differing or self.kind == "peer":
@@ -85,7 +87,7 @@ class Run:
 
 
 class _Waits:
-    """What a rank's host waits for beyond what its program does: a thread's."""
+    """Waits of a rank's host beyond those of its program, for one thread."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._here = run, threading.local()
@@ -158,7 +160,7 @@ class _Waits:
 
 
 def stands_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
-    """Return whether late devices do. Raises what else goes wrong."""
+    """Whether late devices deadlock. Raises other errors."""
     pipeline: LatePipeline
     if exchange is Exchange.POSTED:
         pipeline = LatePipeline(schedule, run.kind, differing=run.differing)
@@ -179,15 +181,15 @@ def stands_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
 
 
 def may_stand_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
-    """Return whether the checker says so. What a rank keeps in its own node's memory waits for nobody."""
+    """Whether the checker reports a deadlock. Transfers to a node's own memory wait for nobody."""
     judged = without_transfers(schedule) if run.kind == "host" else schedule
     lends = run.kind == "peer"
     return bool(blocked_ranks(judged, run.waits, exchange, run.births, run.differing, lends=lends))
 
 
 def moved(schedule: Schedule, kind: Kind, by: int) -> Schedule | None:
-    """Start everything of a kind so many slots later. None: a rule refuses it, but for that of deadlocks and that which
-    wants both ends of a transfer in one slot."""
+    """Return the schedule with everything of a kind this many slots later; None if a rule refuses it, other than those for
+    deadlocks and for both ends of a transfer in one slot."""
     ranks = []
     for row in schedule.ranks:
         transfers: list[list[Action]] = [[] for _ in row]
@@ -212,7 +214,7 @@ def moved(schedule: Schedule, kind: Kind, by: int) -> Schedule | None:
 
 
 def runs(exchange: Exchange, everything: bool) -> Iterator[Run]:
-    """Yield how to run a plan, `everything` or a share of it."""
+    """Yield ways to run a plan: all with `everything`, otherwise some."""
     yield Run(births=True)
     yield Run(waits=WaitLevel.ONE_QUEUE, connections=1, at_issue=True)
     yield Run(waits=WaitLevel.ONE_QUEUE, connections=1, differing=True)
@@ -242,7 +244,7 @@ def runs(exchange: Exchange, everything: bool) -> Iterator[Run]:
 def disagreements(
     schedule: Schedule, exchange: Exchange, everything: bool, in_one_slot: bool = True
 ) -> tuple[list[str], int]:
-    """Return every run of which the checker says something else than what happens, and how many stood still.
+    """Return every run for which the checker is wrong, and the number of deadlocks.
 
     `in_one_slot` as of `Run.exactly`. Of a plan with transfers elsewhere an engine may say that it fills a host buffer
     that is not empty yet: that run ends there and says nothing.

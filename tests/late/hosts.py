@@ -1,8 +1,8 @@
-"""Ranks as threads of one process, of which one at a time goes on: whose turn it is, the draw says.
+"""Ranks as threads of one process, one of which runs at a time: the draw decides which.
 
-In: how many, and what each does. Out: nothing, or what the first to fail raised, and, where nobody could go on, who
-waited for whom. A run that neither fails nor goes on raises `Hangs`, with what each rank was doing: its threads stay,
-so nothing more can run in that process.
+In: the number of ranks, and their function. Out: nothing, or the first error and, in a deadlock, who waited for whom. A
+run that neither fails nor makes progress raises `Hangs`, with each rank's stack: its threads stay, so nothing else can
+run in that process.
 """
 
 import sys
@@ -16,15 +16,15 @@ from tests.late.devices import extension
 from tests.late.group import world_of_threads
 
 SAMPLE_S = 0.5
-# So many samples one after the other with nothing done and every thread asleep. A thread that waits for a processor is
-# not asleep, so load adds nothing.
+# Successive samples without progress and with every thread asleep. A thread that waits for a processor is not asleep, so
+# load does not matter.
 ASLEEP = 120
-# So many seconds of the process's own processor time with nothing done.
+# Seconds of the process's own processor time without progress.
 BUSY_S = 300.0
 
 
 def awake(but: int) -> bool:
-    """Return whether a thread of this process, `but` one, runs or waits for a processor or a disk."""
+    """Whether a thread of this process, except `but`, runs or waits for a processor or a disk."""
     for task in Path("/proc/self/task").iterdir():
         try:
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
@@ -36,17 +36,17 @@ def awake(but: int) -> bool:
 
 
 class Watch:
-    """Tells a run that hangs from one that is slow, by what it does, not by how long it takes.
+    """Tells a hanging run from a slow one by its progress, not by its time.
 
-    Devices know at once when nobody can go on (csrc/hosts.h). This looks once a sample for what they do not see: threads
-    that wait for each other's locks, and loops without an end.
+    Devices detect deadlocks at once (csrc/hosts.h). This samples what they do not see: threads that wait for each
+    other's locks, and endless loops.
     """
 
     def __init__(self) -> None:
         self._seen, self._asleep, self._since_s = -1, 0, 0.0
 
     def hangs(self, done: int) -> str:
-        """Return why the run does not go on, or nothing. `done` grows while it does."""
+        """Return why the run hangs, or nothing. `done` grows while it makes progress."""
         if done != self._seen:
             self._seen, self._asleep, self._since_s = done, 0, time.process_time()
         elif awake(threading.get_native_id()):
@@ -61,7 +61,7 @@ class Watch:
 
 
 class Hangs(RuntimeError):
-    """A run does not go on, for a reason that devices do not know."""
+    """A run hangs for a reason that devices do not know."""
 
 
 def run_hosts(count: int, does: Callable[[int], None]) -> None:
@@ -74,7 +74,7 @@ def run_hosts(count: int, does: Callable[[int], None]) -> None:
         try:
             does(rank)
         except BaseException as error:
-            # Of whatever kind: a host that left without a word looks as if the others waited for nobody.
+            # Any exception: if a host left silently, the others would seem to wait for nobody.
             errors.append(error)
         finally:
             late.leave(rank)
@@ -89,7 +89,7 @@ def run_hosts(count: int, does: Callable[[int], None]) -> None:
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    """Wait for all, however long that takes while something is done."""
+    """Wait for all ranks as long as there is progress."""
     watch = Watch()
     for rank, thread in enumerate(threads):
         while thread.is_alive():

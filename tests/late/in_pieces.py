@@ -1,4 +1,4 @@
-"""Combined 1F1B on late devices: layers cut into parts on two streams, two micro-batches at once, a graph in pieces.
+"""Combined 1F1B on late devices: layers run in parts on two streams, two micro-batches at once, with a graph in pieces.
 
 In: a schedule whose forwards and backwards overlap. Out: what `LatePipeline` gives. The parts are those of
 `tests.gpu.parts`; engine, streams, transports and messages are the real ones.
@@ -39,7 +39,7 @@ class InPieces(LateModel):
         return lambda output: (output * (microbatch + 1)).square().mean()
 
     def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
-        """In one piece, as it has to come out."""
+        """Return the expected result, computed in one piece."""
         (x,) = received or (self.received(microbatch, weight.device),)
         return self.end(stage, microbatch)(one_piece(x, weight))
 
@@ -54,7 +54,7 @@ class InPieces(LateModel):
 
 
 class AtOnce(Executor):
-    """An executor that runs the two of an overlap at once, part by part, with one call of the engine around both."""
+    """An executor that runs two overlapping computations part by part, with one call of the engine around both."""
 
     def __init__(self, rank: PiecesRank, schedule: Schedule, stages: TorchStages, messages: Messages) -> None:
         super().__init__(schedule, rank.rank, stages, messages)
@@ -127,13 +127,13 @@ class AtOnce(Executor):
 
 
 class LoopEnds:
-    """The calls of an engine that are about the iteration; those about computations `AtOnce` makes itself."""
+    """The engine's calls per iteration; `AtOnce` makes those per computation itself."""
 
     def __init__(self, engine: Engine) -> None:
         self.begin, self.communicated, self.end = engine.begin, engine.communicated, engine.end
 
     def before(self, op: Action) -> None:
-        """It is said with what runs beside it."""
+        """Do nothing: the call is made with the overlapping computation's."""
 
     def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
         """The same."""
@@ -157,7 +157,7 @@ class PiecesRank(Rank):
 
 
 class PiecesPipeline(LatePipeline):
-    """`noted`: the engine is told of the streams of exchanges."""
+    """The pipeline; with `noted` the engine knows the streams of exchanges."""
 
     def __init__(self, schedule: Schedule, kind: str, engines: bool = True, noted: bool = True, verify: bool = False):
         model = InPieces(schedule.num_stages)

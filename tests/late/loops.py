@@ -1,8 +1,8 @@
-"""Run a schedule on late devices as Megatron's own loops pass messages: its exchanges, its groups, its order of calls.
+"""Run a schedule on late devices with Megatron's own exchanges, groups and order of calls.
 
 In: a schedule and an `Exchange` of Megatron's. Out: what `LatePipeline` gives. Computations, engines and transports are
-the real ones, and the program is the one that `schedule.check.deadlock` judges; what stands here is how an exchange of it
-becomes operations of torch.distributed.
+the real ones, and the program is the one that `schedule.check.deadlock` judges; this module turns its exchanges into
+operations of torch.distributed.
 
 Source: megatron-core 0.19.2, `p2p_communication.py`. Where messages pass in batches, `_batched_p2p_ops` gives all of an
 exchange to `batch_isend_irecv`, in the communicator of all ranks. Else `_p2p_ops` gives them one by one, in
@@ -33,7 +33,7 @@ from tests.late.model import Place
 from tests.late.pipeline import LatePipeline, Rank
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 
-# Tensors by whether the next rank is at their other end.
+# Tensors by whether the next rank is the other end.
 Sides = dict[bool, list[torch.Tensor]]
 
 
@@ -48,7 +48,7 @@ class Exchanges:
             synchronizes,
             device,
         )
-        # By whether the next rank is at its other end. A rank that idles may be sent several by one neighbour.
+        # By whether the next rank is the other end. An idle rank may be sent several by one neighbour.
         self._sends: Sides = {False: [], True: []}
         self._receives: Sides = {False: [], True: []}
         self._posted: list[tuple[Message, torch.Tensor]] = []
@@ -113,8 +113,8 @@ class Exchanges:
 
 
 class LoopCalls:
-    """The calls of `megatron.scheduling.loop.megatron_loops`: transfers behind a computation start before its exchange, the
-    last ones after all."""
+    """The calls of `megatron.scheduling.loop.megatron_loops`: transfers after a computation start before its exchange, the
+    last ones at the end."""
 
     def __init__(self, engine: Engine, device: torch.device, synchronizes: bool) -> None:
         self._engine, self._device, self._synchronizes = engine, device, synchronizes
@@ -154,10 +154,10 @@ class LoopRank(Rank):
 
 
 class LateLoop(LatePipeline):
-    """All ranks of one of Megatron's loops. `births`: its communicators are not made before it runs.
+    """All ranks of one of Megatron's loops.
 
-    `after_exchanges`: the device is synchronised behind each exchange (`batch_p2p_sync`); `in_operations`: and inside
-    each computation.
+    `births`: communicators are not made before it runs. `after_exchanges`: the device is synchronised after each exchange
+    (`batch_p2p_sync`). `in_operations`: it is also synchronised inside each computation.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class LateLoop(LatePipeline):
 
 @contextmanager
 def _programs_of(exchange: Exchange) -> Iterator[None]:
-    """Executors run what the loop with these exchanges does."""
+    """Make executors run the program of the loop with these exchanges."""
 
     def programs(schedule: Schedule, posted: Exchange) -> tuple[Program, ...]:
         return lower(schedule, exchange)

@@ -1,8 +1,7 @@
-"""A small model for late devices, and what its gradients have to be.
+"""A small model for late devices, and its expected gradients.
 
-In: a schedule. Out: the stages of one rank on its device, and by rank and stage the gradient that a CPU makes of it,
-micro-batch by micro-batch in the order in which that rank goes back. Not one bit may differ: the kernels are the same,
-and so is their order.
+In: a schedule. Out: the stages of one rank on its device, and by rank and stage the gradient computed on a CPU, micro-batch
+by micro-batch in the order of that rank's backwards. No bit may differ, because kernels and their order are the same.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from tests.gpu.pipelines import Place, summed
 from tests.late.devices import device
 from tests.unit.runtime.pipeline import WIDTH, inputs_of
 
-# By stage and micro-batch, how many numbers more its forward saves.
+# By stage and micro-batch: how many further numbers its forward saves.
 Extra = Callable[[int, int], int]
 
 
@@ -42,12 +41,12 @@ class LateModel:
         return output if stage + 1 < self._num_stages else (output * (microbatch + 1)).square().mean()
 
     def saving_more(self, output: torch.Tensor, stage: int, microbatch: int) -> torch.Tensor:
-        """Return what a stage makes, changed by a computation that saves as much as `Extra` says."""
+        """Return a stage's output, changed by a computation that saves the numbers of `Extra`."""
         count = self._extra(stage, microbatch)
         if not count:
             return output
         more = torch.linspace(-1, 1 + microbatch, count).to(output.device)
-        # Small: what grows from stage to stage ends as NaN, which is not equal to itself.
+        # Small, because growing values end as NaN, which is not equal to itself.
         return output * (1 + (more * output.mean().tanh()).mean() / 64)
 
     def on_device(self, schedule: Schedule, rank: int) -> TorchStages:
@@ -62,7 +61,7 @@ class LateModel:
         return TorchStages({stage: part_of(stage) for stage in schedule.layout.stages_of(rank)})
 
     def gradients_on(self, rank: int) -> dict[Place, torch.Tensor]:
-        """On the host, which waits for them."""
+        """Return the gradients on the host, which waits for them."""
         gradients = {}
         for place, weight in self._on_device.items():
             if place[0] == rank:
@@ -74,11 +73,11 @@ class LateModel:
         return summed(schedule, self.parts(schedule), iterations)
 
     def parts(self, schedule: Schedule) -> list[list[torch.Tensor]]:
-        """By micro-batch and stage, what it adds."""
+        """Return each gradient by micro-batch and stage."""
         return [self._alone(microbatch) for microbatch in range(schedule.num_microbatches)]
 
     def _alone(self, microbatch: int) -> list[torch.Tensor]:
-        """By stage, what one micro-batch adds."""
+        """Return one micro-batch's gradient by stage."""
         weights = [torch.nn.Parameter(weight) for weight in self.weights]
         tensors: tuple[torch.Tensor, ...] = ()
         for stage, weight in enumerate(weights):

@@ -3,7 +3,7 @@
 `lonely`: the first waits for what the second never sends. `probing`: the two-sided link of the second carries one way
 only, while the pair looks for a transport.
 
-In: which, its number, a port, a time-out in seconds. Out: what it heard, or a line with the transport that was chosen, and
+In: one of these, the rank, a port, a time-out in seconds. Out: what it received, or a line with the chosen transport and
 why not the other.
 """
 
@@ -43,7 +43,7 @@ def waits_for_nothing(rank: int, store: dist.Store) -> None:
 
 
 def losing(send: Any) -> Any:
-    """Send what makes the communicator and nothing after it: the other rank's kernel begins, and waits."""
+    """Send what makes the communicator and nothing after it, so that the other rank's kernel begins and waits."""
     sent: list[Works] = []
 
     def lose(transport: Distributed, tensors: Sequence[torch.Tensor]) -> Works:

@@ -1,8 +1,8 @@
-"""All ranks of a schedule on late devices: a host and a device each, and everything between them is the real code.
+"""All ranks of a schedule on late devices: a host and a device each, with the real code between them.
 
-In: a schedule, over what activations move (`two-sided`, `peer`, `host`), a `Draw`. Out: gradients of all stages'
-weights, to be compared with those of the model in one piece. Real are executor, engine, streams, edges between stages,
-transports and their copies. Threads stand for processes, and a queue for the control group's messages.
+In: a schedule, a transport (`two-sided`, `peer`, `host`), a `Draw`. Out: gradients of all stages' weights, to be compared
+with those of the model in one piece. Executor, engine, streams, edges between stages, transports and their copies are
+real. Threads replace processes, and a queue replaces the control group's messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.late.slices import SlicedModel
 
 @dataclass
 class Letter:
-    """A message of a pair's control group under way: a host that waits for it lets another go on.
+    """A message of a pair's control group: a host that waits for it lets another host run.
 
     Gloo promises no buffer between two ranks (gloo/transport/tcp/pair.cc: a send asks for the other end's receive
     first), so a message lies with its sender until it has been taken: a wait for it ends no earlier, and whoever lets
@@ -111,7 +111,7 @@ class LateControl:
 
 
 def controls(low: int, high: int) -> dict[int, LateControl]:
-    """By rank, the two ends of one pair."""
+    """Return the two ends of one pair by rank."""
     up: Mail = defaultdict(deque)
     down: Mail = defaultdict(deque)
     return {low: LateControl(low, high, up, down), high: LateControl(high, low, down, up)}
@@ -122,18 +122,18 @@ TIMEOUT_S = 30.0
 
 
 class Rank:
-    """One rank: what its thread makes and runs."""
+    """One rank and its thread."""
 
     def __init__(self, pipeline: LatePipeline, rank: int) -> None:
         self._pipeline, self.rank = pipeline, rank
         self.meter = Meter()
         self.engine: Engine | None = None
         self.verifier: Verifier | None = None
-        # After each iteration: bytes in segments, how often one was taken, and the most that was given out in it.
+        # After each iteration: bytes in segments, number of segments taken, and peak of allocated bytes.
         self.memory: list[tuple[int, int, int]] = []
         self.gradients: dict[Place, torch.Tensor] = {}
         self.moved_bytes: dict[int, int] = {}
-        # Of a captured iteration: its own memory.
+        # The memory of a captured iteration.
         self.pool_bytes = 0
 
     def run(self, iterations: int) -> None:
@@ -198,25 +198,25 @@ class Rank:
             late.perhaps_yield()
 
     def messages(self, here: torch.device) -> Messages:
-        """Return what carries its messages. Collective over all ranks."""
+        """Return the carrier of its messages. Collective over all ranks."""
         pairs = neighbours(self._pipeline.schedule)
         return Edges(
             self.rank, connect_edges(pairs, TYPE, TIMEOUT_S, here, self._pipeline.edge_control(self.rank)), here
         )
 
     def calls(self) -> ComputationHooks | None:
-        """Return what is called around its computations."""
+        """Return the calls around its computations."""
         return self.engine
 
     def executor(self, stages: TorchStages, messages: Messages) -> Executor:
         return Executor(self._pipeline.schedule, self.rank, stages, messages)
 
     def _transports(self) -> dict[int, Transport]:
-        """By the other rank; under its own number into its own node's memory."""
+        """Return transports by the other rank; its own number stands for its node's memory."""
         transports: dict[int, Transport] = {}
         for low, high in self._pipeline.links:
             control = self._pipeline.controls.get((low, high), {}).get(self.rank)
-            # Everybody has a part in making groups.
+            # Making groups is collective.
             groups = pair_groups(low, high, TYPE, TIMEOUT_S) if self._two_sided(low, high) else None
             if self.rank not in (low, high):
                 continue
@@ -242,10 +242,10 @@ class Rank:
 
 
 class LatePipeline:
-    """All ranks. `run` gives the gradients, or raises what the first rank to fail raised.
+    """All ranks of a pipeline. `run` returns the gradients, or raises the error of the first rank that failed.
 
-    `replays`: after the iterations one more is captured, which does not run, and replayed so often. `in_capture` is
-    entered while all ranks capture.
+    `replays`: after the iterations, one more is captured without running, and replayed this often. `in_capture` is entered
+    while all ranks capture.
     """
 
     def __init__(
@@ -290,31 +290,31 @@ class LatePipeline:
         return Rank(self, rank)
 
     def meet(self, event: str, last: Callable[[], object]) -> None:
-        """Wait for all ranks, of which the last one to come calls `last`."""
+        """Wait for all ranks; the last one to arrive calls `last`."""
         self._met[event] += 1
         if self._met[event] == len(self.ranks):
             last()
         extension().wait_until(lambda: self._met[event] == len(self.ranks), f"all ranks {event}")
 
     def edge_control(self, rank: int) -> Callable[[int, int, float, str], Any]:
-        """Return what makes a rank's end of the control group of two neighbours."""
+        """Return the factory of a rank's end of the control group of two neighbours."""
         return lambda low, high, timeout_s, purpose: self._edge_controls[low, high].get(rank)
 
 
 def wrong_bits(pipeline: LatePipeline, draw: Draw, iterations: int = 2) -> list[Place]:
-    """Rank and stage of every gradient that is not what it has to be. Raises what a rank raised."""
+    """Return rank and stage of every wrong gradient. Raises what a rank raised."""
     gradients = pipeline.run(draw, iterations)
     expected = pipeline.model.expected(pipeline.schedule, iterations + pipeline.replays)
     assert gradients.keys() == expected.keys()
     return [place for place in gradients if not torch.equal(gradients[place], expected[place])]
 
 
-# With all hardware queues: one orders by itself much of what nobody ordered.
+# With all hardware queues, because a single one orders much by itself.
 ORDERS = (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10)))
 
 
 def noticed(pipeline: Callable[[], LatePipeline]) -> str:
-    """What shows, in one of a few draws, that something is missing: wrong bits or an error; or nothing."""
+    """Return what reveals, in one of a few draws, that something is missing: wrong bits or an error; or nothing."""
     for draw in ORDERS:
         try:
             if wrong_bits(pipeline(), draw):

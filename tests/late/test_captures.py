@@ -1,5 +1,5 @@
-"""Iterations that are captured into a graph with their transfers: replays come to the bits of iterations that were not, in
-whichever order devices do what nothing orders.
+"""Iterations captured into a graph with their transfers: replays have the bits of eager iterations, in any order of
+operations that nothing orders.
 
 A late device captures as CUDA does: what it is given does not run, no host may wait or ask, memory is of a pool of its
 own, and a stream that has not come back is an error.
@@ -128,7 +128,7 @@ STORAGE_BYTES = 4 * NUMBERS
 
 @pytest.mark.parametrize("kind", ["peer", "host"])
 def test_a_captures_own_memory_is_smaller_by_what_leaves(kind: str) -> None:
-    """The pool of a capture holds what its iteration holds at its fullest, and nothing of what has left."""
+    """A capture's pool holds what its iteration holds at its peak, and nothing that was evicted."""
     balanced = SCHEDULES["1f1b"]()
     plain = build(ScheduleConfig("1f1b", 4, balanced.num_microbatches))
     pools = {}

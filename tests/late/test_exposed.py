@@ -1,5 +1,5 @@
-"""Whole pipelines on late devices, whose times are declared: what balancing costs where every transfer is shorter than
-every computation.
+"""Whole pipelines on late devices, whose times are declared: what balancing costs if every transfer is shorter than every
+computation.
 
 Each rank has a stream of its own on one device, as in `tests.gpu.pipelines`. Which waits are exposed, a late device says
 exactly.
@@ -54,7 +54,7 @@ HIDDEN = {
     "slices": config("interleaved-1f1b", 4, 4, 2, slices=2),
     "pool behind devices": config("interleaved-1f1b", 4, 8, 2, bounds=(6,), hosts="all"),
 }
-# At the lowest bound an eviction stands in a bubble too, and the load behind it, which takes its memory, waits there.
+# At the lowest bound an eviction is also in a bubble, and the load after it, which takes its memory, waits there.
 IN_BUBBLES = {
     "pool": config("1f1b", 4, 8, bounds=(2, 3, 3, 3), hosts="pool"),
     "own memory": config("1f1b", 4, 8, hosts="host"),

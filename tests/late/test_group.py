@@ -1,4 +1,4 @@
-"""The process group on late devices has NCCL's rules: when communicators are made, what meets what, and who waits
+"""The process group on late devices follows NCCL's rules: when communicators are made, which messages meet, and who waits
 for whom."""
 
 from collections.abc import Callable
@@ -49,8 +49,8 @@ def test_messages_carry_what_they_were_given() -> None:
 
 
 def test_a_batch_makes_the_communicator_of_all_ranks_and_waits_for_them() -> None:
-    """What hung every first iteration of `--bpipe` with 8 stages and more on NCCL: a rank that waits, ahead of its
-    first batch, for what comes only behind those of others."""
+    """The cause of hanging first iterations of `--bpipe` with 8 stages and more over NCCL: before its first batch, a rank
+    waits for a message that comes only after the batches of others."""
     told: set[int] = set()
 
     def chain(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""torch's own runtime on late devices runs balanced lists to the last bit, and each wait that is taken out is noticed."""
+"""Torch's own runtime on late devices runs balanced schedules to the last bit, and notices each wait that is taken out."""
 
 import pytest
 from torch.distributed.pipelining import schedules
@@ -26,7 +26,7 @@ DAILY = (
     ],
 )
 def test_no_bit_differs(name: str) -> None:
-    """One kind a schedule, in a directed order or a drawn one. `test_tail.py` has them all."""
+    """One kind of transport per schedule, in a directed or a random order. `test_tail.py` has them all."""
     number, kinds = [*LISTED].index(name), kinds_of(name)
     kind, draw = kinds[number % len(kinds)], DIRECTED[number % len(DIRECTED)] if number % 2 else Draw.of(number)
     print(f"{kind}: {draw}")
@@ -47,7 +47,7 @@ def test_no_bit_differs(name: str) -> None:
     ],
 )
 def test_sizes_that_differ_change_no_bit(name: str, kind: str) -> None:
-    """Each micro-batch saves another number of bytes, told before they move; what outgrows its buffer stays."""
+    """Each micro-batch saves another number of bytes, which is told before it moves; if it outgrows its buffer, it stays."""
     for draw in (DIRECTED[1], Draw.of(3)):
         pipeline = TorchPipeline(LISTED[name](), kind, poison=True, differing=True)
         assert wrong_bits(pipeline, draw) == [], draw

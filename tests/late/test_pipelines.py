@@ -1,7 +1,6 @@
-"""Whole pipelines on late devices: not one bit differs, and nobody stands still, in whichever order devices do what
-nothing orders.
+"""Whole pipelines on late devices: no bit differs and no rank deadlocks, in any order of operations that nothing orders.
 
-And each wait of the protocol, taken out, is noticed.
+If a wait of the protocol is taken out, it is noticed.
 """
 
 import pytest
@@ -43,7 +42,7 @@ def test_no_bit_differs(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("draw", draws(4), ids=str)
 def test_slices_agree_in_every_directed_order(draw: Draw) -> None:
-    """Keys that are kept and their gradients are on the compute stream, beside which the rest of a slice leaves."""
+    """Kept keys and their gradients are on the compute stream, while the rest of a slice is evicted on another."""
     kind = KINDS[draws(4).index(draw) % len(KINDS)]
     for differing in (False, True):
         runs_right("slices", kind, draw, differing)
@@ -74,7 +73,7 @@ def test_gradients_of_keys_that_are_left_out_are_noticed(monkeypatch: pytest.Mon
     assert not any(torch.equal(gradients[place], gradient) for place, gradient in expected.items())
 
 
-# A pool of hosts, both tiers, sizes that differ, and two pipes: by what moves, and whether sizes differ.
+# A pool of hosts, both tiers, differing sizes, and two pipes: by transport, and whether sizes differ.
 PATHS = (
     ("pool", "two-sided", False),
     ("own memory", "host", False),
@@ -130,8 +129,8 @@ STORAGE_BYTES = 4 * NUMBERS
 
 @pytest.mark.parametrize(("name", "kind"), [("1f1b", "two-sided"), ("interleaved", "peer"), ("v-half", "two-sided")])
 def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str) -> None:
-    """Peaks by the allocator against those of the same schedule without transfers; after the first iteration no
-    segment is taken."""
+    """The allocator's peaks against those of the same schedule without transfers; after the first iteration no segment is
+    taken."""
     balanced = SCHEDULES[name]()
     plain = build(
         ScheduleConfig(balanced.name, 4, balanced.num_microbatches, num_chunks=len(balanced.layout.stages_of(0)))

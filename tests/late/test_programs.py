@@ -1,4 +1,4 @@
-"""A pipeline whose program lacks something, on late devices: it stands still, or says what is not there."""
+"""A pipeline on late devices whose program lacks an instruction deadlocks, or reports what is missing."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -45,7 +45,7 @@ def with_receives_swapped() -> AbstractContextManager[Any]:
 
 
 def without_handing_over() -> AbstractContextManager[Any]:
-    """What the same rank's next stage needs is lost: no message carries it."""
+    """The value for the same rank's next stage is lost: no message carries it."""
     run = Executor._run
 
     def lost(self: Executor, action: Action, calls: Any) -> None:
@@ -62,7 +62,7 @@ def without_handing_over() -> AbstractContextManager[Any]:
 
 
 def with_halves_that_do_not_wait() -> AbstractContextManager[Any]:
-    """A load is waited for by whole backwards only."""
+    """Only whole backwards wait for a load."""
     finish = Evictor.finish_load
 
     def only_whole(self: Evictor, backward: Action) -> None:

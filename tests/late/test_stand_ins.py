@@ -1,5 +1,5 @@
-"""Parts of a layer that compute on a stream of their own, as overlapped shared experts and combined 1F1B do: what they
-saved leaves and comes back in an order that holds for that stream too."""
+"""Parts of a layer that compute on their own stream, as overlapped shared experts and combined 1F1B do: their activations
+are evicted and loaded in an order that holds for that stream, too."""
 
 import gc
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from tests.unit.runtime.pipeline import inputs_of
 
 
 class Overlapped(LateModel):
-    """A stage computes one part beside another: the second on a stream of its own, which waits for what it reads and
-    is waited for at the layer's end, in both directions."""
+    """A stage computes two parts at once: the second on its own stream, which waits for its inputs and is waited for at the
+    layer's end, forward and backward."""
 
     def __init__(self, num_stages: int) -> None:
         super().__init__(num_stages)
@@ -85,8 +85,8 @@ def test_what_another_stream_computes_moves_in_its_order(kind: str) -> None:
 
 
 def test_a_stream_that_nobody_noted_reads_memory_that_is_another_s_by_now() -> None:
-    """What the note is there for."""
-    # Memory that other tests left would be given out in place of what is read.
+    """Without the noted stream it fails, which is why it is noted."""
+    # Memory freed by other tests would be allocated in place of the memory that is read.
     gc.collect()
     assert not all(is_right(draw, "peer", noted=False) for draw in draws()[:4])
 

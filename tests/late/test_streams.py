@@ -27,8 +27,8 @@ def test_synchronous_transfers_are_ordered_too(kind: str) -> None:
 
 
 def test_copies_are_timed_only_where_an_iteration_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all streams share one queue, each mark of time holds up what is behind it; there were two a transfer,
-    for nobody."""
+    """If all streams share one queue, each timing event delays what comes after it; each transfer had two that nobody
+    read."""
     marks = 0
 
     class Event(torch.Event):
@@ -65,7 +65,7 @@ def test_a_wait_beside_the_computation_holds_nothing_up() -> None:
 
 
 def test_a_lane_of_its_own_starts_behind_what_the_computation_was_given() -> None:
-    """It reads what the computation makes; what is given to the computation afterwards need not wait for it."""
+    """A lane reads the computation's results; later work of the computation need not wait for it."""
     assert [str(draw) for draw in draws(6) if lane_is_wrong(draw)] == []
 
 

@@ -1,6 +1,6 @@
-"""Every path over every kind of link, sizes that differ too, is right in all directed orders and in drawn ones.
+"""Every path over every kind of link, with differing sizes, too, is right in all directed orders and in random ones.
 
-$BPIPE_LATE_SEEDS says how many are drawn of each: 200 take a night.
+$BPIPE_LATE_SEEDS is the number of random orders of each: 200 take a night.
 """
 
 import os
@@ -40,7 +40,7 @@ def is_right(pipeline: LatePipeline, draw: Draw) -> None:
 
 
 def differed(pipeline: LatePipeline) -> bool:
-    """Whether of some stage micro-batches of differing size moved."""
+    """Whether micro-batches of differing size moved from some stage."""
     moved = defaultdict(set)
     for rank in pipeline.ranks:
         assert rank.engine is not None

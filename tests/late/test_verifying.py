@@ -1,5 +1,5 @@
-"""Checks of what moves, on late devices: right where all is right, in whichever order, and wrong where a bit or a wait
-is missing, before anybody sees a gradient."""
+"""Verification of transfers on late devices: it passes in any order, and reports a flipped bit or a missing wait before
+gradients are used."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def test_what_is_right_is_certified(name: str, kind: str) -> None:
             certificate = rank.verifier.certificate
             assert certificate.iterations == 2
             if not pipeline.differing:
-                # Where sizes differ, some find too little room at first.
+                # If sizes differ, some micro-batches find too little room at first.
                 leave = num_transfers(pipeline.schedule, rank.rank).evictions
                 assert certificate.microbatches == 2 * leave
 
@@ -70,7 +70,7 @@ CHECKED = [name for name in WAITS if name.startswith("[") and not name.endswith(
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_wait_that_is_missing_is_noticed_by_the_check(name: str) -> None:
-    """In one of a few orders, before anybody sees a gradient."""
+    """It is noticed in one of a few orders, before gradients are used."""
     wait = WAITS[name][0]
     message = ""
     with wait.taken_out():

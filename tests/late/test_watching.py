@@ -1,4 +1,4 @@
-"""A run that hangs is told from one that is slow by what it does."""
+"""A hanging run is told from a slow one by its progress."""
 
 import ctypes
 import threading
@@ -14,7 +14,7 @@ from tests.late.pipeline import LatePipeline, wrong_bits
 
 
 def test_a_rank_that_waits_for_a_lock_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices do not see it. What comes behind it in the same process, once its threads have ended, is right."""
+    """Devices do not see it. Later runs in the same process, once its threads have ended, are right."""
     monkeypatch.setattr(hosts, "ASLEEP", 4)
     let_go = threading.Event()
 

@@ -1,6 +1,6 @@
-"""Where each wait of the protocol matters: a schedule and a kind of transport in which it has something to hold apart.
+"""For each wait of the protocol, a schedule and a kind of transport in which it matters.
 
-In: nothing. Out: by name, how to take a wait out, and such cases. The numbers are those of `bpipe/runtime/evictor.py`.
+In: nothing. Out: by name, a way to take a wait out, and its cases. The numbers are those of `bpipe/runtime/evictor.py`.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from tests.gpu.waits import without_compute, without_the_end_of, without_the_las
 
 class _Unwaited(Works):
     def wait(self) -> None:
-        """What is under way goes on."""
+        """Work under way continues."""
 
 
 def _unwaited(operation: Any, tensors: Any, *rest: Any) -> Works:
     works = batched(operation, tensors, *rest)
     if not tensors[0].is_floating_point():
-        # What tells the shapes is read by the host at once.
+        # The message with the shapes is read by the host at once.
         return works
     return _Unwaited(works._works, works._tensors)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """`schedule` and `kind`: a case in which it is needed."""
+    """A wait, with the `schedule` and `kind` of a case that needs it."""
 
     taken_out: Callable[[], AbstractContextManager[Any]]
     schedule: str

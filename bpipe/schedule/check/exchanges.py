@@ -129,12 +129,12 @@ class _Run:
         """Let a kernel run, and end those whose last end that is; yield their ranks."""
         self._begun.add(kernel)
         others = [self._kernel_of[self._other[end]] for end in kernel.ends if end in self._other]
-        for owner, each in [(rank, kernel), *others]:
-            if each in self._over or each not in self._begun or self._missing(each):
+        for owner, candidate in [(rank, kernel), *others]:
+            if candidate in self._over or candidate not in self._begun or self._missing(candidate):
                 continue
-            self._over.add(each)
+            self._over.add(candidate)
             yield owner
-            queue = self._queues[owner, each.communicator]
+            queue = self._queues[owner, candidate.communicator]
             queue.popleft()
             if queue:
                 yield from self._begin(owner, queue[0])
@@ -156,8 +156,8 @@ class _Run:
         item = loop[place] if place < len(loop) else Wait(self._left(rank)[0])
         if isinstance(item, Kernel):
             missing = sorted({*item.communicator[1]} - self._come[item.communicator])
-            what = ", ".join(end.name for end in item.ends if end.name)
-            return f"rank {rank} waits for ranks {missing} to make the communicator in which it passes {what}"
+            names = ", ".join(end.name for end in item.ends if end.name)
+            return f"rank {rank} waits for ranks {missing} to make the communicator in which it passes {names}"
         # Kernels before it in its queue run first.
         kernel = self._queues[rank, item.kernel.communicator][0]
         end = self._missing(kernel)

@@ -92,7 +92,7 @@ def shortest(
     num_microbatches: int,
     num_chunks: int,
     costs: UnitCosts,
-    most: Sequence[int],
+    limits: Sequence[int],
     rules: Sequence[PipesRule],
     bubble: Fraction,
 ) -> Sequence[Sequence[Action]]:
@@ -104,7 +104,7 @@ def shortest(
         num_microbatches: Micro-batches of an iteration, of both pipes.
         num_chunks: Chunks per rank and pipe.
         costs: Durations of forwards and backwards.
-        most: Most micro-batches of a chunk that each rank holds.
+        limits: Most micro-batches of a chunk that each rank holds.
         rules: Rules by which ranks may choose their next computation.
         bubble: The bubble in forwards' time, with a forward of 1 and a backward of 2, at which the search stops.
     """
@@ -121,24 +121,24 @@ def shortest(
     best = ChosenOrders(in_a_row, length(unit_work))
     for rule in rules:
         if best.ticks > goal:
-            best = _shorter(best, _Choosing(placed, num_microbatches, ticks, most, rule).chosen())
+            best = _shorter(best, _Choosing(placed, num_microbatches, ticks, limits, rule).chosen())
     if costs != ALIKE:
-        usual = shortest(num_ranks, num_microbatches, num_chunks, ALIKE, most, rules, bubble)
+        usual = shortest(num_ranks, num_microbatches, num_chunks, ALIKE, limits, rules, bubble)
         best = _shorter(best, ChosenOrders(usual, length(work(usual))))
     chosen = best.orders
     # The pipes are mirror images only if they take equally many micro-batches.
     if best.ticks > goal and not num_microbatches % 2:
-        best = _shorter(best, _shifted(unit_work, placed, most, goal))
+        best = _shorter(best, _shifted(unit_work, placed, limits, goal))
         if best.ticks > goal and chosen is not in_a_row and sum(map(len, chosen)) <= _MANY:
-            best = _shorter(best, _shifted(work(chosen), placed, most, goal))
+            best = _shorter(best, _shifted(work(chosen), placed, limits, goal))
     return best.orders
 
 
-def _shorter(best: ChosenOrders, other: ChosenOrders | None) -> ChosenOrders:
-    return best if other is None or best.ticks <= other.ticks else other
+def _shorter(best: ChosenOrders, candidate: ChosenOrders | None) -> ChosenOrders:
+    return best if candidate is None or best.ticks <= candidate.ticks else candidate
 
 
-def _shifted(work: Work[int], placed: Layout, most: Sequence[int], goal: int) -> ChosenOrders:
+def _shifted(work: Work[int], placed: Layout, limits: Sequence[int], goal: int) -> ChosenOrders:
     """Return the shortest orders found from mirrored ones by moving everything later, then earlier (`shift`).
 
     Mirror images do the same at the same time, so half of the ranks represent all, as if both pipes were folded in the
@@ -155,7 +155,7 @@ def _shifted(work: Work[int], placed: Layout, most: Sequence[int], goal: int) ->
     needed = [[(image(maker), lag) for maker, lag in needed] for needed in work.needed[:number]]
     half = Work(work.actions[:number], work.rank[:number], work.lasts[:number], needed, rows)
     moves = min(_MOVES, _MOST_VISITS // number)
-    ticks, moved = Shifts(half, counting(placed.num_stages), most[: len(rows)]).to_and_fro(Slack(), moves, goal)
+    ticks, moved = Shifts(half, counting(placed.num_stages), limits[: len(rows)]).to_and_fro(Slack(), moves, goal)
     orders = [[half.actions[job][0] for job in row] for row in (rows if moved is None else moved)]
     return ChosenOrders([*orders, *([*map(_mirrored, order)] for order in reversed(orders))], ticks)
 
@@ -198,13 +198,13 @@ class _Choosing:
     """The ranks while they choose. `ready[rank]` are the forwards, and the backwards, that may start, as heaps."""
 
     def __init__(
-        self, placed: Layout, num_microbatches: int, ticks: StageTicks, most: Sequence[int], rule: PipesRule
+        self, placed: Layout, num_microbatches: int, ticks: StageTicks, limits: Sequence[int], rule: PipesRule
     ) -> None:
-        self.placed, self.ticks, self.most = placed, ticks, most
-        num_ranks = len(most)
+        self.placed, self.ticks, self.limits = placed, ticks, limits
+        num_ranks = len(limits)
         self.weights = {_FORWARD: rule.forwards, _BACKWARD: rule.backwards}
         self.last_stage, self.total = placed.num_stages - 1, 2 * placed.num_stages * num_microbatches
-        self.willing = most if rule.willing is None else [rule.willing(rank) for rank in range(num_ranks)]
+        self.willing = limits if rule.willing is None else [rule.willing(rank) for rank in range(num_ranks)]
         self.ready: list[dict[Kind, list[tuple[int, int, int, Action]]]] = [
             {_FORWARD: [], _BACKWARD: []} for _ in range(num_ranks)
         ]
@@ -248,7 +248,7 @@ class _Choosing:
     def _choose(self, rank: int, now: int) -> None:
         forwards, backwards = self.ready[rank].values()
         held = self.held[rank]
-        if forwards and (held < self.willing[rank] or (held < self.most[rank] and not backwards)):
+        if forwards and (held < self.willing[rank] or (held < self.limits[rank] and not backwards)):
             chosen = forwards
         elif backwards:
             chosen = backwards
@@ -315,8 +315,8 @@ def _mixpipe(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule
     Bidirectional Pipeline Parallelism for Training Large-Scale Models", 2023, which regulates how many are let in; this
     slope is a reading of it.
     """
-    most = [num_ranks + 1 + from_ends(rank, num_ranks) for rank in range(num_ranks)]
-    return most, [PipesRule(Weights(8, 0, -1), Weights(8, 0, 1))], Fraction(3 * (num_ranks - 2), 2)
+    limits = [num_ranks + 1 + from_ends(rank, num_ranks) for rank in range(num_ranks)]
+    return limits, [PipesRule(Weights(8, 0, -1), Weights(8, 0, 1))], Fraction(3 * (num_ranks - 2), 2)
 
 
 def _bitpipe(num_ranks: int, num_chunks: int) -> tuple[list[int], list[PipesRule], Fraction]:

@@ -166,9 +166,9 @@ class Family:
         """Return how many micro-batches fill the pipeline; one per rank if it never is full."""
         return (self.fill or 1) * num_ranks
 
-    def chunks(self, most: int) -> range:
-        """Return the possible numbers of chunks per rank, up to `most`."""
-        return range(self.min_chunks, min(most, self.max_chunks or most) + 1)
+    def chunks(self, limit: int) -> range:
+        """Return the possible numbers of chunks per rank, up to `limit`."""
+        return range(self.min_chunks, min(limit, self.max_chunks or limit) + 1)
 
 
 def one_stage_a_rank(num_ranks: int, num_chunks: int) -> Layout:

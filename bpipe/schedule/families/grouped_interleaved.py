@@ -418,8 +418,8 @@ class _HeuristicSearch:
         # What is left for whole groups besides the pair's slope.
         above = bound - Fraction(num_ranks + 1, 2)
         self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)
-        most = min(_MOST_COMPUTATIONS, _BY_RANKS * num_ranks**2) // (3 * num_ranks * num_microbatches * num_chunks)
-        self.left = min(_MOST_ORDERS, max(_FEWEST_ORDERS, most))
+        orders = min(_MOST_COMPUTATIONS, _BY_RANKS * num_ranks**2) // (3 * num_ranks * num_microbatches * num_chunks)
+        self.left = min(_MOST_ORDERS, max(_FEWEST_ORDERS, orders))
         self.tried: dict[tuple[tuple[int, ...], OrderHeuristic], ListSchedule] = {}
         self.beaten: list[tuple[tuple[int, ...], ListSchedule]] = []
 

@@ -60,10 +60,10 @@ class _Side:
 
 
 class Shifts:
-    """The work of all ranks, one computation per job, to be moved to and fro; the first rows must keep to `most`."""
+    """The work of all ranks, one computation per job, to be moved to and fro; the first rows must keep to `limits`."""
 
-    def __init__(self, work: Work[int], memory: Memory, most: Sequence[int]) -> None:
-        self.work, self.most = work, most
+    def __init__(self, work: Work[int], memory: Memory, limits: Sequence[int]) -> None:
+        self.work, self.limits = work, limits
         before: list[list[tuple[int, int]]] = [list(needed) for needed in work.needed]
         # A sort is a stage's computations of a kind, which must keep their order.
         self.sort_of = [0] * len(work.actions)
@@ -122,7 +122,7 @@ class _Pass:
     def __init__(self, shifts: Shifts, side: _Side, rows: Sequence[Sequence[int]], patience: int, of_all: bool) -> None:
         work = shifts.work
         self.rank, self.lasts, self.side, self.patience, self.of_all = work.rank, work.lasts, side, patience, of_all
-        self.sort_of, self.most, self.rows = shifts.sort_of, shifts.most, rows
+        self.sort_of, self.limits, self.rows = shifts.sort_of, shifts.limits, rows
         self.missing = list(side.waits_for)
         self.ready = [0] * len(work.actions)
         self.place = [0] * len(work.actions)
@@ -187,18 +187,18 @@ class _Pass:
 
     def _fits(self, rank: int, job: int, position: int) -> bool:
         """Whether the rank may take this job first, and all those before it in the old order after it."""
-        takes, gives, done, most = self.side.takes, self.side.gives, self.done, self.most[rank]
+        takes, gives, done, limit = self.side.takes, self.side.gives, self.done, self.limits[rank]
         held = self.held[rank] + takes[job]
-        if held > most:
+        if held > limit:
             return False
         held -= gives[job]
         row = self.rows[rank]
         for place in range(self.passed[rank], position):
-            other = row[place]
-            if not done[other]:
-                if held + takes[other] > most:
+            earlier_job = row[place]
+            if not done[earlier_job]:
+                if held + takes[earlier_job] > limit:
                     return False
-                held += takes[other] - gives[other]
+                held += takes[earlier_job] - gives[earlier_job]
         return True
 
     def _begin(self, rank: int, job: int, now: int, events: list[tuple[int, int]]) -> None:
@@ -213,18 +213,18 @@ class _Pass:
         self.passed[rank] = passed
         end = free[rank] = now + self.lasts[job]
         heapq.heappush(events, (end, rank))
-        for other, lag in self.side.after[job]:
-            missing[other] -= 1
+        for successor, lag in self.side.after[job]:
+            missing[successor] -= 1
             when = end + lag
-            if when > ready[other]:
-                ready[other] = when
-            owner = self.rank[other]
-            if not missing[other] and owner != rank:
-                heapq.heappush(events, (max(ready[other], free[owner]), owner))
+            if when > ready[successor]:
+                ready[successor] = when
+            owner = self.rank[successor]
+            if not missing[successor] and owner != rank:
+                heapq.heappush(events, (max(ready[successor], free[owner]), owner))
 
 
 def shortened(
-    layout: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], most: Sequence[int], costs: UnitCosts
+    layout: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], limits: Sequence[int], costs: UnitCosts
 ) -> Sequence[Sequence[Action]]:
     """Return the shortest orders found from these, which keep to the same limits; the same ones if nothing is shorter.
 
@@ -232,11 +232,11 @@ def shortened(
         layout: Which rank computes which stage.
         num_microbatches: Micro-batches of an iteration.
         orders: The orders to start from, one per rank.
-        most: Most micro-batches of a chunk that each rank holds; what waits for its W counts whole.
+        limits: Most micro-batches of a chunk that each rank holds; what waits for its W counts whole.
         costs: Durations of forwards and backwards.
     """
     work = work_at(layout, num_microbatches, orders, costs)
-    shifts = Shifts(work, counting(layout.num_stages), most)
+    shifts = Shifts(work, counting(layout.num_stages), limits)
     shortest, goal = length(work), _least(work)
     best = None
     tries = max(1, _MOST_VISITS // (2 * _ROUNDS * len(work.actions)))

@@ -35,11 +35,11 @@ class WarmUp:
     def meanwhile(self, rank: int, later: int) -> list[list[int]]:
         """Return what a later rank may hold then: it has begun its backwards, and is not ahead of the rank."""
         forwards = self.lengths[later]
-        held = []
+        counts = []
         for further in range(self.lengths[rank] - forwards + 1):
             by_chunk = zip(self._by_chunk(forwards + further), self._by_chunk(further + 1)[::-1], strict=True)
-            held.append([max(0, saved - released) for saved, released in by_chunk])
-        return held
+            counts.append([max(0, saved - released) for saved, released in by_chunk])
+        return counts
 
     def _by_chunk(self, number: int) -> list[int]:
         rounds, left = divmod(number, self.num_chunks * self.group_size)

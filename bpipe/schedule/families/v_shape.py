@@ -53,7 +53,7 @@ def third(num_ranks: int, rank: int) -> tuple[int, int, int, int]:
 
 
 def family_within(
-    name: str, summary: str, block: Block, most: Callable[[int], int], least: Callable[[int], int] | None = None
+    name: str, summary: str, block: Block, limit_of: Callable[[int], int], least_of: Callable[[int], int] | None = None
 ) -> Family:
     """Return the family of a block.
 
@@ -61,16 +61,16 @@ def family_within(
         name: Name of the family.
         summary: Its line in the list of families.
         block: The slots in which a rank begins the computations of its first micro-batch.
-        most: Most micro-batches of a chunk that a rank holds, by the number of ranks.
-        least: Least that the first rank holds in a full pipeline; by default `most`.
+        limit_of: Most micro-batches of a chunk that a rank holds, by the number of ranks.
+        least_of: Least that the first rank holds in a full pipeline; by default `limit_of`.
     """
 
     def orders(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> Sequence[Sequence[Action]]:
-        bound = most(num_ranks) + 2 * (options.slices - 1)
+        bound = limit_of(num_ranks) + 2 * (options.slices - 1)
         return orders_within(num_ranks, num_microbatches, block, bound, options.costs, options.slices)
 
     def ahead(num_ranks: int, num_microbatches: int, _: int, group: int) -> int:
-        return (least or most)(num_ranks) if num_microbatches >= _FILL * num_ranks else 1
+        return (least_of or limit_of)(num_ranks) if num_microbatches >= _FILL * num_ranks else 1
 
     return Family(
         name,
@@ -91,9 +91,9 @@ def family_within(
 # A configuration has the same orders whole and in shards by either algorithm, with the embedding and without.
 @lru_cache(maxsize=16)
 def orders_within(
-    num_ranks: int, num_microbatches: int, block: Block, most: int, costs: UnitCosts, slices: int = 1
+    num_ranks: int, num_microbatches: int, block: Block, limit: int, costs: UnitCosts, slices: int = 1
 ) -> Sequence[Sequence[Action]]:
-    """Return the shortest orders found from the block in which no rank holds more than `most` micro-batches, or slices,
+    """Return the shortest orders found from the block in which no rank holds more than `limit` micro-batches, or slices,
     of a chunk.
 
     If durations are even, orders of many micro-batches repeat the steady phase of few: these are the same as if all
@@ -101,7 +101,7 @@ def orders_within(
     """
     placed, few = replace(layout(num_ranks, 2), slices=slices), _num_steady(num_ranks, slices)
     if costs.even and num_microbatches > few:
-        orders = orders_within(num_ranks, few, block, most, costs, slices)
+        orders = orders_within(num_ranks, few, block, limit, costs, slices)
         longer = lengthened(placed, few * slices, orders, slices, num_microbatches - few, costs)
         if longer is not None:
             return longer
@@ -110,7 +110,7 @@ def orders_within(
     for rank in range(num_ranks):
         down, up, first_back, second_back = block(num_ranks, rank)
         repeated.append(_repeated(num_ranks, rank, width, (down, up, first_back + later, second_back + later)))
-    return shortened(placed, width, in_slices(repeated, slices), [most] * num_ranks, costs)
+    return shortened(placed, width, in_slices(repeated, slices), [limit] * num_ranks, costs)
 
 
 def _num_steady(num_ranks: int, slices: int) -> int:
@@ -197,7 +197,7 @@ ZB_V = family_within(
     "zb-v",
     "ZB-V: two chunks per rank in a V that hold what 1F1B does, as short as can be",
     half,
-    most=lambda num_ranks: 2 * num_ranks,
+    limit_of=lambda num_ranks: 2 * num_ranks,
 )
 
 # No rank holds more than (p + 2) // 2 micro-batches of its share, and all hold alike: balancing moves nothing. With F,
@@ -207,7 +207,7 @@ V_HALF = family_within(
     "v-half",
     "V-Half: two chunks per rank in a V that hold half of what 1F1B does",
     half,
-    most=lambda num_ranks: 2 * ((num_ranks + 2) // 2),
+    limit_of=lambda num_ranks: 2 * ((num_ranks + 2) // 2),
 )
 
 # No rank holds more than (p + 4) // 3 micro-batches of its share, the least with which a V of F, I and W of equal
@@ -218,6 +218,6 @@ V_MIN = family_within(
     "v-min",
     "V-Min: two chunks per rank in a V that hold a third of what 1F1B does",
     third,
-    most=lambda num_ranks: 2 * ((num_ranks + 4) // 3),
-    least=lambda num_ranks: 2 * num_ranks // 3,
+    limit_of=lambda num_ranks: 2 * ((num_ranks + 4) // 3),
+    least_of=lambda num_ranks: 2 * num_ranks // 3,
 )

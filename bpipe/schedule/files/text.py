@@ -250,11 +250,11 @@ def assemble(ranks: tuple[tuple[Slot, ...], ...], head: Mapping[str, Any]) -> Sc
     return Schedule(head["schedule"], head["microbatches"] * slices, layout, ranks, hosts, head.get("bounds"))
 
 
-def read_costs(text: str, least: int, most: int) -> tuple[Fraction, ...]:
-    """Read between `least` and `most` durations, such as `1,1.5,1/2`, exactly."""
+def read_costs(text: str, least: int, limit: int) -> tuple[Fraction, ...]:
+    """Read between `least` and `limit` durations, such as `1,1.5,1/2`, exactly."""
     number = r"([0-9]{1,9}(\.[0-9]{1,9})?|[0-9]{1,18}/0*[1-9][0-9]{0,17})"
-    if not re.fullmatch(f"{number}(,{number}){{{least - 1},{most - 1}}}", text):
-        counts = " or ".join(map(str, sorted({least, most})))
+    if not re.fullmatch(f"{number}(,{number}){{{least - 1},{limit - 1}}}", text):
+        counts = " or ".join(map(str, sorted({least, limit})))
         raise TextError(f"{text[:40]!r} is not {counts} numbers such as 1, 1.5 or 1/2")
     return tuple(map(Fraction, text.split(",")))
 

@@ -61,9 +61,9 @@ class Passing:
         # By rank and slot: the number of computations begun by then.
         begun = [list(accumulate(cell.compute is not None for cell in row)) for row in self.schedule.ranks]
         received: list[list[list[int]]] = [[[] for _ in range(of_rank[-1] + 1)] for of_rank in begun]
-        for rank, (made, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
+        for rank, (values, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
             slots = (slot for slot, _ in self.schedule.computations(rank))
-            for slot, value, receiver in zip(slots, made, made_for, strict=True):
+            for slot, value, receiver in zip(slots, values, made_for, strict=True):
                 if receiver != NOBODY:
                     received[receiver][begun[receiver][slot]].append(value)
         return received
@@ -83,9 +83,9 @@ class Passing:
                     continue
                 value, turn = self.needed[rank][place], turns[rank][place]
                 if last > 1 and {rank, sender} == {0, last}:
-                    made = kinds[sender][: made_at[sender][value] + 1]
-                    nth = made.count(made[-1]) - 1 + last
-                    after = [turns[rank][own] + 1 for own, kind in enumerate(kinds[rank]) if kind is made[-1]]
+                    sent = kinds[sender][: made_at[sender][value] + 1]
+                    nth = sent.count(sent[-1]) - 1 + last
+                    after = [turns[rank][own] + 1 for own, kind in enumerate(kinds[rank]) if kind is sent[-1]]
                     turn = min([turn, *after[nth : nth + 1]])
                 received[rank][turn].append(value)
         return received
@@ -130,8 +130,8 @@ class Passing:
         """
         inbound: list[dict[int, list[int]]] = [{} for _ in self.made]
         dependencies = self.messages.dependencies
-        for sender, (made, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
-            for value, receiver in zip(made, made_for, strict=True):
+        for sender, (values, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
+            for value, receiver in zip(values, made_for, strict=True):
                 if receiver >= 0:
                     inbound[receiver].setdefault(sender, []).append(value)
                 elif receiver == ALL:
@@ -177,20 +177,20 @@ def _values(
     values: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
     add_needed, add_source, add_made, add_receiver = (column.append for column in values)
     num_pipes = len(tables)
-    needed, made = tables[0]
+    needs, makes = tables[0]
     for cell in row:
         for action in (cell.compute, cell.overlapped):
             if action is None:
                 continue
             kind, stage, microbatch = action.kind, action.stage, action.microbatch
             if num_pipes > 1:
-                needed, made = tables[microbatch % num_pipes]
-            first, other = needed[kind][stage]
+                needs, makes = tables[microbatch % num_pipes]
+            first, source = needs[kind][stage]
             add_needed(first + microbatch)
-            add_source(other)
-            first, other = made[kind][stage]
+            add_source(source)
+            first, receiver = makes[kind][stage]
             add_made(first + microbatch)
-            add_receiver(other)
+            add_receiver(receiver)
     return values
 
 
@@ -219,7 +219,11 @@ def turns_of(schedule: Schedule) -> list[list[int]]:
     leading = [next((place for place, kind in enumerate(row) if kind is not Kind.FORWARD), len(row)) for row in kinds]
     turns = []
     for row, after in zip(kinds, [*leading[1:], 0], strict=True):
-        pairs = {at for at, both in enumerate(pairwise(row)) if both[0] is Kind.FORWARD and both[1] is not Kind.FORWARD}
+        pairs = {
+            place
+            for place, (kind, later) in enumerate(pairwise(row))
+            if kind is Kind.FORWARD and later is not Kind.FORWARD
+        }
         if len(pairs) == 1 and after + 1 >= row.count(Kind.FORWARD):
             pairs.clear()
         turns.append(list(accumulate(int(place > 0 and place - 1 not in pairs) for place in range(len(row)))))
@@ -337,7 +341,7 @@ class _Lowering:
         ends = [*self.needed, NOTHING], [*self.needed_from, NOBODY], [*self.made, NOTHING], [*self.made_for, NOBODY]
         self.starts.append(0)
         self._step(next(self.steps))
-        for step, value, source, made, made_for in zip(self.steps, *ends, strict=True):
+        for step, value, source, output, made_for in zip(self.steps, *ends, strict=True):
             add_start(len(operands))
             if left_to == source:
                 if source != NOBODY:
@@ -351,7 +355,7 @@ class _Lowering:
                     ops += _TAKE
                     operands += (value, value)
             self._step(step)
-            left, left_to = made, made_for
+            left, left_to = output, made_for
         return self._program()
 
     def interleaved(self, received: Sequence[list[int]]) -> Program:
@@ -421,11 +425,11 @@ class _Lowering:
         for step, receives in zip(self.steps, chain(posted, repeat(())), strict=False):
             self.starts.append(len(self.operands))
             outputs = []
-            for _, (value, source, made, made_for) in zip(step.computations, ends, strict=False):
+            for _, (value, source, output, made_for) in zip(step.computations, ends, strict=False):
                 if source != NOBODY:
                     take(value, source)
                 if made_for != NOBODY:
-                    outputs.append(made)
+                    outputs.append(output)
             self._step(step, outputs)
             sent += outputs
             for value in receives:
@@ -445,7 +449,7 @@ class _Lowering:
         for messages in inbound.values():
             self._add(_POST, messages[0])
         ends = self.needed, self.needed_from, self.made, self.made_for
-        for action, value, source, made, made_for in zip(computations, *ends, strict=True):
+        for action, value, source, output, made_for in zip(computations, *ends, strict=True):
             add_start(len(operands))
             if source != NOBODY:
                 self._take(value, source, inbound, taken, early)
@@ -453,8 +457,8 @@ class _Lowering:
             add_operand(action)
             if made_for != NOBODY:
                 add_op(_SEND)
-                add_operand(made)
-                sent.append(made)
+                add_operand(output)
+                sent.append(output)
         add_start(len(operands))
         ops += bytes([_WAIT] * len(sent))
         operands += sent

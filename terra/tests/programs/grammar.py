@@ -65,7 +65,7 @@ class Drawn(Program):
 
 @dataclass(frozen=True)
 class Drawing:
-    """A program's seed, the features that were drawn, by the names of the grammar's rules, and the listing."""
+    """A program's seed, its features by the names of the grammar's rules, and its listing."""
 
     seed: int
     features: frozenset[str]
@@ -77,7 +77,7 @@ def build(seed: int) -> Program:
 
 
 def from_listing(listing: str, seed: int) -> Program:
-    """The program whose `draw` gave this listing."""
+    """Return the program with this listing."""
     # A file's name, so that places and tracebacks show the lines; none that exists.
     file = f"grammar-{seed}.py"
     linecache.cache[file] = len(listing), None, listing.splitlines(keepends=True), file
@@ -87,7 +87,7 @@ def from_listing(listing: str, seed: int) -> Program:
 
 
 def draw(seed: int) -> Drawing:
-    """The same for the same seed, on every machine."""
+    """Draw a program, the same for the same seed on every machine."""
     writer = _Writer(random.Random(f"terra grammar {seed}"))
     lines = [*writer.block(writer.random.randint(6, 12), depth=0), *writer.ending()]
     optimizer, setup = writer.optimizer()
@@ -118,14 +118,14 @@ class _Writer:
         return f"x{self.count}"
 
     def value(self) -> str:
-        # Late ones more often, so that what is made is used.
+        # Later values more often, so that results are used.
         return self.values[-1 - min(self.random.randrange(len(self.values)), self.random.randrange(len(self.values)))]
 
     def one_of(self, *choices: str) -> str:
         return self.random.choice(choices)
 
     def filled(self, text: str, name: str) -> list[str]:
-        """The lines of a text with a name for its result, values and a number."""
+        """Return the lines of a text with a name for its result, values and a number."""
         x, y, c = self.value(), self.value(), self.one_of(*self.numbers)
         return text.format(n=name, x=x, y=y, c=c).split("\n")
 
@@ -143,14 +143,14 @@ class _Writer:
         return lines
 
     def inner(self, depth: int, num_statements: int) -> tuple[list[str], str]:
-        """Of a branch or loop: its lines, and a value that they made. What they name is theirs alone."""
+        """Return the lines of a branch or loop, and one of their values. Their names are local."""
         values, numbers = self.values[:], self.numbers[:]
         lines, value = self.block(num_statements, depth + 1), self.value()
         self.values, self.numbers = values, numbers
         return lines, value
 
     def ending(self) -> list[str]:
-        # All of them, so that one that is wrong is seen in the loss.
+        # All of them, so that a wrong one changes the loss.
         used = ", ".join(self.values[1:])
         lines = [
             f"loss = torch.stack([{used}]).mean(0).tanh().square().mean() + self.weights[2].square().mean() * 0.01"
@@ -253,7 +253,7 @@ STATEMENTS = {
     ),
     "without autograd": (
         "with torch.no_grad():\n    {n} = {x} * 0.5\n    self.mean.lerp_({n}, 0.1)",
-        # What inference mode makes can be no part of a backward.
+        # Results of inference mode cannot be part of a backward.
         "with torch.inference_mode():\n    self.note('{n}', ({x} * 0.5).sum().item())\n{n} = {x}",
     ),
 }

@@ -1,4 +1,4 @@
-"""Judge whether a runner computes what plain execution does, to the last bit.
+"""Check whether a runner computes the same as plain execution, to the last bit.
 
 In: a program's build, a runner. Out: the first difference.
 
@@ -24,7 +24,7 @@ Runner = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 @dataclass
 class History:
-    """What was seen after each step; losses are read at the end."""
+    """The state after each step; losses are read at the end."""
 
     program: Program
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -38,7 +38,7 @@ def plain(step: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def compare(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_step: bool = False) -> str | None:
-    """The first difference, if there is one.
+    """Return the first difference, if there is one.
 
     Args:
         each_step: Look at the runner's state after every step instead of after the last one only, which lets the
@@ -51,7 +51,7 @@ def compare(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_ste
 
 
 def run(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_step: bool = True) -> History:
-    """Build the program and run its steps. Leaves the states of random numbers where the program left them."""
+    """Build the program and run its steps. Leaves random states as the program left them."""
     program = build(seed)
     seen = History(program)
     for number in range(steps):
@@ -65,7 +65,7 @@ def run(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_step: b
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Programs seed what all share."""
+    """Programs seed the shared generators."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -76,7 +76,7 @@ def random_states_kept() -> Iterator[None]:
 
 
 def _randoms(program: Program) -> dict[str, torch.Tensor]:
-    """Of all generators, as bytes."""
+    """Return all generators' states as bytes."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state().clone(),
@@ -107,7 +107,7 @@ def _first_difference(expected: History, actual: History) -> str | None:
 
 
 def _bits(tensor: torch.Tensor | None) -> object:
-    """Type, shape and bytes: -0.0 is not 0.0, and a NaN is equal to itself."""
+    """Return type, shape and bytes: -0.0 is not 0.0, and a NaN equals itself."""
     if tensor is None:
         return None
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()

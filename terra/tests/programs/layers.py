@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer's layer, normalized first."""
+    """A transformer layer with pre-normalization."""
 
     def __init__(self, width: int, dropout: float = 0.1, attention: type[Attention] = Attention) -> None:
         super().__init__()

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_flatten
 
 from tests.programs.judge import Build, random_states_kept
 
-# What a profiler is told, and what makes a tensor of Python's numbers, which computes nothing.
+# Calls of a profiler, and constructors from Python's numbers, which compute nothing.
 _BESIDE = frozenset({"profiler", "prim"})
 _LIFT = "aten.lift_fresh"
-# What of arguments belongs to the operation; numbers, tensors and generators are fed to it.
+# Arguments that belong to the operation; numbers, tensors and generators are fed to it.
 _SETTINGS = (str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -125,5 +125,5 @@ def counts(paths: Iterable[Sequence[Hashable]], warm_up: int = 1) -> Counts:
     return Counts(result.count(Phase.TRACED), result.count(Phase.FELL_BACK))
 
 
-# Where a step begins and ends: equal to no token.
+# A step's beginning and end: equal to no token.
 _EDGE = object()

@@ -1,8 +1,8 @@
-"""What a program is that co-execution and the audit are judged by.
+"""The interface of the programs by which co-execution and the audit are tested.
 
-In: a seed. Out: steps that train, and all that they leave behind.
+In: a seed. Out: steps that train, and the state that they leave.
 
-Plain torch on a CPU, a few milliseconds a step. A program knows nothing of whoever runs or looks on.
+Plain torch on a CPU, a few milliseconds per step. A program is independent of what runs or observes it.
 """
 
 import enum
@@ -15,7 +15,7 @@ import torch
 
 
 class Feature(enum.Enum):
-    """What a program does that the audit must find."""
+    """A property of a program that the audit must find."""
 
     BATCH = "each step's data lie in new memory"
     FROM_PYTHON = "a tensor is made of numbers that Python holds"
@@ -58,19 +58,19 @@ class Program:
         raise NotImplementedError
 
     def note(self, *words: object) -> None:
-        """Something that Python did besides torch."""
+        """Record something that Python did besides torch."""
         self.log.append(" ".join(map(_word, words)))
 
     def array(self, i: int, *shape: int) -> np.ndarray:
-        """Float32 data of step i, in new memory."""
+        """Return float32 data of step i, in new memory."""
         return np.random.default_rng((self.seed, i)).standard_normal(shape, dtype=np.float32)
 
     def integers(self, i: int, below: int, *shape: int) -> np.ndarray:
-        """Int64 data of step i, in new memory."""
+        """Return int64 data of step i, in new memory."""
         return np.random.default_rng((self.seed, i, 1)).integers(below, size=shape)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies of all that steps leave behind, but for random states and the log."""
+        """Return copies of all state after steps, except random states and the log."""
         return {name: tensor.detach().clone() for name, tensor in self._state()}
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Who hosts is data: pairs, a pool, a rank's own host memory. Each is judged, lowered, simulated, written and read."""
+"""Hosts are data: pairs, a pool, a rank's own host memory. Each is checked, lowered, simulated, written and read."""
 
 from dataclasses import replace
 from itertools import product
@@ -24,7 +24,7 @@ GUEST = (Kind.HOST, Kind.RETURN)
 
 
 def in_a_pool() -> Schedule:
-    """Micro-batch 3 of rank 0 goes to rank 2 instead of rank 3."""
+    """Return a schedule in which micro-batch 3 of rank 0 goes to rank 2 instead of rank 3."""
     rows = [list(row) for row in PAIRS.ranks]
     for slot, cell in enumerate(rows[3]):
         moved = tuple(action for action in cell.transfers if action.kind in GUEST and action.microbatch == 3)
@@ -35,7 +35,7 @@ def in_a_pool() -> Schedule:
 
 @pytest.mark.parametrize("forwards", [(1, 1, 1, 1, 6), (6, 1, 1, 1, 1), (2, 5, 1, 3, 1)])
 def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[int, ...]) -> None:
-    """Two hosts may both be there before their guest, and it sends first to the one that came last."""
+    """Two hosts may both arrive before the evictor, which sends first to the one that arrived last."""
     plain = build(ScheduleConfig("1f1b", 5, 12))
     for activation_budget in product((2, 3, 5, 8), repeat=5):
         try:

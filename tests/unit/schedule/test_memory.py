@@ -26,12 +26,12 @@ FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_IN
 
 @dataclass
 class Life:
-    """When each action of one micro-batch of a stage starts and ends, on one rank: slots are from n to n + 1."""
+    """When each action of one micro-batch of a stage starts and ends on one rank: a slot lasts from n to n + 1."""
 
     times: dict[Kind, list[tuple[Fraction, Fraction]]]
 
     def held(self, time: Fraction, size: StageMemory) -> int:
-        """Bytes held at a time at which nothing starts or ends."""
+        """Return the bytes held at a time when nothing starts or ends."""
         if Kind.HOST in self.times:
             stays = zip(self.times[Kind.HOST], self.times[Kind.RETURN], strict=True)
             return sum(size.moved_bytes for host, load in stays if host[0] < time < load[1])
@@ -62,7 +62,7 @@ def lives(rows: list[tuple[Action, Fraction, Fraction]]) -> dict[Key, Life]:
 
 
 def slow_curve(schedule: Schedule, rank: int, memory: Memory) -> list[int]:
-    """What is held in the middle of each slot."""
+    """Return the bytes held in the middle of each slot."""
     rows = [
         (action, Fraction(slot), Fraction(slot + 1))
         for slot, cell in enumerate(schedule.ranks[rank])
@@ -74,7 +74,7 @@ def slow_curve(schedule: Schedule, rank: int, memory: Memory) -> list[int]:
 
 
 def one_order(rng: random.Random, m: int, halves: float) -> tuple[list[Action], list[Action]]:
-    """What two stages do: the first in any order that the second can follow, of each backward whole or in halves."""
+    """Draw orders of two stages: the first in any order that the second can follow, backwards whole or in halves."""
     split = [rng.random() < halves for _ in range(m)]
     order: list[Action] = []
     done, waiting, left = 0, [], []
@@ -100,7 +100,7 @@ def random_schedule(seed: int, halves: float = 0.6) -> Schedule:
 
 
 def overlapping(schedule: Schedule, rng: random.Random) -> Schedule:
-    """Only rank 0, with some forwards and the backwards after them (of other micro-batches) in one slot."""
+    """Return rank 0 alone, with some forwards and the backwards after them (of other micro-batches) in one slot."""
     row = [cell for cell in schedule.ranks[0] if cell.compute is not None]
     merged = []
     while row:
@@ -143,7 +143,7 @@ def test_slots_hold_what_looking_at_each_microbatch_says(seed: int, memory: Memo
 def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, memory: Memory, above: int) -> None:
     plain = random_schedule(seed)
     least = [0, 0]
-    for _ in range(200):  # bounds in bytes, up from the smallest: the first that can be kept
+    for _ in range(200):  # the first bound in bytes, from the smallest on, that can be kept
         try:
             schedule = balance_within(plain, ActivationBudget(tuple(max(1, bound + above) for bound in least), memory))
             break
@@ -203,7 +203,7 @@ def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
 @pytest.mark.parametrize(("halves", "after"), [(0.0, 2), *((0.8, after) for after in range(4))])
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int, halves: float, after: int) -> None:
-    """In parts of a half: whatever W needs, less or more than F saved, what can leave is of one size."""
+    """W may need less or more than F saved; what can leave always has the same size."""
     schedule, memory = random_schedule(seed, halves), memory_of([2, 2], [2, 2], [after, after])
     for bound in range(2, max(slow_curve(schedule, 0, memory))):
         expected = fewest(schedule, bound, memory)

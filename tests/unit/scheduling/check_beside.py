@@ -216,11 +216,11 @@ def check_all_programs_share_their_streams() -> None:
     """torch has 32 streams per priority: with 16 batch sizes transfers queued behind NCCL's kernels."""
     with (
         driver_of(5, Told([])) as driver,
-        mock.patch("bpipe.transport.streams.Streams.__init__", autospec=True, return_value=None) as made,
+        mock.patch("bpipe.runtime.streams.Streams.__init__", autospec=True, return_value=None) as constructor,
     ):
         for num_microbatches in range(8, 16):
             driver._engine(driver.program(ONE_F_ONE_B, num_microbatches), Stage().config)
-    assert (len(driver._engines), made.call_count) == (8, 1)
+    assert (len(driver._engines), constructor.call_count) == (8, 1)
 
 
 def check_the_loop_that_is_called_says_which_schedule_it_runs() -> None:

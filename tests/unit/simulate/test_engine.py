@@ -42,7 +42,7 @@ def schedules() -> Iterator[Schedule]:
 
 
 def grids() -> Iterator[Schedule]:
-    """Schedules whose slots are as long as their computations, also those that only our own loop runs."""
+    """Return schedules whose slots last as long as their computations, including those that only our own loop runs."""
     yield from schedules()
     for name, p, m, v in (
         *(("v-half", 5, 7, 2), ("v-half", 8, 16, 2), ("v-min", 6, 9, 2), ("zb-h1", 4, 8, 1), ("mixpipe", 4, 9, 1)),
@@ -200,14 +200,14 @@ def test_a_one_sided_transfer_waits_for_no_partner() -> None:
         == when(met, 0, "0B0").start_s
         < when(met, 0, "0EVICT3").start_s
     )
-    # What is fetched back has been put there, also where the putting takes longer than everything between.
+    # What is loaded has been evicted before, even if the eviction takes longer than everything in between.
     slow = simulate(schedule, Costs((replace(stages[0], transfer_s=50), *stages[1:]), one_sided=frozenset({0})))
     assert when(slow, 0, "0LOAD1").start_s >= when(slow, 0, "0EVICT1").end_s
 
 
 @pytest.mark.parametrize("one_sided", [frozenset[int](), frozenset({0})])
 def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_sided: frozenset[int]) -> None:
-    """Stage 0 of 4, 8 micro-batches: three evictions and three loads, nothing of them hidden."""
+    """Stage 0 of 4, 8 micro-batches: three evictions and three loads, none of them hidden."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     costs = uniform(4, StageCost(10, 20, transfer_s=7))
     hidden, report = (simulate(schedule, replace(costs, one_sided=one_sided, synchronous=how)) for how in (False, True))
@@ -306,7 +306,8 @@ def test_reductions_of_two_ranks_by_hand() -> None:
 def test_buckets_are_reduced_beside_the_last_backward() -> None:
     """One rank, two micro-batches, b = 8 and a reduction of 4: of four buckets the last begins with the backward's end.
 
-    A 32B model on 8 devices a replica was predicted 318 TFLOP/s a GPU, in one lump behind everything, and measured 460.
+    A 32B model on 8 devices per replica was predicted at 318 TFLOP/s per GPU, with one reduction after everything;
+    measured were 460.
     """
     costs = uniform(1, StageCost(2, 8, reduction_s=4, optimizer_s=1))
     schedule = build(ScheduleConfig("1f1b", 1, 2))
@@ -318,9 +319,9 @@ def test_buckets_are_reduced_beside_the_last_backward() -> None:
     assert reduced(4, 1) == (Reduced(0, 20, 24),)
     # Buckets are complete at 14, 16, 18 and 20.
     assert reduced(4, 4) == (Reduced(0, 14, 21),)
-    # Each takes longer than the backward of it.
+    # Each takes longer than its backward.
     assert reduced(16, 4) == (Reduced(0, 14, 30),)
-    # Not beside computations nothing begins before their end.
+    # If it may not overlap computations, nothing begins before their end.
     assert reduced(4, 4, eager=False) == (Reduced(0, 20, 24),)
 
 
@@ -336,7 +337,7 @@ CASES = [("chimera", 1, 1), ("mixpipe", 1, 2), ("bitpipe", 2, 1), ("bitpipe", 2,
 @pytest.mark.parametrize("p", [8, 16])
 @pytest.mark.parametrize(("name", "v", "rounds"), CASES)
 def test_eagerly_one_reduction_is_exposed_and_lazily_one_for_each_chunk(name: str, v: int, rounds: int, p: int) -> None:
-    """Stage 0 is complete only when all is over; whatever a rank has of both pipes besides was complete sooner."""
+    """Stage 0 is complete only at the end; a rank's other stages of both pipes were complete earlier."""
     schedule = build(ScheduleConfig(name, p, rounds * p, num_chunks=v))
     seconds = Fraction(1, 4 * v)
     costs = uniform(p * v, StageCost(Fraction(1, v), Fraction(2, v), reduction_s=seconds))
@@ -398,7 +399,7 @@ ALL_ONE = ShardCost(1, 1, 1, 1)
 
 
 def times(simulation: Simulation, kind: Kind, microbatch: int) -> list[tuple[Number, Number]]:
-    """From when to when, by rank."""
+    """Return starts and ends by rank."""
     rows = simulation.computations
     return [
         (timed.start_s, timed.end_s)
@@ -473,7 +474,7 @@ def test_each_rank_may_have_a_cost_of_its_own() -> None:
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_logits_are_held_from_s_to_t_on_every_rank(vocabulary: Vocabulary) -> None:
-    """In slots as in seconds, and never of more than one micro-batch."""
+    """In slots as in seconds, and never for more than one micro-batch."""
     p, m = 4, 12
     schedule = sharded(p, m, vocabulary)
     for rank, row in enumerate(schedule.ranks):
@@ -565,7 +566,7 @@ def test_a_transfer_lasts_as_its_slice_has_bytes() -> None:
 
 
 def test_slices_and_shards_of_the_vocabulary_are_not_predicted_together() -> None:
-    """They train together. Costs of shards are of whole micro-batches: a table of them was read beyond its end."""
+    """Slices and shards can be combined. Costs of shards are per whole micro-batch: their table was once read beyond its end."""
     schedule = build(ScheduleConfig("1f1b", 2, 1, slices=2, vocabulary=Vocabulary.ONE))
     with pytest.raises(ValueError, match=r"costs of 2 slices together with shards of the vocabulary: .* leave"):
         simulate(schedule, replace(SLICED, shards=(ShardCost(1, 1),)))

@@ -21,12 +21,12 @@ from tests.support.hand_made import STOOD, far_ahead, host_first, with_late_load
 
 
 def blocked_ranks(schedule: Schedule, waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
-    """By the exchanges of whoever runs a schedule of this name."""
+    """Return the exchanges by which a schedule of this name may run."""
     return blocked_in(schedule, waits, exchange_of(schedule.name))
 
 
 def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
-    """Balanced to every bound from the smallest to four above it."""
+    """Return schedules balanced to every bound from the smallest to four above it."""
     schedules = []
     for p in stages:
         for m in (p - 1, p, 2 * p, 3 * p + 1):
@@ -37,7 +37,7 @@ def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
 
 
 def steps_without_start(schedule: Schedule, rank: int) -> Iterator[Step]:
-    """What stands before the first computation waits until the rank reaches it."""
+    """Messages before the first computation wait until the rank reaches them."""
     start, first, *others = steps(schedule, rank)
     return iter((Step(None), Step(first.compute, start.after + first.before, first.after), *others))
 
@@ -51,7 +51,7 @@ def test_no_plan_deadlocks(name: str, chunks: int, waits: WaitLevel) -> None:
 
 
 def default_plans(stages: Iterable[int], chunks: int, rounds: Iterable[int]) -> list[Schedule]:
-    """Plans as trainings run them: balanced to the schedule's own bound."""
+    """Return plans as trainings run them: balanced to the schedule's own bound."""
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
     sizes = [(p, p * times) for p in stages for times in rounds]
     return [build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig())) for p, m in sizes]
@@ -65,7 +65,7 @@ def test_no_default_plan_deadlocks_however_strictly_it_waits(chunks: int) -> Non
 
 
 def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
-    """What stands behind the last computation starts right after it, in front of its message."""
+    """Transfers after the last computation start right after it, before its message."""
     *others, last, end = steps(schedule, rank)
     return iter((*others, Step(last.compute, last.before, end.after), Step(None)))
 
@@ -99,8 +99,8 @@ def test_last_transfers_before_the_last_message_are_noticed(
 def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communicator(
     p: int, stuck_from: WaitLevel
 ) -> None:
-    """From 8 stages on every first iteration on NCCL stood still; with fewer, once something synchronised the device
-    before a message.
+    """From 8 stages on, every first iteration over NCCL deadlocked; with fewer, it did once something synchronised the
+    device before a message.
 
     Rank 6 of 8 waited for rank 1's sizes, rank 1 for rank 0's output, and rank 0 for rank 6 to make the pipeline's
     communicator.
@@ -117,14 +117,14 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
 
 
 def exchanges(name: str) -> list[Exchange]:
-    """Return how whoever runs a schedule of this name may pass messages."""
+    """Return how messages may pass in a schedule of this name."""
     both = [Exchange.MEGATRON_INTERLEAVED, Exchange.MEGATRON_TURNS, Exchange.POSTED]
     return both if name == "interleaved-1f1b" else [FAMILIES[name].exchange, Exchange.POSTED]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_default_plan_but_megatrons_1f1b_depends_on_communicators_made_before(name: str) -> None:
-    """Megatron's interleaved loop makes one for two ranks at a time, and our own loop's are there before it."""
+    """Megatron's interleaved loop makes one communicator for two ranks at a time, and our own loop's exist before it."""
     family = FAMILIES[name]
     for p, m in ((4, 8), (8, 16), (12, 24)):
         for v in range(family.min_chunks, min(family.max_chunks or 2, 2) + 1):
@@ -134,7 +134,7 @@ def test_no_default_plan_but_megatrons_1f1b_depends_on_communicators_made_before
                         ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig(), exchange=exchange)
                     )
                 except ScheduleError:
-                    # Some cannot be balanced in this loop: that is refused before anything runs.
+                    # Some cannot be balanced in this loop, which is refused before anything runs.
                     continue
                 stuck = bool(blocked_in(schedule, WaitLevel.ASYNCHRONOUS, exchange, births=True))
                 assert stuck == (exchange is Exchange.MEGATRON_1F1B and name == "1f1b" and p >= 8), (p, m, v, exchange)
@@ -152,7 +152,7 @@ def slots_for_all(schedule: Schedule, rank: int) -> dict[Residency, int]:
 
 
 def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 hosts 2 where 1 was, before it sends the gradient that rank 0 needs to load 1."""
+    """Rank 1 hosts 2 in the buffer of 1, before it sends the gradient that rank 0 needs to load 1."""
     schedule = read_csv(REFILLED)
     blocked = blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS)
     assert {block.rank: block.message for block in blocked}[1] == "transfer 0 from rank 1 to rank 0"
@@ -182,7 +182,7 @@ def test_with_launches_that_block_receives_are_not_posted_ahead() -> None:
 
 
 def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
-    """It hears how long the storages are; two that host before they evict would wait for each other's."""
+    """A host waits for the lengths of storages; two ranks that host before they evict would wait for each other's."""
     schedule = host_first()
     for waits in STOOD:
         assert bool(blocked_in(schedule, waits, Exchange.POSTED)) == (waits >= WaitLevel.AT_ISSUE)
@@ -197,7 +197,7 @@ def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_default_plan_deadlocks_on_account_of_lengths(name: str, p: int, m: int) -> None:
-    """Whoever waits for each transfer at its start also waits for its lengths."""
+    """A rank that waits for each transfer at its start also waits for its lengths."""
     for exchange in exchanges(name):
         for hosts in ("pair", "pool"):
             balanced = BalanceConfig(hosts=hosts)
@@ -228,7 +228,7 @@ def test_no_family_deadlocks_in_our_own_loop_however_strictly_it_waits(name: str
 
 
 def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An acceptor that starts its half only at its first computation waits there for what waits for it."""
+    """An acceptor that starts its half only at its first computation waits there for a rank that waits for it."""
     monkeypatch.setattr(lower, "steps", steps_without_start)
     schedules = plans("1f1b", 1, (4, 6, 8))
     stuck = [schedule for schedule in schedules if blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION)]
@@ -245,7 +245,8 @@ RINGS = [{(0, 1), (1, 0)}, {(0, 1), (1, 2), (2, 0)}, {(0, 2), (1, 0), (2, 1), (2
 def test_words_with_which_iterations_begin_go_round_in_no_ring(
     links: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who hosts for whom in a ring: as the runtime speaks nobody waits for ever; who heard before it spoke would."""
+    """Ranks that host for each other in a ring send before they receive, so nobody waits for ever; in the reverse order
+    they would."""
     plain = FAMILIES["1f1b"].generate(3, 4, 1)
     monkeypatch.setattr(deadlock, "links_of", lambda schedule: links)
     assert not blocked_ranks(plain)
@@ -255,7 +256,7 @@ def test_words_with_which_iterations_begin_go_round_in_no_ring(
 
     monkeypatch.setattr(deadlock, "size_messages", hearing_first)
     blocked = blocked_ranks(plain)
-    # Whoever has nobody at its words waits for their messages.
+    # Ranks outside of the ring wait for its messages.
     assert {block.rank for block in blocked} == {0, 1, 2}
     assert blocked[0].message == f"the word that rank {blocked[0].peer} starts with rank {blocked[0].rank}"
     assert blocked[0].slot == 0

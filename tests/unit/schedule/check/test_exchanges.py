@@ -1,4 +1,4 @@
-"""Messages meet by their order in a communicator: what crosses and who waits is named, by hand for small loops."""
+"""Messages meet by their order in a communicator: crossed messages and waiting ranks are named, by hand for small loops."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_messages_of_one_way_are_taken_in_order() -> None:
         "rank 1 takes 0F1 of rank 0 for 2B0",
         "rank 1 takes 2B0 of rank 0 for 0F1",
     ]
-    # Nobody uses it.
+    # A message that nobody uses.
     unused = kernel((0, 1), ("receive", 0, "0F1"), ("receive", 0, ""))
     assert faults([waited(both), waited(unused)]) == []
 
 
 def test_two_directions_in_one_communicator_share_a_queue() -> None:
-    """What is issued together has no order among itself."""
+    """Messages issued together have no order among themselves."""
     send, receive = ("send", 1, "0F0"), ("receive", 1, "1B0")
     backward, forward = ("send", 0, "1B0"), ("receive", 0, "0F0")
     first, second = (

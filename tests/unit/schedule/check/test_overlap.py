@@ -134,7 +134,7 @@ def test_the_drawing_has_both() -> None:
 
 @pytest.mark.parametrize("hosts", ["host", "all"])
 def test_balancing_keeps_pairs_together_and_counts_both_of_one(hosts: str) -> None:
-    """What leaves beside a pair is there until both are over, and what comes before one when they begin."""
+    """What is evicted during a pair is held until both are over, and what is loaded before it from when they begin."""
     balanced = adopt(OVERLAPPED, BalanceConfig(hosts=hosts))
     assert peak_counts(OVERLAPPED) == (5, 5)
     assert peak_counts(balanced) == (4, 4)

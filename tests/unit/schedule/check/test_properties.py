@@ -95,7 +95,7 @@ def test_large_schedules_keep_every_rule(config: ScheduleConfig) -> None:
 @settings(max_examples=30)
 @given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, above: int, rng: random.Random) -> None:
-    """Rank by rank its own bound: the pair's smallest and up to four more."""
+    """Each rank has its own bound: the pair's smallest and up to four more."""
     plain = FAMILIES[config.schedule].generate(config.num_ranks, config.num_microbatches, config.num_chunks, config)
     ranks = list(range(config.num_ranks))
     rng.shuffle(ranks)
@@ -124,7 +124,7 @@ CONFIGS = [
 
 
 def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
-    """A few cells exchanged, cleared, doubled, moved, or transfers taken, added, and shifted on both ranks."""
+    """Return the schedule with a few cells exchanged, cleared, doubled or moved, or transfers removed, added or shifted."""
     rows = [list(row) for row in schedule.ranks]
     for _ in range(rng.choice([1, 1, 1, 2])):
         rank = rng.randrange(len(rows))

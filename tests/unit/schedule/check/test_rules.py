@@ -23,7 +23,7 @@ BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 
 
 def changed(schedule: Schedule, *cells: tuple[int, int, str]) -> Schedule:
-    """The schedule with some slots rewritten: (rank, slot, "0F2 0EVICT1")."""
+    """Return the schedule with some slots rewritten: (rank, slot, "0F2 0EVICT1")."""
     rows = [list(row) for row in schedule.ranks]
     for rank, slot, text in cells:
         actions = [read_action(cell) for cell in text.split()]
@@ -175,7 +175,7 @@ def test_a_rank_that_runs_too_far_ahead_deadlocks_when_sends_block() -> None:
     assert check_no_deadlock in RULES
 
 
-# Each is sound; in each one pass of one stage takes micro-batch 1 before 0.
+# Each is sound, but one pass of one stage takes micro-batch 1 before 0.
 FORWARDS = """\
 0F1,0F0,,,0B0,,0B1
 ,1F1,1F0,1B0,,1B1,
@@ -247,7 +247,7 @@ def test_mirror_images_keep_all_of_it() -> None:
 
 
 BROKEN_OF_TWO = {
-    # Rank 0's order: the rank and action to blame, and the reason. Sums, then reductions, then neither would differ.
+    # Rank 0's order: the rank and action to blame, and the reason. In turn, sums, reductions, and neither would differ.
     "0F0 0F2 1F1 1F3 1B3 1B1 0B0 0B2": (1, "1B0", "is where rank 0 has 1B3: here it must be 1B2"),
     "0F0 0F2 1F1 1F3 0B0 0B2 1B1 1B3": (1, "1B0", "is where rank 0 has 0B0: here it must be 0B1"),
     "0F0 1F1 0F2 1F3 1B1 1B3 0B0 0B2": (1, "0F3", "is where rank 0 has 1F1: here it must be 1F0"),
@@ -274,7 +274,7 @@ def test_pipes_in_one_direction_are_no_mirror_images() -> None:
 
 
 def test_three_pipes_are_refused() -> None:
-    """No rule looked at more than two, so replicas of any order were taken."""
+    """No rule checked more than two pipes, so replicas in any order were accepted."""
     three = Layout(((0, 1), (1, 0), (0, 1)))
     error = refused_two(
         schedule_of("0F0 1F1 0F2 1B1 0B0 0B2", "1F0 1B0 0F1 0B1 1F2 1B2", layout=three, num_microbatches=3)

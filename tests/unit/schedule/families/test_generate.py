@@ -138,7 +138,7 @@ FIRST = (2, 2, 2), (2, 2, 7), (4, 2, 4), (4, 2, 7), (4, 2, 12), (4, 2, 17), (5, 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.ahead is not None])
 def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
-    """Searches count with it before any schedule is made."""
+    """Searches rely on it before any schedule is generated."""
     family = FAMILIES[name]
     assert family.ahead is not None
     for p, v, m in FIRST:
@@ -154,7 +154,7 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
 @pytest.mark.parametrize("name", ["v-half", "v-min", "zb-v"])
 @pytest.mark.parametrize("slices", [2, 3, 4, 8])
 def test_the_first_rank_holds_as_many_slices_as_is_said(name: str, slices: int) -> None:
-    """Searches count so many slices where a family says nothing of its warm-up in slices."""
+    """Searches assume this number of slices if a family does not declare its warm-up in slices."""
     family = FAMILIES[name]
     assert family.ahead is not None
     assert family.sliced_warm_up is None
@@ -281,7 +281,7 @@ def test_ranks_hold_one_more_than_interleaved_and_pairs_level_it(p: int, m: int,
     assert peak_counts(plain) == tuple(peak + 1 for peak in peak_counts(interleaved))
     balanced = made(p, m, v, balance=BalanceConfig())
     peaks = peak_counts(plain)
-    # What leaves beside a pair is there until both are over, and what comes back already: one more than half of both.
+    # What is evicted during a pair is held until both are over, and so is what is loaded: one more than half of both.
     assert max(peak_counts(balanced)) == (peaks[0] + peaks[-1]) // 2 + 1
     for exchange in EXCHANGES:
         check(balanced, exchange)
@@ -289,7 +289,7 @@ def test_ranks_hold_one_more_than_interleaved_and_pairs_level_it(p: int, m: int,
 
 
 def test_a_pair_begins_with_both_inputs_and_passes_both_outputs_on_behind() -> None:
-    """In the loop that overlaps messages and in the one that does not, nothing stands between the two of a pair."""
+    """In the loop that overlaps messages and in the one that does not, nothing runs between the two of a pair."""
     schedule = made(4, 8, 2, balance=BalanceConfig())
     for exchange in EXCHANGES:
         for program, row in zip(lower(schedule, exchange), schedule.ranks, strict=True):

@@ -1,4 +1,4 @@
-"""Grouped interleaving: what it holds, how long it takes, and that any sizes will do."""
+"""Grouped interleaving: what it holds, how long it takes, and that it accepts any sizes."""
 
 from fractions import Fraction
 from functools import lru_cache
@@ -58,12 +58,12 @@ V_MIN = (12.3, 25.8, 19.3, 22.9, 25.2)
 
 
 def bubble_percent(schedule: Schedule) -> float:
-    """Where every computation takes a slot."""
+    """Here every computation takes a slot."""
     return 100 * (1 - 3 * schedule.num_chunks * schedule.num_microbatches / len(schedule.ranks[0]))
 
 
 def test_the_published_point() -> None:
-    """The figures that a prototype had: half of a micro-batch less than V-Half, and a smaller bubble."""
+    """A prototype's figures: half a micro-batch less than V-Half, and a smaller bubble."""
     plain = build(ScheduleConfig(NAME, 8, 32, num_chunks=4, group_size=4))
     assert peak_counts(plain) == tuple(range(20, 12, -1))
     balanced = build(ScheduleConfig(NAME, 8, 32, num_chunks=4, balance=BalanceConfig(), group_size=4))
@@ -74,7 +74,7 @@ def test_the_published_point() -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("v", [1, 2, 4])
 def test_what_it_holds_is_what_the_formula_says(p: int, v: int) -> None:
-    """No more with whatever number of micro-batches, and in small groups, which starve the pipeline, less."""
+    """No more with any number of micro-batches, and less in small groups, which starve the pipeline."""
     for g in range(1, p + 3):
         for m in (1, g, g + 1, 2 * g + p, 3 * g + p + 1):
             peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, FamilyOptions(group_size=g)))
@@ -110,7 +110,7 @@ def test_any_sizes_and_costs(size: tuple[int, int, int], group: int | None, cost
 @settings(max_examples=60)
 @given(sizes, st.integers(1, 12), some_costs)
 def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: int, costs: UnitCosts) -> None:
-    """The order is that of trying every discipline to its end, and none that is given up would have been shorter."""
+    """The result equals that of running every discipline to its end, and none that is abandoned would have been shorter."""
     p, m, v = size
     taken, ticks = turns(groups_of(m, min(group, m)), v), stage_ticks(costs, v)
     rules = [
@@ -136,7 +136,7 @@ def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: i
 def test_ranks_choose_within_what_a_rule_lets_them_hold(
     size: tuple[int, int, int], group: int, costs: UnitCosts, data: st.DataObject
 ) -> None:
-    """Or they wait for each other, and the rule has no order."""
+    """Otherwise they wait for each other, and the rule has no order."""
     p, m, v = size
     caps = tuple(data.draw(st.lists(st.integers(1, 20), min_size=p, max_size=p)))
     rule = ChoiceRule(caps, (0,) * p, data.draw(st.sampled_from(Discipline)), data.draw(st.none() | st.integers(2, 30)))
@@ -156,13 +156,13 @@ def test_ranks_choose_within_what_a_rule_lets_them_hold(
 
 @lru_cache(maxsize=64)
 def chosen(p: int, m: int, v: int, bound: int, costs: UnitCosts) -> float:
-    """The bubble in percent of what is chosen for a bound, which it keeps."""
+    """Return the bubble, in percent, of the order chosen for a bound, which it keeps."""
     schedule = build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,)), costs=costs))
     assert max(peak_counts(schedule)) <= bound
     return float(iteration_time(schedule, costs).bubble_percent)
 
 
-# Each takes a choice a cost. The ends and the middle always; what lies between them with --slow.
+# Each needs one choice per cost: the ends and the middle always, those in between with --slow.
 BETWEEN = (18, 24)
 
 
@@ -200,7 +200,7 @@ def test_the_front_is_reached_with_other_sizes(p: int, m: int, v: int, bound: in
 
 
 def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
-    """And a hop that is next to nothing costs next to nothing."""
+    """A very short hop costs very little."""
     assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) == pytest.approx(
         chosen(4, 8, 2, 6, UnitCosts()), abs=0.06
     )
@@ -250,7 +250,7 @@ def test_what_is_chosen_keeps_the_bound_and_the_order_of_micro_batches(
 
 
 def occupied(schedule: Schedule) -> list[int]:
-    """Of each rank, in whole micro-batches: what a run of it allocates."""
+    """Return what a run allocates on each rank, in whole micro-batches."""
     return [rank_peaks(schedule, rank, None).microbatches for rank in range(schedule.num_ranks)]
 
 
@@ -258,7 +258,7 @@ def occupied(schedule: Schedule) -> list[int]:
     "size", [(4, 8, 2, 5), (4, 8, 2, 8), (4, 16, 4, 12), (8, 32, 4, 18), (8, 32, 4, 20), (8, 32, 4, 29)]
 )
 def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
-    """A rank that hosts early and is full late needs room for both."""
+    """A rank that hosts early and is full late needs memory for both."""
     p, m, v, bound = size
     staying, gone = (
         build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,), buffers_stay=stay)))

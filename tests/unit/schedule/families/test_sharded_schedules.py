@@ -1,4 +1,4 @@
-"""Schedules with shards of the vocabulary: where S and T stand, what ranks then hold, how long it takes."""
+"""Schedules with shards of the vocabulary: the places of S and T, what ranks then hold, and the duration."""
 
 from dataclasses import replace
 
@@ -116,7 +116,7 @@ def test_other_families_run_with_any_number_of_micro_batches(name: str, v: int, 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
 def test_groups_of_any_size_run_ahead(group: int) -> None:
-    """Where a forward more would make ranks wait for each other, a micro-batch more does not."""
+    """If one more forward would make ranks wait for each other, one more micro-batch does not."""
     for m in (5, 12, 17):
         whole, shards = (
             build(ScheduleConfig("grouped-interleaved", 6, m, num_chunks=3, group_size=min(group, m), vocabulary=kind))
@@ -126,7 +126,7 @@ def test_groups_of_any_size_run_ahead(group: int) -> None:
 
 
 def test_one_forward_more_could_make_ranks_wait_for_each_other() -> None:
-    """Then every backward is that of the micro-batch before, whatever the order is."""
+    """Then every backward is that of the previous micro-batch, in any order."""
     name, p, m = "zb-v", 8, 24
     orders = FAMILIES[name].orders
     layout = replace(FAMILIES[name].layout(p, 2), vocabulary=ONE)
@@ -202,7 +202,7 @@ def with_both_layers(name: str) -> str:
     ("original", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0"), ("3IB5", "3IB6")]
 )
 def test_one_rank_with_another_order_is_refused(name: str, original: str, instead: str) -> None:
-    """What would meet in no order of collectives: two of one rank exchanged."""
+    """Two computations of one rank are exchanged, so that their collectives would never meet."""
     text = with_both_layers(name)
     exchanged = text.replace(original, "X").replace(instead, original).replace("X", instead)
     assert exchanged != text

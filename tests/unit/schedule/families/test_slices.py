@@ -40,7 +40,7 @@ def sliced(name: str, p: int, m: int, k: int, v: int = 1, **asked: object) -> Sc
 
 
 def test_slices_of_1f1b_stand_as_drawn() -> None:
-    """A rank runs one slice further ahead than 1F1B, and a micro-batch's backwards are reversed."""
+    """A rank runs one slice further ahead than in 1F1B, and a micro-batch's backwards are reversed."""
     drawn = sliced("1f1b", 4, 3, 2)
     assert write_grid(drawn) == ONE_F_ONE_B
     assert (drawn.num_microbatches, drawn.num_whole_microbatches, drawn.layout.slices) == (6, 3, 2)
@@ -104,7 +104,7 @@ SHARDED_TOO = tuple(name for name in SLICED if FAMILIES[name].sharded is not Non
 @pytest.mark.parametrize("name", SHARDED_TOO)
 @pytest.mark.parametrize(("p", "m", "k"), [(2, 1, 2), (3, 5, 3), (4, 3, 2), (4, 8, 4)])
 def test_shards_of_the_vocabulary_are_of_each_slice(name: str, p: int, m: int, k: int, vocabulary: Vocabulary) -> None:
-    """On every rank S and T of slice after slice, in one order; and balanced."""
+    """Every rank computes S and T slice by slice, in one order; balanced schedules do, too."""
     v = 2 if FAMILIES[name].max_chunks != 1 else 1
     schedule = sliced(name, p, m, k, v, vocabulary=vocabulary)
     check_microbatch_order(schedule)
@@ -147,7 +147,7 @@ def test_groups_of_interleaved_slices_are_whole_micro_batches() -> None:
 
 
 def test_backwards_in_the_order_of_forwards_are_refused() -> None:
-    """What 1F1B's own order gives, if its micro-batches are taken for slices."""
+    """Return 1F1B's order with its micro-batches taken as slices."""
     orders = in_turn(4, 4, 2)
     with pytest.raises(ScheduleError, match=r"order of slices: rank 0, slot .*, 0B0: needs gradients") as error:
         check(place("wrong", 8, replace(one_pipe(range(4)), slices=2), orders))
@@ -155,7 +155,7 @@ def test_backwards_in_the_order_of_forwards_are_refused() -> None:
 
 
 def _swapped(schedule: Schedule, kind: Kind, number: int, stage: int) -> Schedule:
-    """With two neighbouring slices of a stage changed over."""
+    """Return the order with two neighbouring slices of a stage exchanged."""
     both = {
         Action(stage, kind, number): Action(stage, kind, number + 1),
         Action(stage, kind, number + 1): Action(stage, kind, number),

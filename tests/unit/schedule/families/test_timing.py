@@ -1,4 +1,4 @@
-"""How long orders take: at costs, beside the shortest order of the same computations, and in docs/schedules.md."""
+"""Durations of orders: at given costs, against the shortest order of the same computations, and in docs/schedules.md."""
 
 import re
 from fractions import Fraction
@@ -37,7 +37,7 @@ def test_a_pipeline_is_as_long_as_its_formula(name: str, p: int, m: int) -> None
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 5), st.integers(1, 9), COSTS)
 def test_it_takes_as_long_as_the_simulator_says(name: str, p: int, m: int, costs: UnitCosts) -> None:
-    """The simulator runs the programs; here only what needs what is looked at."""
+    """The simulator runs the programs; `iteration_time` only follows dependencies."""
     family = FAMILIES[name]
     p, v = p * family.num_pipes, family.min_chunks
     schedule = family.generate(p, m, v)
@@ -52,7 +52,7 @@ def test_it_takes_as_long_as_the_simulator_says(name: str, p: int, m: int, costs
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8)])
 def test_a_message_takes_its_hop(p: int, m: int) -> None:
-    """The first forward to the last rank, the last backward back."""
+    """The bubble is the first forward's way to the last rank and the last backward's way back."""
     hop = Fraction(1, 3)
     assert (
         iteration_time(build(ScheduleConfig("gpipe", p, m)), UnitCosts(1, 1, 1, hop)).makespan
@@ -121,7 +121,7 @@ def test_every_family_is_as_long_as_it_was() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_order_is_shorter_than_the_shortest() -> None:
-    """Or, where others compute here too and its time ends first, the solver does not contradict it; that is seldom."""
+    """If other processes slow the solver down and its time runs out, it must at least not contradict; that is rare."""
     num_proven = 0
     for name in LENGTHS:
         schedule, peak, lengths = of_family(name)

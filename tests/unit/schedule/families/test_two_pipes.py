@@ -16,9 +16,9 @@ from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.memory import num_transfers, peak_counts
 from bpipe.schedule.schedule import Schedule
 
-# Families of two pipes, with the numbers of chunks that are looked at, and what a rank of p holds at most.
+# Families of two pipes, with the numbers of chunks tested, and the most that a rank of p holds.
 CASES = [("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 3), ("bitpipe-early", 2)]
-# The last with two chunks per rank: more of them hold less.
+# The last one with two chunks per rank: with more it holds less.
 MOST = {
     "chimera": lambda p: p,
     "mixpipe": lambda p: 3 * p // 2,
@@ -36,7 +36,7 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
 
 
 def held(schedule: Schedule) -> tuple[Fraction, ...]:
-    """By rank, in micro-batches of its share."""
+    """Return what each rank holds, in micro-batches of its share."""
     return tuple(Fraction(peak) / schedule.num_chunks for peak in peak_counts(schedule))
 
 
@@ -69,7 +69,7 @@ def test_mixpipe_takes_and_holds_what_its_formulas_say(p: int) -> None:
         assert 2 * iteration_time(schedule, ALIKE).makespan == 6 * rounds * p + 3 * (p - 2)
         peaks = tuple(p + 1 + min(rank, p - 1 - rank) for rank in range(p))
         assert peak_counts(schedule) == (peaks if p > 2 else (2, 2))
-    # A unit holds less, and its ends have room for its middle.
+    # A single unit holds less: ranks at its ends have room for those in its middle.
     assert peak_counts(generate("mixpipe", p, p)) == peak_counts(generate("chimera", p, p))
 
 
@@ -83,7 +83,7 @@ def test_balancing_levels_mixpipe() -> None:
 
 
 def test_mixpipe_of_32_ranks_takes_what_its_formula_says() -> None:
-    """By one rule alone it was one forward longer."""
+    """With a single rule it was one forward longer."""
     assert iteration_time(generate("mixpipe", 32, 96), ALIKE).makespan == 3 * 96 + 45
 
 
@@ -113,13 +113,13 @@ def test_what_rules_leave_is_gained_by_moving_everything_to_and_fro() -> None:
     [(4, 2, 9), (6, 2, 14), (8, 2, 19), (10, 2, 24), (16, 2, 39), (8, 3, 27), (10, 3, 34), (8, 4, 35), (16, 3, 55)],
 )
 def test_early_forwarding_takes_and_holds_what_its_formulas_say(p: int, v: int, peak: int) -> None:
-    """A quarter less waiting than without. The paper's 3 (p - 1) / 2 micro-batches are more than it takes."""
+    """It waits a quarter less than BitPipe, and holds less than the paper's 3 (p - 1) / 2 micro-batches."""
     for rounds in (2, 3, 4) if p < 16 else (2,):
         schedule = generate("bitpipe-early", p, rounds * p, v)
         check(schedule)
         assert iteration_time(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(3 * (p - 2), 2 * v)
         assert max(peak_counts(schedule)) == peak <= Fraction(3 * (p - 1), 2) * v
-    # A unit lets nobody in early, and its ends have room for its middle.
+    # A single unit starts no micro-batch early: ranks at its ends have room for those in its middle.
     unit = generate("bitpipe-early", p, p, v)
     assert peak_counts(unit) == peak_counts(generate("bitpipe", p, p, v))
 

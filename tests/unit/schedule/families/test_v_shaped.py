@@ -77,7 +77,7 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(
 
 
 def test_costs_may_be_as_fine_as_numbers_are() -> None:
-    """Times in ticks of what all costs are multiples of went beyond a number that was taken for never."""
+    """Times in common ticks of these costs exceeded a number that meant never."""
     for hop in (Fraction(3, 63025129939556336), Fraction(5e-324)):
         costs = UnitCosts(2, 2, Fraction(3, 4), hop)
         schedule = generate("v-half", 5, 20, costs)
@@ -156,7 +156,7 @@ def test_where_no_step_repeats_there_are_none() -> None:
     family = FAMILIES["1f1b"]
     few = family.orders(4, 4, 1, FamilyOptions())
     assert lengthened(family.layout(4, 1), 4, few, 1, 3, ALIKE) is None, "the pipeline is never full"
-    # GPipe computes all forwards, then all backwards: nothing stands twice that is a whole step.
+    # GPipe computes all forwards, then all backwards, so no whole step repeats.
     family = FAMILIES["gpipe"]
     assert lengthened(family.layout(4, 1), 30, family.orders(4, 30, 1, FamilyOptions()), 1, 3, ALIKE) is None
 

@@ -1,4 +1,4 @@
-"""CSV and JSON are exact both ways, and nothing that is no schedule is taken for one."""
+"""CSV and JSON are exact both ways, and nothing else is accepted as a schedule."""
 
 import contextlib
 import json
@@ -144,7 +144,7 @@ TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_cs
 
 
 def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
-    """A text is either refused with a TextError or read, judged, written and read again as the same schedule."""
+    """A text is either refused with a TextError, or read, judged, written and read again as the same schedule."""
     try:
         schedule = reader(text)
     except TextError:
@@ -239,7 +239,7 @@ CASES = [
 
 
 def of(schedule: Any) -> Schedule:
-    """Read as a user would: the file, on the unit grid."""
+    """Read a file as a user would, on the unit grid."""
     return align(read(as_csv(schedule)))
 
 
@@ -271,7 +271,7 @@ def test_compute_only_files_go_both_ways(name: str) -> None:
     text = as_csv(theirs)
     schedule = read_csv(text)
     written = write_csv(schedule)
-    # Torch's rows end where they end, ours are of one length.
+    # Torch's rows differ in length; ours are equally long.
     assert [line.rstrip(",") for line in written.splitlines()] == [line.rstrip(",") for line in text.splitlines()]
     assert read_csv(written) == schedule
     assert {rank: [action for action in row if action is not None] for rank, row in parsed(written).items()} == {

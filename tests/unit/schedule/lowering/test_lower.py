@@ -1,4 +1,4 @@
-"""Programs by hand, and that those of any order complete, lose nothing, and keep little of what they send."""
+"""Programs checked by hand; programs of any order complete, lose nothing, and keep little of what they send."""
 
 import random
 from collections import Counter
@@ -177,7 +177,7 @@ SCHEDULES = {
 
 
 def written(programs: tuple[Program, ...]) -> str:
-    """A step a line, without those that do nothing, and ranks apart."""
+    """Return a line for each step that does something, rank by rank."""
     ranks = []
     for program in programs:
         bounds = zip(program.starts, [*program.starts[1:], len(program.ops)], strict=True)
@@ -217,7 +217,7 @@ def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v:
         )
     )
     assert turns == posted
-    # Every rank sends a message a turn at least.
+    # Every rank sends at least one message per turn.
     assert waiting >= turns + Fraction(1, 10) * m * v
 
 
@@ -283,7 +283,7 @@ def messages(program: Program, op: Op) -> Iterator[Message]:
 @pytest.mark.parametrize("exchange", Exchange)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_programs_complete_in_any_interleaving_or_in_none(name: str, exchange: Exchange) -> None:
-    """As the deadlock check says. What the rules take under an exchange completes."""
+    """Programs that the rules accept under an exchange complete, as the deadlock check says."""
     schedule = SCHEDULES[name]()
     try:
         programs = [program.instructions for program in lower(schedule, exchange)]
@@ -301,7 +301,7 @@ def test_programs_complete_in_any_interleaving_or_in_none(name: str, exchange: E
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "refilled", "own memory", "v-half", "overlapped"])
 def test_nothing_can_be_left_out(name: str) -> None:
-    """Each instruction in turn."""
+    """Yield each instruction in turn."""
     schedule = SCHEDULES[name]()
     programs = [program.instructions for program in lower(schedule, Exchange.POSTED)]
     assert fault_of(schedule, programs, 0) is None
@@ -333,7 +333,7 @@ def test_no_two_messages_of_one_way_can_change_places(name: str, op: Op) -> None
 
 @st.composite
 def orders(draw: st.DrawFn) -> Schedule:
-    """Any order of ready computations, drawn at random; shards keep one order on all ranks."""
+    """Draw any order of ready computations; shards keep one order on all ranks."""
     p, chunks, pipes, m = (
         draw(st.integers(1, 4)),
         draw(st.integers(1, 2)),
@@ -423,7 +423,7 @@ def lets_go(instruction: Instruction, program: Program) -> bool:
 
 
 class Arrived(World):
-    """A world in which a rank must not have to wait for what it has sent."""
+    """A world in which a rank must never wait for what it has sent."""
 
     def may(self, rank: int, instruction: Instruction) -> bool:
         may = super().may(rank, instruction)
@@ -448,7 +448,7 @@ def test_whoever_lets_go_never_waits(schedule: Schedule, seed: int, monkeypatch:
 
         @property
         def ending(self) -> list[bool]:
-            """By rank: whether all that is left is to let go of what nobody answers."""
+            """Return by rank whether it has only unanswered sends left to release."""
             return [done > end for done, end in zip(self.done, ends, strict=True)]
 
         def op(self, rank: int, instruction: Instruction) -> None:
@@ -490,7 +490,7 @@ SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
 @pytest.mark.parametrize("vocabulary", SPLIT)
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 16)])
 def test_of_what_all_shards_share_little_is_kept(p: int, m: int, vocabulary: Vocabulary) -> None:
-    """The last rank keeps its output until all have it; each rank keeps its part of a gradient."""
+    """The last rank keeps its output until all ranks have it; each rank keeps its part of a gradient."""
     for program in lower_as_run(build(ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)), Exchange.POSTED):
         dependencies, kept = program.messages.dependencies, set[int]()
         peaks: Counter[str] = Counter()
@@ -531,7 +531,7 @@ def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) 
 
 
 def test_round_robin_fills_and_then_never_waits() -> None:
-    """A rank of two chunks computes two a micro-batch."""
+    """A rank with two chunks computes two forwards per micro-batch."""
     schedule = forwards_only(one_pipe([*range(4)] * 2), 16)
     assert {len(row) for row in schedule.ranks} <= set(range(2 * 16, 2 * 16 + 8))
 
