@@ -457,7 +457,7 @@ def _label(setup: Setup) -> str:
     return f"{setup.schedule}{shards}{', balanced' if setup.balance is not None else ''}"
 
 
-_STYLE = """body { font: 15px/1.5 sans-serif; margin: 2rem auto; max-width: 70rem; color: #111; }
+_STYLE = """body { font: 15px/1.5 sans-serif; margin: 2rem auto; padding: 0 1rem; max-width: 70rem; color: #111; }
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: .25rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
 td { font-variant-numeric: tabular-nums; } tr.winner { font-weight: bold; background: #eef5fb; }

@@ -216,7 +216,7 @@ def check_all_programs_share_their_streams() -> None:
     """torch has 32 streams per priority: with 16 batch sizes transfers queued behind NCCL's kernels."""
     with (
         driver_of(5, Told([])) as driver,
-        mock.patch("bpipe.runtime.streams.Streams.__init__", autospec=True, return_value=None) as constructor,
+        mock.patch("bpipe.transport.streams.Streams.__init__", autospec=True, return_value=None) as constructor,
     ):
         for num_microbatches in range(8, 16):
             driver._engine(driver.program(ONE_F_ONE_B, num_microbatches), Stage().config)

@@ -278,7 +278,7 @@ def check_an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
     inner, tokens = model(), next(batches())
     table = inner.embedding.word_embeddings.weight.detach().clone()
     split(inner, inner, 0)
-    shard, placeholder, _ = Inputs.of(inner, inner, 0)
+    shard, placeholder, _ = Inputs.of([inner], 0)
     assert placeholder is not None
     assert inner.embedding.word_embeddings is shard
     assert torch.equal(shard.weight, table)
@@ -303,7 +303,7 @@ def check_an_embedding_of_another_chunk_leaves_the_first_stage_no_rows() -> None
         )
         table = first.embedding.word_embeddings.weight.detach().clone()
         split(first, last, 0)
-        shard, placeholder, _ = Inputs.of(first, last, 0)
+        shard, placeholder, _ = Inputs.of([first, last], 0)
         assert first.embedding.word_embeddings is placeholder
         assert not list(placeholder.parameters())
         assert torch.equal(shard.weight, table)
