@@ -43,7 +43,8 @@ class Recapture:
         """Run Megatron's wrapper of an iteration with these arguments."""
         if not arguments["forward_only"]:
             now = arguments["num_microbatches"], self._driver.balance
-            if self._last not in (None, now):
+            # Also before the first one: Megatron keeps the graph of an earlier training of this process.
+            if self._last != now:
                 if FullCudaGraphWrapper.cuda_graph["training"] is not None:
                     say(
                         "the CUDA graph of an iteration is dropped, and captured anew after the next iterations: they have "

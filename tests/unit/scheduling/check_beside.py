@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import timers as megatron_timers
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.balance.config import BalanceConfig
@@ -24,6 +25,7 @@ from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop import measurements
 from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.iteration_graph import Recapture
 from megatron.scheduling.loop.log import FirstIterations
 from megatron.scheduling.loop.megatron_loops import Hooks
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -221,6 +223,20 @@ def check_all_programs_share_their_streams() -> None:
         for num_microbatches in range(8, 16):
             driver._engine(driver.program(ONE_F_ONE_B, num_microbatches), Stage().config)
     assert (len(driver._engines), constructor.call_count) == (8, 1)
+
+
+def check_a_graph_is_dropped_when_its_iteration_changes_and_when_it_is_of_another_training() -> None:
+    """Replayed, it would read memory that the earlier training has given back, or train on a part of the batch."""
+    dropped: list[str] = []
+    wrapper: Any = SimpleNamespace(reset_cuda_graph=dropped.append)
+    recapture = Recapture(SimpleNamespace(balance=None))  # type: ignore[arg-type]
+    with (
+        mock.patch("megatron.scheduling.loop.iteration_graph.say"),
+        mock.patch.dict(FullCudaGraphWrapper.cuda_graph, training=object()),
+    ):
+        for number, evaluates, num_dropped in ((4, 0, 1), (4, 0, 1), (2, 1, 1), (8, 0, 2), (8, 0, 2)):
+            recapture.call(lambda wrapper, **_: None, wrapper, num_microbatches=number, forward_only=evaluates)
+            assert dropped == ["training"] * num_dropped
 
 
 def check_the_loop_that_is_called_says_which_schedule_it_runs() -> None:
