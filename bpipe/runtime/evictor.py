@@ -166,8 +166,9 @@ class Evictor:
 
     def _unmeasured(self, stage: int) -> list[_Host]:
         """Return those that will host this stage, if its size is not known yet."""
-        known = stage in self.sizing.announced
-        return [host for host in self._hosts.values() if stage in host.stages and not known]
+        if stage in self.sizing.announced:
+            return []
+        return [host for host in self._hosts.values() if stage in host.stages]
 
     def measure(self, forward: Action) -> None:
         """Measure the first forward of a stage, and announce its storages' lengths to all that host the stage.
