@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Set up if needed, train a small GPT on real text twice with Megatron's own trainer, first without and then with --bpipe, and show what
+# Set up if needed, train a small GPT twice with Megatron's own trainer, first without and then with --bpipe, and show what
 # balancing did and that it changed no result.
 # Usage: scripts/quickstart.sh [--schedule NAME | --slices K] [more flags of pretrain_gpt.py, for both runs]
 #
 # With --schedule grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b, the second run uses that schedule. The first uses Megatron's
-# own loop with the same number of virtual stages, on the same text, and is bit-identical. Both run without dropout, which depends on the
+# own loop with the same number of virtual stages, and is bit-identical. Both run without dropout, which depends on the
 # order. With --slices K, both runs train every sequence in K slices, and the second balances them.
 #
 # With 8 GPUs or more it runs one rank per GPU. With 1 to 7 the ranks share them: correct, but slow, so it trains 10 iterations. Without
-# GPUs it runs on the CPU. All its files are in runs/quickstart, or in the folder that RUNS names: the corpus, a log of each run, what each
-# stage measured, summary.json, and report.html, report.txt and trace.json of the balanced run.
-# With --schedule or --slices, the results are in a subfolder there, such as zb-h1 or slices-4.
+# GPUs it runs on the CPU. All its files are in runs/quickstart, or in the folder that RUNS names: a log of each run, what each stage
+# measured, summary.json, and report.html, report.txt and trace.json of the balanced run. With --schedule or --slices, the results are
+# in a subfolder there, such as zb-h1 or slices-4.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -21,10 +21,7 @@ STAGES=8
 MICROBATCHES=16
 MICRO_BATCH_SIZE=2
 ITERATIONS=40
-VOCABULARY=512
 RUNS="${RUNS:-$ROOT/runs/quickstart}"
-CORPUS="$RUNS/data/stdlib.jsonl"
-DATA="$RUNS/data/stdlib_text_document"
 RESULTS="$RUNS"
 LAYERS="$STAGES"
 PLAIN="without balancing"
@@ -74,19 +71,6 @@ if command -v flock >/dev/null; then
     flock -n 8 || die "another quickstart is running in $RUNS. Wait for it, or stop it."
 fi
 
-# --- The data ---------------------------------------------------------------------------------------------------------------------------
-
-# The index is published last.
-if [[ ! -f "$DATA.idx" || scripts/data/make_corpus.py -nt "$DATA.idx" || scripts/data/preprocess_data.py -nt "$DATA.idx" ]]; then
-    "$PYTHON" scripts/data/make_corpus.py --output "$CORPUS"
-    # Megatron finds its cached indices by the data's name, not by its content.
-    rm -rf "$RUNS/data/cache"
-    LABEL="tokenizing the text" run_logged "$RUNS/preprocess.log" '^(/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \
-        --input "$CORPUS" --json-keys text --output-prefix "$RUNS/data/stdlib" --overwrite \
-        --tokenizer-type ByteLevelTokenizer --vocab-size "$VOCABULARY" --append-eod ||
-        die "the corpus could not be tokenized; whole log: $RUNS/preprocess.log"
-fi
-
 # --- The device -------------------------------------------------------------------------------------------------------------------------
 
 num_gpus() {
@@ -134,11 +118,7 @@ TRAINING_ARGS=(
     --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size $((MICRO_BATCH_SIZE * MICROBATCHES))
     --train-iters "$ITERATIONS" --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 5
 )
-# No test part: Megatron's usual thousandth of a few hundred documents is none, and its data set builder never returns from an empty part.
-DATA_ARGS=(
-    --data-path "$DATA" --data-cache-path "$RUNS/data/cache" --split "95,5,0"
-    --tokenizer-type ByteLevelTokenizer --vocab-size "$VOCABULARY"
-)
+DATA_ARGS=(--mock-data --split "99,1,0" --tokenizer-type NullTokenizer --vocab-size 512)
 LOGGING_ARGS=(--log-interval 1 --eval-interval 1000 --eval-iters 0 --distributed-timeout-minutes 10)
 
 # train NAME DESCRIPTION FLAG...: one training run, its iteration lines shown as they come.

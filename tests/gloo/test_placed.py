@@ -25,7 +25,7 @@ from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.schedule import Schedule
 from tests.gloo.compare import furthest, gradients, losses_of, row_is_alike, weights, without_norms
-from tests.gloo.conftest import ROOT, Case, Outcome, Row
+from tests.gloo.conftest import Case, Outcome, Row
 from tests.gloo.flags import (
     BPIPE,
     BUCKETS,
@@ -166,7 +166,7 @@ V_ROWS: dict[str, tuple[str, int, str]] = {
     "fp16": (FP16, 6, V),
     "tokens_of_a_file": (
         # Megatron looks for samples in an empty part for ever.
-        "--data-path {schedules}/corpus_text_document --tokenizer-type ByteLevelTokenizer --vocab-size 512 "
+        "--data-path {schedules}/tokens --tokenizer-type NullTokenizer --vocab-size 512 "
         "--split 6,3,2 --eval-interval 2 --eval-iters 1",
         6,
         f"{V} grouped zb-h1 1f1b",
@@ -404,18 +404,27 @@ PIPES = [
 ]
 
 
+# Writes documents of random tokens as Megatron's file and its index, in a process that has the stand-in for CUDA.
+TOKENS = """
+import sys
+import torch
+from megatron.scheduling.start import startup
+startup.prepare()
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+torch.manual_seed(0)
+builder = IndexedDatasetBuilder(sys.argv[1] + ".bin")
+for length in torch.randint(20, 2000, (100,)).tolist():
+    builder.add_document(torch.randint(512, (length,)), [length])
+builder.finalize(sys.argv[1] + ".idx")
+"""
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("schedules")
     write(folder)
     if request.config.getoption("--slow"):
-        corpus, prefix = str(folder / "corpus.jsonl"), str(folder / "corpus")
-        for words in (
-            f"make_corpus.py --output {corpus} --max-bytes 100000",
-            f"preprocess_data.py --input {corpus} --output-prefix {prefix} --tokenizer-type ByteLevelTokenizer --append-eod",
-        ):
-            script, *arguments = words.split()
-            subprocess.run([sys.executable, str(ROOT / "scripts/data" / script), *arguments], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", TOKENS, str(folder / "tokens")], check=True, timeout=120)
     return {"schedules": folder}
 
 

@@ -39,7 +39,6 @@ LAUNCHES = f"""
 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step
 2 --swiglu --squared-relu --num-layers 2
 2 {EXPERTS} --moe-expert-capacity-factor 1.0 --tensor-model-parallel-size 2 --tp-comm-overlap
-2 --tokenizer-type ByteLevelTokenizer --vocab-size 200
 2 --optimizer sgd --pipeline-model-parallel-layout Et|t|t|tL
 4 {EXPERTS} --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32 --ddp-bucket-size 20000 --ddp-average-in-collective
 2 --vocab-size 0 --use-tp-pp-dp-mapping

@@ -41,7 +41,6 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",
     "torchrun --nproc-per-node 4 -m torchtitan.train": "tests/gloo/test_titan.py",
-    "python scripts/data/preprocess_data.py": "tests/scripts/test_preprocess_data.py",
     "python scripts/gpu_check.py": "tests/scripts/test_gpu_script.py",
     "python -m terra audit": "terra/tests/test_script.py",
 }
@@ -197,7 +196,6 @@ def test_every_name_of_ours_that_a_page_names_exists(page: Path) -> None:
 OTHERS = (
     "ValueError",
     "RuntimeError",
-    "ByteLevelTokenizer",
     "ColumnParallelLinear",
     "MemAvailable",
     "ConstrainDevices",

@@ -23,11 +23,6 @@ def prepare() -> None:
 
         cpu_runtime.install()
     repair()
-    from megatron.scheduling.start import tokenizer
-
-    without = tokenizer.install_byte_level_tokenizer()
-    if without is not None:
-        _say(without)
 
 
 @functools.cache

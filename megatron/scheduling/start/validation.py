@@ -42,7 +42,7 @@ from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.options.arguments import SchedulingConfig, config_from_args
 from megatron.scheduling.options.flags import add_arguments, complete
 from megatron.scheduling.record import one_stage
-from megatron.scheduling.start import startup, tokenizer
+from megatron.scheduling.start import startup
 from megatron.scheduling.start.exchanges import loops_of, run_loop
 
 # Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
@@ -70,7 +70,7 @@ _OF_FSDP = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
 _TRANSFORMER_ENGINE = "99.0"
 # Arguments that replace others by those of a file.
 _ELSEWHERE = {"yaml_cfg", "use_checkpoint_args"}
-_WITHOUT_FILES = ("NullTokenizer", tokenizer.NAME)
+_WITHOUT_FILES = "NullTokenizer"
 _MOST_FLAGS = 5
 _MOST_BYTES = 4 * 2**30
 
@@ -268,13 +268,13 @@ class _Launch:
 
 
 def _check_tokenizer(args: Any) -> None:
-    """Let Megatron choose the tokenizer, and make those that need no file."""
+    """Let Megatron choose the tokenizer, and make the one that needs no file."""
     from megatron.core.tokenizers import megatron_tokenizer
     from megatron.training import global_vars
 
-    if args.tokenizer_type == _WITHOUT_FILES[0] and not args.vocab_size:
+    if args.tokenizer_type == _WITHOUT_FILES and not args.vocab_size:
         raise ValueError(f"{args.tokenizer_type} needs vocab_size")
-    if args.tokenizer_type in _WITHOUT_FILES:
+    if args.tokenizer_type == _WITHOUT_FILES:
         global_vars.build_tokenizer(args)
     elif args.tokenizer_type is not None:
         with _stopping_at(megatron_tokenizer, "_get_tokenizer_model_class"):

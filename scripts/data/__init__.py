@@ -1,1 +1,0 @@
-"""Text and token files for trainings."""
