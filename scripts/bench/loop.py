@@ -13,19 +13,18 @@ It cannot show anything of a GPU, where the training thread issues what a device
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import platform
 import random
 import statistics
-import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.scheduling.start import startup
 
@@ -43,8 +42,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.multiprocessing.spawn import start_processes
 
-from bench.turns import in_turn, on_ranks, quotients, spread
 from bpipe.build import ScheduleConfig
 from bpipe.schedule.program import Exchange
 from megatron.scheduling.hooks import patches
@@ -54,6 +53,8 @@ from megatron.scheduling.options.arguments import SchedulingConfig
 
 VOCABULARY = 128
 NUM_DRAWS = 2000
+# Rounds that are not measured.
+WARM_UP = 2
 
 
 def forward(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor, Any]:
@@ -115,18 +116,42 @@ def prepared(sizes: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[Call
     return model, iteration
 
 
-def measure(_: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
+def measured(sizes: argparse.Namespace) -> list[list[list[float]]]:
+    """Return the seconds of every iteration by rank, by Megatron's loop and by ours.
+
+    Ranks are forked, because importing torch in each takes longer than the measurement. So no thread may have been
+    started before.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_measure, (sizes, folder), nprocs=sizes.stages, start_method="fork")
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(sizes.stages)]
+
+
+def _measure(rank: int, sizes: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=sizes.stages)
     model, iteration = prepared(sizes)
-    loops = {"Megatron's": STOCK, "ours": own_loop(sizes)}
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for counts, name in in_turn(tuple(loops), sizes.rounds):
-        dist.barrier()
-        begin_s = time.thread_time()
-        iteration(loops[name])
-        if counts:
-            seconds[name].append(time.thread_time() - begin_s)
-        model.zero_grad()
-    return seconds
+    loops = (STOCK, own_loop(sizes))
+    seconds: tuple[list[float], list[float]] = [], []
+    for turn in range(WARM_UP + sizes.rounds):
+        # Each is first in every other round, because of caches.
+        for loop in (turn % 2, 1 - turn % 2):
+            dist.barrier()
+            begin_s = time.thread_time()
+            iteration(loops[loop])
+            if turn >= WARM_UP:
+                seconds[loop].append(time.thread_time() - begin_s)
+            model.zero_grad()
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spread(values: list[float], form: str) -> str:
+    """Return the median, and the quartiles around it."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def in_95_of_100(values: list[float]) -> tuple[float, float]:
@@ -145,16 +170,15 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     sizes = parser.parse_args()
-    measured = on_ranks(measure, sizes.stages, sizes)
+    ranks = measured(sizes)
     together = []
     print(
         f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores; 1F1B of "
         f"{sizes.stages} stages, {sizes.microbatches} micro-batches; {sizes.rounds} rounds, medians (quartiles)"
     )
     print(f"{'rank':<5} {'Megatron loop, ms':>28} {'ours, ms':>28} {'ours to Megatron in a turn':>32}")
-    for rank, spent in enumerate(measured):
-        theirs, ours = spent["Megatron's"], spent["ours"]
-        ratios = quotients(ours, theirs)
+    for rank, (theirs, ours) in enumerate(ranks):
+        ratios = [own / stock for own, stock in zip(ours, theirs, strict=True)]
         theirs_ms, ours_ms = ([1e3 * value for value in values] for values in (theirs, ours))
         print(f"{rank:<5} {spread(theirs_ms, '.1f'):>28} {spread(ours_ms, '.1f'):>28} {spread(ratios, '.4f'):>32}")
         together += ratios

@@ -15,19 +15,14 @@ import argparse
 import contextlib
 import itertools
 import os
-import sys
+import statistics
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
 import terra
-from bench.turns import quotients, spread
 
 SHARES = (0.5, 1.0)
 # Steps until everything is made: warm-up, traces, and the first co-executed step, which compiles the blocks.
@@ -104,9 +99,16 @@ def measure(options: argparse.Namespace, plain: Side, beside: Side, work: Work, 
     for number in range(options.rounds):
         for side in (plain, beside) if number % 2 else (beside, plain):
             seconds[side].append(side.run(options.steps, work, turns))
-    plain_ms = spread([1e3 * took_s for took_s in seconds[plain]], ".2f")
+    plain_ms = spread([1e3 * took_s for took_s in seconds[plain]])
+    ratios = [by_itself / co_executed for by_itself, co_executed in zip(seconds[plain], seconds[beside], strict=True)]
     name = work.__name__ if share else "none"
-    return f"{name:9} {share:4.0%}   {plain_ms:25} {spread(quotients(seconds[plain], seconds[beside]), '.2f')}"
+    return f"{name:9} {share:4.0%}   {plain_ms:25} {spread(ratios)}"
+
+
+def spread(values: list[float]) -> str:
+    """Return the median, and the quartiles around it."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _timed(do: Callable[[int], object], count: int) -> float:
@@ -121,7 +123,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=10, help="in each turn")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="at least 2")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with contextlib.closing(terra.Session("threaded")) as session:
