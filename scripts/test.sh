@@ -44,7 +44,7 @@ step() {
 # A process test starts up to eight ranks that wait for each other much of the time: three such tests fill two cores, and more would cause
 # time-outs and need more memory. Files stay whole, because a file shares what it starts, and come in the order of tests/gloo/conftest.py,
 # the longest first: xdist begins with those that have the most tests.
-UNIT_WORKERS=(-n "$(getconf _NPROCESSORS_ONLN)" --dist worksteal)
+UNIT_WORKERS=(-n "$(getconf _NPROCESSORS_ONLN)" --dist loadgroup)
 PROCESS_WORKERS=(-n 3 --dist loadfile --no-loadscope-reorder)
 
 # test_step NAME [OPTION...] FOLDER...: run pytest on the folders that have tests, because it calls an empty collection an error.

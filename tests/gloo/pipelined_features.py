@@ -267,10 +267,6 @@ FEATURES = {
 }
 
 
-SLOW = [name for name, feature in FEATURES.items() if feature.slow]
-DAILY = [name for name, feature in FEATURES.items() if not (feature.slow or feature.lacks)]
-
-
 def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
     across, pipeline = mesh["data"], mesh["pipeline"]
     if feature.alone:

@@ -31,6 +31,7 @@ def test_the_table_is_all_that_is_said() -> None:
     assert all(float(value) > 0 for row in rows for value in re.findall(r"\d+\.\d+", row))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_error_of_a_rank_is_shown() -> None:
     ended = measure("--sequence", "0")

@@ -70,23 +70,26 @@ def evictions(outcome: Outcome, name: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def four(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def four(
+    run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Outcome:
     slow = tmp_path_factory.mktemp("cluster") / "slow.toml"
     speeds = "inside_gb_per_s = 0.5\nbetween_gb_per_s = 0.5\n"
     slow.write_text(f'nodes = 1\ngpus_per_node = 4\n[device]\nlike = "h100-80g"\nname = "slow"\n{speeds}')
     nothing, middle = budgets("plain", 2)[0], budgets("chunks", 3)[1]
     tightest = budgets("plain", 2)[1]
-    return run_cases(
-        4,
-        [
-            *(Case(shape, flags) for shape, flags in SHAPES.items()),
-            case("given", "plain", tightest, "--bpipe-transport gloo"),
+    cases = [
+        *(Case(shape, flags) for shape, flags in SHAPES.items()),
+        case("given", "plain", tightest, "--bpipe-transport gloo"),
+        case("auto_middle", "chunks", f"auto:{middle}", "--bpipe-transport peer"),
+    ]
+    if request.config.getoption("--slow"):
+        cases += [
             case("auto_nothing", "plain", f"auto:{nothing}", "--bpipe-transport gloo --bpipe-executor"),
-            case("auto_middle", "chunks", f"auto:{middle}", "--bpipe-transport peer"),
             case("auto_all", "chunks", f"auto:{middle}", "--bpipe-transport gloo --bpipe-hosts all"),
             case("auto_in_time", "chunks", f"auto:{middle}", f"--bpipe-transport gloo --bpipe-cluster {slow}"),
-        ],
-    )
+        ]
+    return run_cases(4, cases)
 
 
 def test_a_budget_that_is_given_is_kept_and_what_must_leaves(four: Outcome) -> None:
@@ -105,7 +108,9 @@ def devices_with(devices: Devices, budget: str) -> Devices:
     return replace(devices, budget_bytes=(int(float(budget) * 2**30),) * 4)
 
 
-@pytest.mark.parametrize(("shape", "name"), [("plain", "auto_nothing"), ("chunks", "auto_middle")])
+@pytest.mark.parametrize(
+    ("shape", "name"), [pytest.param("plain", "auto_nothing", marks=pytest.mark.slow), ("chunks", "auto_middle")]
+)
 def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, name: str) -> None:
     """The first iteration evicts all that helps; from the second on only what must leave, and the budget is kept.
 
@@ -126,6 +131,7 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
         assert 0 < sum(evictions(four, name)) < sum(hosted(first))
 
 
+@pytest.mark.slow
 def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) -> None:
     """With devices first, the tightest plan has no device with room, so everything went to nodes' memory, and stayed there
     for any budget."""
@@ -139,6 +145,7 @@ def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) 
     assert 0 < sum(evictions(four, "auto_all")) < sum(hosted(first))
 
 
+@pytest.mark.slow
 def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(
     four: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:

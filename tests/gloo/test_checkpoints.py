@@ -152,6 +152,7 @@ def test_each_continues_the_others_checkpoint_to_the_bit(run_cases: Callable[...
     assert name != "tied" or not any("output_layer" in key for key in ours), "a tied weight is saved once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slowly(SHARDED, "untied"))
 def test_shards_of_the_vocabulary_are_saved_as_the_whole_layer(run_cases: Callable[..., Outcome], name: str) -> None:
     flags, split = SHARDED[name]

@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[str, str, int]] = {
     "pairs_no_overlap": (f"{PAIRS} {CAPACITY} --no-overlap-p2p-communication", "", 8),
     "pairs_dropless": (PAIRS, "--bpipe-transport gloo", 8),
 }
-ALWAYS = ("dropless_and_dense", "together")
+ALWAYS = ("together",)
 PREDICTED = ("padded", "shared_experts", "recomputed", "together")
 
 

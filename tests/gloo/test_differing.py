@@ -53,9 +53,7 @@ ROWS = {
     "partial": ("--differing partial", "", "gloo peer"),
 }
 # The rows that a change breaks first always run, the rest only with --slow.
-ALWAYS = (
-    "packed-peer packed_interleaved-gloo lengths-gloo lengths_in_groups-peer dropless_by_our_loop-gloo partial-peer"
-).split()
+ALWAYS = ("packed-peer lengths_in_groups-peer dropless_by_our_loop-gloo").split()
 
 
 def rows() -> list[Row]:
@@ -75,7 +73,6 @@ PLACED = {
         "packed-v",
         Case("packed_for_a_v", f"{NAMED} {COMMON} {CONVERSATIONS}"),
         Case("packed-v", f"{NAMED} {COMMON} {CONVERSATIONS} --bpipe-schedule v-half {BPIPE}"),
-        slow=False,
     ),
     # Each pipe's chunks read the sequence ends of their own micro-batches.
     "packed-chimera": Row(

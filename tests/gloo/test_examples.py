@@ -176,6 +176,7 @@ def test_the_script_of_torchs_pipelining_is_balanced_and_computes_the_same() -> 
     assert lines[3] == "identical: losses and weights agree to the last bit"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_toy_is_balanced_and_computes_the_same() -> None:
     lines = lines_of("toy")

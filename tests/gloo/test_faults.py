@@ -56,7 +56,7 @@ def last_line(outcome: Outcome, rank: int) -> str:
     return outcome.logs[rank].rstrip().rpartition("\n")[2]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) -> None:
     """A stage runs out of memory.
 
@@ -102,12 +102,13 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
 BITS = pytest.mark.parametrize(
     ("transport", "flags", "rank", "link"),
     [
-        ("gloo", "--bpipe-transport gloo", 3, "stage 3 over gloo"),
-        ("peer", "--bpipe-transport peer", 0, "stage 3 over peer"),
-        ("host", "--bpipe-transport host", 0, "stage 3 over host"),
-        ("host", "--bpipe-hosts host", 0, "its own node's memory over host"),
+        pytest.param("gloo", "--bpipe-transport gloo", 3, "stage 3 over gloo", id="gloo"),
+        pytest.param("peer", "--bpipe-transport peer", 0, "stage 3 over peer", id="peer", marks=pytest.mark.slow),
+        pytest.param("host", "--bpipe-transport host", 0, "stage 3 over host", id="host", marks=pytest.mark.slow),
+        pytest.param(
+            "host", "--bpipe-hosts host", 0, "its own node's memory over host", id="tier", marks=pytest.mark.slow
+        ),
     ],
-    ids=["gloo", "peer", "host", "tier"],
 )
 
 
@@ -203,27 +204,27 @@ SLICED = f"{BPIPE} --bpipe-slices 4 --bpipe-timeout 30"
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param("3 3B2", id="host between backwards"),
-        *(
-            pytest.param(fault, id=name, marks=pytest.mark.slow)
-            for name, fault in {
-                "host between forwards": "3 3F5",
-                "host behind the first slice": "3 3B0",
-                "evictor with a slice away": "0 0F7",
-                "evictor between backwards": "0 0B1",
-                "evictor before its load": "0 0B7",
-                "neighbour between forwards": "1 1F6",
-                "neighbour between backwards": "2 2B3",
-                "in the first iteration": "3 3F6 SIGKILL 1",
-            }.items()
-        ),
+        pytest.param(fault, id=name)
+        for name, fault in {
+            "host between backwards": "3 3B2",
+            "host between forwards": "3 3F5",
+            "host behind the first slice": "3 3B0",
+            "evictor with a slice away": "0 0F7",
+            "evictor between backwards": "0 0B1",
+            "evictor before its load": "0 0B7",
+            "neighbour between forwards": "1 1F6",
+            "neighbour between backwards": "2 2B3",
+            "in the first iteration": "3 3F6 SIGKILL 1",
+        }.items()
     ],
 )
+@pytest.mark.slow
 def test_whoever_dies_between_slices_ends_the_others(tmp_path: Path, fault: str) -> None:
     outcome = run(tmp_path, SLICED, fault=fault if "SIGKILL" in fault else f"{fault} SIGKILL")
     others_end(outcome, int(fault[0]))
 
 
+@pytest.mark.slow
 def test_a_slice_that_finds_no_memory_is_everybodys_last_line(tmp_path: Path) -> None:
     outcome = run(tmp_path, SLICED, fault="1 1F6 MEMORY 1")
     for rank in range(4):
@@ -245,6 +246,7 @@ def test_a_neighbour_of_our_own_loop_that_dies_ends_the_others(tmp_path: Path) -
         assert re.search(edge, outcome.logs[rank]), outcome.logs[rank][-2000:]
 
 
+@pytest.mark.slow
 def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_time_out(tmp_path: Path) -> None:
     """Its connections stay open, so only the time-out can tell."""
     outcome = run(tmp_path, OWN, fault="2 2F2 SIGSTOP", only=3)
@@ -256,7 +258,7 @@ def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_tim
     assert "bpipe: rank 3, stage 3, after 3I1, at 3F2" in outcome.logs[3]
 
 
-@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("balance", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     tmp_path: Path, balance: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +301,7 @@ def shortage(folder: Path) -> Shortage:
     return shortage_of(run)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path) -> None:
     """The rank is killed as by the kernel: without an exception or a last message. Its last line is its latest peak."""
     report = tmp_path / "report"

@@ -125,6 +125,7 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str,
                 "the 8 micro-batches of a chunk",
             ],
             id="interleaved",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["2", "grouped-interleaved"],

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bpipe.cli import main
-from tests.gloo.conftest import forked
+from tests.gloo.conftest import asked_for, forked
 from tests.gloo.pipelined import CASES
 
 pytestmark = pytest.mark.timeout(180)
@@ -18,21 +18,33 @@ pytestmark = pytest.mark.timeout(180)
 Found = list[dict[str, Any]]
 
 
-def parameters(named: Mapping[str, Any]) -> list[Any]:
-    """Return names as parameters; cases that the installed torch's own class cannot train are skipped."""
+def parameters(named: Mapping[str, Any], always: Collection[str]) -> list[Any]:
+    """Return names as parameters; all but those in `always` run only with --slow, and those that the installed torch's
+    own class cannot train are skipped."""
     return [
-        pytest.param(name, marks=[pytest.mark.skip(reason=case.lacks)] if case.lacks else [])
+        pytest.param(
+            name,
+            marks=[
+                *([pytest.mark.skip(reason=case.lacks)] if case.lacks else []),
+                *([] if name in always else [pytest.mark.slow]),
+            ],
+        )
         for name, case in named.items()
     ]
 
 
-ALL = parameters(CASES)
+ALWAYS = {
+    *("1f1b over peer", "1f1b, verified", "1f1b, reported", "interleaved", "InterleavedZeroBubble", "DualPipeV"),
+    *("v-half", "pool", "a file, balanced", "several tensors, keywords, evaluation"),
+}
+ALL = parameters(CASES, ALWAYS)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow, id="p2"), pytest.param(4, id="p4")])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipelined")
-    forked("pipelined", path, str(request.param), "pipelined")
+    names = {"1f1b, verified", *(name for (name,) in asked_for(request, "case"))}
+    forked("pipelined", path, str(request.param), "pipelined", *sorted(names))
     return path
 
 
@@ -70,7 +82,7 @@ def test_every_step_is_verified_where_that_is_asked(results: Found) -> None:
     assert [rank["1f1b, verified"]["verified"] for rank in results] == [2] * len(results)
 
 
-@pytest.mark.parametrize("case", parameters({name: case for name, case in CASES.items() if case.is_reported}))
+@pytest.mark.parametrize("case", parameters({name: case for name, case in CASES.items() if case.is_reported}, ALWAYS))
 def test_a_report_of_a_run_judges_it(
     case: str, folder: Path, results: Found, capsys: pytest.CaptureFixture[str]
 ) -> None:

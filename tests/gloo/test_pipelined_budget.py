@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gloo.conftest import forked
+from tests.gloo.conftest import asked_for, forked, slow_but
 from tests.gloo.pipelined_budget import CASES
 from tests.gloo.test_pipelined import Found
 
 pytestmark = pytest.mark.timeout(180)
 
 RANKS = 4
+ALWAYS = {"1f1b, parts of a micro-batch", "interleaved, own memory", "FSDP2"}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return forked("pipelined", tmp_path_factory.mktemp("budget"), str(RANKS), "pipelined_budget")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    names = {*ALWAYS, "too small", *(name for (name,) in asked_for(request, "case"))}
+    return forked("pipelined", tmp_path_factory.mktemp("budget"), str(RANKS), "pipelined_budget", *sorted(names))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(ALWAYS, CASES))
 def test_every_bit_is_that_of_torchs_own_class(case: str, results: Found) -> None:
     """Measuring a stage runs it, which must change no random number and no buffer."""
     assert [rank[case]["same"] for rank in results] == [True] * RANKS
@@ -26,7 +28,7 @@ def test_every_bit_is_that_of_torchs_own_class(case: str, results: Found) -> Non
     assert bool(results[0][case]["buffers"]) is (case == "random numbers and buffers")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(ALWAYS, CASES))
 def test_peaks_are_those_planned_and_keep_the_budget(case: str, results: Found) -> None:
     for rank in (rank_results[case] for rank_results in results):
         assert rank["measured"] == rank["predicted"] <= rank["budget"]
@@ -35,7 +37,7 @@ def test_peaks_are_those_planned_and_keep_the_budget(case: str, results: Found) 
     assert any(rank[case]["evictions"] for rank in results) is (CASES[case].least < 1)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(ALWAYS, CASES))
 def test_a_trace_without_memory_predicts_what_was_measured(case: str, results: Found) -> None:
     """The trace is of modules on fake tensors, before anything starts; sharding parameters does not change it."""
     for rank in (rank_results[case] for rank_results in results):

@@ -8,25 +8,28 @@ from pathlib import Path
 import pytest
 
 from bpipe.torch.upstream import KEEPS_BUFFERS
-from tests.gloo.conftest import forked
-from tests.gloo.pipelined_features import DAILY, FEATURES, RANKS, SLOW
+from tests.gloo.conftest import asked_for, forked
+from tests.gloo.pipelined_features import FEATURES, RANKS
 from tests.gloo.test_pipelined import Found, parameters
 
 pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    names = [*DAILY, "lean buffers"]
-    return forked("pipelined", tmp_path_factory.mktemp("features"), str(RANKS), "pipelined_features", *names)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    names = {*GATHERED, "lean buffers", *(name for (name,) in asked_for(request, "feature"))}
+    return forked("pipelined", tmp_path_factory.mktemp("features"), str(RANKS), "pipelined_features", *sorted(names))
 
 
-DAILY_FEATURES = parameters({name: feature for name, feature in FEATURES.items() if name not in SLOW})
+# Those whose parameters a forward gathers, and one whose are whole.
+GATHERED = ("DDP", "FSDP2", "FSDP2, sharded again behind a forward")
+ALWAYS = {*GATHERED, "tensor parallel", "DTensors between stages", "compiled", "selectively checkpointed, FSDP2"}
+TOGETHER = parameters({name: feature for name, feature in FEATURES.items() if not feature.slow}, ALWAYS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("feature", SLOW)
+@pytest.mark.parametrize("feature", [name for name, feature in FEATURES.items() if feature.slow])
 def test_a_feature_that_takes_minutes(feature: str, tmp_path: Path) -> None:
     """Inductor needs a C++ compiler."""
     results = forked("pipelined", tmp_path, str(RANKS), "pipelined_features", feature, timeout_s=880.0)
@@ -35,12 +38,12 @@ def test_a_feature_that_takes_minutes(feature: str, tmp_path: Path) -> None:
     test_receive_buffers_hold_nothing_between_steps(feature, results)
 
 
-@pytest.mark.parametrize("feature", DAILY_FEATURES)
+@pytest.mark.parametrize("feature", TOGETHER)
 def test_every_bit_is_that_of_torchs_own_class(feature: str, results: Found) -> None:
     assert [rank[feature]["same"] for rank in results] == [True] * RANKS
 
 
-@pytest.mark.parametrize("feature", DAILY_FEATURES)
+@pytest.mark.parametrize("feature", TOGETHER)
 def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, results: Found) -> None:
     assert [rank[feature]["peak"] for rank in results] == [rank[feature]["predicted"] for rank in results]
     assert any(rank[feature]["evictions"] for rank in results)
@@ -52,11 +55,10 @@ def test_peaks_are_those_predicted_and_nearly_all_moves(feature: str, results: F
 def test_parameters_that_are_gathered_for_a_step_are_not_moved(results: Found) -> None:
     """With FSDP2 whole parameters exist from UNSHARD to RESHARD, and every graph saves them."""
     for rank in results:
-        for feature in ("FSDP2", "FSDP2, sharded again behind a forward"):
-            assert rank[feature]["moved"] == rank["DDP"]["moved"]
+        assert len({rank[feature]["moved"] for feature in GATHERED}) == 1
 
 
-@pytest.mark.parametrize("feature", DAILY_FEATURES)
+@pytest.mark.parametrize("feature", TOGETHER)
 def test_receive_buffers_hold_nothing_between_steps(feature: str, results: Found) -> None:
     received = [rank[feature]["received_bytes"] for rank in results]
     # If DTensors are passed on, torch still holds those of the last rank's stages.

@@ -236,7 +236,7 @@ def v_rows() -> Iterable[Row]:
         yield Row(f"eight-{name}", Case("eight", deep), Case(name, f"{deep} {added} {MEASURED}"), 8, moves=moves)
 
 
-V_ALWAYS = {("predictions_in_a_layout", "v-half"), ("untied_predictions_in_a_layout", "v-min_balanced")}
+V_ALWAYS = {("untied_predictions_in_a_layout", "v-min_balanced")}
 
 # -- hybrid models: a pattern of layers is dealt out by stage. The same layers in four, eight and two stages.
 LAYERS = ("M*", "-*", "M", "-M", "*-", "M-", "M", "*-")
@@ -255,7 +255,7 @@ def hybrid_rows() -> Iterable[Row]:
         added = SCHEDULES[schedule][0] if schedule in SCHEDULES else by(schedule)
         stocks = Case(f"hybrid_{stages}", f"{common} {stock} {pattern(stages)}")
         ours = Case(f"hybrid-{schedule}", f"{common} {FOUR} {pattern(8)} {added}")
-        yield Row(ours.name, stocks, ours, slow=False)
+        yield Row(ours.name, stocks, ours, slow=schedule != "bitpipe")
 
 
 # -- two pipes in opposite directions
@@ -340,7 +340,7 @@ def pipes_rows(rows: dict[str, tuple[str, int, str]], world: int = 4, ranks: int
         for schedule in which.split():
             name = f"{feature}-{schedule}"
             stock = Case(feature, f"{common} {pipeline(ranks // 2, chunks)}")
-            is_slow = feature not in ("three_chunks", "two_of_predictions_in_a_layout")
+            is_slow = feature != "three_chunks"
             pairs.append(Row(name, stock, Case(name, f"{ours} {by(schedule, ranks)}"), world, is_slow))
     return pairs
 
@@ -524,6 +524,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(320)
 def test_further_tokens_of_a_layout_have_their_logits_in_shards(run_cases: Callable[..., Outcome]) -> None:
     common = f"{NAMED} {batch(8)} --mtp-num-layers 1 --position-embedding-type rope {FOUR} {UNTIED} {LAYOUT}"

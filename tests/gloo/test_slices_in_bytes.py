@@ -58,7 +58,7 @@ def peaks(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> 
     return run_cases(4, cases, 900)
 
 
-@pytest.mark.parametrize("name", slow_but({*PROMISED, "4_uneven_balanced"}, PEAKS))
+@pytest.mark.parametrize("name", slow_but(PROMISED, PEAKS))
 def test_peaks_are_what_the_schedule_says_in_bytes(peaks: Outcome, name: str) -> None:
     """Micro-batches, bytes of activations, and bytes of kept keys with their gradients.
 
@@ -177,7 +177,7 @@ def budgeted(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) 
     return outcomes
 
 
-@pytest.mark.parametrize("learns", [False, True], ids=["planned", "learned"])
+@pytest.mark.parametrize("learns", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["planned", "learned"])
 @pytest.mark.parametrize("name", slow_but({"chunks"}, WITHIN))
 def test_slices_keep_a_budget_in_bytes_and_every_bit(budgeted: dict[str, Outcome], name: str, learns: bool) -> None:
     outcome, case = budgeted[name], "learned" if learns else "planned"

@@ -77,6 +77,7 @@ def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
     assert outcome.records[EVICTOR]["transfers"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_short_soak(tmp_path: Path) -> None:
     pairs = [Scenario(name, name, seconds=1.5) for name in ("gloo", "peer")]

@@ -10,7 +10,7 @@ import pytest
 from tests.gloo import twice
 from tests.gloo.conftest import forked
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 NOTHING = {"files": 0, "mappings": 0, "groups": 0, "threads": 0}
 

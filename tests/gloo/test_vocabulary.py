@@ -130,7 +130,7 @@ WIDE_ROWS: dict[str, tuple[str, str]] = {
 # Which balanced run is compared with which, and by how many micro-batches it may hold more than without shards.
 BALANCED = {"balanced": ("one", 2), "two_balanced": ("two", 1), "input_balanced": ("input", 2)}
 # Every algorithm, one of them balanced, one weight of both layers, and the embedding in shards, too.
-ALWAYS = "m8-one m8-two m8-interlaced m8-balanced tied-one tied-input further-one further-balanced".split()
+ALWAYS = "m8-two m8-balanced tied-one further-one".split()
 
 
 def rows_of(table: dict[str, tuple[str, str]], common: str, world: int = 4) -> dict[str, Row]:

@@ -103,7 +103,7 @@ SIZES: dict[int, dict[int, tuple[str, str]]] = {
     4: {1: ("1", UNTIED), 5: ("2", UNTIED), 16: ("1", "")},
     8: {1: ("1", ""), 9: ("2", UNTIED), 32: ("1", "")},
 }
-ALWAYS = ("tied-v_half", "untied-grouped_balanced")
+ALWAYS = ("tied-v_half",)
 
 
 def is_exact(row: Row) -> bool:

@@ -42,7 +42,13 @@ def found(name: str) -> Result:
     return run_case(name, accelerator(LATE), SMALL, LONGEST_S)
 
 
-JUDGED = [name for name, case in CASES.items() if not case.needs_gpu]
+# Trainings of many cases; tests/late and tests/gloo train the same mechanisms in fewer.
+SLOW = ("captured", "true_size", "schedules", "trainer_8")
+JUDGED = [
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+    for name, case in CASES.items()
+    if not case.needs_gpu
+]
 # A late device's times are declared: which waits they expose is judged.
 TIMED = ("overhead",)
 
@@ -106,7 +112,7 @@ EXPECTED: dict[str, Callable[[Result], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in JUDGED])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.needs_gpu])
 def test_a_case_of_a_gpu_runs_to_its_end(name: str) -> None:
     """A slip in one of the script's lines must not cost time on a GPU."""
     result = found(name)

@@ -32,7 +32,9 @@ from tests.late.waits import WAITS
 REPLAYS = 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["peer", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "peer")]
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_replays_come_to_the_bits_of_iterations(name: str, kind: str) -> None:
     schedule, number = SCHEDULES[name](), number_of(name, kind)
@@ -126,7 +128,7 @@ NUMBERS = 3 << 20
 STORAGE_BYTES = 4 * NUMBERS
 
 
-@pytest.mark.parametrize("kind", ["peer", "host"])
+@pytest.mark.parametrize("kind", ["peer", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_captures_own_memory_is_smaller_by_what_leaves(kind: str) -> None:
     """A capture's pool holds what its iteration holds at its peak, and nothing that was evicted."""
     balanced = SCHEDULES["1f1b"]()

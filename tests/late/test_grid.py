@@ -26,7 +26,14 @@ from tests.late.grid import (
 from tests.support.hand_made import far_ahead, host_first
 
 PLANS = {**SCHEDULES, "far ahead": far_ahead}
-SHARE = (("1f1b", 8), ("interleaved-1f1b", 4), ("v-half", 4), ("chimera", 4), ("zb-h1", 4))
+SHARE = [
+    ("v-half", 4),
+    ("zb-h1", 4),
+    *(
+        pytest.param(name, p, marks=pytest.mark.slow)
+        for name, p in (("1f1b", 8), ("interleaved-1f1b", 4), ("chimera", 4))
+    ),
+]
 
 
 @pytest.mark.parametrize("kind", ["two-sided", "host"])

@@ -20,7 +20,8 @@ from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
 from tests.late.training import LateCase, close_parents, train
 
-pytestmark = pytest.mark.timeout(1200)
+# Whichever worker runs one of them trains them all.
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("trainer on late devices")]
 
 BPIPE = "--bpipe --bpipe-min-bytes 1024 --bpipe-poison --bpipe-timeout 60 --bpipe-transport"
 BATCH = "--global-batch-size 16"
@@ -92,9 +93,7 @@ DAILY = (
     "nccl",
     "peer",
     "timers_1",
-    "own_loop",
     "all_hosts",
-    "interleaved_nccl",
     "slices_nccl",
     "captured_peer",
     "captured_grows",

@@ -93,8 +93,8 @@ def test_a_stream_that_nobody_noted_reads_memory_that_is_another_s_by_now() -> N
 
 # Combined 1F1B, in pairs, and with a bound that only the node's own memory lets it keep.
 COMBINED = {
-    "two-sided": lambda: balanced("combined-1f1b", 4, 8, 2),
-    "peer": lambda: balanced("combined-1f1b", 6, 12, 2),
+    "two-sided": lambda: balanced("combined-1f1b", 6, 12, 2),
+    "peer": lambda: balanced("combined-1f1b", 4, 8, 2),
     "host": lambda: balanced("combined-1f1b", 4, 8, 2, bounds=(5,), hosts="host"),
 }
 
@@ -111,7 +111,9 @@ def in_pieces_is_right(draw: Draw, kind: str, engines: bool = True, noted: bool 
     return right
 
 
-@pytest.mark.parametrize("kind", COMBINED)
+@pytest.mark.parametrize(
+    "kind", ["peer", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("two-sided", "host"))]
+)
 def test_what_parts_of_layers_on_two_streams_saved_moves_in_its_order(kind: str) -> None:
     assert all(in_pieces_is_right(draw, kind, engines=False) for draw in draws()[:3]), "the stand-in itself"
     for draw in draws():

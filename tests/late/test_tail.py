@@ -59,7 +59,10 @@ def test_what_is_called_differing_differs() -> None:
 
 @pytest.mark.parametrize(
     ("pipeline_class", "name", "kind"),
-    [(ShardedPipeline, "vocabulary 1", "peer"), (LatePipeline, "interleaved", "host")],
+    [
+        (ShardedPipeline, "vocabulary 1", "peer"),
+        pytest.param(LatePipeline, "interleaved", "host", marks=pytest.mark.slow),
+    ],
 )
 def test_directed_orders_of_a_case_are_right(pipeline_class: Callable[..., LatePipeline], name: str, kind: str) -> None:
     for draw in draws(1):

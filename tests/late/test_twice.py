@@ -54,6 +54,7 @@ def test_a_training_behind_one_over_peer_trains_the_same(tmp_path: Path) -> None
     trained(tmp_path, "late", ("peer", "nccl", "peer"))
 
 
+@pytest.mark.slow
 def test_a_training_behind_one_over_shared_memory_trains_the_same(tmp_path: Path) -> None:
     trained(tmp_path, "cpu", ("peer", "gloo", "peer"))
 

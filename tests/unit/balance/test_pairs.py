@@ -375,6 +375,7 @@ def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chun
     assert [bound == least for bound, least in bounds_of(FAMILIES[name].generate(p, m, chunks))] == [True] * (p // 2)
 
 
+@pytest.mark.slow
 def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
     """Loads right before their backwards made partners host too long: 2 % of these can keep one less."""
     every = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]

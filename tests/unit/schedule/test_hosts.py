@@ -33,7 +33,10 @@ def in_a_pool() -> Schedule:
     return replace(PAIRS, ranks=tuple(map(tuple, rows)), hosts=read_hosts("3+2,none,none,none"), bounds=None)
 
 
-@pytest.mark.parametrize("forwards", [(1, 1, 1, 1, 6), (6, 1, 1, 1, 1), (2, 5, 1, 3, 1)])
+@pytest.mark.parametrize(
+    "forwards",
+    [(2, 5, 1, 3, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 1, 1, 6), (6, 1, 1, 1, 1)))],
+)
 def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[int, ...]) -> None:
     """Two hosts may both arrive before the evictor, which sends first to the one that arrived last."""
     plain = build(ScheduleConfig("1f1b", 5, 12))

@@ -57,7 +57,7 @@ def default_plans(stages: Iterable[int], chunks: int, rounds: Iterable[int]) -> 
     return [build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig())) for p, m in sizes]
 
 
-@pytest.mark.parametrize("chunks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunks", [1, *(pytest.param(chunks, marks=pytest.mark.slow) for chunks in (2, 3))])
 def test_no_default_plan_deadlocks_however_strictly_it_waits(chunks: int) -> None:
     """With one queue 13 of these 60 deadlocked: a pair's last transfers came before the last gradient."""
     for schedule in default_plans((4, 6, 8, 12, 16), chunks, (1, 2, 4, 8)):

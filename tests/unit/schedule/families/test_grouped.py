@@ -186,6 +186,7 @@ def test_the_page_shows_the_whole_front() -> None:
     assert front_on_the_page().keys() == {size[3] for size in FRONT}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", front())
 def test_the_front_is_reached_and_shown_on_the_page(size: tuple[int, int, int, int]) -> None:
     for (name, costs), percent in zip(ALL.items(), FRONT[size], strict=True):
@@ -206,6 +207,7 @@ def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
     )
 
 
+@pytest.mark.slow
 def test_below_half_of_the_ranks_it_takes_less_time_than_v_min() -> None:
     for costs, percent in zip(ALL.values(), V_MIN, strict=True):
         assert chosen(8, 32, 2, 8, costs) < percent
@@ -255,7 +257,13 @@ def occupied(schedule: Schedule) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "size", [(4, 8, 2, 5), (4, 8, 2, 8), (4, 16, 4, 12), (8, 32, 4, 18), (8, 32, 4, 20), (8, 32, 4, 29)]
+    "size",
+    [
+        (4, 8, 2, 5),
+        (4, 8, 2, 8),
+        (4, 16, 4, 12),
+        *(pytest.param((8, 32, 4, bound), marks=pytest.mark.slow) for bound in (18, 20, 29)),
+    ],
 )
 def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
     """A rank that hosts early and is full late needs memory for both."""

@@ -136,7 +136,9 @@ def test_one_forward_more_could_make_ranks_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("vocabulary", [ONE, TWO])
 @pytest.mark.parametrize("input_shards", [False, True])
-@pytest.mark.parametrize(("p", "v", "m", "bound"), [(4, 2, 12, 5), (4, 2, 12, 7), (4, 3, 5, 9), (8, 2, 16, 12)])
+@pytest.mark.parametrize(
+    ("p", "v", "m", "bound"), [(4, 2, 12, 5), (4, 3, 5, 9), pytest.param(8, 2, 16, 12, marks=pytest.mark.slow)]
+)
 def test_an_order_made_for_a_bound_keeps_it_around_shards(
     p: int, v: int, m: int, bound: int, input_shards: bool, vocabulary: Vocabulary
 ) -> None:
