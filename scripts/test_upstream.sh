@@ -62,8 +62,8 @@ OWN_SCRIPT=(
 )
 KINDS=(
     "megatrons_loops|test_launch.py|loop_of_ones_own or (unmodified_script and gpt)"
-    "our_loop|test_schedules.py|m8-own"
-    "split_backwards|test_schedules.py|m8-zb_h1"
+    "our_loop|test_schedules.py|[m8-own]"
+    "split_backwards|test_schedules.py|m8-zb_h1]"
     "a_v|test_checkpoints.py|continues_the_others_checkpoint and tied"
     "both_directions|test_placed.py|two_pipes_train_as_stock_does and three_chunks"
     "vocabulary_shards|test_vocabulary.py|train_what_the_whole_layer_does and m8-one"
@@ -72,7 +72,7 @@ KINDS=(
 # tests KIND FILE TESTS: run the tests of a file whose names match.
 tests() {
     local kind=$1 file=$2 which=$3 status=0
-    run_logged "$LOGS/$kind.log" '::test_' "$PYTHON" -m pytest -v --tb=short --timeout 600 -p no:cacheprovider -k "$which" \
+    run_logged "$LOGS/$kind.log" '::test_' "$PYTHON" -m pytest --slow -v --tb=short --timeout 600 -p no:cacheprovider -k "$which" \
         "${OPTIONS[@]}" "tests/gloo/$file" || status=$?
     if ((status > 128)); then exit "$status"; fi
     return "$status"

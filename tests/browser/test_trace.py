@@ -142,7 +142,9 @@ def check(query: Query, text: str) -> None:
     assert {tuple(names) for names in ends} == {("evict", "host"), ("host", "load")}
 
 
-@pytest.mark.parametrize("changes", [{}, {"noise": 0.4, "speed": 0.4e9, "transport": "gloo"}])
+@pytest.mark.parametrize(
+    "changes", [{"noise": 0.4, "speed": 0.4e9, "transport": "gloo"}, pytest.param({}, marks=pytest.mark.slow)]
+)
 def test_perfetto_keeps_every_slice_of_a_run(
     opened: Callable[[str], Query], tmp_path: Path, changes: dict[str, Any]
 ) -> None:

@@ -53,7 +53,7 @@ ROWS = {
     "partial": ("--differing partial", "", "gloo peer"),
 }
 # The rows that a change breaks first always run, the rest only with --slow.
-ALWAYS = ("packed-peer lengths_in_groups-peer dropless_by_our_loop-gloo").split()
+ALWAYS = ("packed-peer dropless_by_our_loop-gloo").split()
 
 
 def rows() -> list[Row]:

@@ -23,7 +23,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 # Those whose parameters a forward gathers, and one whose are whole.
 GATHERED = ("DDP", "FSDP2", "FSDP2, sharded again behind a forward")
-ALWAYS = {*GATHERED, "tensor parallel", "DTensors between stages", "compiled", "selectively checkpointed, FSDP2"}
+ALWAYS = {*GATHERED, "DTensors between stages", "selectively checkpointed, FSDP2"}
 TOGETHER = parameters({name: feature for name, feature in FEATURES.items() if not feature.slow}, ALWAYS)
 
 

@@ -177,7 +177,8 @@ def budgeted(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) 
     return outcomes
 
 
-@pytest.mark.parametrize("learns", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["planned", "learned"])
+@pytest.mark.slow
+@pytest.mark.parametrize("learns", [False, True], ids=["planned", "learned"])
 @pytest.mark.parametrize("name", slow_but({"chunks"}, WITHIN))
 def test_slices_keep_a_budget_in_bytes_and_every_bit(budgeted: dict[str, Outcome], name: str, learns: bool) -> None:
     outcome, case = budgeted[name], "learned" if learns else "planned"

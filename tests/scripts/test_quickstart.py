@@ -150,7 +150,7 @@ def test_without_one_it_is_the_table_of_the_readme(tmp_path: Path, environment: 
     assert "identical: all numbers of 40 iterations" in ended.stdout
 
 
-@pytest.mark.parametrize(("gpus", "iterations"), [(1, 10), (7, 10), (8, 40)])
+@pytest.mark.parametrize(("gpus", "iterations"), [(7, 10), (8, 40), pytest.param(1, 10, marks=pytest.mark.slow)])
 def test_fewer_gpus_than_stages_are_shared(gpus: int, iterations: int, tmp_path: Path, environment: Path) -> None:
     """They were left alone, and the CPU used."""
     ended = quickstart(tmp_path, environment, gpus=gpus)

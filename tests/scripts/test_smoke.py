@@ -104,7 +104,7 @@ def test_without_stock_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
     assert list(table(ended)) == ["pipeline stock", "tensor stock"]
 
 
-@pytest.mark.parametrize("on_cpu", ["1", ""])
+@pytest.mark.parametrize("on_cpu", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_one_gpu_is_shared_by_all_ranks(tmp_path: Path, on_cpu: str) -> None:
     """On the CPU it is a rehearsal: the flag is there, and has nothing to share."""
     ended = smoke(tmp_path, ONE_GPU="1", ON_CPU=on_cpu, GPUS="1")

@@ -49,7 +49,17 @@ def test_the_tests_it_chooses_exist(scripts: Path) -> None:
     kinds = re.findall(r'^    "(\w+)\|(\w+\.py)\|(.+)"$', script, re.MULTILINE)
     assert len(kinds) == 5 + 7
     chosen = [(file, which) for _, file, which in (*kinds, ("", "test_launch.py", "without_our_flags"))]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "--co", "-q", *{f"tests/gloo/{file}" for file, _ in chosen}]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "--co",
+        "-q",
+        "--slow",
+        *{f"tests/gloo/{file}" for file, _ in chosen},
+    ]
     done = subprocess.run(command, cwd=scripts.parent, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-500:]
     for file, which in chosen:
