@@ -10,8 +10,9 @@ import pytest
 from bpipe.predict import error_bars
 from bpipe.predict.layout import EVENLY
 
-# Some of the published runs are predicted in forty configurations, which takes a quarter of a minute.
-pytestmark = pytest.mark.timeout(180)
+# Some of the published runs are predicted in forty configurations, which takes a quarter of a minute. Whether any prediction
+# changes is said by the snapshots of commands, too.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PAGE = Path(__file__).resolve().parents[2] / "docs/validation.md"
 
 
