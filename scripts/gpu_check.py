@@ -7,17 +7,14 @@ for, but times are declared. Prints a line for every finding and a summary; --js
 
 --minutes 12 runs everything within 12 minutes. Steps that are right or wrong run side by side, timed ones alone. Each
 case runs in a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on. The
-exit status is 1 if a step found something wrong or did not end, and 2 without a GPU. --list says what each step shows;
---table writes the results into docs/gpu.md.
+exit status is 1 if a step found something wrong or did not end, and 2 without a GPU. --list says what each step shows.
 """
 
 import argparse
 import io
 import itertools
-import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import threading
@@ -42,7 +39,6 @@ ON_LATE = "on late devices: right, wrong and which waits are exposed mean the sa
 # A step with less time is not started.
 LEAST_S = 10.0
 CONNECTIONS, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
-DOCUMENT = isolate.ROOT / "docs" / "gpu.md"
 
 
 @dataclass(frozen=True)
@@ -116,14 +112,6 @@ def shows(name: str) -> str:
     return STEPS[name].title or CASES[name].shows
 
 
-def needs_gpu(name: str) -> str:
-    """Return why late devices cannot answer a step, or an empty text if they can."""
-    if name == "allocators":
-        return "a late device has only one allocator"
-    cases = {case for _, case in STEPS[name].runs(name)}
-    return "; ".join(sorted({CASES[case].needs_gpu for case in cases} - {""}))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     names = options.only or [*STEPS]
@@ -132,10 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             alone = "alone" if STEPS[name].alone else "     "
             print(f"{name:<{width}}  {alone}  at most {STEPS[name].limit_s:4.0f} s  {shows(name)}")
-        return 0
-    if options.table is not None:
-        files = [json.loads(file.read_text()) for file in options.table]
-        DOCUMENT.write_text(with_results(DOCUMENT.read_text(), files))
         return 0
     if options.device == CUDA and not torch.cuda.is_available():
         print("gpu_check: torch sees no CUDA device; --device late runs the cases without one", file=sys.stderr)
@@ -196,7 +180,7 @@ def find_out(name: str, device: str, size: str, limit_s: float, lines: TextIO = 
     """
     runs = STEPS[name].runs(name)
     if device == LATE and any(ALLOCATOR in under.environment for under, _ in runs):
-        return Result(skipped=needs_gpu(name))
+        return Result(skipped="a late device has only one allocator")
     until = time.monotonic() + limit_s
     results = []
     for number, (under, case) in enumerate(runs):
@@ -262,8 +246,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=minutes, metavar="N", help=within)
     add("--list", action="store_true", help="list the chosen steps with their limits, and run nothing")
     add("--json", type=Path, metavar="FILE", help="write all results to FILE, updated after every step")
-    to_document = "write the results of such files into docs/gpu.md, and run nothing"
-    add("--table", type=Path, nargs="*", metavar="FILE", help=to_document)
     return parser.parse_args(arguments)
 
 
@@ -303,61 +285,6 @@ def _summary(results: Mapping[str, Result]) -> None:
             print(f"{'':<{width}}    {subject}: {value}")
         if result.failure:
             print(f"{'':<{width}}    {result.failure.strip().splitlines()[-1]}")
-
-
-# -- the document's table
-
-RESULTS = "## Results\n"
-ROW = re.compile(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
-
-
-def with_results(text: str, files: Sequence[Mapping[str, Any]]) -> str:
-    """Return the document with a row for each step that ran: from the last of these files that has it, or the old row.
-
-    Raises ValueError for a file of a run without a GPU.
-    """
-    before, _, results = text.partition(RESULTS)
-    rows = {name: (gpu.strip(), result.strip()) for name, gpu, result in ROW.findall(results)}
-    for file in files:
-        header = file["header"]
-        if header["device"] != CUDA:
-            raise ValueError(f"{header['command']} ran {header['gpu']}: the table is only for GPUs")
-        gpu = _cell(f"{header['gpu'].split(',')[0]}, {header['date'].split()[0]}")
-        rows |= {name: (gpu, _cell(_outcome(Result(**step)))) for name, step in file["steps"].items()}
-    return f"{before}{RESULTS}\n" + "\n".join([*_on_late_devices(), "", *_on_gpus(rows)]) + "\n"
-
-
-def _on_late_devices() -> list[str]:
-    by_reason: dict[str, list[str]] = {}
-    for name in STEPS:
-        by_reason.setdefault(needs_gpu(name), []).append(f"`{name}`")
-    right = by_reason.pop("")
-    return [
-        f"Right on late devices: {', '.join(right)}. The others run there, but prove nothing:",
-        "",
-        *(f"- {', '.join(names)}: {reason}." for reason, names in by_reason.items()),
-    ]
-
-
-def _on_gpus(rows: Mapping[str, tuple[str, str]]) -> list[str]:
-    missing = [f"`{name}`" for name in STEPS if name not in rows]
-    if not rows:
-        return ["Nothing has been run on a GPU yet."]
-    lines = [f"Not run on a GPU yet: {', '.join(missing)}.", ""] if missing else []
-    lines += ["| step | GPU, date | result |", "|---|---|---|"]
-    return lines + [f"| `{name}` | {' | '.join(rows[name])} |" for name in STEPS if name in rows]
-
-
-def _outcome(result: Result) -> str:
-    if result.skipped:
-        return f"skipped: {result.skipped}"
-    if result.ok is None and not result.failure:
-        return "<br>".join(f"{subject}: {value}" for subject, value in result.rows)
-    return f"{'right' if result.ok else 'WRONG'}: {judged(result)}"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py: the processes of its steps, their limits and results, and what stands in the document."""
+"""scripts/gpu_check.py: the processes of its steps, their limits and results."""
 
 import itertools
 import json
@@ -237,46 +237,3 @@ def test_without_a_gpu_it_says_so(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert check.main([]) == 2
     assert "--device late" in capsys.readouterr().err
-
-
-# -- the document
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_document_has_every_step_and_its_table_is_the_script_s(check: ModuleType) -> None:
-    text = check.DOCUMENT.read_text()
-    _, results = text.split(check.RESULTS)
-    assert set(re.findall(r"`(\w+)`", results)) == set(check.STEPS)
-    assert check.with_results(text, []) == text
-
-
-def test_results_are_written_into_the_document(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def of(command: str, device: str = "cuda", **steps: Any) -> Path:
-        header = {"gpu": "H100 | 80 GB", "date": "2026-01-02", "command": command, "device": device}
-        file = tmp_path / f"{command}.json"
-        file.write_text(json.dumps({"header": header, "steps": {name: vars(step) for name, step in steps.items()}}))
-        return file
-
-    document = tmp_path / "gpu.md"
-    document.write_text("# Checks\n\n## Results\n")
-    monkeypatch.setattr(check, "DOCUMENT", document)
-    right = check.Result(ok=True, rows=[("gradients", "ok: 0 of 300 differ")])
-    wrong = check.Result(ok=False, rows=[("put", "FAILED: 3 of 4"), ("other", "ok: yes")])
-    measured = check.Result(rows=[("with / without", "1.002"), ("exposed", "3 ms")])
-    skipped = check.Result(skipped="no NCCL 2.30")
-    first = of("first", streams=right, peer=right, overhead=measured, nccl=skipped)
-    assert check.main(["--table", str(first), str(of("second", peer=wrong))]) == 0
-    rows = {name: (where.strip(), verdict.strip()) for name, where, verdict in check.ROW.findall(document.read_text())}
-    assert list(rows) == ["peer", "nccl", "streams", "overhead"]
-    assert rows["streams"] == ("H100 / 80 GB, 2026-01-02", "right: 1 lines as expected")
-    assert rows["peer"] == ("H100 / 80 GB, 2026-01-02", "WRONG: not right: put")
-    assert rows["overhead"][1] == "with / without: 1.002<br>exposed: 3 ms"
-    assert rows["nccl"][1] == "skipped: no NCCL 2.30"
-    assert re.search(r"^Not run on a GPU yet: .*`versions`", document.read_text(), re.MULTILINE)
-    before = document.read_text()
-    assert check.main(["--table"]) == 0
-    assert document.read_text() == before, "what stood there stays"
-    with pytest.raises(ValueError, match="the table is only for GPUs"):
-        check.main(["--table", str(of("third", "late", versions=measured))])
