@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import html
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.config import BALANCES
@@ -29,13 +27,11 @@ from bpipe.plan.explain import (
     calibration_lines,
     family_rows,
     family_values,
-    needs_of_setup,
     pairs_apart,
     remarks,
     trainer_needs,
     verdict,
 )
-from bpipe.plan.front import MOST_TIMES, Front, find_front, front_document, standing
 from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import refused_launch
@@ -44,7 +40,6 @@ from bpipe.plan.space import CUTS, VOCABULARIES, Space, divisors, num_grids, usu
 from bpipe.plan.variants import usual_slices
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_text, remedy_rows
 from bpipe.predict.cluster import Cluster, gib_text
-from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory, roomy_bytes
 from bpipe.predict.recompute import BLOCK
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
@@ -63,7 +58,6 @@ _SAME = "global_batch attention max_micro_batch max_chunks precision kernels cp_
 _ALL_SHOWN = 16
 _OF_ANSWER = ("", "iteration s", "range s", "speed-up", "peak GiB", "of GiB", "state", "configuration")
 _OF_ROWS = ("", "iteration s", "MFU %", "bubble %", "exposed s", "state", "configuration")
-_OF_POINTS = ("peak GiB", "iteration s", "MFU %", "configuration", "moved GB", "needs GB/s")
 _OF_REMEDIES = ("", "iteration s", "speed-up", "peak GiB", "state")
 
 COMMAND = command(
@@ -71,7 +65,7 @@ COMMAND = command(
     MEASURED,
     LAUNCHED,
     SEARCHED_FLAGS,
-    group("output", outputs.rows(10, positive), outputs.FRONT, outputs.HTML, outputs.FORMAT, outputs.EMIT_ARGS),
+    group("output", outputs.rows(10, positive), outputs.FORMAT, outputs.EMIT_ARGS),
     Task(
         "find the fastest configurations of a model on a cluster",
         "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128",
@@ -86,11 +80,6 @@ COMMAND = command(
         "keep within a memory budget",
         "bpipe plan --model llama3-70b --cluster h100-80g:8x8 --gbs 256 --memory 70",
         "memory hosts",
-    ),
-    Task(
-        "find the fastest configuration for every amount of memory",
-        "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --html front.html",
-        "front html",
     ),
 )
 
@@ -108,13 +97,6 @@ def run(asked: Options) -> int:
     space = _space(asked, options, _contexts(asked, filled_options, reading), reading)
     # A search makes millions of small values, hardly any in a cycle: collecting cycles took a fifth of its time.
     gc.set_threshold(200_000, 20, 100)
-    if options.front:
-        with progress_of("front") as progress:
-            front = find_front(space, progress)
-        _print_front(front, space, options)
-        return NO_ROWS if front.winner is None else 0
-    if options.html is not None:
-        raise ValueError("--html draws a front: give --front, too, or leave it out")
     # With a budget, or with own memory as host, balanced rows evict only what must leave.
     evicts_least = options.memory is not None or bool(set(space.hosts) & set(IN_NODES))
     with progress_of("plan") as progress:
@@ -398,95 +380,3 @@ def peaks_text(memory: Sequence[RankMemory]) -> str:
         return " ".join(peaks)
     runs = ((value, len(tuple(run))) for value, run in groupby(peaks))
     return " ".join(value if number == 1 else f"{number} x {value}" for value, number in runs)
-
-
-def _print_front(front: Front, space: Space, options: Options) -> None:
-    """Draw and print. Raises ValueError for a row that does not exist."""
-    title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
-    if options.html is not None:
-        Path(options.html).write_text(_page(front, title), encoding="utf-8")
-    if options.emit_args is not None:
-        _print_flags(options.emit_args, front.points)
-        return
-    winner = front.winner
-    answer = answer_of(front.stock, [] if winner is None else [front.points[winner]], space)
-    if answer.row is not None and winner is not None:
-        answer = replace(answer, row=winner + 1)
-    if options.format == "json":
-        stock = _stock_values(front.stock)
-        print_json({"answer": answer_document(answer), "front": front_document(front), "stock": stock})
-        return
-    parts: list[str | Table] = [_front_head(front)]
-    if front.points:
-        titles, rows = _front_cells(front)
-        parts += [*calibration_lines(space.cluster), table(titles, rows), *_front_remarks(front)]
-    _tell(answer, parts)
-
-
-def _front_head(front: Front) -> str:
-    head = f"{front.num_configurations} configurations, of which {front.num_simulated} were simulated"
-    most = f"{gib_text(front.most_bytes)} GiB per device"
-    if not front.points:
-        return f"{head}: none needs less than {most}, {float(MOST_TIMES):g} times its memory"
-    return f"{head}: the fastest for every amount of memory up to {most}"
-
-
-def _needs(front: Front) -> list[str]:
-    return list(dict.fromkeys(need for row in front.points for need in needs_of_setup(row.setup)))
-
-
-def _front_cells(front: Front) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Return the titles and a row for each point: `*` marks the winner, `-` what does not fit; numbers name needs."""
-    every, rows = _needs(front), []
-    for place, (row, values) in enumerate(zip(front.points, cells(_OF_POINTS, front.points), strict=True)):
-        mark = "*" if place == front.winner else "" if row.peak_bytes <= front.limit_bytes else "-"
-        needs = " ".join(f"[{every.index(need) + 1}]" for need in needs_of_setup(row.setup))
-        rows.append([mark, str(place + 1), *values, needs])
-    return ("", "", *_OF_POINTS, "needs"), rows
-
-
-def _front_remarks(front: Front) -> list[str]:
-    needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
-    searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
-    letters = legend(row.setup for row in front.points)
-    return [letters, *needs, standing(front), *([searched] if front.not_searched else [])]
-
-
-def _label(setup: Setup) -> str:
-    shards = f", vocabulary {setup.vocabulary.value}" if setup.is_sharded else ""
-    return f"{setup.schedule}{shards}{', balanced' if setup.balance is not None else ''}"
-
-
-_STYLE = """body { font: 15px/1.5 sans-serif; margin: 2rem auto; padding: 0 1rem; max-width: 70rem; color: #111; }
-table { border-collapse: collapse; width: 100%; }
-th, td { padding: .25rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
-td { font-variant-numeric: tabular-nums; } tr.winner { font-weight: bold; background: #eef5fb; }
-tr.large { color: #666; } code { font-size: .85em; overflow-wrap: anywhere; } svg { max-width: 100%; height: auto; }"""
-
-
-def _page(front: Front, title: str) -> str:
-    """Return one self-contained HTML file: the picture, a row for each point with its flags, and remarks."""
-    from bpipe.draw.front import FrontPoint, lay_out_front
-    from bpipe.draw.picture import render_svg
-
-    titles, every = _front_cells(front) if front.points else ((), [])
-    rows = []
-    for place, (row, values) in enumerate(zip(front.points, every, strict=True)):
-        kind = "winner" if place == front.winner else "large" if row.peak_bytes > front.limit_bytes else "fits"
-        code = f"<code>{html.escape(shlex.join(megatron_flags(row.setup)))}</code>"
-        flags = f"<details><summary>flags</summary>{code}</details>"
-        rows.append(f'<tr class="{kind}">{_html("td", values)}<td>{flags}</td></tr>')
-    lines = [_front_head(front), *(_front_remarks(front) if front.points else ())]
-    points = [FrontPoint(row.peak_bytes, row.iteration_s, _label(row.setup)) for row in front.points]
-    svg = render_svg(lay_out_front(points, front.limit_bytes, front.winner))
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{svg}\n"
-        f"{_html('p', lines)}\n<table><thead><tr>{_html('th', (*titles, ''))}</tr></thead><tbody>\n"
-        + "\n".join(rows)
-        + "\n</tbody></table></body></html>\n"
-    )
-
-
-def _html(tag: str, texts: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)

@@ -47,15 +47,7 @@ STYLES = {
     "curve": Style("none", "#202020"),
     "bound": Style("none", "#c00000", dash=True),
     "axis": Style("none", "#909090"),
-    "grid": Style("none", "#e4e4e4"),
-    # The colours of Okabe and Ito.
-    "group-0": Style("#0072B2", "#000000"),
-    "group-1": Style("#D55E00", "#000000"),
-    "group-2": Style("#009E73", "#000000"),
-    "group-3": Style("#56B4E9", "#000000"),
-    "winner": Style("none", "#000000"),
 }
-RARE = frozenset({"shard", "group-0", "group-1", "group-2", "group-3", "winner"})
 
 STYLE_OF = {
     Kind.FORWARD: "forward",
@@ -225,9 +217,9 @@ def _draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float,
 
 def render_svg(picture: Picture) -> str:
     """Return a picture as one self-contained SVG document."""
-    # Styles that few schedules have are left out of the others.
+    # Few schedules have shards.
     drawn = {shape.style for shape in picture.shapes}
-    styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}
+    styles = {name: style for name, style in STYLES.items() if name != "shard" or name in drawn}
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width}" height="{picture.height}" '
         f'viewBox="0 0 {picture.width} {picture.height}" font-family="sans-serif">',

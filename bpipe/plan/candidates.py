@@ -59,8 +59,6 @@ COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "saved GiB": lambda row, base: gib_text(base.peak_bytes - row.peak_bytes),
     "of GiB": lambda row, base: gib_text(row.limit_bytes),
     "least full GiB": lambda row, base: gib_text(min(rank.peak_bytes for rank in row.memory)),
-    "moved GB": lambda row, base: _of_bandwidth(row, "transfer_bytes", 2),
-    "needs GB/s": lambda row, base: _of_bandwidth(row, "required_bytes_per_s", 0),
     "evictions": lambda row, base: str(sum(row.transfers)),
     "state": lambda row, base: row.state,
     "configuration": lambda row, base: describe(row.setup),
@@ -70,11 +68,6 @@ COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
 def cells(titles: Iterable[str], rows: Sequence[Candidate], base: Candidate | None = None) -> list[list[str]]:
     """Return the cells of each row, compared with `base`, or else with the first row."""
     return [[COLUMNS[title](row, base or rows[0]) for title in titles] for row in rows]
-
-
-def _of_bandwidth(row: Candidate, name: str, decimals: int) -> str:
-    bandwidth = row.bandwidth
-    return "" if bandwidth is None else f"{getattr(bandwidth, name) / 1e9:.{decimals}f}"
 
 
 def is_level(seconds: float, other: float) -> bool:

@@ -112,23 +112,6 @@ class Members:
                 yield from with_shards(setup, space.vocabularies)
 
 
-def every_setup(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
-    """Yield the configurations of all branches, each first with the whole vocabulary, then with its shards.
-
-    `cuts` counts the rest.
-    """
-    members = Members(space, bounds, cuts)
-    for branch in enumerate_branches(space, cuts):
-        yield from filter(None, map(members.taken, members.covered(branch)))
-
-
-def by_bound(space: Space) -> list[tuple[float, Setup]]:
-    """Return all configurations with their lower bounds of seconds, the lowest first."""
-    bounds = Bounds(space.profile)
-    setups = every_setup(space, bounds, Counter())
-    return sorted(((bounds.seconds(setup), setup) for setup in setups), key=lambda pair: pair[0])
-
-
 def stock_space(space: Space) -> Space:
     """Return the space of stock Megatron with the same model, cluster and choices."""
     return replace(

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from bpipe.plan import bounds
+from bpipe.plan.bounds import Bounds
+from bpipe.plan.search import Members
 from bpipe.plan.space import Space, enumerate_branches, setups_of
 from bpipe.predict.flops import layer_parameters
 from bpipe.predict.layout import Setup
@@ -17,6 +19,14 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
     cuts = Counter() if cuts is None else cuts
     for branch in enumerate_branches(space, cuts):
         yield from setups_of(space, branch, cuts)
+
+
+def every_setup(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
+    """Yield the configurations of a search: those of all branches that the trainer accepts, also in shards and slices."""
+    cuts = Counter() if cuts is None else cuts
+    members = Members(space, Bounds(space.profile), cuts)
+    for branch in enumerate_branches(space, cuts):
+        yield from filter(None, map(members.taken, members.covered(branch)))
 
 
 def lower_bound_s(setup: Setup) -> float:

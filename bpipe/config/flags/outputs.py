@@ -28,9 +28,6 @@ def rows(default: int, read: Read) -> Flag:
 # -- one command's own
 # -----------------------------------------------------------------------------------------------------------------
 
-FRONT = Flag(
-    "front", "--front", "show the fastest configuration for every amount of memory, up to twice what a device has"
-)
 EMIT_ARGS = number("emit_args", "--emit-args", "print only the Megatron flags of this row; the first row is 1", "ROW")
 
 COMPARED = Flag(

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.plan.front import find_front
 from bpipe.plan.search import search
 from bpipe.plan.space import Space, fewest_layers, with_block
 from bpipe.predict.cluster import parse_cluster
@@ -57,10 +56,3 @@ def test_one_layer_fewer_would_not_fit() -> None:
         assert number < max(setup.layers)
         fewer = with_block(setup, number - 1) if number > 1 else replace(setup, recompute="none")
         assert not all(rank.fits for rank in predict_memory(fewer))
-
-
-def test_a_front_has_no_one_amount_of_memory_to_choose_for() -> None:
-    with pytest.raises(
-        ValueError, match="full:block chooses the number of layers for one amount of memory: give numbers"
-    ):
-        find_front(SMALL)

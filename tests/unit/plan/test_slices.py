@@ -1,9 +1,8 @@
-"""Slices in a search: which are tried, their lower bounds, the rows, and what the front shows."""
+"""Slices in a search: which are tried, their lower bounds, and the rows."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import describe
 from bpipe.plan.predict import costs_of, simulation_of
-from bpipe.plan.search import every_setup
 from bpipe.plan.space import Space
 from bpipe.plan.timing import steady_timing, whole_timing
 from bpipe.predict.activations import activations
@@ -24,7 +22,7 @@ from bpipe.predict.memory import least_bytes, least_shared_bytes, least_warm_byt
 from bpipe.predict.model import PRESETS, llama
 from bpipe.predict.profile import Entry, Profile
 from bpipe.schedule.families.families import FAMILIES
-from tests.support.predicted import lower_bound_s
+from tests.support.predicted import every_setup, lower_bound_s
 
 MODEL = llama("long", 16, 4096, 32, 8, 14336, 32000, 65536)
 SPACE = Space(
@@ -44,12 +42,12 @@ SPACE = Space(
 
 @pytest.fixture(scope="module")
 def every() -> list[Setup]:
-    return list(every_setup(SPACE, Bounds(), Counter()))
+    return list(every_setup(SPACE))
 
 
 def test_slices_are_tried_where_sequences_can_be_cut() -> None:
     def slices(space: Space) -> set[int]:
-        return {setup.slices for setup in every_setup(space, Bounds(space.profile), Counter())}
+        return {setup.slices for setup in every_setup(space)}
 
     assert slices(SPACE) == {1, 2, 4}
     assert slices(replace(SPACE, slices=(2,))) == {2}

@@ -60,13 +60,6 @@ def test_ours_is_a_row_with_the_flags_that_it_may_have(outcome: Outcome) -> None
     assert is_level(outcome.rows[found.row - 1].iteration_s, first.iteration_s)
 
 
-def test_a_front_shows_stock(capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the point that wins with the memory there is."""
-    assert main([*PLAN, "--schedule", "v-half", "--front", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["answer"]["row"] == found["front"]["winner"]
-
-
 @pytest.mark.parametrize("more", [[], ["--balance", "bpipe"], ["--schedule", "v-half"]], ids=" ".join)
 def test_every_plan_shows_stock(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A plan of our schedules, or of balanced rows alone, said nothing of what the user has already."""

@@ -3,15 +3,12 @@ round."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
 from bpipe.build import unchecked
-from bpipe.plan.bounds import Bounds
-from bpipe.plan.search import every_setup
 from bpipe.plan.space import Space
 from bpipe.plan.variants import has_one_queue, stands_still
 from bpipe.predict.cluster import parse_cluster
@@ -20,6 +17,7 @@ from bpipe.predict.model import gpt
 from bpipe.schedule.program import Exchange
 from bpipe.transport.config import TransferConfig
 from megatron.scheduling.loop.transfer_waits import refuse_standstill
+from tests.support.predicted import every_setup
 
 FAMILIES = ("chimera", "mixpipe", "bitpipe", "bitpipe-early")
 # Pipelines of up to 48 ranks beside tensor parallelism, before Blackwell.
@@ -53,7 +51,7 @@ def test_the_plan_has_the_bidirectional_pipelines_that_the_trainer_has(monkeypat
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     setups = {
         (setup.schedule, setup.pipeline, setup.num_chunks, setup.num_microbatches): setup
-        for setup in every_setup(SPACE, Bounds(), Counter())
+        for setup in every_setup(SPACE)
         if has_one_queue(setup) and setup.balance is None
     }
     assert {schedule for schedule, *_ in setups} == set(FAMILIES)
