@@ -28,7 +28,6 @@ COMMANDS = {
     "simulate": "predict one configuration's time, bubble and memory per stage",
     "plan": "search a model's configurations on a cluster, and tell whether balancing helps",
     "fit": "list what would make a launch fit in memory, with the savings and cost of each change",
-    "estimate": "estimate the gain of a larger micro-batch from stage MFUs alone",
     "trace": "build a launch's stages at true size without a GPU, and show what they hold",
     "profile": "time one stage of a model on this machine's device",
     "calibrate": "find how far a cluster is from its predictions, from one run on it",

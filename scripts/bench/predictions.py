@@ -127,7 +127,6 @@ def comparisons() -> tuple[Comparison, ...]:
     return (
         (f"iteration times, {YEUNG}", "8 A100s", "pass times", tuple(runs.replays())),
         (f"MFU of GPT-3 96B, balanced, {KIM}", "32 A100s", "stage times", tuple(runs.mfu_from_stage_times())),
-        (f"gain of a larger micro-batch, {HUANG}", "32 A100s", "stage MFUs", tuple(runs.gains())),
         (f"stage times, {KIM} and {YEUNG}", "A100s", "sizes", tuple(runs.stage_times())),
         (f"MFU of one stage, {HUANG}", "A100s", "sizes", tuple(runs.stage_mfu())),
         (f"MFU of GPT-3 96B, {KIM}", "32 A100s", "sizes", tuple(row.mfu for row in runs.grid())),

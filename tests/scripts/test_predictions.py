@@ -31,7 +31,6 @@ def test_the_page_has_the_tables_that_the_script_makes(predictions: ModuleType) 
 LIMITS = [
     ("iteration times, Yeung 2024", 20, 1, 2),
     ("MFU of GPT-3 96B, balanced, Kim 2023", 1, 2.5, 2.5),
-    ("gain of a larger micro-batch, Huang 2024", 2, 4, 4),
     ("stage times, Kim 2023 and Yeung 2024", 16, 4, 10),
     ("MFU of one stage, Huang 2024", 4, 9, 14),
     ("MFU of GPT-3 96B, Kim 2023", 19, 8, 41),

@@ -20,12 +20,9 @@ EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8",
 SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 
 
-ESTIMATE = ["estimate", "--gbs", "8", "--pp", "2", "--mbs", "1", "2", "--stage-mfu", "30", "40"]
-
-
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report", "capture", "check-launch")])
 def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """It once took `--pp 0` and complained of num_stages, and `estimate --gbs 0` gained 1.333x."""
+    """It once took `--pp 0` and complained of num_stages."""
     flags = [flag for flag in command_of(name).flags if flag.read is positive]
     assert flags
     for flag in flags:
@@ -34,7 +31,7 @@ def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd:
         assert (
             f"argument {'/'.join(flag.names.split())}: '0' must be a whole number, at least 1" in capfd.readouterr().err
         )
-    assert not [flag for flag in command_of(name).flags if flag.read in (int, float) and flag.field != "stage_mfu"]
+    assert not [flag for flag in command_of(name).flags if flag.read in (int, float)]
 
 
 def test_alone_it_shows_its_help(capfd: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +58,6 @@ def test_output_files_say_their_format(tmp_path: Path) -> None:
 SHORT = {
     "schedule": EXAMPLE,
     "simulate": ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8"],
-    "estimate": ESTIMATE,
     "help": ["plan", "--help"],
 }
 
@@ -79,7 +75,7 @@ def test_a_reader_that_has_gone_is_no_error(case: str) -> None:
 
 
 @pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])
-@pytest.mark.parametrize("case", ["schedule", "estimate"])
+@pytest.mark.parametrize("case", ["schedule", "simulate"])
 def test_output_that_takes_nothing_is_one_line(case: str, redirection: str) -> None:
     command = shlex.join([sys.executable, "-m", "bpipe", *SHORT[case]])
     ended = subprocess.run(

@@ -1,7 +1,7 @@
 """Rows of the table for the outputs of commands, and those of a single command."""
 
 from bpipe.config.flags.flag import Flag, Read, number
-from bpipe.config.flags.values import counted, positive, seconds, tolerance
+from bpipe.config.flags.values import counted, seconds, tolerance
 
 # Iterations that are not steady after a start: libraries load, communicators form and the allocator grows.
 WARM_UP_ITERATIONS = 5
@@ -37,33 +37,6 @@ COMPARED = Flag(
     "the command or replace its own, '' for the command as it stands, or the name of a file of a launch; put a space "
     "before a single flag",
     "FLAGS",
-    count=2,
-)
-
-TWO_SIZES = Flag(
-    "micro_batch",
-    "--micro-batch-size --mbs",
-    "the micro-batch size that fits, and the one that balancing makes fit",
-    "N",
-    positive,
-    count=2,
-    required=True,
-)
-STAGE_MFU = Flag(
-    "stage_mfu",
-    "--stage-mfu",
-    "MFU of one stage alone at each size, in percent",
-    "PERCENT",
-    float,
-    count=2,
-    required=True,
-)
-STAGE_SECONDS = Flag(
-    "stage_seconds",
-    "--stage-seconds",
-    "seconds of one stage's forward plus backward at each size: adds iteration times to the output",
-    "S",
-    seconds,
     count=2,
 )
 
