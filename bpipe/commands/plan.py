@@ -36,9 +36,8 @@ from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import refused_launch
 from bpipe.plan.search import INDISTINCT, Outcome, search
-from bpipe.plan.space import CUTS, VOCABULARIES, Space, divisors, num_grids, usual_contexts, with_free_switches
+from bpipe.plan.space import CUTS, Space, divisors, num_grids, usual_contexts, with_free_switches
 from bpipe.plan.variants import usual_slices
-from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_text, remedy_rows
 from bpipe.predict.cluster import Cluster, gib_text
 from bpipe.predict.memory import RankMemory, roomy_bytes
 from bpipe.predict.recompute import BLOCK
@@ -58,7 +57,6 @@ _SAME = "global_batch attention max_micro_batch max_chunks precision kernels cp_
 _ALL_SHOWN = 16
 _OF_ANSWER = ("", "iteration s", "range s", "speed-up", "peak GiB", "of GiB", "state", "configuration")
 _OF_ROWS = ("", "iteration s", "MFU %", "bubble %", "exposed s", "state", "configuration")
-_OF_REMEDIES = ("", "iteration s", "speed-up", "peak GiB", "state")
 
 COMMAND = command(
     *TRAINED[:-1],
@@ -102,12 +100,11 @@ def run(asked: Options) -> int:
     with progress_of("plan") as progress:
         num_rows = max(options.rows, options.emit_args or 0)
         outcome = search(space, num_rows, progress, evicts_least, options.time_limit)
-        hurts = _hurts(outcome) if options.emit_args is None else None
     if options.emit_args is not None:
         _print_flags(options.emit_args, outcome.rows, f". {verdict(outcome).text}")
     else:
         launch = reading if reading is None or _is_as_launched(asked, reading) else None
-        _print(outcome, launch, hurts, options.format, reading, yours)
+        _print(outcome, launch, options.format, reading, yours)
     return 0 if outcome.rows else NO_ROWS
 
 
@@ -220,18 +217,9 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
         return str(error)
 
 
-def _hurts(outcome: Outcome) -> tuple[Burden, int] | None:
-    """Return the first row that the vocabulary hurts, with its number."""
-    # The rows themselves show the gain of shards that were searched.
-    others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
-    burdens = (burden(row, outcome.space.profile, others) for row in outcome.rows)
-    return next(((worst, number) for number, worst in enumerate(burdens, 1) if worst), None)
-
-
 def _print(
     outcome: Outcome,
     launch: Reading | None,
-    hurts: tuple[Burden, int] | None,
     form: str,
     reading: Reading | None,
     yours: Candidate | str | None,
@@ -241,7 +229,6 @@ def _print(
     Args:
         outcome: The rows.
         launch: The launch that rows' flags change; None lists all flags.
-        hurts: The first row that the vocabulary hurts, with its number.
         form: Table or JSON.
         reading: The launch that is given.
         yours: The prediction of that launch as it is, or why it cannot run on this cluster.
@@ -249,7 +236,7 @@ def _print(
     launched = yours if isinstance(yours, Candidate) else None
     answer = answer_of(outcome.stock, outcome.rows, outcome.space, launch, launched)
     if form != "json":
-        _tell(answer, [*lines(reading), *_plan_parts(outcome, launch, hurts, yours)])
+        _tell(answer, [*lines(reading), *_plan_parts(outcome, launch, yours)])
         return
     values = {}
     if reading is not None and yours is not None:
@@ -257,7 +244,7 @@ def _print(
             {"impossible": yours} if isinstance(yours, str) else {**document(yours), "refused": list(yours.refused)}
         )
         values = {"launch": {**launch_document(reading), "as_it_stands": stands}}
-    print_json({"answer": answer_document(answer), **_document(outcome, launch, hurts), **values})
+    print_json({"answer": answer_document(answer), **_document(outcome, launch), **values})
 
 
 def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
@@ -274,7 +261,7 @@ def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
         tell("", advice(answer))
 
 
-def _document(outcome: Outcome, launch: Reading | None, hurts: tuple[Burden, int] | None) -> dict[str, Any]:
+def _document(outcome: Outcome, launch: Reading | None) -> dict[str, Any]:
     """Return the document of `--format json` (docs/planning.md)."""
     space = outcome.space
     # Reasons that do not apply to this space.
@@ -305,7 +292,6 @@ def _document(outcome: Outcome, launch: Reading | None, hurts: tuple[Burden, int
         "stock": _stock_values(outcome.stock),
         "families": family_values(outcome),
         "needs": trainer_needs(outcome),
-        "vocabulary": hurts and burden_document(*hurts),
     }
 
 
@@ -313,10 +299,8 @@ def _stock_values(stock: Candidate | None) -> dict[str, Any]:
     return {"row": stock and {**document(stock), "megatron_flags": megatron_flags(stock.setup)}}
 
 
-def _plan_parts(
-    outcome: Outcome, launch: Reading | None, hurts: tuple[Burden, int] | None, yours: Candidate | str | None
-) -> list[str | Table]:
-    """Return the rows, what each holds on every rank, the cost of the vocabulary, and the gain of balancing."""
+def _plan_parts(outcome: Outcome, launch: Reading | None, yours: Candidate | str | None) -> list[str | Table]:
+    """Return the rows, what each holds on every rank, and the gain of balancing."""
     cluster = outcome.space.cluster
     share = f"{100 * cluster.limit_bytes / cluster.device.memory_bytes:.0f} % of a device"
     limit = f"{gib_text(cluster.limit_bytes)} GiB ({share})"
@@ -346,9 +330,6 @@ def _plan_parts(
     families = family_rows(outcome)
     if families:
         parts += ["", table(("schedule", "its fastest configuration"), families), *trainer_needs(outcome)]
-    if hurts:
-        remedies = cells(_OF_REMEDIES, remedy_rows(hurts[0]), hurts[0].row)
-        parts += ["", burden_text(*hurts), table(_OF_REMEDIES, remedies)]
     return [*parts, "", verdict(outcome).text]
 
 

@@ -24,19 +24,3 @@ def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -
     if not share or (rest and not allow_uneven):
         return None
     return (*(share,) * (num_stages - 1 - rest), *(share + 1,) * rest, share)
-
-
-def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: float) -> tuple[int, ...] | None:
-    """Give the last stage fewer layers, as its output layer takes as long as some, and the others equal shares.
-
-    Takes the largest of equally fast numbers for the last; None if the others would not have one layer each.
-    """
-    others = num_stages - 1
-    if others < 1 or num_layers < others:
-        return None
-    last = min(
-        range(num_layers - others, -1, -1),
-        key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers),
-    )
-    share, rest = divmod(num_layers - last, others)
-    return (*(share,) * (others - rest), *(share + 1,) * rest, last)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bpipe.balance.config import named_balance
 from bpipe.build import build
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
-from bpipe.predict.layer_counts import redistribute_layers
 from bpipe.predict.layers.ends import shard_bytes, shard_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
@@ -72,30 +68,8 @@ def test_a_measured_output_layer_is_shared_out() -> None:
     assert measured.stages[-1].output_forward_s == measured.stages[0].embedding_forward_s == 0
 
 
-@given(st.integers(1, 80), st.integers(2, 16), st.floats(0, 40))
-def test_fewer_layers_for_the_last_are_as_fast_as_any(num_layers: int, num_stages: int, output: float) -> None:
-    result = redistribute_layers(num_layers, num_stages, output)
-    others = num_stages - 1
-    if num_layers < others:
-        assert result is None
-        return
-    assert result is not None
-    assert (len(result), sum(result)) == (num_stages, num_layers)
-    assert 1 <= min(result[:-1]) <= max(result[:-1]) <= min(result[:-1]) + 1
-    slowest = max(max(result[:-1]), result[-1] + output)
-    assert all(
-        slowest <= max(math.ceil((num_layers - last) / others), last + output)
-        for last in range(num_layers - others + 1)
-    )
-    # With one more it would be slower.
-    assert result[-1] == num_layers - others or slowest < max(
-        math.ceil((num_layers - result[-1] - 1) / others), result[-1] + 1 + output
-    )
-
-
 def test_the_published_redistribution() -> None:
-    """10.1 layers' worth for 256000 rows: the last rank has none; the pass times show 4,4,4,5,5,5,5,0."""
-    assert redistribute_layers(32, 8, 10.1) == (4, 4, 4, 5, 5, 5, 5, 0)
+    """Of 256000 rows: the last rank has no layer; the pass times show 4,4,4,5,5,5,5,0."""
     assert setup(layers=(4, 4, 4, 5, 5, 5, 5, 0)).layers[-1] == 0
     with pytest.raises(ValueError, match="must give 8 stages 32 layers"):
         setup(layers=(4, 0, 8, 5, 5, 5, 5, 0))
