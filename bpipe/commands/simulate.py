@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,13 +12,12 @@ from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Options, Task, command, group
-from bpipe.config.flags.parser import Parser
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget import within_budget
-from bpipe.plan.candidates import CLEARLY, EXPOSED, HOSTS, cells, document, is_level
-from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, pairs_apart, refusals, remarks
+from bpipe.plan.candidates import EXPOSED, HOSTS, cells, document
+from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, pairs_apart, remarks
 from bpipe.plan.options import filled
 from bpipe.plan.predict import Candidate, predict, simulation_of
 from bpipe.plan.refusals import refused_launch
@@ -37,12 +34,7 @@ if TYPE_CHECKING:
 
 # With more ranks, the totals are printed above them, too.
 _MANY_RANKS = 16
-_SIDES = ("A", "B")
 _TOTALS = ("iteration s", "range s", "MFU %", "bubble, % of pipeline", "bubble, % of spans", "exposed s", "state")
-_COMPARED = (
-    *("configuration", "iteration s", "range s", "MFU %", "bubble, % of pipeline", "exposed s", "peak GiB", "of GiB"),
-    *("state", "least full GiB", "evictions"),
-)
 _RANK_LEGEND = (
     "hosted: kept for other ranks; working: needed by one computation on top; fragm.: lost to fragmentation; "
     "overhead: CUDA context and communicators"
@@ -56,7 +48,7 @@ _RANK_TITLES = (
 COMMAND = command(
     *CONFIGURED,
     MEASURED,
-    group("output", outputs.COMPARED, outputs.FORMAT, outputs.TRACE),
+    group("output", outputs.FORMAT, outputs.TRACE),
     Task(
         "predict a configuration",
         "bpipe simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective",
@@ -74,11 +66,6 @@ COMMAND = command(
         "full --slices 8 --slice-lengths time",
         "slices slice_lengths",
     ),
-    Task(
-        "compare two settings, or two launches",
-        "bpipe simulate --cluster h100-80g --launch launch.json --compare '' '--tp 8 --pp 4'",
-        "compare",
-    ),
     Task("draw it", "bpipe simulate --cluster h100-80g --launch launch.json --trace trace.json", "trace"),
 )
 
@@ -93,9 +80,6 @@ class _Answer(NamedTuple):
 
 
 def run(options: Options) -> None:
-    if options.compare is not None:
-        _compare(options)
-        return
     with progress_of("simulate"):
         answer = _answer(options)
     if options.format == "json":
@@ -103,53 +87,6 @@ def run(options: Options) -> None:
     else:
         tell(*lines(answer.reading), *(() if answer.plan is None else fit.plan_lines(answer.plan)))
         tell(*_text(answer.row, answer.apart))
-
-
-def _compare(options: Options) -> None:
-    """Print two predictions side by side."""
-    if options.trace is not None:
-        raise ValueError("--compare predicts twice, and --trace draws one: leave one of the two out")
-    with progress_of("simulate"):
-        answers = [_answer(_laid_over(options, settings)) for settings in options.compare]
-    sides = [answer.row for answer in answers]
-    if options.format == "json":
-        documents = (_answer_document(answer) for answer in answers)
-        print_json({**dict(zip(_SIDES, documents, strict=True)), "verdict": _verdict(sides)})
-        return
-    columns = zip(*cells(_COMPARED, sides), strict=True)
-    settings = [("settings", *(given or "as it stands" for given in options.compare))]
-    tell(table(("", *_SIDES), [*settings, *((title, *pair) for title, pair in zip(_COMPARED, columns, strict=True))]))
-    for name, answer in zip(_SIDES, answers, strict=True):
-        notes = [answer.apart] if answer.apart else []
-        tell(*(f"{name}: {text}" for text in (*notes, *refusals(answer.row))))
-    tell(_verdict(sides))
-
-
-def _laid_over(options: Options, settings: str) -> Options:
-    """Return the options replaced by settings, a launch by another launch. One word that is no flag names a launch."""
-    words = shlex.split(settings)
-    if len(words) == 1 and not words[0].startswith("-"):
-        words = ["--launch", *words]
-    base = Options(**{**vars(options), "compare": None})
-    if {"--", "--launch"} & set(words):
-        base = Options(**{**vars(base), "megatron": [], "launch": None})
-    groups = (
-        group._replace(flags=tuple(replace(flag, required=False) for flag in group.flags)) for group in COMMAND[0]
-    )
-    parser = Parser(prog="bpipe simulate --compare", add_help=False)
-    parser.declare(COMMAND._replace(groups=tuple(groups)))
-    parser.check_flags(words)
-    return parser.parse_args(words, base)
-
-
-def _verdict(sides: Sequence[Candidate]) -> str:
-    unable = [name for name, side in zip(_SIDES, sides, strict=True) if not side.can_run]
-    first, second = (side.iteration_s for side in sides)
-    percent = 100 * (second / first - 1)
-    apart = f"B takes {abs(percent):.1f} % {'longer' if percent > 0 else 'less'} than A"
-    if is_level(max(first, second), min(first, second)):
-        apart += f", which is level: predictions tell no less than {100 * (CLEARLY - 1):.0f} % apart"
-    return f"{apart}; {' and '.join(unable)} cannot run." if unable else f"{apart}."
 
 
 def _answer(options: Options) -> _Answer:

@@ -58,7 +58,6 @@ COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "peak GiB": lambda row, base: gib_text(row.peak_bytes),
     "saved GiB": lambda row, base: gib_text(base.peak_bytes - row.peak_bytes),
     "of GiB": lambda row, base: gib_text(row.limit_bytes),
-    "least full GiB": lambda row, base: gib_text(min(rank.peak_bytes for rank in row.memory)),
     "evictions": lambda row, base: str(sum(row.transfers)),
     "state": lambda row, base: row.state,
     "configuration": lambda row, base: describe(row.setup),

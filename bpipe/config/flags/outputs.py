@@ -30,16 +30,6 @@ def rows(default: int, read: Read) -> Flag:
 
 EMIT_ARGS = number("emit_args", "--emit-args", "print only the Megatron flags of this row; the first row is 1", "ROW")
 
-COMPARED = Flag(
-    "compare",
-    "--compare",
-    "predict twice, and print both predictions side by side. Each of the two is one word: flags that are added to "
-    "the command or replace its own, '' for the command as it stands, or the name of a file of a launch; put a space "
-    "before a single flag",
-    "FLAGS",
-    count=2,
-)
-
 RUN = Flag("run_of", "", "the run's --bpipe-report folder, or the log that Megatron printed", "RUN", count="?")
 WARM_UP = Flag(
     "warm_up",
