@@ -168,7 +168,7 @@ def _if(holds: bool, **values: Any) -> dict[str, Any]:
 
 def document(row: Candidate) -> dict[str, Any]:
     """Return one prediction as JSON values. `stages` has one entry for each pipeline rank."""
-    setup, timing, bandwidth = row.setup, row.timing, row.bandwidth
+    setup, timing = row.setup, row.timing
     return {
         "iteration_time_s": timing.iteration_s,
         "range_s": row.range_s,
@@ -180,14 +180,9 @@ def document(row: Candidate) -> dict[str, Any]:
         "bubble_of_pipeline_percent": 100 * timing.bubble_of_pipeline,
         "bubble_of_span_percent": 100 * timing.bubble_of_span,
         "exposed_transfer_s": max(timing.exposed_s),
-        "transfer_bytes": bandwidth.transfer_bytes if bandwidth else 0,
-        "required_bytes_per_s": bandwidth.required_bytes_per_s if bandwidth else 0,
-        "required_steady_bytes_per_s": bandwidth.steady_bytes_per_s if bandwidth else 0,
-        "available_bytes_per_s": bandwidth.available_bytes_per_s if bandwidth else None,
         "fits": row.fits,
         "balanced": setup.balance is not None,
         "stages": [_stage(row, rank) for rank in row.memory],
-        **({"at_once": asdict(row.at_once)} if row.at_once else {}),
         "configuration": configuration(setup),
     }
 

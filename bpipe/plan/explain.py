@@ -22,7 +22,6 @@ from bpipe.predict.memory import TIGHT
 from bpipe.predict.nodes import replicas_share_nodes
 from bpipe.predict.profile import Profile
 from bpipe.predict.replicas import update_seconds
-from bpipe.predict.saved_tensors import kept_share
 from bpipe.predict.states import cpu_optimizer_bytes
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
@@ -45,22 +44,10 @@ def remarks(row: Candidate, apart: str | None = None) -> list[str]:
 
 
 def _remarks(row: Candidate) -> Iterator[str]:
-    setup, bandwidth, other, peak = row.setup, row.bandwidth, row.at_once, gib_text(row.peak_bytes)
-    if bandwidth is not None:
-        yield (
-            f"each transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: to hide behind one forward it needs "
-            f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady "
-            f"phase); the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
-        )
+    setup = row.setup
     if row.unbalanced_bytes is not None:
         needs = f"{gib_text(row.unbalanced_bytes)} of {gib_text(row.limit_bytes)} GiB"
         yield f"fits only with balancing: without it, the fullest rank needs {needs}"
-    if other is not None:
-        yield (
-            f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with "
-            f"--bpipe-keep-weights-halves none the fullest rank needs {gib_text(other.peak_bytes)} instead of {peak} "
-            f"GiB, and an iteration takes {other.iteration_s:.3f} instead of {row.iteration_s:.3f} s"
-        )
     yield from _replicas_apart(setup)
     is_counted = setup.balance is not None and setup.activation_budget is None
     if setup.slices > 1 and setup.slice_lengths != EVEN and is_counted:

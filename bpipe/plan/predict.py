@@ -1,7 +1,6 @@
 """The prediction of one configuration: time, MFU, bubble, memory, transfers, of the schedule that would run."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from bpipe.build import built, unchecked
@@ -14,38 +13,14 @@ from bpipe.predict.memory import RankMemory, predict_memory
 from bpipe.predict.profile import Profile
 from bpipe.predict.tensor_parallel import Exposed, exposed
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import num_transfers
-from bpipe.simulate.cost import Costs, required_bytes_per_s, steady_bytes_per_s
+from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
-# Ratio of activations from which on deferred weights' halves are reported.
-CLEARLY_MORE = 1.05
 # Evictions of this many forwards take a second to count. For more, those of these numbers of steps are counted.
 _FORWARDS_ASKED = 100_000
 _STEPS_ASKED = (6, 18)
-
-
-@dataclass(frozen=True, slots=True)
-class Bandwidth:
-    """Bytes per second that transfers of the busiest rank need."""
-
-    transfer_bytes: int
-    required_bytes_per_s: float
-    """To end within one forward."""
-    steady_bytes_per_s: float
-    """In the steady phase, where an eviction and a load share about three forwards: two thirds (Kim et al.)."""
-    available_bytes_per_s: float
-    """What the link has."""
-
-
-@dataclass(frozen=True, slots=True)
-class AtOnce:
-    """Iteration seconds and peak with every wgrad right after its dgrad."""
-
-    iteration_s: float
-    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +36,6 @@ class Candidate:
     """Of every rank."""
     transfers: tuple[int, ...]
     """Evictions of every rank in an iteration."""
-    bandwidth: Bandwidth | None
-    """What transfers need; None if nothing moves."""
-    at_once: AtOnce | None = None
-    """Set if deferring wgrads clearly costs memory."""
     name: str = ""
     """What the command calls it: `launch`, `stock` or `bpipe` in an answer, the change in a list of changes."""
     unbalanced_bytes: int | None = None
@@ -149,33 +120,14 @@ def predict(
         timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.padded_vocabulary)
     count = setup.cluster.num_devices
-    moves, memory = _num_evictions(setup), predict_memory(setup)
     return Candidate(
         setup=setup,
         formula=formula,
         mfu=mfu(flops, timing.iteration_s, count, setup.peak_flops_per_s),
         timing=timing,
-        memory=memory,
-        transfers=moves,
-        bandwidth=_bandwidth(setup, costs, moves),
-        at_once=_at_once(setup, profile, memory),
+        memory=predict_memory(setup),
+        transfers=_num_evictions(setup),
     )
-
-
-def _at_once(setup: Setup, profile: Profile | None, memory: tuple[RankMemory, ...]) -> AtOnce | None:
-    if not setup.splits or not setup.keeps_halves:
-        return None
-    without = replace(setup, keep_weights_halves="none")
-    other = predict_memory(without)
-    if _fullest(memory) <= CLEARLY_MORE * _fullest(other):
-        return None
-    return AtOnce(
-        steady_timing(without, costs_of(without, profile)).iteration_s, max(rank.peak_bytes for rank in other)
-    )
-
-
-def _fullest(memory: tuple[RankMemory, ...]) -> int:
-    return max(rank.activations_bytes + rank.hosted_bytes for rank in memory)
 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
@@ -196,35 +148,3 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
         return tuple(count())
     ratio = Fraction(m - few, many - few)
     return tuple(less + int(ratio * (more - less)) for less, more in zip(count(few), count(many), strict=True))
-
-
-def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:
-    if not any(moves):
-        return None
-    # The micro-batches that fill the pipeline show who hosts for whom.
-    count = setup.num_microbatches if setup.activation_budget else min(setup.num_microbatches, setup.pipeline)
-    hosts = unchecked(setup.program(count)).hosts or ()
-    needs = [
-        need
-        for rank, evictions in enumerate(moves)
-        if evictions
-        for need in _needs_of_rank(rank, setup.stages_of(rank), costs, hosts[rank])
-    ]
-    return max(needs, key=lambda need: need.required_bytes_per_s / need.available_bytes_per_s, default=None)
-
-
-def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequence[Host]) -> list[Bandwidth]:
-    speeds = [costs.links.link(rank, host.rank).bytes_per_s for host in hosts]
-    available = min((speed for speed in speeds if speed is not None), default=None)
-    if available is None:
-        return []
-    rows = (
-        (cost.moved_bytes, float(cost.whole_forward_s))
-        for stage in stages
-        for cost in costs.of_stage(stage)
-        if cost.whole_forward_s
-    )
-    return [
-        Bandwidth(size, required_bytes_per_s(size, forward_s), steady_bytes_per_s(size, forward_s), float(available))
-        for size, forward_s in rows
-    ]

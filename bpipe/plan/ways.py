@@ -178,6 +178,8 @@ def _stands_for(row: Candidate, other: Candidate) -> bool:
 def _changes(setup: Setup) -> Iterator[_Change]:
     """Yield all changes, whether or not they are allowed."""
     yield from _recomputed(setup)
+    if setup.splits and setup.keeps_halves:
+        yield _with(setup, "halves", "weights' halves right after inputs'", keep_weights_halves="none")
     for size in (setup.micro_batch // 2, 2 * setup.micro_batch):
         if size:
             yield _with(setup, "batch", f"micro-batch {size}", micro_batch=size)

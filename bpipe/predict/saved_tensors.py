@@ -69,13 +69,6 @@ def after_input_bytes(setup: Setup) -> tuple[int, ...]:
     return tuple(sum(number * of_kind[kind] for kind, _, number in layers) for layers in setup.stage_layers)
 
 
-def kept_share(setup: Setup) -> float:
-    """Return what layers hold between dgrad and wgrad as a share of what their forwards saved."""
-    layers = [layer for of_stage in setup.stage_layers for layer in of_stage]
-    kept = sum(number * total(layer_after_input(setup, kind)) for kind, _, number in layers)
-    return kept / sum(number * total(saved_within(setup, kind, scope)) for kind, scope, number in layers)
-
-
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
     """Return bytes that a transfer moves: storages of at least `minimum_bytes` that the loop does not hold."""
     received = sent_bytes(setup) if stage and setup.layers[stage] and _shares_input(setup) else 0

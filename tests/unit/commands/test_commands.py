@@ -43,7 +43,7 @@ def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None
     assert {"stage", "weights_bytes", "activations_bytes", "peak_bytes", "fits"} <= set(result["stages"][0])
     assert result["configuration"]["data"] == 1
     plain = document(capsys, *SIMULATE, "--precision", "fp16")
-    assert (plain["fits"], plain["balanced"], plain["available_bytes_per_s"]) == (False, False, None)
+    assert (plain["fits"], plain["balanced"]) == (False, False)
 
 
 def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,16 +61,11 @@ def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Under sequence parallelism waiting halves hold more than their forwards saved: said, with the way out, which
-    then holds."""
+    """Under sequence parallelism waiting halves hold more than their forwards saved."""
     split = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--tp", "8", "--pp", "8", "--gbs", "32"]
     split += ["--schedule", "zb-h1"]
     trace = tmp_path / "trace.json"
-    text = output(capsys, *split, "--trace", str(trace))
-    assert (
-        "from I to W a layer holds 1.83 times what its forward saved: with --bpipe-keep-weights-halves none the "
-        "fullest rank" in text
-    )
+    output(capsys, *split, "--trace", str(trace))
     names = {
         event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "backward_weight"
     }
@@ -79,12 +74,9 @@ def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFix
     assert result["configuration"]["keep_weights_halves"] == "linear"
     at_once = document(capsys, *split, "--keep-weights-halves", "none")
     assert at_once["configuration"]["keep_weights_halves"] == "none"
-    assert result["at_once"] == {
-        "iteration_s": pytest.approx(at_once["iteration_time_s"]),
-        "peak_bytes": max(stage["peak_bytes"] for stage in at_once["stages"]),
-    }
-    assert "at_once" not in at_once
-    assert max(stage["peak_bytes"] for stage in result["stages"]) > result["at_once"]["peak_bytes"]
+    assert max(stage["peak_bytes"] for stage in result["stages"]) > max(
+        stage["peak_bytes"] for stage in at_once["stages"]
+    )
 
 
 SLICED = (
@@ -254,7 +246,6 @@ def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str],
     result = document(capsys, *BALANCED, "--profile", str(path), "--flops-formula", "papers")
     assert result["mfu_percent"] == pytest.approx(50.64, rel=0.025)
     assert result["exposed_transfer_s"] == 0
-    assert result["required_bytes_per_s"] == pytest.approx(24.25e9, rel=0.01)
 
 
 def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

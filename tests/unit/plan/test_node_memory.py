@@ -58,9 +58,4 @@ def test_a_cluster_file_says_how_fast_the_nodes_memory_is(tmp_path: Path, capsys
         command = ["simulate", "--cluster", shared(tmp_path, **keys), *MODEL, "--balance", "bpipe", "--hosts", "host"]
         assert main([*command, "--bound", "2", "--format", "json"]) in (0, None)
         times[name] = json.loads(capsys.readouterr().out)
-    available = {name: result["available_bytes_per_s"] for name, result in times.items()}
-    assert available["usual"] == pytest.approx(64e9 * 0.77)
-    assert available["slow"] == pytest.approx(32e9 * 0.77)
-    # Two of the node's four devices send: 32 / 2.
-    assert available["shared"] == pytest.approx(16e9 * 0.77)
     assert times["usual"]["iteration_time_s"] < times["slow"]["iteration_time_s"] < times["shared"]["iteration_time_s"]
