@@ -63,7 +63,7 @@ def run(asked: Options) -> int:
     with progress_of("fit"):
         ways = ways_to_fit(setup, others, profile, planned)
         setup, unkept = (setup, None) if planned is None else _planned(setup, planned)
-        now = predict(setup, profile, formula=options.flops_formula)
+        now = predict(setup, profile)
     shown = ways[: options.rows]
     # Without a launch, changes are those of the launch that the flags mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading

@@ -146,7 +146,6 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         traced=traced,
         **training_of(options),
         profile=profile,
-        formula=options.flops_formula,
         hosts=tuple(asked.hosts or (options.hosts,)),
         contexts=contexts,
         vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
@@ -211,7 +210,7 @@ def _yours(asked: Options, reading: Reading) -> Candidate | str:
         profile, traced = measured_of(launched_options)
         own = setup_of(launched_options, _budgeted(cluster_of(launched_options, reading), asked.memory))
         setup, _ = budgeted(launched_options, replace(own, traced=traced), profile)
-        row = predict(setup, profile, formula=launched_options.flops_formula)
+        row = predict(setup, profile)
         return replace(row, name=LAUNCH, refused=refused_launch(setup, reading))
     except ValueError as error:
         return str(error)

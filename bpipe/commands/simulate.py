@@ -34,12 +34,11 @@ if TYPE_CHECKING:
 
 # With more ranks, the totals are printed above them, too.
 _MANY_RANKS = 16
-_TOTALS = ("iteration s", "range s", "MFU %", "bubble, % of pipeline", "bubble, % of spans", "exposed s", "state")
+_TOTALS = ("iteration s", "range s", "MFU %", "bubble, % of pipeline", "exposed s", "state")
 _RANK_LEGEND = (
     "hosted: kept for other ranks; working: needed by one computation on top; fragm.: lost to fragmentation; "
     "overhead: CUDA context and communicators"
 )
-_TOTALS_LEGEND = f"span: from a rank's first computation to its last; {EXPOSED}"
 _RANK_TITLES = (
     *("rank", "layers", "weights", "gradients", "optimizer", "activations", "hosted", "working", "fragm.", "overhead"),
     *("peak", "evictions", "fits"),
@@ -96,7 +95,7 @@ def _answer(options: Options) -> _Answer:
     setup, plan = budgeted(options, setup, profile)
     # Timed as in plan, so that a configuration has one time; a picture needs the simulation of every action.
     simulation = simulation_of(setup, profile) if options.trace is not None else None
-    row = predict(setup, profile, simulation, options.flops_formula)
+    row = predict(setup, profile, simulation)
     if simulation is not None:
         from bpipe.simulate.trace import write_trace
 
@@ -156,7 +155,7 @@ def _text(row: Candidate, apart: str | None) -> list[str | Table]:
         f"{setup.schedule}{_options(setup)}, balance {name_of(setup.balance)}{HOSTS[setup.hosts]}"
         f"{'' if bounds is None else ' to ' + ','.join(map(str, bounds))}"
     )
-    flops = f"MFU of {row.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s"
+    flops = f"MFU of peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s"
     ranks = [_rank_cells(row, memory) for memory in row.memory]
     needs = [need for need in needs_of_setup(setup) if need in (FP8, SLICES)]
     totals = table(_TOTALS, cells(_TOTALS, [row]))
@@ -171,7 +170,7 @@ def _text(row: Candidate, apart: str | None) -> list[str | Table]:
         *calibration_lines(setup.cluster),
         *needs,
         *remarks(row, apart),
-        f"{flops}; {_TOTALS_LEGEND}",
+        f"{flops}; {EXPOSED}",
         totals,
     ]
 

@@ -131,7 +131,7 @@ def calibrate(setup: Setup, measured_s: float, source: str) -> Calibration:
     if not measured_s > 0:
         raise ValueError(f"{source}: an iteration took {measured_s:g} s, but must take more than 0")
     device, count = setup.cluster.device, setup.cluster.num_devices
-    flops = training_flops(setup.model, setup.global_batch, setup.sequence, vocabulary=setup.padded_vocabulary)
+    flops = training_flops(setup.model, setup.global_batch, setup.sequence, setup.padded_vocabulary)
     usage = mfu(flops, measured_s, count, setup.peak_flops_per_s)
     if usage >= 1:
         raise ValueError(

@@ -28,8 +28,6 @@ class Candidate:
     """A configuration with its prediction, and what else is known about it."""
 
     setup: Setup
-    formula: str
-    """Of the FLOPs that MFU counts."""
     mfu: float
     timing: Timing
     memory: tuple[RankMemory, ...]
@@ -110,7 +108,6 @@ def predict(
     setup: Setup,
     profile: Profile | None = None,
     simulation: Simulation | None = None,
-    formula: str = "megatron",
     timing: Timing | None = None,
 ) -> Candidate:
     """Predict everything about one setup, from a `simulation` of all micro-batches, a known `timing`, or the steady
@@ -118,11 +115,10 @@ def predict(
     costs = costs_of(setup, profile) if simulation is None else simulation.costs
     if timing is None:
         timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
-    flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.padded_vocabulary)
+    flops = training_flops(setup.model, setup.global_batch, setup.sequence, setup.padded_vocabulary)
     count = setup.cluster.num_devices
     return Candidate(
         setup=setup,
-        formula=formula,
         mfu=mfu(flops, timing.iteration_s, count, setup.peak_flops_per_s),
         timing=timing,
         memory=predict_memory(setup),

@@ -333,7 +333,7 @@ class _Search:
             return
         # Its need so far may be a lower bound, which was enough to tell that it does not fit.
         unbalanced_bytes = None if candidate.needs_bytes is None else peak_bytes(replace(setup, balance=None))
-        prediction = predict(setup, self._space.profile, formula=self._space.formula, timing=timing)
+        prediction = predict(setup, self._space.profile, timing=timing)
         row = replace(prediction, unbalanced_bytes=unbalanced_bytes)
         if family is not None and leads:
             family.fastest = row

@@ -73,8 +73,6 @@ class Space(Training):
     """Whether stages may have unequal numbers of layers if the stages do not divide the layers."""
     profile: Profile | None = None
     """Measured seconds, in place of predicted ones."""
-    formula: str = "megatron"
-    """Formula for MFU (`bpipe.predict.flops`)."""
     hosts: tuple[str, ...] = (PAIR,)
     """Hosts of what balanced configurations evict (`schedule.hosts`)."""
     expert: int | None = None

@@ -42,8 +42,6 @@ class Timing:
     pipeline_s: float
     busy_s: float
     """Computing, over all ranks."""
-    span_s: float
-    """From the first computation to the last, over all ranks."""
     exposed_s: tuple[float, ...]
     """Waiting for transfers, by rank."""
     simulated: int
@@ -52,10 +50,6 @@ class Timing:
     @property
     def bubble_of_makespan(self) -> float:
         return float(bubble(self.busy_s, len(self.exposed_s) * self.iteration_s))
-
-    @property
-    def bubble_of_span(self) -> float:
-        return float(bubble(self.busy_s, self.span_s))
 
     @property
     def bubble_of_pipeline(self) -> float:
@@ -68,7 +62,6 @@ class Timing:
             self.iteration_s + times * step.iteration_s,
             self.pipeline_s + times * step.pipeline_s,
             self.busy_s + times * step.busy_s,
-            self.span_s + times * step.span_s,
             tuple(total + times * part for total, part in zip(self.exposed_s, step.exposed_s, strict=True)),
             self.simulated,
         )
@@ -80,7 +73,6 @@ def whole_timing(simulation: Simulation) -> Timing:
         float(simulation.makespan_s),
         float(simulation.pipeline_s),
         float(sum(simulation.busy_s(rank) for rank in ranks)),
-        float(sum(simulation.span_s(rank) for rank in ranks)),
         tuple(float(seconds) for seconds in simulation.exposed_s),
         simulation.schedule.num_whole_microbatches,
     )
@@ -134,7 +126,7 @@ def _adds_evenly(timings: Sequence[Timing]) -> bool:
 
 def _added(less: Timing, more: Timing) -> Timing:
     """Return what each further micro-batch adds."""
-    zero = Timing(0.0, 0.0, 0.0, 0.0, (0.0,) * len(more.exposed_s), 0)
+    zero = Timing(0.0, 0.0, 0.0, (0.0,) * len(more.exposed_s), 0)
     return zero.plus(more.plus(less, -1), 1 / (more.simulated - less.simulated))
 
 
@@ -178,7 +170,7 @@ def _repeated(simulation: Simulation, step: int) -> Timing | None:
         )
     assert added is not None
     seconds = float(added)
-    return Timing(seconds, seconds, busy, seconds * len(exposed), tuple(exposed), step)
+    return Timing(seconds, seconds, busy, tuple(exposed), step)
 
 
 def _within(row: Sequence[Timed], begins: Number, seconds: Number) -> list[Timed]:

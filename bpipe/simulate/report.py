@@ -77,10 +77,6 @@ class Simulation:
     def busy_s(self, rank: int) -> Number:
         return sum(timed.end_s - timed.start_s for timed in self.computations[rank])
 
-    def span_s(self, rank: int) -> Number:
-        row = self.computations[rank]
-        return row[-1].end_s - row[0].start_s if row else 0
-
     @property
     def exposed_transfer_s(self) -> Number:
         """Seconds for which the rank that waits most for transfers waits."""
@@ -91,12 +87,6 @@ class Simulation:
         """Bubble over all ranks, 1 - busy / makespan: the share of the whole iteration without computation."""
         ranks = range(self.schedule.num_ranks)
         return bubble(sum(self.busy_s(rank) for rank in ranks), self.makespan_s * len(ranks))
-
-    @property
-    def bubble_of_span(self) -> Number:
-        """Bubble over all ranks, 1 - busy / span."""
-        ranks = range(self.schedule.num_ranks)
-        return bubble(sum(self.busy_s(rank) for rank in ranks), sum(self.span_s(rank) for rank in ranks))
 
     def levels(self, rank: int) -> tuple[Level, ...]:
         """Return the bytes of activations that the rank holds over time, its own and hosted ones."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.plan.predict import costs_of, predict, simulation_of
+from bpipe.plan.predict import costs_of, simulation_of
 from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.costs import links, predict_costs
@@ -190,6 +190,12 @@ def _passes(source: str, name: str, measured_ms: Sequence[float], predicted_s: S
         yield Row(source, f"{name}, {kind}", "ms", measured, float(predicted) * 1e3)
 
 
+def papers_flops(model: Model, batch: int) -> float:
+    """Return the FLOPs that the papers count (Narayanan et al. 2021, without recomputation): attention in full."""
+    h, layers, s = model.hidden_size, model.num_layers, 2048
+    return 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + model.vocabulary / (16 * layers * h))
+
+
 def mfu_from_stage_times() -> Iterator[Row]:
     """Simulate balanced 1F1B with the stage times, which contain the output layer's share."""
     for row in read_rows("bpipe_stage_times.csv"):
@@ -201,7 +207,7 @@ def mfu_from_stage_times() -> Iterator[Row]:
                 float(row[f"{name}_ms"]) / 1e3 for name in ("forward", "backward", "transfer")
             )
             costs = Costs((StageCost(forward, backward, transfer_s=transfer),) * pipeline)
-            flops = training_flops(PRESETS[row["model"]], batch, 2048, "papers")
+            flops = papers_flops(PRESETS[row["model"]], batch)
             num_devices = parse_cluster(row["cluster"]).num_devices
             reached = mfu(flops, float(simulate(schedule, costs).makespan_s), num_devices, A100_FLOPS_PER_S)
             yield Row(KIM, row["model"], "% MFU", float(row["mfu_percent"]), 100 * reached)
@@ -212,7 +218,7 @@ def stage_mfu() -> Iterator[Row]:
     for (attention, recompute), of_stage in HUANG_MFU.items():
         for b, measured in zip((1, 2), of_stage, strict=True):
             setup = setup_of(PRESETS["gpt3-96b"], "a100-80g:4x8", 4, 8, b, 128, recompute, attention=attention)
-            flops = training_flops(setup.model, b, 2048, "papers") / 32
+            flops = papers_flops(setup.model, b) / 32
             predicted = 100 * flops / float(sum(_stage_seconds(setup))) / A100_FLOPS_PER_S
             yield Row(HUANG, f"{attention} attention, b={b}", "% MFU", measured, predicted)
 
@@ -243,7 +249,8 @@ def grid() -> tuple[GridRow, ...]:
         setup = setup_of(PRESETS["gpt3-96b"], "a100-80g:4x8", t, p, b, 128, scope, balance=balance)
         less = replace(setup, balance=None) if balanced else replace(setup, recompute=SCOPES[SCOPES.index(scope) - 1])
         name = f"{t}/{p}/{b}"
-        predicted = 100 * predict(setup, simulation=simulation_of(setup), formula="papers").mfu
+        seconds = float(simulation_of(setup).makespan_s)
+        predicted = 100 * mfu(papers_flops(setup.model, 128), seconds, 32, A100_FLOPS_PER_S)
         percent = Row(KIM, name, "% MFU", float(row["mfu_percent"]), predicted)
         limit = setup.cluster.device.memory_bytes / GIB
         gib = (fullest_gib(setup), fullest_gib(less), limit)
@@ -449,7 +456,7 @@ def _bridge_setup(row: dict[str, str], dispatcher: str, **others: Any) -> Setup:
 
 
 def _bridge_row(row: dict[str, str], setup: Setup) -> Row:
-    flops = training_flops(setup.model, setup.global_batch, setup.sequence, vocabulary=setup.padded_vocabulary)
+    flops = training_flops(setup.model, setup.global_batch, setup.sequence, setup.padded_vocabulary)
     reached = flops / _iteration_s(setup) / setup.cluster.num_devices / 1e12
     return Row(row["source"], row["model"], "tflops_per_gpu", float(row["tflops_per_gpu"]), reached, setup)
 

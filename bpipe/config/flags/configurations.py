@@ -12,7 +12,6 @@ from bpipe.config.flags.flag import Flag, InLaunch, Read, group, number
 from bpipe.config.flags.parser import REST
 from bpipe.predict import training
 from bpipe.predict.cluster import DEVICES, RACKS
-from bpipe.predict.flops import FORMULAS
 from bpipe.predict.layer_variants import DISPATCHERS
 from bpipe.predict.model import PRESETS
 from bpipe.predict.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
@@ -229,13 +228,6 @@ TRAINING = group(
     *STATE_TYPES,
     *SWITCHES,
     DIFFERING_SIZES,
-    Flag(
-        "flops_formula",
-        "--flops-formula",
-        "formula for the FLOPs that MFU counts (default megatron)",
-        default="megatron",
-        choices=FORMULAS,
-    ),
 )
 EXPERTS = group(
     "experts",

@@ -1,4 +1,4 @@
-"""FLOPs: Megatron's function and the papers' formula."""
+"""FLOPs: Megatron's function."""
 
 from __future__ import annotations
 
@@ -28,14 +28,6 @@ def test_flops_are_megatrons(
     layers = split_layers(model.num_layers, 2, allow_uneven=True)
     assert layers is not None
     setup = Setup(model, parse_cluster("h100-80g:1x8"), 4, 2, 1, 16, model.sequence, layers)
-    assert training_flops(model, 16, model.sequence, vocabulary=setup.padded_vocabulary) == pytest.approx(
+    assert training_flops(model, 16, model.sequence, setup.padded_vocabulary) == pytest.approx(
         megatron_flops(megatron_args(setup), 16), rel=1e-12
     )
-
-
-def test_the_papers_formula() -> None:
-    batch, s, layers, h, vocabulary = 128, 2048, 80, 9984, 51200
-    expected = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
-    assert training_flops(PRESETS["gpt3-96b"], batch, s, "papers") == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ValueError, match="use the formula megatron"):
-        training_flops(PRESETS["llama3-8b"], batch, s, "papers")

@@ -72,11 +72,9 @@ def test_flops_are_megatrons(
     args.mamba_num_groups, args.mamba_num_heads = hybrid.num_groups, hybrid.num_heads
     for name in ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim"):
         setattr(args, f"linear_{name}", None)
-    assert training_flops(model, 64, model.sequence, vocabulary=args.padded_vocab_size) == pytest.approx(
+    assert training_flops(model, 64, model.sequence, args.padded_vocab_size) == pytest.approx(
         megatron_flops(args, 64), rel=1e-12
     )
-    with pytest.raises(ValueError, match="use the formula megatron"):
-        training_flops(model, 64, model.sequence, "papers")
 
 
 # GPT's sizes with every layer in two.
@@ -100,7 +98,7 @@ def test_attention_and_mlp_apart_are_a_layer(more: dict[str, Any]) -> None:
     """In parameters, FLOPs, bytes of weights and saved ones, between the halves of a backward, and in seconds."""
     whole, apart = setup_of(WHOLE, 2, 2, **more), setup_of(APART, 2, 2, **more)
     assert num_parameters(WHOLE) == num_parameters(APART)
-    assert training_flops(WHOLE, 4, 256) == training_flops(APART, 4, 256)
+    assert training_flops(WHOLE, 4, 256, 1000) == training_flops(APART, 4, 256, 1000)
     assert stage_parameters(whole) == stage_parameters(apart)
     assert stage_bytes(whole) == stage_bytes(apart)
     assert after_input_bytes(whole) == after_input_bytes(apart)

@@ -108,7 +108,6 @@ def test_two_ranks_by_hand() -> None:
     ]
     assert report.pipeline_s == report.makespan_s == 27
     assert report.bubble_of_makespan == 1 - Fraction(32, 54)
-    assert report.bubble_of_span == 1 - Fraction(32, 43)
 
 
 def test_a_blocking_exchange_keeps_the_sender() -> None:
