@@ -380,13 +380,8 @@ def _words(family: FamilyResult, outcome: Outcome) -> str:
         return _beside(family.fastest, best) + others
     parts = []
     if family.num_large:
-        least, limit = family.least_bytes, best.limit_bytes
         condition = " that could be among the rows" if family.bound_s is not None else ""
-        parts.append(
-            f"{family.num_large} configurations{condition} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
-            if least is not None
-            else ""
-        )
+        parts.append(f"{family.num_large} configurations{condition} do not fit")
     if family.bound_s is not None:
         parts.append(f"{'the others take' if parts else 'takes'} at least {family.bound_s:.3f} s, by a lower bound")
     return "; ".join(parts) or "no configuration"

@@ -49,8 +49,6 @@ class FamilyResult:
     num_fitting: int = 0
     num_large: int = 0
     """Configurations that need too much memory."""
-    least_bytes: int | None = None
-    """Fewest bytes that any of these needs on its fullest rank."""
     bound_s: float | None = None
     """Lower bound of the seconds of every configuration that was not simulated."""
     fastest: Candidate | None = None
@@ -59,10 +57,6 @@ class FamilyResult:
     def left(self, bound_s: float) -> None:
         """Record a configuration that is not simulated and takes at least this long."""
         self.bound_s = bound_s if self.bound_s is None else min(self.bound_s, bound_s)
-
-    def needs(self, num_bytes: int) -> None:
-        """Record a configuration that does not fit and needs at least this many bytes."""
-        self.least_bytes = num_bytes if self.least_bytes is None else min(self.least_bytes, num_bytes)
 
 
 class Judge:
@@ -79,8 +73,6 @@ class Judge:
         self.num_only_balanced = 0
         self._states: dict[object, tuple[int, ...]] = {}
         self._large: list[Closest] = []
-        # By family, setups that are too large by a lower bound, with that bound.
-        self._by_bound: dict[str, list[tuple[int, Setup]]] = {}
 
     @property
     def closest(self) -> Closest | None:
@@ -96,18 +88,6 @@ class Judge:
                 nearest = candidate._replace(needs_bytes=needs)
         return nearest
 
-    def standings(self) -> tuple[FamilyResult, ...]:
-        """Return every family's result, in the space's order. A family without a row gets its least need in bytes."""
-        for name, family in self.families.items():
-            for bound, setup in (
-                sorted(self._by_bound.get(name, ()), key=lambda entry: entry[0]) if family.fastest is None else ()
-            ):
-                if family.least_bytes is not None and bound >= family.least_bytes:
-                    break
-                shared = least_shared_bytes(setup) if setup.balance is not None else 0
-                family.needs(shared if shared > self._limit else peak_bytes(setup))
-        return tuple(self.families.values())
-
     def is_slower(self, setup: Setup, bound_s: float) -> None:
         """Skip a setup that cannot be among the rows."""
         self.cuts["slower"] += 1
@@ -122,8 +102,6 @@ class Judge:
     def cut_branch(self, plainest: Setup, least_bytes: int, is_state: bool) -> None:
         """Drop a branch that needs too much memory whatever its schedule."""
         self.cuts["branches"] += 1
-        for family in self.families.values():
-            family.needs(least_bytes)
         self._large.append(Closest(is_state, max(self._states_of(plainest)) if is_state else least_bytes, plainest))
 
     def fitting(self, setup: Setup) -> Setup | None:
@@ -141,12 +119,12 @@ class Judge:
         return self._fitted(with_block(setup, number or num_layers))
 
     def _is_enough(self, setup: Setup) -> bool:
-        return self._needs(setup)[0] <= self._limit
+        return self._needs(setup) <= self._limit
 
     def _fitted(self, setup: Setup) -> Setup | None:
         """Return the setup if it fits, balanced by a budget if even shares are not enough."""
         self.needs_bytes = None
-        peak, is_bound = self._needs(setup if setup.balance is None else replace(setup, balance=None))
+        peak = self._needs(setup if setup.balance is None else replace(setup, balance=None))
         if setup.balance is not None:
             # What fits without balancing gains nothing from it.
             if peak <= self._limit:
@@ -156,7 +134,7 @@ class Judge:
             if result is None:
                 self.cuts["pairs"] += 1
                 return None
-            peak, is_bound, setup = result
+            peak, setup = result
             self.needs_bytes = needs
         if peak <= self._limit and stands_still(setup):
             self.cuts["queues"] += 1
@@ -165,12 +143,12 @@ class Judge:
             self.families[setup.schedule].num_fitting += 1
             self.num_only_balanced += self.needs_bytes is not None
             return setup
-        self._is_large(setup, peak, is_bound)
+        self._is_large(setup, peak)
         return None
 
-    def _needs(self, setup: Setup) -> tuple[int, bool]:
-        """Return the bytes needed, or a lower bound above the limit, and whether an exact prediction may follow."""
-        return self._bound(setup) or (peak_bytes(setup), False)
+    def _needs(self, setup: Setup) -> int:
+        """Return the bytes needed, or a lower bound above the limit."""
+        return self._bound(setup) or peak_bytes(setup)
 
     def _states_of(self, setup: Setup) -> tuple[int, ...]:
         """Return each rank's bytes held throughout, which do not depend on micro-batch, recomputation and groups."""
@@ -180,28 +158,27 @@ class Judge:
             self._states[key] = rank_states(setup)
         return self._states[key]
 
-    def _bound(self, setup: Setup) -> tuple[int, bool] | None:
-        """Return a lower bound above the limit, and whether an exact prediction may follow; None if there is none.
+    def _bound(self, setup: Setup) -> int | None:
+        """Return a lower bound above the limit; None if there is none.
 
         Nothing has to be balanced to tell that. Without a bound of the family's warm-up, orders without shards give one.
         """
         states = self._states_of(setup)
         least = least_bytes(setup, states)
         if least > self._limit:
-            return least, False
+            return least
         bound = least_warm_bytes(setup, states)
         if bound <= self._limit and setup.is_sharded:
             bound = least_sharded_bytes(setup, states)
-        if bound > self._limit:
-            return bound, True
-        shared = 0 if setup.balance is None else least_shared_bytes(setup, states)
-        return (shared, False) if shared > self._limit else None
+        if bound <= self._limit and setup.balance is not None:
+            bound = least_shared_bytes(setup, states)
+        return bound if bound > self._limit else None
 
-    def _balanced(self, setup: Setup) -> tuple[int, bool, Setup] | None:
+    def _balanced(self, setup: Setup) -> tuple[int, Setup] | None:
         """Return the same as `_needs` for a balanced setup, and that setup as planned; None if nothing would move."""
         bound = self._bound(setup)
         if bound is not None:
-            return *bound, setup
+            return bound, setup
         if not moves_anything(setup):
             return None
         peaks = [rank.peak_bytes for rank in predict_memory(setup)]
@@ -216,15 +193,10 @@ class Judge:
             if is_planned and forwards <= _FORWARDS_PLANNED
             else None
         )
-        return (even, False, setup) if plan is None else (peak_bytes(plan), False, plan)
+        return (even, setup) if plan is None else (peak_bytes(plan), plan)
 
-    def _is_large(self, setup: Setup, peak: int, is_bound: bool) -> None:
-        family = self.families[setup.schedule]
+    def _is_large(self, setup: Setup, peak: int) -> None:
         self.cuts["memory"] += 1
-        family.num_large += 1
-        if is_bound:
-            self._by_bound.setdefault(setup.schedule, []).append((peak, setup))
-        else:
-            family.needs(peak)
+        self.families[setup.schedule].num_large += 1
         state = max(self._states_of(setup))
         self._large.append(Closest(state > self._limit, state if state > self._limit else peak, setup))

@@ -348,7 +348,7 @@ class _Search:
             plain=next(iter(rows("plain")), None),
             balanced=next(iter(rows("balanced")), None),
             closest=judge.closest,
-            families=judge.standings(),
+            families=tuple(judge.families.values()),
             num_configurations=self._num_configurations,
             num_fitting=sum(family.num_fitting for family in judge.families.values()),
             num_only_balanced=judge.num_only_balanced,
