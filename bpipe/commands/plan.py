@@ -27,7 +27,6 @@ from bpipe.plan.explain import (
     calibration_lines,
     family_rows,
     family_values,
-    pairs_apart,
     remarks,
     trainer_needs,
     verdict,
@@ -346,8 +345,7 @@ def _details(row: Candidate, outcome: Outcome, launch: Reading | None) -> list[s
     """Return the memory of every rank of a row, remarks, and the flags that launch it."""
     lines = [f"{row.name}: GiB per rank, of {gib_text(row.limit_bytes)}: {peaks_text(row.memory)}"]
     if row.name in map(str, range(1, len(outcome.rows) + 1)):
-        texts = remarks(row, pairs_apart(row, outcome.space.profile))
-        return [*lines, *(f"   {text}" for text in texts), Flags(f"   {flags_of(row.setup, launch)}")]
+        return [*lines, *(f"   {text}" for text in remarks(row)), Flags(f"   {flags_of(row.setup, launch)}")]
     misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in row.memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
     return [*lines, *(f"   {text}" for text in (*remarks(replace(row, refused=())), fits))]

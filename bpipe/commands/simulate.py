@@ -17,7 +17,7 @@ from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import EXPOSED, HOSTS, cells, document
-from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, pairs_apart, remarks
+from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, remarks
 from bpipe.plan.options import filled
 from bpipe.plan.predict import Candidate, predict, simulation_of
 from bpipe.plan.refusals import refused_launch
@@ -75,7 +75,6 @@ class _Answer(NamedTuple):
     row: Candidate
     reading: Reading | None
     plan: fit.Fit | None
-    apart: str | None
 
 
 def run(options: Options) -> None:
@@ -85,7 +84,7 @@ def run(options: Options) -> None:
         print_json(_answer_document(answer))
     else:
         tell(*lines(answer.reading), *(() if answer.plan is None else fit.plan_lines(answer.plan)))
-        tell(*_text(answer.row, answer.apart))
+        tell(*_text(answer.row))
 
 
 def _answer(options: Options) -> _Answer:
@@ -101,13 +100,12 @@ def _answer(options: Options) -> _Answer:
 
         Path(options.trace).write_text(write_trace(simulation))
     row = replace(row, refused=refused_launch(setup, reading))
-    return _Answer(row, reading, plan, pairs_apart(row, profile))
+    return _Answer(row, reading, plan)
 
 
 def _answer_document(answer: _Answer) -> dict[str, Any]:
     return {
         **document(answer.row),
-        "pairs_apart": answer.apart,
         "refused": list(answer.row.refused),
         **({} if answer.plan is None else {"plan": fit.plan_values(answer.plan)}),
         **({} if answer.reading is None else {"launch": launch_document(answer.reading)}),
@@ -143,7 +141,7 @@ def _options(setup: Setup) -> str:
     return "".join(f" ({text})" for text in texts)
 
 
-def _text(row: Candidate, apart: str | None) -> list[str | Table]:
+def _text(row: Candidate) -> list[str | Table]:
     """Return totals, the GiB of one device of each rank, and remarks."""
     setup = row.setup
     context = f"context {setup.context} by {setup.cp_comm_type}, " if setup.context > 1 else ""
@@ -169,7 +167,7 @@ def _text(row: Candidate, apart: str | None) -> list[str | Table]:
         "",
         *calibration_lines(setup.cluster),
         *needs,
-        *remarks(row, apart),
+        *remarks(row),
         f"{flops}; {EXPOSED}",
         totals,
     ]

@@ -10,25 +10,19 @@ from typing import Any, NamedTuple
 
 from bpipe.plan.candidates import CLEARLY, describe, grid_of
 from bpipe.plan.judge import Closest, FamilyResult
-from bpipe.plan.predict import Candidate, costs_of
+from bpipe.plan.predict import Candidate
 from bpipe.plan.search import COMPARED, INDISTINCT, Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
-from bpipe.plan.timing import steady_timing
 from bpipe.predict.cluster import Cluster, gib_text
 from bpipe.predict.costs import hosts_of, links
 from bpipe.predict.error_bars import is_never_calibrated
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import TIGHT
 from bpipe.predict.nodes import replicas_share_nodes
-from bpipe.predict.profile import Profile
-from bpipe.predict.replicas import update_seconds
 from bpipe.predict.states import cpu_optimizer_bytes
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
-
-# Share of an iteration from which on a cost is worth a remark.
-NOTICED = 0.01
 
 
 class Verdict(NamedTuple):
@@ -38,9 +32,9 @@ class Verdict(NamedTuple):
     text: str
 
 
-def remarks(row: Candidate, apart: str | None = None) -> list[str]:
-    """Return remarks on a row, one sentence each. `apart`: the remark of `pairs_apart`."""
-    return [*_remarks(row), *([] if apart is None else [apart]), *refusals(row)]
+def remarks(row: Candidate) -> list[str]:
+    """Return remarks on a row, one sentence each."""
+    return [*_remarks(row), *(f"the trainer refuses this: {reason}" for reason in row.refused)]
 
 
 def _remarks(row: Candidate) -> Iterator[str]:
@@ -48,7 +42,10 @@ def _remarks(row: Candidate) -> Iterator[str]:
     if row.unbalanced_bytes is not None:
         needs = f"{gib_text(row.unbalanced_bytes)} of {gib_text(row.limit_bytes)} GiB"
         yield f"fits only with balancing: without it, the fullest rank needs {needs}"
-    yield from _replicas_apart(setup)
+    plain = replace(setup, balance=None, budget_bytes=None)
+    if replicas_share_nodes(plain) and not replicas_share_nodes(setup):
+        yield "balanced pairs share nodes, so the replicas of a rank do not: they reduce gradients between nodes"
+    yield from _pairs_apart(row)
     is_counted = setup.balance is not None and setup.activation_budget is None
     if setup.slices > 1 and setup.slice_lengths != EVEN and is_counted:
         yield (
@@ -71,10 +68,6 @@ def _remarks(row: Candidate) -> Iterator[str]:
         )
 
 
-def refusals(row: Candidate) -> list[str]:
-    return [f"the trainer refuses this: {reason}" for reason in row.refused]
-
-
 def calibration_lines(cluster: Cluster) -> list[str]:
     """Return lines that say that times are calibrated, or that no run has confirmed their constants."""
     lines = (
@@ -88,71 +81,29 @@ def calibration_lines(cluster: Cluster) -> list[str]:
     return lines
 
 
-def _replicas_apart(setup: Setup) -> Iterator[str]:
-    """Yield the cost of pairs sharing nodes that replicas of a rank would share otherwise."""
-    plain = replace(setup, balance=None, budget_bytes=None)
-    if setup.balance is None or replicas_share_nodes(setup) or not replicas_share_nodes(plain):
-        return
-    own_s, plain_s = (
-        setup.time_factor
-        * max(
-            sum(sum(update_seconds(variant)[stage]) for stage in variant.stages_of(rank))
-            for rank in range(variant.pipeline)
-        )
-        for variant in (setup, plain)
-    )
-    yield (
-        f"balanced pairs share nodes, so the replicas of a rank do not: reducing gradients and updating weights takes "
-        f"{own_s:.3f} instead of {plain_s:.3f} s"
-    )
-
-
-def pairs_apart(row: Candidate, profile: Profile | None = None) -> str | None:
-    """Return why pairs span two nodes, what it costs, and alternatives; None if all pairs that transfer share one."""
+def _pairs_apart(row: Candidate) -> Iterator[str]:
+    """Yield why pairs that transfer span two nodes, and alternatives."""
     setup = row.setup
     if setup.balance is None or setup.hosts != PAIR or not any(row.transfers):
-        return None
+        return
     pair_links, hosts = links(setup), hosts_of(setup)
     senders = (rank for rank, count in enumerate(row.transfers) if count)
     if not any(pair_links.crosses(rank, host.rank) for rank in senders for host in hosts[rank]):
-        return None
+        return
     cluster, per_rank = setup.cluster, setup.tensor * setup.context
-    fills = 2 * per_rank > cluster.devices_per_domain
     reason = (
         f"a rank has {per_rank} of {cluster.domain}'s {cluster.devices_per_domain} devices"
-        if fills
+        if 2 * per_rank > cluster.devices_per_domain
         else "ranks do not fill nodes in pairs"
     )
     slow, fast, host = (
         float(link.bytes_per_s or 0) / 1e9 for link in (pair_links.between, pair_links.inside, pair_links.host)
     )
-    text = (
+    yield (
         f"pairs span two nodes, because {reason}: transfers go through each device's port of {slow:.0f} GB/s; links inside "
-        f"a node have {fast:.0f}"
+        f"a node have {fast:.0f}, and CPU memory (--hosts host) {host:.0f}. If transfers are exposed, use a --tp with "
+        "which pairs share a node, more --recompute, or --schedule v-half or grouped-interleaved, which move nothing"
     )
-    plain = replace(setup, balance=None, budget_bytes=None)
-    slowdown = row.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
-    if slowdown < NOTICED:
-        return f"{text}; here computations hide them"
-    *ways, last = _ways_together(setup, fills, host if host > slow else None)
-    return (
-        f"{text}. An iteration takes {100 * slowdown:.0f} % longer than without balancing. Use {'; '.join(ways)}; or "
-        f"{last}"
-    )
-
-
-def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
-    """Return alternatives to pairs on two nodes. `fills`: a pair exceeds a node; `host`: GB/s to CPU memory if faster."""
-    devices = setup.cluster.devices_per_domain
-    fewer = max((size for size in divisors(setup.tensor) if 2 * size * setup.context <= devices), default=None)
-    ways = [f"--tp {fewer}, so that pairs share a node"] if fills and fewer else []
-    if host is not None:
-        ways.append(f"--hosts host, which has {host:.0f} GB/s to CPU memory")
-    return [
-        *ways,
-        "more --recompute, so that less moves",
-        "--schedule v-half or grouped-interleaved, which hold less and move nothing",
-    ]
 
 
 def verdict(outcome: Outcome) -> Verdict:
