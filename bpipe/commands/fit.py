@@ -21,8 +21,7 @@ from bpipe.plan.candidates import cells, describe, legend
 from bpipe.plan.options import filled
 from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.ways import ways_to_fit
-from bpipe.predict.cluster import gib_text
-from bpipe.predict.error_bars import range_words
+from bpipe.predict.cluster import gib_text, range_words
 from bpipe.predict.layout import Setup
 
 # Exit status if nothing fits; 2 is an error of the user's.

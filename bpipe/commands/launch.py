@@ -18,8 +18,7 @@ from bpipe.config.launch.megatron_names import unknown_flags, unknown_note, with
 from bpipe.config.launch.validation import Judgement, judge
 from bpipe.plan.calibrate import read_calibration
 from bpipe.plan.options import setup_of
-from bpipe.predict.cluster import Cluster
-from bpipe.predict.cluster_file import cluster_named
+from bpipe.predict.cluster import Cluster, cluster_named
 from bpipe.predict.layout import Setup
 from bpipe.predict.profile import Profile, read_profile
 from bpipe.predict.training import Traced

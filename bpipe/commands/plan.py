@@ -21,12 +21,18 @@ from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import common_flags, difference
-from bpipe.plan.answer import LAUNCH, Answer, accuracy, advice, answer_document, answer_of, flags_of
 from bpipe.plan.candidates import CLEARLY, EXPOSED, cells, document, is_level, legend
 from bpipe.plan.explain import (
+    LAUNCH,
+    Answer,
+    accuracy,
+    advice,
+    answer_document,
+    answer_of,
     calibration_lines,
     family_rows,
     family_values,
+    flags_of,
     remarks,
     trainer_needs,
     verdict,
@@ -35,8 +41,7 @@ from bpipe.plan.options import filled, fp8_of, model_of, setup_of, training_of
 from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import refused_launch
 from bpipe.plan.search import INDISTINCT, Outcome, search
-from bpipe.plan.space import CUTS, Space, divisors, num_grids, usual_contexts, with_free_switches
-from bpipe.plan.variants import usual_slices
+from bpipe.plan.space import CUTS, Space, divisors, num_grids, usual_contexts, usual_slices, with_free_switches
 from bpipe.predict.cluster import Cluster, gib_text
 from bpipe.predict.memory import RankMemory, roomy_bytes
 from bpipe.predict.recompute import BLOCK

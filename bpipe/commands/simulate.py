@@ -14,8 +14,7 @@ from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
-from bpipe.plan import fit
-from bpipe.plan.budget import within_budget
+from bpipe.plan.budget import Fit, plan_lines, plan_values, within_budget
 from bpipe.plan.candidates import EXPOSED, HOSTS, cells, document
 from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, remarks
 from bpipe.plan.options import filled
@@ -25,8 +24,7 @@ from bpipe.predict.cluster import gib_text
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
 from bpipe.predict.profile import Profile
-from bpipe.predict.slice_lengths import lengths_of
-from bpipe.predict.slices import slice_bounds
+from bpipe.predict.slices import lengths_of, slice_bounds
 from bpipe.schedule.families.family import TAKEN
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ class _Answer(NamedTuple):
 
     row: Candidate
     reading: Reading | None
-    plan: fit.Fit | None
+    plan: Fit | None
 
 
 def run(options: Options) -> None:
@@ -83,7 +81,7 @@ def run(options: Options) -> None:
     if options.format == "json":
         print_json(_answer_document(answer))
     else:
-        tell(*lines(answer.reading), *(() if answer.plan is None else fit.plan_lines(answer.plan)))
+        tell(*lines(answer.reading), *(() if answer.plan is None else plan_lines(answer.plan)))
         tell(*_text(answer.row))
 
 
@@ -107,12 +105,12 @@ def _answer_document(answer: _Answer) -> dict[str, Any]:
     return {
         **document(answer.row),
         "refused": list(answer.row.refused),
-        **({} if answer.plan is None else {"plan": fit.plan_values(answer.plan)}),
+        **({} if answer.plan is None else {"plan": plan_values(answer.plan)}),
         **({} if answer.reading is None else {"launch": launch_document(answer.reading)}),
     }
 
 
-def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
+def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> tuple[Setup, Fit | None]:
     """Return the setup and plan within the memory budget asked for. Raises ValueError if no plan keeps it."""
     if options.memory is None:
         return setup, None

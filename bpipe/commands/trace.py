@@ -22,9 +22,9 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.megatron_names import unknown_flags
 from bpipe.extras import require
 from bpipe.plan.options import filled, routing_of, setup_of
+from bpipe.predict.activations import stage_bytes
 from bpipe.predict.cluster import DEVICES, Cluster
 from bpipe.predict.layout import Setup
-from bpipe.predict.saved_tensors import stage_bytes
 from bpipe.predict.states import stage_parameters
 from bpipe.predict.training import beyond_traces
 

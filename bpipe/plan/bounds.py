@@ -19,14 +19,13 @@ from typing import NamedTuple
 
 from bpipe.plan.predict import costs_of
 from bpipe.plan.space import Branch, Space, plainest
-from bpipe.predict.costs import PartSeconds, PartsOfSetups, stage_cost
+from bpipe.predict.activations import layers_bytes
+from bpipe.predict.costs import PartSeconds, PartsOfSetups, stage_cost, update_seconds
 from bpipe.predict.layers.ends import shard_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import rank_states, with_state
 from bpipe.predict.profile import Profile
 from bpipe.predict.recompute import StageLayers
-from bpipe.predict.replicas import update_seconds
-from bpipe.predict.saved_tensors import layers_bytes
 from bpipe.predict.slices import slice_setups
 from bpipe.schedule.hosts import IN_NODES
 from bpipe.schedule.layout import Vocabulary

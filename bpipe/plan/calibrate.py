@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from bpipe.config.flags.outputs import WARM_UP_ITERATIONS
 from bpipe.plan.candidates import configuration
-from bpipe.plan.predict import costs_of
-from bpipe.plan.timing import steady_timing
+from bpipe.plan.predict import costs_of, steady_timing
 from bpipe.predict.cluster import Cluster
 from bpipe.predict.flops import mfu, training_flops
 from bpipe.predict.layout import Setup

@@ -7,12 +7,10 @@ from typing import Any
 
 from bpipe.balance.config import name_of
 from bpipe.plan.predict import Candidate
-from bpipe.predict.cluster import gib_text
-from bpipe.predict.error_bars import range_words
+from bpipe.predict.cluster import gib_text, range_words
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
-from bpipe.predict.slice_lengths import lengths_of
-from bpipe.predict.slices import slice_bounds
+from bpipe.predict.slices import lengths_of, slice_bounds
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL

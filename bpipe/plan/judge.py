@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.predict import Candidate
-from bpipe.plan.space import OPEN, Space, fewest_layers, with_block
-from bpipe.plan.variants import stands_still
+from bpipe.plan.space import OPEN, Space, fewest_layers, stands_still, with_block
 from bpipe.predict.activations import moves_anything
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import (

@@ -18,9 +18,8 @@ from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds
 from bpipe.predict.hugging_face import find_model
-from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Routing
-from bpipe.predict.layout import Setup
+from bpipe.predict.layout import Setup, split_layers
 from bpipe.predict.model import Model
 from bpipe.predict.slices import slice_bounds
 from bpipe.predict.training import FP8_RECIPES, IMPLEMENTATIONS, STATE_FIELDS, SWITCHES, Fp8, StateTypes, Switches

@@ -27,11 +27,9 @@ from bpipe.plan.bounds import Bounder, Bounds, BranchBounds
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import CLEARLY, is_level
 from bpipe.plan.judge import Closest, FamilyResult, Judge
-from bpipe.plan.predict import Candidate, costs_of, predict
+from bpipe.plan.predict import Candidate, costs_of, predict, timing_within
 from bpipe.plan.refusals import Launchable, runs_ours
-from bpipe.plan.space import Branch, Space, enumerate_branches, setups_of
-from bpipe.plan.timing import timing_within
-from bpipe.plan.variants import Slicer, with_shards
+from bpipe.plan.space import Branch, Slicer, Space, enumerate_branches, setups_of, with_shards
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import peak_bytes
 from bpipe.schedule.families.families import DEFAULTS, FAMILIES

@@ -16,10 +16,8 @@ from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import Others, guarded, refused
-from bpipe.plan.space import fewest_layers, with_block
-from bpipe.plan.variants import stands_still, with_shards
-from bpipe.predict.layer_counts import split_layers
-from bpipe.predict.layout import Setup
+from bpipe.plan.space import fewest_layers, stands_still, with_block, with_shards
+from bpipe.predict.layout import Setup, split_layers
 from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes
 from bpipe.predict.profile import Profile
 from bpipe.predict.recompute import MODULES

@@ -1,13 +1,19 @@
-"""Devices and how they are joined, from text such as `a100-80g:4x8`.
+"""Devices and how they are joined, from text such as `a100-80g:4x8` or a file, and error bars of times on them.
 
 Peaks are dense 16-bit matrix FLOP/s. The share of them that software reaches is in `sizes.Rates`.
 """
 
+from __future__ import annotations
+
 import re
+import tomllib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from math import floor, log10
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from bpipe.names import unknown
+from bpipe.values import a_text, load_json
 
 GIB = 2**30
 
@@ -286,3 +292,183 @@ def _sizes(match: re.Match[str], rack: Rack) -> tuple[int, int]:
             f"{name}:{-(-number // 8)}x8, or {name}:1x{number} if it is one node"
         )
     return int(nodes or 1), number
+
+
+# -- error bars: those of the runs in docs/validation.md, as scripts/bench/predictions.py computes them
+
+# From this number of runs on the range leaves out 5 % at each end; below it holds all.
+MANY_RUNS = 20
+
+
+class ErrorBars(NamedTuple):
+    """Range of measured times of one kind of runs."""
+
+    kind: str
+    num_runs: int
+    low: int
+    """Percent by which the quickest took longer than predicted; negative if it was quicker."""
+    median: int
+    """The same of the median."""
+    high: int
+    """The same of the slowest."""
+    time_factor: float = 1.0
+    """What the formulas' seconds of such runs are multiplied by."""
+
+    def range_s(self, predicted_s: float) -> tuple[float, float]:
+        """Return the least and the most seconds that a run predicted so is likely to take."""
+        return predicted_s * (1 + self.low / 100), predicted_s * (1 + self.high / 100)
+
+
+AMPERE = ErrorBars("dense models on A100s", 65, -5, 2, 11)
+HOPPER = ErrorBars("dense models on H100s", 7, -4, 1, 10)
+BLACKWELL = ErrorBars("dense models on Blackwell", 7, -6, 0, 7, time_factor=1.18)
+EXPERTS = ErrorBars("models with experts", 6, -10, 0, 44, time_factor=1.17)
+# Of every two runs of one source, one predicted with the factor of the other.
+CALIBRATED = ErrorBars("one source, one calibrating the other", 748, -6, 0, 6)
+
+# By device, the runs of dense models of its generation.
+_DENSE = {
+    **dict.fromkeys(("a100-40g", "a100-80g", "a800-80g"), AMPERE),
+    **dict.fromkeys(("h100-80g", "h200-141g"), HOPPER),
+    **dict.fromkeys(("b200-180g", "gb200-186g"), BLACKWELL),
+}
+
+
+def _kind(device: str, has_experts: bool) -> ErrorBars | None:
+    dense = _DENSE.get(device)
+    return EXPERTS if dense is not None and has_experts else dense
+
+
+def time_factor(cluster: Cluster, has_experts: bool) -> float:
+    """Return what the formulas' seconds are multiplied by for such models on a cluster."""
+    kind = _kind(cluster.device.name, has_experts)
+    return cluster.factor if kind is None else cluster.factor * kind.time_factor
+
+
+def error_bars(cluster: Cluster, has_experts: bool) -> ErrorBars | None:
+    """Return the error bars of such models on a cluster: of calibrated clusters those of calibrated runs."""
+    return CALIBRATED if cluster.factor != 1 else _kind(cluster.device.name, has_experts)
+
+
+def is_never_calibrated(cluster: Cluster) -> bool:
+    """Whether no run on such a device had a say in the constants of predictions, and none of the user's has."""
+    return cluster.factor == 1 and cluster.device.name not in _DENSE
+
+
+def range_words(bars: ErrorBars | None, predicted_s: float) -> str:
+    """Return the range in seconds without brackets, its longest to three digits; nothing where none is known."""
+    if bars is None:
+        return ""
+    least_s, most_s = bars.range_s(predicted_s)
+    decimals = max(0, 2 - floor(log10(most_s)))
+    return f"{least_s:.{decimals}f} to {most_s:.{decimals}f}"
+
+
+# -- cluster files in JSON or TOML (docs/planning.md)
+
+# Keys of `device`, the field each sets and how many of its units one of the key's is.
+_REQUIRED = {
+    "peak_tflops": ("peak_flops_per_s", 1e12),
+    "memory_gib": ("memory_bytes", GIB),
+    "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
+    "inside_gb_per_s": ("inside_bytes_per_s", 1e9),
+    "between_gb_per_s": ("between_bytes_per_s", 1e9),
+}
+_KEYS = {
+    **_REQUIRED,
+    "inside_gap_us": ("inside_gap_s", 1e-6),
+    "between_gap_us": ("between_gap_s", 1e-6),
+    "host_gb_per_s": ("host_bytes_per_s", 1e9),
+    "host_node_gb_per_s": ("host_node_bytes_per_s", 1e9),
+    "multiprocessors": ("num_processors", 1),
+    "mesh_links": ("mesh_links", 1),
+    "fp8_tflops": ("fp8_flops_per_s", 1e12),
+}
+# Of these there is no half.
+_WHOLE = ("multiprocessors", "mesh_links")
+_SUFFIXES = (".json", ".toml")
+# More than any device has: beyond, the unit was mistaken.
+_LARGEST = 1e6
+
+
+def cluster_named(text: str, devices: tuple[int, int] | None = None) -> Cluster:
+    """Return the cluster of a file or of `parse_cluster`. `devices`: nodes and GPUs of each, if neither says them."""
+    path = Path(text)
+    return read_cluster(path, devices) if path.suffix in _SUFFIXES else parse_cluster(text, devices)
+
+
+def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
+    """Read a cluster file. `devices`: nodes and GPUs of each, for a file that does not say them."""
+    data = path.read_bytes()
+    try:
+        document = load_json(data) if path.suffix == ".json" else tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid {path.suffix[1:].upper()}: {error}") from None
+    try:
+        return _cluster(document, devices or (None, None), path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _cluster(document: object, devices: tuple[int | None, int | None], path: Path) -> Cluster:
+    if not isinstance(document, dict):
+        raise ValueError("a cluster must be an object with nodes, gpus_per_node and device")
+    _refuse_unknown("", document, ("nodes", "gpus_per_node", "gpus_per_domain", "device"))
+    nodes, per_node = (
+        _size(document, key, size) for key, size in zip(("nodes", "gpus_per_node"), devices, strict=True)
+    )
+    if "device" not in document:
+        raise ValueError(f"device is missing: give one of {', '.join(DEVICES)}, or an object with its numbers")
+    joined, rest = divmod(_size(document, "gpus_per_domain", per_node), per_node)
+    if rest:
+        raise ValueError(
+            f"gpus_per_domain is {document['gpus_per_domain']}, but must be a multiple of the {per_node} per node"
+        )
+    return Cluster(_device(document["device"], path), nodes, per_node, nodes_per_domain=joined)
+
+
+def _size(document: dict[str, Any], key: str, default: int | None) -> int:
+    size = document.get(key, default)
+    if type(size) is not int or not 1 <= size <= _LARGEST:
+        found = "missing" if size is None else repr(size)[:60]
+        raise ValueError(f"{key} is {found}, but must be a whole number from 1 to {_LARGEST:.0f}")
+    return size
+
+
+def _device(value: object, path: Path) -> DeviceKind:
+    if isinstance(value, str):
+        return _known("device", value)
+    if not isinstance(value, dict):
+        raise ValueError(f"device is {repr(value)[:60]}, but must be a name or an object")
+    _refuse_unknown("device.", value, ("like", "name", *_KEYS))
+    numbers: dict[str, Any] = {
+        field: _number(key, value[key]) * unit for key, (field, unit) in _KEYS.items() if key in value
+    }
+    if "memory_bytes" in numbers:
+        numbers["memory_bytes"] = int(numbers["memory_bytes"])
+    numbers |= {"name": a_text(value.get("name", path.stem), "device.name"), "source": str(path)}
+    if "like" in value:
+        return replace(_known("device.like", value["like"]), **numbers)
+    missing = [f"device.{key}" for key in _REQUIRED if key not in value]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing: give all of them, or device.like")
+    return DeviceKind(**numbers)
+
+
+def _known(key: str, name: object) -> DeviceKind:
+    if not isinstance(name, str) or name not in DEVICES:
+        raise ValueError(f"{key}: {unknown('device', str(name), DEVICES)}")
+    return DEVICES[name]
+
+
+def _number(key: str, value: Any) -> Any:
+    kinds, kind = ((int,), "whole number") if key in _WHOLE else ((int, float), "number")
+    if type(value) not in kinds or not 0 < value <= _LARGEST:
+        raise ValueError(f"device.{key} is {repr(value)[:60]}, but must be a {kind} above 0 and at most {_LARGEST:.0f}")
+    return value if key in _WHOLE else float(value)
+
+
+def _refuse_unknown(before: str, entries: dict[str, Any], keys: tuple[str, ...]) -> None:
+    for key in entries:
+        if key not in keys:
+            raise ValueError(unknown("key", before + key, [before + name for name in keys]))

@@ -10,13 +10,12 @@ from fractions import Fraction
 from operator import gt
 from typing import NamedTuple
 
-from bpipe.predict.activations import activations, held_of
+from bpipe.predict.activations import activations, after_input_bytes, again_bytes, held_of, stage_bytes
 from bpipe.predict.cluster import GIB, Cluster
 from bpipe.predict.exchanges import exchange_bytes
 from bpipe.predict.layers.ends import last_saved, loss_working_bytes, shard_bytes, shard_working_bytes
 from bpipe.predict.layers.layer import layer_working_bytes
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.saved_tensors import after_input_bytes, again_bytes, stage_bytes
 from bpipe.predict.sizes import element_bytes, num_tokens, sent_bytes, sent_from, total
 from bpipe.predict.slices import kept_memory, slice_setups
 from bpipe.predict.states import over_replicas, parameter_bytes, rank_experts, rank_parameters, weight_bytes

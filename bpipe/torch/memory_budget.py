@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes, buffer_bytes
 from bpipe.config.flags.budgets import read_gib
-from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, within
-from bpipe.plan.fit import Fit
+from bpipe.plan.budget import Devices, Fit, OverBudget, one_budget_a_rank, within
 from bpipe.predict.memory import DeviceBesides
 from bpipe.runtime.capture import Claims, find
 from bpipe.runtime.graph import plain_tensors

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.plan.fit import Fit, plan_lines
+from bpipe.plan.budget import Fit, plan_lines
 from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine

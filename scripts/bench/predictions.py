@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import runs
 from bench.runs import BIG_SCIENCE, DATA, HUANG, KIM, PEAK_GB, YEUNG, Row, allocated_bytes, setup_of
-from bpipe.predict.cluster import GIB
-from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, MANY_RUNS, ErrorBars
+from bpipe.predict.cluster import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, GIB, HOPPER, MANY_RUNS, ErrorBars
 from bpipe.predict.layout import EVENLY
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import llama

@@ -14,19 +14,16 @@ from typing import Any, NamedTuple
 
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.plan.predict import costs_of, simulation_of
-from bpipe.plan.timing import steady_timing
+from bpipe.plan.predict import costs_of, simulation_of, steady_timing
+from bpipe.predict.activations import moved_bytes, saves_input
 from bpipe.predict.cluster import GIB, parse_cluster
-from bpipe.predict.costs import links, predict_costs
+from bpipe.predict.costs import links, predict_costs, update_seconds
 from bpipe.predict.flops import mfu, training_flops
-from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layers.ends import output_seconds
-from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.layout import EVENLY, Setup, split_layers
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt
-from bpipe.predict.replicas import update_seconds
-from bpipe.predict.saved_tensors import moved_bytes, saves_input
 from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, sent_bytes
 from bpipe.predict.tensor_parallel import exposed
 from bpipe.predict.training import Fp8, Switches

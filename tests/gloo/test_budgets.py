@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, OverBudget, within
-from bpipe.plan.fit import budget_text
+from bpipe.plan.budget import Devices, OverBudget, budget_text, within
 from tests.gloo.compare import devices_of, same
 from tests.gloo.conftest import Case, Outcome
 from tests.gloo.flags import BPIPE, INPUT_BYTES, INTERLEAVED, REPORT

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.plan.budget import Devices, OverBudget, within
-from bpipe.plan.fit import Fit, budget_text
+from bpipe.plan.budget import Devices, Fit, OverBudget, budget_text, within
 from tests.gloo import compare
 from tests.gloo.compare import alike, same
 from tests.gloo.conftest import Case, Outcome, asked_for

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, within
-from bpipe.plan.fit import budget_text
+from bpipe.plan.budget import Devices, budget_text, within
 from tests.gloo.compare import as_predicted, devices_of, same
 from tests.gloo.conftest import Case, Outcome
 from tests.gloo.flags import BPIPE, INPUT_BYTES, REPORT

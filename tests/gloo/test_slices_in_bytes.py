@@ -11,8 +11,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build, orders_of
-from bpipe.plan.budget import Devices, within
-from bpipe.plan.fit import budget_text
+from bpipe.plan.budget import Devices, budget_text, within
 from bpipe.predict.activations import memory_of_setup
 from bpipe.record.read import read_run
 from bpipe.schedule.host_buffers import host_memory_buffers

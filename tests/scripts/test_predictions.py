@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from bpipe.predict import error_bars
+from bpipe.predict import cluster
 from bpipe.predict.layout import EVENLY
 
 # Some of the published runs are predicted in forty configurations, which takes a quarter of a minute. Whether any prediction
@@ -107,5 +107,5 @@ def test_our_own_runs_are_predicted_to_the_byte(predictions: ModuleType) -> None
 
 
 def test_error_bars_are_those_of_the_runs(predictions: ModuleType) -> None:
-    kinds = (error_bars.AMPERE, error_bars.HOPPER, error_bars.BLACKWELL, error_bars.EXPERTS, error_bars.CALIBRATED)
+    kinds = (cluster.AMPERE, cluster.HOPPER, cluster.BLACKWELL, cluster.EXPERTS, cluster.CALIBRATED)
     assert predictions.measured_bars() == list(kinds)

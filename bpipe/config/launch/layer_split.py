@@ -13,7 +13,7 @@ from typing import Any
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.launches import argument_of
 from bpipe.predict.hybrid import MOST_LAYERS
-from bpipe.predict.layer_counts import without_layers
+from bpipe.predict.layout import without_layers
 
 LAYERS_OF_A_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"

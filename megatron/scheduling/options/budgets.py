@@ -14,10 +14,16 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.values import AUTO
 from bpipe.config.launch.megatron_settings import MegatronSettings
-from bpipe.plan.budget import balanced_costs, plan_in_time, predicted_devices, tightest_plan, within_prediction
-from bpipe.plan.fit import plan_lines
+from bpipe.plan.budget import (
+    balanced_costs,
+    plan_in_time,
+    plan_lines,
+    predicted_devices,
+    tightest_plan,
+    within_prediction,
+)
 from bpipe.plan.options import setup_from
-from bpipe.predict.cluster_file import cluster_named
+from bpipe.predict.cluster import cluster_named
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.simulate.cost import Costs
 

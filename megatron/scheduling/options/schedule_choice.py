@@ -13,7 +13,7 @@ from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import asked_by, reasons_of, sliced_reasons
 from bpipe.config.features.table import PLACED, SHARDED
 from bpipe.config.flags import schedules
-from bpipe.predict.slice_lengths import even_bounds, listed_bounds
+from bpipe.predict.slices import even_bounds, listed_bounds
 from bpipe.schedule.check.rules import check_microbatch_order
 from bpipe.schedule.families.families import (
     FAMILIES,

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from bpipe.config.features.feature import Settings
-from bpipe.predict import slice_lengths
-from bpipe.predict.slice_lengths import equal_bounds, even_bounds, listed_bounds, work_of
+from bpipe.predict import slices as sequences
+from bpipe.predict.slices import equal_bounds, even_bounds, listed_bounds, work_of
 from bpipe.schedule.layout import EVEN, SliceLengths
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, mtp
@@ -77,7 +77,7 @@ def attention_share(length: int, config: Any) -> float:
     """Return the share of attention to `length` tokens in a layer's forward FLOPs."""
     experts = config.moe_router_topk if config.num_moe_experts else 1
     ffn = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
-    return slice_lengths.attention_share(
+    return sequences.attention_share(
         length,
         config.hidden_size,
         config.num_attention_heads * config.kv_channels,

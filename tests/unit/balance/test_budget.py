@@ -20,8 +20,7 @@ from bpipe.balance.budget import (
 from bpipe.balance.config import named_balance
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_hosts
-from bpipe.plan.budget import predicted_devices, within
-from bpipe.plan.fit import plan_lines
+from bpipe.plan.budget import plan_lines, predicted_devices, within
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS

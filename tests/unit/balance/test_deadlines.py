@@ -11,7 +11,7 @@ from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.deadlines import balance_in_time
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.plan import budget as plan_budget
-from bpipe.plan.fit import Fit, plan_lines, plan_values
+from bpipe.plan.budget import Fit, plan_lines, plan_values
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES

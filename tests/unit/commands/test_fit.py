@@ -18,11 +18,10 @@ from bpipe.plan.candidates import describe
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict
 from bpipe.plan.refusals import refused
-from bpipe.plan.variants import has_one_queue, stands_still
+from bpipe.plan.space import has_one_queue, stands_still
 from bpipe.plan.ways import ways_to_fit
 from bpipe.predict.cluster import GIB, parse_cluster
-from bpipe.predict.layer_counts import split_layers
-from bpipe.predict.layout import Setup
+from bpipe.predict.layout import Setup, split_layers
 from bpipe.predict.memory import peak_bytes
 from bpipe.predict.model import PRESETS
 from bpipe.predict.training import StateTypes

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.plan.answer import LAUNCH, OURS, STOCK, accuracy, advice, answer, answer_document
 from bpipe.plan.candidates import CLEARLY
-from bpipe.plan.explain import calibration_lines
+from bpipe.plan.explain import LAUNCH, OURS, STOCK, accuracy, advice, answer, answer_document, calibration_lines
 from bpipe.plan.predict import Candidate, predict
-from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, is_never_calibrated
+from bpipe.predict.cluster import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, is_never_calibrated, parse_cluster
 from bpipe.predict.layer_variants import Experts
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS

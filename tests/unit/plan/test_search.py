@@ -18,11 +18,10 @@ from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import describe
 from bpipe.plan.explain import remarks, verdict
 from bpipe.plan.judge import Judge
-from bpipe.plan.predict import costs_of, predict, simulation_of
+from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
 from bpipe.plan.search import INDISTINCT, Members, Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_branches, num_grids, usual_contexts
-from bpipe.plan.timing import steady_timing, whole_timing
-from bpipe.predict.activations import activations, held_by, held_within, moves_anything
+from bpipe.predict.activations import activations, after_input_bytes, held_by, held_within, moves_anything, stage_bytes
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import EVENLY, Setup
@@ -35,7 +34,6 @@ from bpipe.predict.memory import (
     rank_states,
 )
 from bpipe.predict.model import PRESETS, gpt
-from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
 from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import HOST, PAIR, POOL

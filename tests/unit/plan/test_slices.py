@@ -12,9 +12,8 @@ from bpipe.cli import main
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.budget import within_budget
 from bpipe.plan.candidates import describe
-from bpipe.plan.predict import costs_of, simulation_of
+from bpipe.plan.predict import costs_of, simulation_of, steady_timing, whole_timing
 from bpipe.plan.space import Space
-from bpipe.plan.timing import steady_timing, whole_timing
 from bpipe.predict.activations import activations
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.layout import EVENLY, Setup

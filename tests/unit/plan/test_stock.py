@@ -13,8 +13,8 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.cli import main
-from bpipe.plan.answer import answer_of, plainest_of_ours
 from bpipe.plan.candidates import CLEARLY, is_level
+from bpipe.plan.explain import answer_of, plainest_of_ours
 from bpipe.plan.predict import Candidate, predict
 from bpipe.plan.refusals import runs_ours
 from bpipe.plan.search import Outcome, search

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from bpipe.balance.config import BalanceConfig, named_balance
-from bpipe.plan.predict import costs_of, simulation_of
-from bpipe.plan.timing import steady_timing, timing_within, whole_timing
+from bpipe.plan.predict import costs_of, simulation_of, steady_timing, timing_within, whole_timing
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bpipe.build import unchecked
-from bpipe.plan.space import Space
-from bpipe.plan.variants import has_one_queue, stands_still
+from bpipe.plan.space import Space, has_one_queue, stands_still
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import gpt

@@ -9,7 +9,7 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.plan.predict import predict
-from bpipe.plan.variants import with_shards
+from bpipe.plan.space import with_shards
 from bpipe.schedule.layout import Vocabulary
 from tests.unit.predict.test_shards import setup
 

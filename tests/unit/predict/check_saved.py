@@ -25,11 +25,11 @@ warnings.filterwarnings("ignore")
 import torch
 
 from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.predict.activations import moved_bytes, stage_saved
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layer_variants import Experts, Routing
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model, gpt, llama
-from bpipe.predict.saved_tensors import moved_bytes, stage_saved
 from bpipe.predict.states import stage_parameters
 from bpipe.runtime import capture
 from megatron.scheduling.record import one_stage

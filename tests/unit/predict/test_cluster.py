@@ -13,8 +13,7 @@ from bpipe.cli import main
 from bpipe.plan.candidates import configuration
 from bpipe.plan.predict import predict
 from bpipe.plan.space import Space
-from bpipe.predict.cluster import DEVICES, parse_cluster
-from bpipe.predict.cluster_file import read_cluster
+from bpipe.predict.cluster import DEVICES, parse_cluster, read_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import PRESETS

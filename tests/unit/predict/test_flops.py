@@ -10,8 +10,7 @@ import pytest
 
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.flops import training_flops
-from bpipe.predict.layer_counts import split_layers
-from bpipe.predict.layout import Setup
+from bpipe.predict.layout import Setup, split_layers
 from bpipe.predict.model import PRESETS, Model
 from tests.unit.predict.published import DEEPSEEK_V3
 

@@ -18,11 +18,10 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.hugging_face import find_model
-from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layers.attention import core_seconds
 from bpipe.predict.layers.layer import layer_seconds
-from bpipe.predict.layout import Setup
+from bpipe.predict.layout import Setup, split_layers
 from bpipe.predict.model import Model
 from bpipe.predict.sizes import Rates
 from bpipe.predict.states import rank_parameters

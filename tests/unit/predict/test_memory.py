@@ -18,10 +18,9 @@ from bpipe.cli import main
 from bpipe.predict.activations import held_by, held_by_orders
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
-from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layers.attention import core_bytes
 from bpipe.predict.layers.layer import layer_bytes
-from bpipe.predict.layout import Setup
+from bpipe.predict.layout import Setup, split_layers
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt
 from bpipe.schedule.families.families import FAMILIES

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpipe.predict.activations import again_bytes, stage_bytes
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layer_variants import Experts, Latent, LayerKind
 from bpipe.predict.layers.layer import layer_bytes, layer_saved, layer_seconds
@@ -24,7 +25,6 @@ from bpipe.predict.recompute import (
     read_recompute,
     stage_layers,
 )
-from bpipe.predict.saved_tensors import again_bytes, stage_bytes
 from bpipe.predict.sizes import sent_bytes, total
 from bpipe.predict.tensor_parallel import exposed, gather_s
 from bpipe.predict.training import Fp8

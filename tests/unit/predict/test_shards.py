@@ -9,6 +9,7 @@ import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.build import build
+from bpipe.predict.activations import stage_bytes
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.layers.ends import shard_bytes, shard_saved
@@ -16,7 +17,6 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import Model, gpt
 from bpipe.predict.profile import Entry, Profile
-from bpipe.predict.saved_tensors import stage_bytes
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.memory import memory_of, peak_bytes
 

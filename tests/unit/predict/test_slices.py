@@ -9,7 +9,7 @@ import pytest
 
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict
-from bpipe.predict.activations import parts_of, sizes_of
+from bpipe.predict.activations import parts_of, sizes_of, stage_bytes
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds, predict_costs
 from bpipe.predict.hybrid import Hybrid
@@ -17,10 +17,8 @@ from bpipe.predict.layers.layer import layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
 from bpipe.predict.profile import Entry, Profile
-from bpipe.predict.saved_tensors import stage_bytes
 from bpipe.predict.sizes import sent_bytes
-from bpipe.predict.slice_lengths import attention_share
-from bpipe.predict.slices import kept_memory, slice_bounds, slice_setups
+from bpipe.predict.slices import attention_share, kept_memory, slice_bounds, slice_setups
 from bpipe.schedule.layout import WORK
 
 # 64 heads and 8 groups of 128 channels, 8192 wide; 40 layers per stage.

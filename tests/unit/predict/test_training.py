@@ -13,16 +13,14 @@ from bpipe.cli import main
 from bpipe.config.launch.megatron_command import read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.candidates import configuration
-from bpipe.plan.timing import steady_timing
-from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.cluster_file import read_cluster
-from bpipe.predict.costs import predict_costs
+from bpipe.plan.predict import steady_timing
+from bpipe.predict.cluster import parse_cluster, read_cluster
+from bpipe.predict.costs import predict_costs, stage_buckets
 from bpipe.predict.flops import layer_parameters
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layers.layer import layer_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.replicas import stage_buckets
 from bpipe.predict.sizes import total
 from bpipe.predict.states import parameter_bytes, stage_matrices, stage_parameters
 from bpipe.predict.training import SWITCHES, Fp8, StateTypes, Switches

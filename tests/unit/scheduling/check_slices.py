@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch._C._distributed_c10d import HashStore
 
 from bpipe.config.flags.values import slice_lengths
-from bpipe.predict.slice_lengths import even_bounds
+from bpipe.predict.slices import even_bounds
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.layout import EVEN, WORK
 from bpipe.schedule.memory import KeptMemory

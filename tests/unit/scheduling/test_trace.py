@@ -14,7 +14,7 @@ from bpipe import cli
 from bpipe.cli import parsers
 from bpipe.commands import trace
 from bpipe.config.flags.parser import options_of
-from bpipe.predict.saved_tensors import stage_bytes
+from bpipe.predict.activations import stage_bytes
 from bpipe.predict.states import stage_parameters
 
 ROOT = Path(__file__).parents[3]

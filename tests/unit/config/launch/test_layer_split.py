@@ -10,7 +10,7 @@ from bpipe.config.flags.flag import Options
 from bpipe.config.flags.launches import READ
 from bpipe.config.launch.layer_split import layout_text, read_split, split_flags
 from bpipe.config.launch.megatron_command import read_command
-from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layout import split_layers
 
 SIZES = "--hidden-size 64 --num-attention-heads 4 --seq-length 128 --position-embedding-type rope".split()
 

@@ -12,8 +12,7 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.layer_counts import split_layers
-from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.layout import EVENLY, Setup, split_layers
 from bpipe.predict.model import PRESETS
 from bpipe.schedule.layout import Vocabulary
 from tests.unit.config.launch.megatron_parser import parsed, predicted
