@@ -62,17 +62,6 @@ def times_by_source() -> dict[str, list[Row]]:
     return by_source
 
 
-def calibrated_errors(rows: Sequence[Row], num_calibrating: int) -> list[float]:
-    """Return the errors in percent of every row, calibrated in turn by each of the first ones."""
-    ratios = [row.seconds_ratio for row in rows]
-    return [
-        abs(100 * (ratio / ratios[first] - 1))
-        for first in range(num_calibrating)
-        for place, ratio in enumerate(ratios)
-        if place != first
-    ]
-
-
 def agreement(rows: Sequence[Row]) -> float:
     """Return Kendall's coefficient over pairs of one source and quantity that were measured over 5 % apart."""
     agreeing = [
@@ -125,7 +114,6 @@ def comparisons() -> tuple[Comparison, ...]:
     peaks = [row for row in runs.published() if row.quantity == PEAK_GB]
     return (
         (f"iteration times, {YEUNG}", "8 A100s", "pass times", tuple(runs.replays())),
-        (f"MFU of GPT-3 96B, balanced, {KIM}", "32 A100s", "stage times", tuple(runs.mfu_from_stage_times())),
         (f"stage times, {KIM} and {YEUNG}", "A100s", "sizes", tuple(runs.stage_times())),
         (f"MFU of one stage, {HUANG}", "A100s", "sizes", tuple(runs.stage_mfu())),
         (f"MFU of GPT-3 96B, {KIM}", "32 A100s", "sizes", tuple(row.mfu for row in runs.grid())),
@@ -180,14 +168,6 @@ def grid_table() -> str:
     return table("t/p/b|recompute|balanced|needs GiB|with less|agrees|measured MFU %|predicted", body)
 
 
-def calibration_table() -> str:
-    body = []
-    for source, rows in times_by_source().items():
-        errors = (calibrated_errors(rows, 1), calibrated_errors(rows, len(rows)))
-        body.append((source, *(cell for percents in errors for cell in _mean_and_largest(percents))))
-    return table("source|first run calibrates: mean %|largest|any run calibrates: mean %|largest", body)
-
-
 def error_bars_table() -> str:
     body = (
         (bars.kind, bars.num_runs, bars.time_factor, f"{bars.low:+}", f"{bars.median:+}", f"{bars.high:+}")
@@ -216,7 +196,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "comparisons": comparison_table,
     "counts": count_table,
     "error bars": error_bars_table,
-    "calibration": calibration_table,
     "grid": grid_table,
     "h200": h200_table,
 }

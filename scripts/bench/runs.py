@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpipe.balance.config import BalanceConfig, named_balance
-from bpipe.build import ScheduleConfig, build
+from bpipe.balance.config import named_balance
+from bpipe.build import build
 from bpipe.plan.predict import costs_of, simulation_of, steady_timing
 from bpipe.predict.activations import moved_bytes, saves_input
 from bpipe.predict.cluster import GIB, parse_cluster
@@ -187,27 +187,14 @@ def _passes(source: str, name: str, measured_ms: Sequence[float], predicted_s: S
         yield Row(source, f"{name}, {kind}", "ms", measured, float(predicted) * 1e3)
 
 
-def papers_flops(model: Model, batch: int) -> float:
-    """Return the FLOPs that the papers count (Narayanan et al. 2021, without recomputation): attention in full."""
-    h, layers, s = model.hidden_size, model.num_layers, 2048
-    return 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + model.vocabulary / (16 * layers * h))
+def papers_flops(setup: Setup, passes: int = 3) -> float:
+    """Return the FLOPs of an iteration as papers count them, with attention in full (Narayanan et al. 2021, equation 3).
 
-
-def mfu_from_stage_times() -> Iterator[Row]:
-    """Simulate balanced 1F1B with the stage times, which contain the output layer's share."""
-    for row in read_rows("bpipe_stage_times.csv"):
-        if row["mfu_percent"]:
-            pipeline, batch = int(row["pipeline"]), int(row["global_batch"])
-            num_microbatches = batch // int(row["micro_batch"])
-            schedule = build(ScheduleConfig("1f1b", pipeline, num_microbatches, balance=BalanceConfig()))
-            forward, backward, transfer = (
-                float(row[f"{name}_ms"]) / 1e3 for name in ("forward", "backward", "transfer")
-            )
-            costs = Costs((StageCost(forward, backward, transfer_s=transfer),) * pipeline)
-            flops = papers_flops(PRESETS[row["model"]], batch)
-            num_devices = parse_cluster(row["cluster"]).num_devices
-            reached = mfu(flops, float(simulate(schedule, costs).makespan_s), num_devices, A100_FLOPS_PER_S)
-            yield Row(KIM, row["model"], "% MFU", float(row["mfu_percent"]), 100 * reached)
+    A forward and a backward are three passes; with whole layers recomputed there are four.
+    """
+    h, layers, s = setup.model.hidden_size, setup.model.num_layers, setup.sequence
+    per_pass = 24 * setup.global_batch * s * layers * h**2
+    return passes * per_pass * (1 + s / (6 * h) + setup.padded_vocabulary / (16 * layers * h))
 
 
 def stage_mfu() -> Iterator[Row]:
@@ -215,7 +202,7 @@ def stage_mfu() -> Iterator[Row]:
     for (attention, recompute), of_stage in HUANG_MFU.items():
         for b, measured in zip((1, 2), of_stage, strict=True):
             setup = setup_of(PRESETS["gpt3-96b"], "a100-80g:4x8", 4, 8, b, 128, recompute, attention=attention)
-            flops = papers_flops(setup.model, b) / 32
+            flops = papers_flops(setup) / setup.num_microbatches / setup.num_stages / setup.tensor
             predicted = 100 * flops / float(sum(_stage_seconds(setup))) / A100_FLOPS_PER_S
             yield Row(HUANG, f"{attention} attention, b={b}", "% MFU", measured, predicted)
 
@@ -247,7 +234,7 @@ def grid() -> tuple[GridRow, ...]:
         less = replace(setup, balance=None) if balanced else replace(setup, recompute=SCOPES[SCOPES.index(scope) - 1])
         name = f"{t}/{p}/{b}"
         seconds = float(simulation_of(setup).makespan_s)
-        predicted = 100 * mfu(papers_flops(setup.model, 128), seconds, 32, A100_FLOPS_PER_S)
+        predicted = 100 * mfu(papers_flops(setup), seconds, 32, A100_FLOPS_PER_S)
         percent = Row(KIM, name, "% MFU", float(row["mfu_percent"]), predicted)
         limit = setup.cluster.device.memory_bytes / GIB
         gib = (fullest_gib(setup), fullest_gib(less), limit)
@@ -257,10 +244,6 @@ def grid() -> tuple[GridRow, ...]:
 
 # -- published throughputs and peaks
 
-DEVICES = {"A100-80GB": "a100-80g", "H100-80GB": "h100-80g"}
-DEVICES_PER_NODE = 8
-# Qi et al. do not publish their vocabulary; this is the size of their tokenizer's.
-USUAL_VOCABULARY = 32000
 # As in the published recipe, whose `ub_tp_comm_overlap: true` is Megatron's --tp-comm-overlap.
 NVIDIA = Switches(overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_bf16=True, tp_comm_overlap=True)
 # Without sequence parallelism, each tensor-parallel rank of these runs sent a part of a message.
@@ -282,12 +265,13 @@ def _published(row: dict[str, str]) -> Row:
         setup = next(_setups(row, 3 * int(row["pipeline"]) * int(row["micro_batch"])))
         predicted = max(allocated_bytes(setup)) / 1e9
     else:
-        setups = [setup for setup in _setups(row, int(row["global_batch"])) if row["micro_batch"] or _fits(setup)]
-        times = [(_iteration_s(setup, row["source"]), setup) for setup in setups]
+        setups = _setups(row, int(row["global_batch"]))
+        fitting = (one for one in setups if row["micro_batch"] or all(rank.fits for rank in predict_memory(one)))
+        times = [(_iteration_s(setup, row["source"]), setup) for setup in fitting]
         seconds, setup = min(times, key=lambda time: time[0])
         predicted = _in_unit(row["quantity"], setup, seconds)
     sizes = f"{setup.tensor}/{setup.pipeline}/{setup.num_chunks}/{setup.micro_batch}"
-    run = f"{row['model']}, {row['gpus']} GPUs, t/p/v/b {sizes}, recompute {setup.recompute}"
+    run = f"{row['model']}, {setup.cluster.num_devices} GPUs, t/p/v/b {sizes}, recompute {setup.recompute}"
     return Row(row["source"].split(" (")[0], run, row["quantity"], float(row["measured"]), predicted, setup)
 
 
@@ -305,25 +289,25 @@ def _setups(row: dict[str, str], global_batch: int) -> Iterator[Setup]:
 
 
 def _published_setup(row: dict[str, str], chunks: int, micro_batch: int, global_batch: int) -> Setup:
-    names = ("layers", "hidden", "heads", "sequence", "gpus", "tensor", "pipeline")
-    num_layers, hidden, heads, sequence, gpus, tensor, pipeline = (int(row[name]) for name in names)
-    model = gpt(row["model"], num_layers, hidden, heads, int(row["vocabulary"] or USUAL_VOCABULARY), sequence)
+    names = ("layers", "hidden", "heads", "vocabulary", "sequence", "tensor", "pipeline")
+    num_layers, hidden, heads, vocabulary, sequence, tensor, pipeline = (int(row[name]) for name in names)
+    model = gpt(row["model"], num_layers, hidden, heads, vocabulary, sequence)
     of_nvidia, of_qi = row["source"].startswith("NVIDIA"), row["source"].startswith("Qi")
-    per_node, stages = min(DEVICES_PER_NODE, gpus), pipeline * chunks
+    stages = pipeline * chunks
     layers = _shorter_ends(num_layers, stages) if of_qi else split_layers(num_layers, stages)
     if layers is None:
         raise ValueError(f"{num_layers} layers do not divide into {stages} stages")
     return setup_of(
         # Qi et al. leave the output layer untied.
         replace(model, tied_embedding=not of_qi),
-        f"{DEVICES[row['gpu']]}:{gpus // per_node}x{per_node}",
+        row["cluster"],
         *(tensor, pipeline, micro_batch, global_batch, row["recompute"]),
         layers=layers,
         sequence=sequence,
         attention=row["attention"],
         schedule=default_family(chunks),
         num_chunks=chunks,
-        precision="bf16" if of_nvidia else "fp16",
+        precision=row["precision"],
         distributed_optimizer=row["distributed_optimizer"] == "yes",
         sequence_parallel=row["sequence_parallel"] == "yes",
         switches=NVIDIA if of_nvidia else Switches(no_overlap_p2p_communication=chunks > 1),
@@ -334,10 +318,6 @@ def _shorter_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return layers with one less on the first and on the last stage."""
     most = (num_layers + 2) // num_stages
     return (most - 1, *(most,) * (num_stages - 2), most - 1)
-
-
-def _fits(setup: Setup) -> bool:
-    return all(rank.fits for rank in predict_memory(setup))
 
 
 def _iteration_s(setup: Setup, source: str = "") -> float:
@@ -382,14 +362,7 @@ def _in_unit(quantity: str, setup: Setup, seconds: float) -> float:
         return seconds
     if quantity == "samples_per_gpu_s":
         return setup.global_batch / seconds / setup.cluster.num_devices
-    return _recomputed_flops(setup) / seconds / setup.cluster.num_devices / 1e12
-
-
-def _recomputed_flops(setup: Setup) -> float:
-    """Return FLOPs of an iteration with whole layers recomputed (Narayanan et al. 2021, equation 3)."""
-    model, s = setup.model, setup.sequence
-    h, layers = model.hidden_size, model.num_layers
-    return 96 * setup.global_batch * s * layers * h**2 * (1 + s / (6 * h) + setup.padded_vocabulary / (16 * layers * h))
+    return papers_flops(setup, 4) / seconds / setup.cluster.num_devices / 1e12
 
 
 # -- runs that influenced no constant: before BLOOM, with experts, in FP8

@@ -30,7 +30,6 @@ def test_the_page_has_the_tables_that_the_script_makes(predictions: ModuleType) 
 # Number of values, and the largest mean and single error in percent, by what is compared and what is given.
 LIMITS = [
     ("iteration times, Yeung 2024", 20, 1, 2),
-    ("MFU of GPT-3 96B, balanced, Kim 2023", 1, 2.5, 2.5),
     ("stage times, Kim 2023 and Yeung 2024", 16, 4, 10),
     ("MFU of one stage, Huang 2024", 4, 9, 14),
     ("MFU of GPT-3 96B, Kim 2023", 19, 8, 41),
@@ -76,19 +75,6 @@ def test_the_grid_of_gpt3_96b(predictions: ModuleType) -> None:
 def test_nvidias_runs_are_predicted_with_the_overlap_of_their_recipe(predictions: ModuleType) -> None:
     rows = [row for row in predictions.runs.published() if row.source.startswith("NVIDIA")]
     assert [row.setup.switches.tp_comm_overlap for row in rows] == [True] * 5
-
-
-def test_one_run_calibrates_the_others(predictions: ModuleType) -> None:
-    sources = predictions.times_by_source()
-    assert len(sources) == 5
-    for source, rows in sources.items():
-        by_first = predictions.calibrated_errors(rows, 1)
-        by_any = predictions.calibrated_errors(rows, len(rows))
-        assert len(by_any) == len(rows) * (len(rows) - 1)
-        assert by_any[: len(rows) - 1] == by_first
-        assert statistics.mean(by_first) <= (2.5 if source.startswith("NVIDIA") else 5), source
-        assert max(by_first) <= (6 if source.startswith("NVIDIA") else 9), source
-        assert max(by_any) <= 10.1, source
 
 
 def test_our_own_runs_are_predicted_to_the_byte(predictions: ModuleType) -> None:
