@@ -32,7 +32,7 @@ COMMANDS = {
     "profile": "time one stage of a model on this machine's device",
     "calibrate": "find how far a cluster is from its predictions, from one run on it",
     "capture": "run a training script with stand-ins for launchers, and print what it would launch",
-    "check-launch": "list which features of a launch are supported, guarded or refused, and why",
+    "check-launch": "tell whether a launch is supported, guarded or refused, and why",
     "report": "compare a recorded run with its prediction",
     "compare": "compare two runs of one training: whether they compute the same, and how memory and time differ",
 }

@@ -1,4 +1,4 @@
-"""`bpipe check-launch`: whether a launch of Megatron trains with this project, feature by feature.
+"""`bpipe check-launch`: whether a launch of Megatron trains with this project, and which features prevent it.
 
 The exit status is 2 if it is refused.
 """
@@ -51,16 +51,15 @@ def run(options: Options) -> int:
             rows = [(feature.state.value, feature.name, feature.reason, feature.remedy) for feature in features]
             tell(table(("state", "feature", "reason", "way out"), rows))
         tell(judgement.by, *([_IN_ORDER] if judgement.messages == () else ()))
-        tell(f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
+        tell(f"this launch is {state.value}{_MEANS[state]}")
     return 2 if state is State.REFUSED else 0
 
 
 _IN_ORDER = (
     "no message between stages is taken for another, and no rank waits for ever, by the order of NCCL's messages"
 )
-_NOTHING = ": none of its flags needs anything of this project"
 _MEANS = {
-    State.SUPPORTED: ": every feature above was trained bit by bit as stock Megatron trains it",
+    State.SUPPORTED: ": none of its flags is guarded or refused (docs/supported.md)",
     State.GUARDED: ": in the first iterations all that moves is checked, and the run ends at the first wrong byte",
     State.REFUSED: ": it would end at its start",
 }
