@@ -146,7 +146,6 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         recompute=tuple(options.recompute),
         schedules=schedules,
         balances=tuple(options.balance),
-        uneven=not options.even_layers,
         traced=traced,
         **training_of(options),
         profile=profile,

@@ -194,24 +194,10 @@ def _closest(closest: Closest, space: Space) -> str:
         return f"the least is {describe(setup)}, which needs {needs}; with --memory {gib_text(device)} it fits, barely"
     if closest.is_state:
         cut = f"{needs} of a device ({grid_of(setup)})"
+        more = f"more devices (p is at most {setup.model.num_layers}), or devices with more memory"
         fewer = "bpipe fit tries state in 16 bits and the optimizer on the CPU"
-        return f"weights, gradients and optimizer state alone need at least {cut}: {_more_ranks(setup, space)}; {fewer}"
+        return f"weights, gradients and optimizer state alone need at least {cut}: use {more}; {fewer}"
     return f"the least is {describe(setup)}, which needs {needs}: {_fewer_activations(setup, space)}"
-
-
-def _more_ranks(setup: Setup, space: Space) -> str:
-    layers = setup.model.num_layers
-    if setup.pipeline == layers:
-        return f"p is at its limit of {layers} layers, so use devices with more memory"
-    if setup.data == 1:
-        return "use more devices"
-    devices = setup.cluster.num_devices // (setup.tensor * setup.context)
-    larger = [size for size in divisors(devices) if setup.pipeline < size <= layers]
-    if not larger:
-        return f"no larger p divides the {devices} devices and is within the {layers} layers"
-    if not space.uneven and all(layers % size for size in larger):
-        return f"a larger p does not divide the {layers} layers, so leave out --even-layers"
-    return f"a larger p is possible ({', '.join(map(str, larger))}), and another constraint cut it"
 
 
 def _fewer_activations(setup: Setup, space: Space) -> str:

@@ -78,8 +78,6 @@ class Space(Training):
     """Largest micro-batch size."""
     max_chunks: int = 8
     """Most chunks per rank."""
-    uneven: bool = True
-    """Whether stages may have unequal numbers of layers if the stages do not divide the layers."""
     profile: Profile | None = None
     """Measured seconds, in place of predicted ones."""
     hosts: tuple[str, ...] = (PAIR,)
@@ -156,7 +154,6 @@ CUTS = {
     "context": "grids: the sequence is not a multiple of 2*c and t*c, or a2a has too few heads, or the number of "
     "devices is not a multiple of t*c",
     "ranks": "grids: p is more than the layers",
-    "uneven": "grids: p does not divide the layers (--even-layers)",
     "batch": "grids: d does not divide the global batch",
     "micro_batches": "micro-batch sizes: interleaving and two pipes need a number of micro-batches that p divides",
     "chunks": "numbers of chunks: the layers cannot be divided over so many stages",
@@ -296,8 +293,6 @@ def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int, in
                 cuts["asked"] += 1
             elif pipeline > model.num_layers:
                 cuts["ranks"] += 1
-            elif not space.uneven and model.num_layers % pipeline:
-                cuts["uneven"] += 1
             elif space.global_batch % data:
                 cuts["batch"] += 1
             else:
@@ -326,7 +321,7 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
             if not _is_asked(space.chunk_counts, 1):
                 cuts["asked"] += 1
                 continue
-            layers = split_layers(space.model.num_layers, pipeline, space.uneven)
+            layers = split_layers(space.model.num_layers, pipeline, allow_uneven=True)
             if layers is not None:
                 yield _Choice(schedule, 1, layers)
         else:
@@ -354,7 +349,7 @@ def _in_chunks(
 ) -> Iterator[_Choice]:
     family, num_layers = FAMILIES[schedule], space.model.num_layers
     # If the ranks divide the layers, chunks that do not would only make some ranks slower.
-    uneven = space.uneven and num_layers % pipeline != 0
+    uneven = num_layers % pipeline != 0
     for chunks in family.chunks(max(space.max_chunks, *(space.chunk_counts or (1,)))):
         if not _is_asked(space.chunk_counts, chunks):
             cuts["asked"] += 1

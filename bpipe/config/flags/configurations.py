@@ -451,9 +451,4 @@ SEARCHED_FLAGS = group(
         values.seconds,
         12.0,
     ),
-    Flag(
-        "even_layers",
-        "--even-layers",
-        "no stages with unequal layers (default: where layers do not divide, stages before the last get one more)",
-    ),
 )

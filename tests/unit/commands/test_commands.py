@@ -455,7 +455,7 @@ def test_profile_writes_what_simulate_reads(
 def test_a_plan_leaves_a_twentieth_of_every_device_free(capsys: pytest.CaptureFixture[str]) -> None:
     """It recommended rows of 78.3 of 79.1 GiB, whose allocator may have to retry, and that the model's own error may
     make too large."""
-    asked = ["plan", "--model", "gpt3-13b", "--cluster", "a100-40g:8", "--gbs", "32", "--even-layers", "--rows", "3"]
+    asked = ["plan", "--model", "gpt3-13b", "--cluster", "a100-40g:8", "--gbs", "32", "--rows", "3"]
     asked += ["--schedule", "1f1b", "interleaved-1f1b", "--format", "json"]
     rows = json.loads(output(capsys, *asked))["rows"]
     assert {rank["limit_bytes"] for row in rows for rank in row["stages"]} == {int(37.5 * 2**30)}
@@ -481,7 +481,7 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
             f'nodes = 4\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = {speed}\n'
         )
         words = f"--model llama-65b --gbs {batch} --memory 70 --schedule 1f1b --recompute none --balance bpipe"
-        words += f" --rows {rows} --even-layers --max-micro-batch 2"
+        words += f" --rows {rows} --pp 2 4 8 16 --max-micro-batch 2"
         best = document(capsys, "plan", "--cluster", str(cluster), *words.split())["rows"][0]["configuration"]
         return best["pipeline"], best["data"], best["micro_batch"]
 

@@ -82,7 +82,7 @@ def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> 
 
 def test_several_kinds_of_hosts_are_compared_in_one_search() -> None:
     """Its rows are the fastest of what searches of each kind find, each with its flag."""
-    space = replace(UNFUSED, schedules=("1f1b",), uneven=False, max_micro_batch=2)
+    space = replace(UNFUSED, schedules=("1f1b",), pipelines=(1, 2, 4, 8, 16), max_micro_batch=2)
     kinds = [(PAIR,), (HOST,)]
     each = [found for hosts in kinds for found in search(replace(space, hosts=hosts), num_rows=6).rows]
     merged = {found.setup: found.iteration_s for found in each}
@@ -238,10 +238,10 @@ def test_nothing_needs_less_than_what_its_warm_up_says(schedule: str, balance: s
 
 
 def test_the_papers_constraints() -> None:
-    for setup in enumerate_setups(replace(UNFUSED, uneven=False)):
+    for setup in enumerate_setups(UNFUSED):
         assert setup.tensor * setup.pipeline * setup.data == 32
         assert 104 % setup.tensor == 0 == 8 % setup.tensor == 128 % (setup.micro_batch * setup.data)
-        assert len(set(setup.layers)) == 1
+        assert max(setup.layers) - min(setup.layers) <= 1
 
 
 def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
@@ -370,7 +370,7 @@ def test_nothing_fits_is_said_with_the_least() -> None:
     assert text.startswith(
         "Nothing fits, with balancing or without: weights, gradients and optimizer state alone need at least 8"
     )
-    assert "of 79.2 GiB of a device (t=8 p=1 d=1): use more devices; bpipe fit tries" in text
+    assert "of 79.2 GiB of a device (t=8 p=1 d=1): use more devices (p is at most" in text
     assert f"{found.cuts['branches']} {CUTS['branches']}" in text
     # Weights fit here, and what one micro-batch saves does not, whatever is recomputed.
     long = search(Space(PRESETS["llama3-8b"], parse_cluster("a100-80g:2"), 16, 2**20, recompute=("full",)))
@@ -416,22 +416,14 @@ def test_long_sequences_are_tried_in_parts() -> None:
     assert "c=2 by a2a" in describe(replace(best, context=2, cp_comm_type="a2a"))
 
 
-def test_the_limit_is_named_where_more_devices_would_not_help() -> None:
-    """Every constraint counts what it cut; a deeper pipeline that only the flag forbids is named."""
-    space = Space(PRESETS["llama3-405b"], parse_cluster("h100-80g:2048x8"), 2048, 8192, uneven=False)
-    found = search(space)
-    assert found.rows == ()
-    text = verdict(found).text
-    assert "use more devices" not in text
-    assert "a larger p does not divide the 126 layers, so leave out --even-layers" in text
-    assert f"20 {CUTS['uneven']}" in text
-    assert f"26 {CUTS['ranks']}" in text
-    assert found.cuts["branches"] == 8
-    assert sum(found.cuts.get(name, 0) for name in ("tensor", "ranks", "uneven", "batch")) < num_grids(space)
+def test_a_state_that_is_too_large_is_said_with_what_cut_the_rest() -> None:
     # One layer a rank is all there is.
     wide = gpt("wide", 2, 65536, 512, sequence=256)
     deepest = search(Space(wide, parse_cluster("a100-40g:4x2"), 4, 256, recompute=("full",)))
-    assert "p is at its limit of 2 layers, so use devices with more memory" in verdict(deepest).text
+    text = verdict(deepest).text
+    assert "use more devices (p is at most 2), or devices with more memory; bpipe fit tries" in text
+    assert CUTS["ranks"] in text
+    assert deepest.cuts["branches"] > 0
 
 
 def test_no_configuration_names_what_cut_them_all() -> None:
