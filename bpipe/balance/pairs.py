@@ -202,7 +202,7 @@ def allocated_counts(schedule: Schedule) -> tuple[int, ...]:
 
 def allocated_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, int]:
     """Return the bytes that a run allocates on a rank for its own micro-batches at their most, and for host buffers."""
-    host_bytes = buffer_bytes(schedule, host_buffers(schedule, rank), memory)
+    host_bytes = buffer_bytes(host_buffers(schedule, rank), memory)
     return max(own_bytes(schedule, rank, memory), default=0), host_bytes
 
 
@@ -220,18 +220,9 @@ def moved_bytes(residencies: Iterable[Residency], memory: Memory) -> int:
     return sum(memory.size(*residency.key).moved_bytes for residency in residencies)
 
 
-def buffer_bytes(schedule: Schedule, hosted: Mapping[Residency, int], memory: Memory, guest: int | None = None) -> int:
-    """Return the bytes of host buffers.
-
-    Args:
-        schedule: The balanced schedule.
-        hosted: Result of `host_buffers`.
-        memory: The sizes of micro-batches.
-        guest: Counts only this rank's.
-    """
-    rank_of = schedule.layout.rank_of
-    of_guest = {stay: buffer for stay, buffer in hosted.items() if guest in (None, rank_of(*stay.key))}
-    return sum(map(memory.buffer_bytes, stages_in_buffers(of_guest)))
+def buffer_bytes(hosted: Mapping[Residency, int], memory: Memory) -> int:
+    """Return the bytes of host buffers, a result of `host_buffers`."""
+    return sum(map(memory.buffer_bytes, stages_in_buffers(hosted)))
 
 
 def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:

@@ -105,18 +105,15 @@ def run(asked: Options) -> int:
         num_rows = max(options.rows, options.emit_args or 0)
         outcome = search(space, num_rows, progress, evicts_least, options.time_limit)
     if options.emit_args is not None:
-        _print_flags(options.emit_args, outcome.rows, f". {verdict(outcome).text}")
+        if options.emit_args > len(outcome.rows):
+            raise ValueError(
+                f"--emit-args {options.emit_args}: there are {len(outcome.rows)} rows. {verdict(outcome).text}"
+            )
+        print(shlex.join(megatron_flags(outcome.rows[options.emit_args - 1].setup)))
     else:
         launch = reading if reading is None or _is_as_launched(asked, reading) else None
         _print(outcome, launch, options.format, reading, yours)
     return 0 if outcome.rows else NO_ROWS
-
-
-def _print_flags(number: int, rows: Sequence[Candidate], why: str = "") -> None:
-    """Print the flags of a row. Raises ValueError for one that does not exist."""
-    if number > len(rows):
-        raise ValueError(f"--emit-args {number}: there are {len(rows)} rows{why}")
-    print(shlex.join(megatron_flags(rows[number - 1].setup)))
 
 
 def _is_as_launched(asked: Options, reading: Reading) -> bool:
@@ -265,7 +262,7 @@ def _tell(answer: Answer, parts: Sequence[str | Table]) -> None:
 
 def _document(outcome: Outcome, launch: Reading | None) -> dict[str, Any]:
     """Return the document of `--format json` (docs/planning.md)."""
-    space = outcome.space
+    space, stock = outcome.space, outcome.stock
     # Reasons that do not apply to this space.
     sizes = (space.tensors, space.pipelines, space.micro_batches, space.chunk_counts)
     hidden = {"context": space.contexts == (1,), "layers": BLOCK not in space.recompute, "asked": not any(sizes)}
@@ -291,14 +288,10 @@ def _document(outcome: Outcome, launch: Reading | None) -> dict[str, Any]:
             }
             for row in outcome.rows
         ],
-        "stock": _stock_values(outcome.stock),
+        "stock": {"row": stock and {**document(stock), "megatron_flags": megatron_flags(stock.setup)}},
         "families": family_values(outcome),
         "needs": trainer_needs(outcome),
     }
-
-
-def _stock_values(stock: Candidate | None) -> dict[str, Any]:
-    return {"row": stock and {**document(stock), "megatron_flags": megatron_flags(stock.setup)}}
 
 
 def _plan_parts(outcome: Outcome, launch: Reading | None, yours: Candidate | str | None) -> list[str | Table]:

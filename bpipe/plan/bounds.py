@@ -104,7 +104,12 @@ class Bounds:
         key = size, _cut(setup)
         if key not in self._pipelines:
             # A profile measures whole stages, so they are not added up from parts.
-            work = self._work(setup, size) if self._profile is None else _work_of(setup, self._profile)
+            if self._profile is not None:
+                work = _work_of(setup, self._profile)
+            else:
+                of_slices = [self._stages_of(part, (size, part.span)) for part in slice_setups(setup)]
+                shard = scaled(shard_seconds(setup), setup.time_factor) if setup.is_sharded else _NO_SHARDS
+                work = _together(of_slices, shard)
             self._pipelines[key] = _bound(setup, work), _load(setup, work)
         return self._pipelines[key]
 
@@ -119,11 +124,6 @@ class Bounds:
             else:
                 self._updates[key] = _update_s(setup, self._profile)
         return self._updates[key]
-
-    def _work(self, setup: Setup, size: object) -> _Work:
-        of_slices = [self._stages_of(part, (size, part.span)) for part in slice_setups(setup)]
-        shard = scaled(shard_seconds(setup), setup.time_factor) if setup.is_sharded else _NO_SHARDS
-        return _together(of_slices, shard)
 
     def _stages_of(self, setup: Setup, size: object) -> list[tuple[float, float]]:
         """Return each stage's forward and backward of a micro-batch, or of one slice."""

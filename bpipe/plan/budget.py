@@ -36,11 +36,8 @@ from bpipe.schedule.action import COMPUTE
 from bpipe.schedule.host_buffers import (
     Residency,
     guests_of,
-    host_buffers,
     host_memory_buffers,
     hosts_of,
-    num_buffers_for,
-    num_host_memory_buffers,
     residencies_by_host,
 )
 from bpipe.schedule.hosts import ALL, IN_NODES, PAIR, POOL, Pair, device_ranks, uses_host_memory
@@ -84,9 +81,7 @@ class Fit:
     def own_bytes(self) -> tuple[int, ...]:
         """Bytes of each device's host buffers in its node's memory."""
         ranks = range(self.schedule.num_ranks)
-        return tuple(
-            buffer_bytes(self.schedule, host_memory_buffers(self.schedule, rank), self.memory) for rank in ranks
-        )
+        return tuple(buffer_bytes(host_memory_buffers(self.schedule, rank), self.memory) for rank in ranks)
 
     def residency_bytes(self, residencies: Iterable[Residency]) -> int:
         """Return bytes that leave with these residencies."""
@@ -158,17 +153,11 @@ def _hosting(fit: Fit, rank: int) -> str:
     schedule, by_host = fit.schedule, residencies_by_host(fit.schedule, rank)
     total = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
     counted = "micro-batches" if schedule.layout.slices == 1 else "slices of micro-batches"
-    parts = []
-    for host, residencies in by_host.items():
-        if host.on_device:
-            place, count = f"rank {host.rank}", num_buffers_for(schedule, host.rank)[rank]
-            size_bytes = buffer_bytes(schedule, host_buffers(schedule, host.rank), fit.memory, rank)
-        else:
-            place, count, size_bytes = "its own node", num_host_memory_buffers(schedule, rank), fit.own_bytes[rank]
-        parts.append(
-            f"{place} hosts {_part(fit, residencies)}{len(residencies)} of its {total} {counted}, in "
-            f"{count} host buffer{'s' * (count > 1)} of {budget_text([size_bytes])} GiB in all"
-        )
+    parts = [
+        f"{f'rank {host.rank}' if host.on_device else 'its own node'} hosts {_part(fit, residencies)}{len(residencies)} "
+        f"of its {total} {counted}"
+        for host, residencies in by_host.items()
+    ]
     needs = [budget_text([fit.need_bytes[holder]]) for holder in (rank, *device_ranks(by_host))]
     need = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"
     return f"rank {rank} would need {budget_text([fit.alone_bytes[rank]])} GiB; {', '.join(parts)}: {need}"

@@ -142,7 +142,10 @@ class Judge:
             self.families[setup.schedule].num_fitting += 1
             self.num_only_balanced += self.needs_bytes is not None
             return setup
-        self._is_large(setup, peak)
+        self.cuts["memory"] += 1
+        self.families[setup.schedule].num_large += 1
+        state = max(self._states_of(setup))
+        self._large.append(Closest(state > self._limit, state if state > self._limit else peak, setup))
         return None
 
     def _needs(self, setup: Setup) -> int:
@@ -193,9 +196,3 @@ class Judge:
             else None
         )
         return (even, setup) if plan is None else (peak_bytes(plan), plan)
-
-    def _is_large(self, setup: Setup, peak: int) -> None:
-        self.cuts["memory"] += 1
-        self.families[setup.schedule].num_large += 1
-        state = max(self._states_of(setup))
-        self._large.append(Closest(state > self._limit, state if state > self._limit else peak, setup))

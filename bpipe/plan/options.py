@@ -219,14 +219,11 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
 
 def _balance_of(options: Options) -> BalanceConfig | None:
     bounds, hosts = getattr(options, "bound", None), getattr(options, "hosts", PAIR)
-    flags = [*(["--bound"] if bounds is not None else []), *([f"--hosts {_words(hosts)}"] if hosts != PAIR else [])]
+    words = hosts if isinstance(hosts, str) else " ".join(hosts)
+    flags = [*(["--bound"] if bounds is not None else []), *([f"--hosts {words}"] if hosts != PAIR else [])]
     if flags and options.balance == BALANCES[0]:
         raise ValueError(f"{flags[0]} says how to balance: give --balance bpipe, too, or leave it out")
     return None if options.balance == BALANCES[0] else BalanceConfig(bounds, hosts=hosts)
-
-
-def _words(hosts: str | Sequence[str]) -> str:
-    return hosts if isinstance(hosts, str) else " ".join(hosts)
 
 
 def setup_from(

@@ -169,11 +169,6 @@ def _is_near(branch: Branch, setup: Setup) -> bool:
     return bool(prod(max(size / other, other / size) for size, other in sizes) <= _NEAR)
 
 
-def _takes_long(setup: Setup) -> bool:
-    """Whether its order takes long to make, because it has no closed form and many parts."""
-    return setup.is_sharded or (setup.slices > 1 and FAMILIES[setup.schedule].sliced_warm_up is None)
-
-
 def _is_stock(setup: Setup) -> bool:
     return setup.schedule in DEFAULTS and not runs_ours(setup)
 
@@ -258,7 +253,9 @@ class _Search:
                 number += 1
                 if kinds is _STOCK or not _is_stock(setup):
                     bound_s = max(candidate.bound_s, self.bounds.pipeline_s(setup))
-                    heapq.heappush(heap, _Open(candidate.turn or int(_takes_long(setup)), bound_s, number, setup))
+                    # An order without a closed form and with many parts takes long to make.
+                    is_slow = setup.is_sharded or (setup.slices > 1 and not FAMILIES[setup.schedule].sliced_warm_up)
+                    heapq.heappush(heap, _Open(candidate.turn or int(is_slow), bound_s, number, setup))
 
     def _end_early(self, entries: list[_Open], bounded: list[BranchBounds], kinds: tuple[str, ...]) -> None:
         """Record the lower bound of all remaining entries that may fit."""

@@ -432,20 +432,15 @@ class Slicer:
             except ValueError:
                 continue
             for group in groups(*sizes, number):
-                yield from self._of_lengths(replace(setup, slices=number, group_size=group))
-
-    def _of_lengths(self, even: Setup) -> Iterator[Setup]:
-        yield even
-        if even.sequence >= UNEVEN_SEQUENCE and even.balance is None:
-            lengths = self._timed(even)
-            if len(set(lengths)) > 1:
-                yield replace(even, slice_lengths=lengths)
-
-    def _timed(self, even: Setup) -> tuple[int, ...]:
-        key = even.tensor, even.micro_batch, even.recompute, even.routing, even.layers, even.slices
-        if key not in self._lengths:
-            self._lengths[key] = lengths_of_equal_seconds(even)
-        return self._lengths[key]
+                even = replace(setup, slices=number, group_size=group)
+                yield even
+                if even.sequence < UNEVEN_SEQUENCE or even.balance is not None:
+                    continue
+                key = even.tensor, even.micro_batch, even.recompute, even.routing, even.layers, even.slices
+                if key not in self._lengths:
+                    self._lengths[key] = lengths_of_equal_seconds(even)
+                if len(set(self._lengths[key])) > 1:
+                    yield replace(even, slice_lengths=self._lengths[key])
 
 
 # Steps of the steady phase within which ranks deadlock if they ever do.

@@ -152,12 +152,8 @@ class _Tried:
 
 def _place(row: Candidate) -> tuple[int, float]:
     """Return the sort key: rows that take longer than predicted come after the others that can run."""
-    return (int(_is_slower(row)), row.iteration_s) if row.can_run else (2, row.peak_bytes)
-
-
-def _is_slower(row: Candidate) -> bool:
-    """Whether it takes longer than predicted, because it is tight or the CPU updates weights."""
-    return row.is_tight or _on_cpu(row.setup)
+    is_slower = row.is_tight or _on_cpu(row.setup)
+    return (int(is_slower), row.iteration_s) if row.can_run else (2, row.peak_bytes)
 
 
 def _on_cpu(setup: Setup) -> bool:

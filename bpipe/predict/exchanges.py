@@ -64,7 +64,8 @@ def exchange(setup: Setup) -> Trip:
         between_s = crossed / between
         return Trip(max(gathered / (device.among(group.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S, between_s)
     group = reach(setup, ep, divided)
-    copies = _copies(setup)
+    capacity = setup.routing.capacity
+    copies = experts.top_k * (1.0 if capacity is None else capacity if setup.routing.padded else min(1.0, capacity))
     sent = local_tokens(setup) * token * copies / ep
     stays, leaves = sent * (group.here - 1), sent * (ep - group.here)
     if setup.routing.dispatcher == "flex" and group.nodes > 1:
@@ -84,13 +85,6 @@ def exchange(setup: Setup) -> Trip:
             + LINK_LATENCY_S
         )
     return Trip(seconds, between_s)
-
-
-def _copies(setup: Setup) -> float:
-    experts, capacity = setup.model.experts, setup.routing.capacity
-    assert experts is not None
-    share = 1.0 if capacity is None else capacity if setup.routing.padded else min(1.0, capacity)
-    return experts.top_k * share
 
 
 def _nodes_of_a_token(num_experts: int, top_k: int, nodes: int) -> float:

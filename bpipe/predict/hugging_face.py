@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.names import unknown
-from bpipe.predict.hybrid import EXPERTS, MOST_LAYERS, Hybrid
-from bpipe.predict.layer_variants import Experts, Latent
+from bpipe.predict.layer_variants import EXPERTS, MOST_LAYERS, Experts, Hybrid, Latent
 from bpipe.predict.model import PRESETS, Model
 from bpipe.values import a_flag, a_list, a_text, a_whole, an_object, load_json
 

@@ -154,7 +154,9 @@ class Setup(ScheduleSpec, Training):
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
         if devices % (t * p * self.context):
-            raise ValueError(f"{self._cut()} does not divide the {devices} devices of the cluster")
+            sizes = (t, p) if self.context == 1 else (t, p, self.context)
+            cut = f"{'*'.join('tpc'[: len(sizes)])} = {'*'.join(map(str, sizes))} = {math.prod(sizes)}"
+            raise ValueError(f"{cut} does not divide the {devices} devices of the cluster")
         for name, value in (("attention heads", self.model.num_attention_heads), ("sequence", self.sequence)):
             if value % t:
                 raise ValueError(f"tensor parallel {t} does not divide {value} ({name})")
@@ -197,10 +199,6 @@ class Setup(ScheduleSpec, Training):
                 f"with chunks Megatron needs the number of micro-batches ({self.num_microbatches}) to be a multiple "
                 f"of the {p} pipeline ranks"
             )
-
-    def _cut(self) -> str:
-        sizes = (self.tensor, self.pipeline) if self.context == 1 else (self.tensor, self.pipeline, self.context)
-        return f"{'*'.join('tpc'[: len(sizes)])} = {'*'.join(map(str, sizes))} = {math.prod(sizes)}"
 
     def _check_context(self) -> None:
         c, model, how = self.context, self.model, self.cp_comm_type

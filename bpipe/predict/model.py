@@ -6,8 +6,17 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from bpipe.predict.hybrid import ATTENTION, EXPERTS, MOST_LAYERS, Hybrid
-from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, LayerKind, shortest
+from bpipe.predict.layer_variants import (
+    ATTENTION,
+    EVERY_LAYER,
+    EXPERTS,
+    MOST_LAYERS,
+    Experts,
+    Hybrid,
+    Latent,
+    LayerKind,
+    shortest,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from bpipe.predict.hybrid import MOST_LAYERS
-from bpipe.predict.layer_variants import LayerKind
+from bpipe.predict.layer_variants import MOST_LAYERS, LayerKind
 from bpipe.predict.model import Model, counted
 
 # The short names: without a number and without parts.

@@ -229,4 +229,4 @@ def _padding(schedule: Schedule, memory: SizesOfStages, sizes: Mapping[int, Stag
     hosted = host_buffers(schedule, rank)
     lengths = {stage: of_stage.lengths_of(memory.size(stage, 0).moved_bytes) for stage, of_stage in sizes.items()}
     layout = BufferLayout.of(stages_in_buffers(hosted), lengths)
-    return max(0, layout.nbytes - buffer_bytes(schedule, hosted, memory))
+    return max(0, layout.nbytes - buffer_bytes(hosted, memory))

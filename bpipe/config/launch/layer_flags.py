@@ -20,14 +20,16 @@ from bpipe.config.launch.layer_split import (
     read_split,
     refuse_empty,
 )
-from bpipe.predict.hybrid import EXPERTS, Hybrid, split_text
 from bpipe.predict.layer_variants import (
     EVERY_LAYER,
+    EXPERTS,
     Experts,
+    Hybrid,
     Latent,
     Routing,
     read_pattern,
     shortest,
+    split_text,
     write_list,
     write_pattern,
 )

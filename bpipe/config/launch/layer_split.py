@@ -12,7 +12,7 @@ from typing import Any
 
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.launches import argument_of
-from bpipe.predict.hybrid import MOST_LAYERS
+from bpipe.predict.layer_variants import MOST_LAYERS
 from bpipe.predict.layout import without_layers
 
 LAYERS_OF_A_CHUNK = "--num-layers-per-virtual-pipeline-stage"

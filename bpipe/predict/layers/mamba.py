@@ -9,7 +9,7 @@ with a run.
       ssd_state_passing.py, layernorm_gated.py
 """
 
-from bpipe.predict.hybrid import Hybrid
+from bpipe.predict.layer_variants import Hybrid
 from bpipe.predict.layout import Setup
 from bpipe.predict.sizes import Rates, Saved, element_bytes, kept_bytes, num_tokens, shard_size
 

@@ -17,8 +17,7 @@ from typing import Any
 from check_saved import add_arguments, megatron_flags, one_stage, parse_cluster, torch
 
 from bpipe.predict.flops import layer_parameters
-from bpipe.predict.hybrid import Hybrid
-from bpipe.predict.layer_variants import Experts
+from bpipe.predict.layer_variants import Experts, Hybrid
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model, gpt
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bpipe.predict.hybrid import Hybrid
-from bpipe.predict.layer_variants import Experts
+from bpipe.predict.layer_variants import Experts, Hybrid
 from bpipe.predict.model import PRESETS, Model, llama
 
 MIXTRAL_8X7B, DEEPSEEK_V3, QWEN3_30B, QWEN3_235B = (

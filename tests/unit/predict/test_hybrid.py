@@ -16,8 +16,7 @@ from bpipe.predict.activations import after_input_bytes, stage_bytes, stage_save
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.flops import layer_parameters, training_flops
-from bpipe.predict.hybrid import Hybrid
-from bpipe.predict.layer_variants import Experts, LayerKind, Routing
+from bpipe.predict.layer_variants import Experts, Hybrid, LayerKind, Routing
 from bpipe.predict.layers.layer import every_seconds, layer_bytes, layer_saved, layer_seconds
 from bpipe.predict.layout import Setup, split_layers
 from bpipe.predict.memory import predict_memory, working_bytes

@@ -12,7 +12,7 @@ from bpipe.plan.predict import predict
 from bpipe.predict.activations import parts_of, sizes_of, stage_bytes
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds, predict_costs
-from bpipe.predict.hybrid import Hybrid
+from bpipe.predict.layer_variants import Hybrid
 from bpipe.predict.layers.layer import layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS

@@ -20,8 +20,7 @@ from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
 from bpipe.plan.space import CUTS, Space
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.hybrid import Hybrid
-from bpipe.predict.layer_variants import Experts
+from bpipe.predict.layer_variants import Experts, Hybrid
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 from tests.support.predicted import enumerate_setups
