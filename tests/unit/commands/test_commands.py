@@ -111,7 +111,7 @@ def test_simulate_slices_within_a_budget(capsys: pytest.CaptureFixture[str], len
     assert max(stage["peak_bytes"] for stage in result["stages"]) <= budget * 2**30 + 2**27 < max(alone)
     assert result["plan"]["moved_bytes"] > 0
     printed = output(capsys, *within)
-    assert "of its 32 slices of micro-batches, in" in printed
+    assert "of its 32 slices of micro-batches: " in printed
     by_counts = output(capsys, *sliced, "--balance", "bpipe")
     assert ("slices of differing lengths are balanced by their number" in by_counts) is (lengths == "time")
     assert "balanced by their number" not in printed
