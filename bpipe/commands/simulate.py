@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bpipe.balance.config import BALANCES, name_of
+from bpipe.balance.config import BALANCES
 from bpipe.commands.launch import CONFIGURED, launch_document, lines, predicted_of, reading_of
 from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Options, Task, command, group
-from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan.budget import Fit, plan_lines, plan_values, within_budget
-from bpipe.plan.candidates import EXPOSED, HOSTS, cells, document
+from bpipe.plan.candidates import EXPOSED, cells, describe, document, legend
 from bpipe.plan.explain import FP8, SLICES, calibration_lines, needs_of_setup, remarks
 from bpipe.plan.options import filled
 from bpipe.plan.predict import Candidate, predict, simulation_of
@@ -25,14 +24,13 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.memory import RankMemory
 from bpipe.predict.profile import Profile
 from bpipe.predict.slices import lengths_of, slice_bounds
-from bpipe.schedule.families.family import TAKEN
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 # With more ranks, the totals are printed above them, too.
 _MANY_RANKS = 16
-_TOTALS = ("iteration s", "range s", "MFU %", "bubble, % of pipeline", "exposed s", "state")
+_TOTALS = ("iteration s", "range s", "MFU %", "bubble %", "exposed s", "state")
 _RANK_LEGEND = (
     "hosted: kept for other ranks; working: needed by one computation on top; fragm.: lost to fragmentation; "
     "overhead: CUDA context and communicators"
@@ -127,29 +125,15 @@ def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> 
         raise ValueError(f"--memory: {error}") from None
 
 
-def _options(setup: Setup) -> str:
-    """Write the options that only some schedules take, if they differ from the defaults."""
-    values = {flag: getattr(setup, flag.field) for flag in ORDER if flag.field != "slices"}
-    texts = [f"{flag.name[2:]} {value}" for flag, value in values.items() if value != TAKEN[flag.field].default]
-    texts += ["W at once"] if setup.splits and not setup.keeps_halves else []
-    if setup.slices > 1:
-        lengths = lengths_of(slice_bounds(setup))
-        tokens = str(lengths[0]) if len(set(lengths)) == 1 else ",".join(map(str, lengths))
-        texts.append(f"{setup.slices} slices of {tokens} tokens")
-    return "".join(f" ({text})" for text in texts)
-
-
 def _text(row: Candidate) -> list[str | Table]:
     """Return totals, the GiB of one device of each rank, and remarks."""
     setup = row.setup
-    context = f"context {setup.context} by {setup.cp_comm_type}, " if setup.context > 1 else ""
+    lengths = "" if setup.slices == 1 else f", slices of {','.join(map(str, lengths_of(slice_bounds(setup))))} tokens"
     bounds = None if setup.balance is None else setup.balance.bounds
     head = (
-        f"{setup.model.name}: tensor {setup.tensor}, {context}pipeline {setup.pipeline}, data {setup.data}, "
-        f"micro-batch {setup.micro_batch}, {'' if setup.fp8 is None else f'FP8 {setup.fp8.recipe}, '}"
-        f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
-        f"{setup.schedule}{_options(setup)}, balance {name_of(setup.balance)}{HOSTS[setup.hosts]}"
-        f"{'' if bounds is None else ' to ' + ','.join(map(str, bounds))}"
+        f"{setup.model.name}: {describe(setup)}, {setup.num_microbatches} micro-batches, attention {setup.attention}"
+        f"{'' if setup.fp8 is None else f', FP8 {setup.fp8.recipe}'}{lengths}"
+        f"{'' if bounds is None else ', bounds ' + ','.join(map(str, bounds))}"
     )
     flops = f"MFU of peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s"
     ranks = [_rank_cells(row, memory) for memory in row.memory]
@@ -166,7 +150,7 @@ def _text(row: Candidate) -> list[str | Table]:
         *calibration_lines(setup.cluster),
         *needs,
         *remarks(row),
-        f"{flops}; {EXPOSED}",
+        f"{legend([setup])}; {flops}; {EXPOSED}",
         totals,
     ]
 

@@ -50,7 +50,6 @@ COLUMNS: dict[str, Callable[[Candidate, Candidate], str]] = {
     "ratio": lambda row, base: f"{row.iteration_s / base.iteration_s:.2f}",
     "MFU %": lambda row, base: f"{100 * row.mfu:.2f}",
     "bubble %": lambda row, base: f"{100 * row.timing.bubble_of_makespan:.1f}",
-    "bubble, % of pipeline": lambda row, base: f"{100 * row.timing.bubble_of_pipeline:.1f}",
     "exposed s": lambda row, base: f"{max(row.timing.exposed_s):.3f}",
     "peak GiB": lambda row, base: gib_text(row.peak_bytes),
     "saved GiB": lambda row, base: gib_text(base.peak_bytes - row.peak_bytes),
@@ -87,6 +86,7 @@ def describe(setup: Setup) -> str:
     group = f" g={setup.group_size}" if setup.group_size else ""
     lengths = "" if setup.slice_lengths == EVEN else " uneven"
     slices = f" k={setup.slices}{lengths}" if setup.slices > 1 else ""
+    delay = f" delay={setup.delay}" if setup.delay else ""
     halves = " W at once" if setup.splits and not setup.keeps_halves else ""
     balance = f" balanced{HOSTS[setup.hosts]}" if setup.balance is not None else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
@@ -94,9 +94,7 @@ def describe(setup: Setup) -> str:
     divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
     experts = f" ep={setup.routing.expert}{divided}" if setup.model.experts else ""
     grid = f"{grid_of(setup)}{experts} b={setup.micro_batch}"
-    return (
-        f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{slices}{layers}{shards}{halves}{balance}"
-    )
+    return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{delay}{slices}{layers}{shards}{halves}{balance}"
 
 
 def legend(setups: Iterable[Setup]) -> str:
@@ -173,7 +171,6 @@ def document(row: Candidate) -> dict[str, Any]:
         "mfu_percent": 100 * row.mfu,
         "peak_flops_per_s": setup.peak_flops_per_s,
         "bubble_percent": 100 * timing.bubble_of_makespan,
-        "bubble_of_pipeline_percent": 100 * timing.bubble_of_pipeline,
         "exposed_transfer_s": max(timing.exposed_s),
         "fits": row.fits,
         "balanced": setup.balance is not None,

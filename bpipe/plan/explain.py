@@ -117,19 +117,10 @@ def verdict(outcome: Outcome) -> Verdict:
         return Verdict("no-configuration", f"There is no configuration. {_what_cut(outcome)}")
     if not outcome.num_fitting:
         return _nothing(outcome)
-    balances = set(outcome.space.balances)
-    if balances == {"none"}:
-        return Verdict(
-            "not-compared",
-            "Only configurations without balancing were searched: this does not show what balancing would gain.",
-        )
-    if balances == {"bpipe"}:
-        return Verdict(
-            "not-compared",
-            "Only balanced configurations were searched, and those listed do not fit without balancing; "
-            f"{outcome.cuts.get('unneeded', 0)} more fit without it and are neither listed nor timed: this does not show "
-            "a gain.",
-        )
+    if len(set(outcome.space.balances)) == 1:
+        scope = "without" if outcome.space.balances[0] == "none" else "with"
+        text = f"Only configurations {scope} balancing were searched: this does not show what balancing would gain."
+        return Verdict("not-compared", text)
     unseen_s = inf if outcome.unseen_s is None else outcome.unseen_s
     is_cut = outcome.cuts.keys() & {"slower", "skipped"} or unseen_s < inf
     compared_s = min(COMPARED / INDISTINCT * outcome.rows[-1].iteration_s, unseen_s) if is_cut else None
@@ -168,11 +159,10 @@ def _nothing(outcome: Outcome) -> Verdict:
         # Possible only if nothing but balanced configurations was searched.
         text = "Nothing fits only because of balancing: what was searched fits without it. Give --balance none bpipe."
         return Verdict("not-needed", f"{text} {_what_cut(outcome)}")
-    scopes = {
-        "none": "without balancing (with it was not searched)",
-        "bpipe": "with balancing (without it was not searched)",
-    }
-    scope = scopes[outcome.space.balances[0]] if len(set(outcome.space.balances)) == 1 else "with balancing or without"
+    scope = "with balancing or without"
+    if len(set(outcome.space.balances)) == 1:
+        scope = "without balancing" if outcome.space.balances[0] == "none" else "with balancing"
+        scope += " (the other was not searched)"
     return Verdict(
         "nothing-fits", f"Nothing fits, {scope}: {_closest(outcome.closest, outcome.space)}. {_what_cut(outcome)}"
     )

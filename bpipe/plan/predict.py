@@ -45,7 +45,6 @@ class Timing:
     """Seconds of one iteration, or that a step adds to it."""
 
     iteration_s: float
-    pipeline_s: float
     busy_s: float
     """Computing, over all ranks."""
     exposed_s: tuple[float, ...]
@@ -57,16 +56,10 @@ class Timing:
     def bubble_of_makespan(self) -> float:
         return float(bubble(self.busy_s, len(self.exposed_s) * self.iteration_s))
 
-    @property
-    def bubble_of_pipeline(self) -> float:
-        """Bubble of the pipeline over all ranks, 1 - computing / pipeline, without reduction and update."""
-        return 1 - (1 - self.bubble_of_makespan) * self.iteration_s / self.pipeline_s
-
     def plus(self, step: Timing, times: float) -> Timing:
         """Return these seconds plus `times` those of a step."""
         return Timing(
             self.iteration_s + times * step.iteration_s,
-            self.pipeline_s + times * step.pipeline_s,
             self.busy_s + times * step.busy_s,
             tuple(total + times * part for total, part in zip(self.exposed_s, step.exposed_s, strict=True)),
             self.simulated,
@@ -77,7 +70,6 @@ def whole_timing(simulation: Simulation) -> Timing:
     ranks = range(simulation.schedule.num_ranks)
     return Timing(
         float(simulation.makespan_s),
-        float(simulation.pipeline_s),
         float(sum(simulation.busy_s(rank) for rank in ranks)),
         tuple(float(seconds) for seconds in simulation.exposed_s),
         simulation.schedule.num_whole_microbatches,
@@ -132,7 +124,7 @@ def _adds_evenly(timings: Sequence[Timing]) -> bool:
 
 def _added(less: Timing, more: Timing) -> Timing:
     """Return what each further micro-batch adds."""
-    zero = Timing(0.0, 0.0, 0.0, (0.0,) * len(more.exposed_s), 0)
+    zero = Timing(0.0, 0.0, (0.0,) * len(more.exposed_s), 0)
     return zero.plus(more.plus(less, -1), 1 / (more.simulated - less.simulated))
 
 
@@ -176,7 +168,7 @@ def _repeated(simulation: Simulation, step: int) -> Timing | None:
         )
     assert added is not None
     seconds = float(added)
-    return Timing(seconds, seconds, busy, tuple(exposed), step)
+    return Timing(seconds, busy, tuple(exposed), step)
 
 
 def _within(row: Sequence[Timed], begins: Number, seconds: Number) -> list[Timed]:

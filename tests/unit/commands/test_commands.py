@@ -83,7 +83,7 @@ SLICED = (
 
 
 def test_simulate_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "1f1b (4 slices of 16384 tokens), balance none" in output(capsys, *SLICED)
+    assert "1f1b k=4, 8 micro-batches, attention flash, slices of 16384,16384,16384,16384 tokens" in output(capsys, *SLICED)
     result = {
         name: document(capsys, *SLICED, "--slice-lengths", name) for name in ("even", "time", "28160,15872,11776,9728")
     }
@@ -120,7 +120,7 @@ def test_simulate_slices_within_a_budget(capsys: pytest.CaptureFixture[str], len
 def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
     grouped = ["simulate", "--model", "gpt3-13b", "--cluster", "h100-80g:8", "--pp", "4", "--gbs", "32"]
     grouped += ["--schedule", "grouped-interleaved", "--vp", "5", "--balance", "bpipe"]
-    assert "grouped-interleaved (group 3), balance bpipe" in output(capsys, *grouped, "--group", "3")
+    assert "grouped-interleaved v=5 g=3 balanced, 32 micro-batches" in output(capsys, *grouped, "--group", "3")
     peaks = []
     for group in ("2", "4"):
         result = document(capsys, *grouped, "--group", group)
@@ -173,7 +173,7 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
     assert result[0] == result[1]
     assert [stage["evictions"] for stage in result[0]["stages"]] == [0, 6, 0, 0]
     assert result[0]["configuration"]["bound"] == [4, 2, 4, 1]
-    assert "balance bpipe to 4,2,4,1" in output(capsys, *sizes[:-2], "--bound", "4,2,4,1", "--", *launch)
+    assert ", bounds 4,2,4,1" in output(capsys, *sizes[:-2], "--bound", "4,2,4,1", "--", *launch)
     assert main([*SIMULATE, "--bound", "4"]) == 2
     assert "--bound says how to balance: give --balance bpipe, too" in capsys.readouterr().err
     assert main([*sizes, "--", *launch, "--bpipe-bound", "3,x"]) == 2

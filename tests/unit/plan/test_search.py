@@ -389,7 +389,7 @@ def test_nothing_fits_is_said_with_the_least() -> None:
             balances=("none",),
         )
     )
-    assert verdict(tried).text.startswith("Nothing fits, without balancing (with it was not searched)")
+    assert verdict(tried).text.startswith("Nothing fits, without balancing (the other was not searched)")
     assert "allow --recompute full too or allow --balance bpipe too" in verdict(tried).text
 
 
