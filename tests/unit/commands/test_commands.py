@@ -120,7 +120,7 @@ def test_simulate_slices_within_a_budget(capsys: pytest.CaptureFixture[str], len
 def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
     grouped = ["simulate", "--model", "gpt3-13b", "--cluster", "h100-80g:8", "--pp", "4", "--gbs", "32"]
     grouped += ["--schedule", "grouped-interleaved", "--vp", "5", "--balance", "bpipe"]
-    assert "grouped-interleaved v=5 g=3 balanced, 32 micro-batches" in output(capsys, *grouped, "--group", "3")
+    assert "grouped-interleaved v=5 g=3 balanced, 16 micro-batches" in output(capsys, *grouped, "--group", "3")
     peaks = []
     for group in ("2", "4"):
         result = document(capsys, *grouped, "--group", group)
