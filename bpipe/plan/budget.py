@@ -28,9 +28,9 @@ from bpipe.build import build
 from bpipe.config.flags.budgets import MINIMUM_BYTES, budget_text
 from bpipe.plan.predict import costs_of
 from bpipe.predict.activations import parts_of, sizes_of
+from bpipe.predict.exchanges import rank_nodes
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.memory import DeviceBesides, besides_of, link_bytes
-from bpipe.predict.nodes import rank_nodes
 from bpipe.predict.profile import Profile
 from bpipe.schedule.action import COMPUTE
 from bpipe.schedule.host_buffers import (

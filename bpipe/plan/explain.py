@@ -13,16 +13,15 @@ from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.row_flags import chosen_flags, difference
 from bpipe.plan.candidates import CLEARLY, describe, grid_of, is_level
-from bpipe.plan.judge import Closest, FamilyResult
 from bpipe.plan.predict import Candidate
 from bpipe.plan.refusals import Others, guarded, runs_ours
-from bpipe.plan.search import COMPARED, INDISTINCT, Outcome
+from bpipe.plan.search import COMPARED, INDISTINCT, Closest, FamilyResult, Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.predict.cluster import Cluster, gib_text, is_never_calibrated
 from bpipe.predict.costs import hosts_of, links
+from bpipe.predict.exchanges import replicas_share_nodes
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import TIGHT
-from bpipe.predict.nodes import replicas_share_nodes
 from bpipe.predict.states import cpu_optimizer_bytes
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR

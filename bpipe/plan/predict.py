@@ -19,9 +19,9 @@ from bpipe.predict.activations import keeps_own
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.flops import mfu, training_flops
 from bpipe.predict.layout import Setup
+from bpipe.predict.matmul import Exposed, exposed
 from bpipe.predict.memory import RankMemory, predict_memory
 from bpipe.predict.profile import Profile
-from bpipe.predict.tensor_parallel import Exposed, exposed
 from bpipe.schedule.action import of_microbatch
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.memory import num_transfers

@@ -12,12 +12,18 @@ from typing import NamedTuple
 
 from bpipe.build import unchecked
 from bpipe.predict.activations import after_input_bytes, stage_bytes
-from bpipe.predict.exchanges import reach, replicas_of_experts
+from bpipe.predict.exchanges import (
+    rank_domains,
+    rank_nodes,
+    reach,
+    replica_ports,
+    replicas_of_experts,
+    replicas_share_nodes,
+)
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layers.ends import STATISTICS, STATISTICS_BYTES, embedding_seconds, output_seconds, shard_seconds
 from bpipe.predict.layers.layer import every_seconds, layer_seconds
 from bpipe.predict.layout import Setup
-from bpipe.predict.nodes import rank_domains, rank_nodes, replica_ports, replicas_share_nodes
 from bpipe.predict.recompute import LayerScope, StageLayers
 from bpipe.predict.sizes import (
     LINK_EFFICIENCY,

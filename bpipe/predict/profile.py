@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.predict.layout import Setup
-from bpipe.predict.tensor_parallel import Exposed
+from bpipe.predict.matmul import Exposed
 from bpipe.predict.training import OF_MODEL, OF_SETUP, OF_STAGE, Traced
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.values import LARGEST_BYTES, a_number, a_whole, load_json

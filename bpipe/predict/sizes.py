@@ -14,7 +14,7 @@ from bpipe.predict.layout import Setup
 
 # What products of half precision reach of the best that was measured of any on the device, beside what their shapes
 # cost (`products`): in training they run hot and among other kernels. Of 0.88 to 0.92 the published runs, with their
-# flags and what is hidden charged its share (`tensor_parallel`), fit this best.
+# flags and what is hidden charged its share (`matmul`), fit this best.
 PRODUCT_EFFICIENCY = 0.90
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak forward and less backward (Dao 2023, section 4.1), most at large
 # batches.

@@ -22,10 +22,10 @@ from bpipe.predict.flops import mfu, training_flops
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layers.ends import output_seconds
 from bpipe.predict.layout import EVENLY, Setup, split_layers
+from bpipe.predict.matmul import exposed
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt
 from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, sent_bytes
-from bpipe.predict.tensor_parallel import exposed
 from bpipe.predict.training import Fp8, Switches
 from bpipe.record.format import Sizes
 from bpipe.record.report.memory import rank_peaks

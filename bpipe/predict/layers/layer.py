@@ -7,7 +7,7 @@ from bpipe.predict.flops import layer_parameters
 from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layers import attention, ends, mamba, mlp, norms
 from bpipe.predict.layout import Setup
-from bpipe.predict.matmul import layer_products, projection_products
+from bpipe.predict.matmul import exposed, gather_s, layer_products, projection_products
 from bpipe.predict.recompute import LayerScope, read_recompute
 from bpipe.predict.sizes import (
     KERNEL_S,
@@ -21,7 +21,6 @@ from bpipe.predict.sizes import (
     total,
 )
 from bpipe.predict.states import parameter_bytes
-from bpipe.predict.tensor_parallel import exposed, gather_s
 
 # In a layer of two parts; of a hybrid model's layers, which are one, half as many.
 FORWARD_KERNELS, BACKWARD_KERNELS = 20, 35

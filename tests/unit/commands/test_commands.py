@@ -83,7 +83,9 @@ SLICED = (
 
 
 def test_simulate_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "1f1b k=4, 8 micro-batches, attention flash, slices of 16384,16384,16384,16384 tokens" in output(capsys, *SLICED)
+    assert "1f1b k=4, 8 micro-batches, attention flash, slices of 16384,16384,16384,16384 tokens" in output(
+        capsys, *SLICED
+    )
     result = {
         name: document(capsys, *SLICED, "--slice-lengths", name) for name in ("even", "time", "28160,15872,11776,9728")
     }

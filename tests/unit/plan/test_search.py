@@ -17,9 +17,8 @@ from bpipe.plan.bounds import Bounder, Bounds
 from bpipe.plan.budget import within_budget_or_none
 from bpipe.plan.candidates import describe
 from bpipe.plan.explain import remarks, verdict
-from bpipe.plan.judge import Judge
 from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
-from bpipe.plan.search import INDISTINCT, Members, Outcome, search
+from bpipe.plan.search import INDISTINCT, Judge, Members, Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_branches, num_grids, usual_contexts
 from bpipe.predict.activations import activations, after_input_bytes, held_by, held_within, moves_anything, stage_bytes
 from bpipe.predict.cluster import GIB, parse_cluster

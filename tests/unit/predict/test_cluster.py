@@ -15,9 +15,9 @@ from bpipe.plan.predict import predict
 from bpipe.plan.space import Space
 from bpipe.predict.cluster import DEVICES, parse_cluster, read_cluster
 from bpipe.predict.costs import predict_costs
+from bpipe.predict.exchanges import rank_domains, rank_nodes, replicas_share_nodes
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.nodes import rank_domains, rank_nodes, replicas_share_nodes
 from tests.support.predicted import enumerate_setups
 
 OWN = """

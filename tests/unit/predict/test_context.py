@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from bpipe.plan.predict import predict
 from bpipe.predict.cluster import Cluster, parse_cluster
-from bpipe.predict.exchanges import exchange_bytes
+from bpipe.predict.exchanges import Grid, exchange_bytes, nodes_of_copies
 from bpipe.predict.layers.attention import core_seconds
 from bpipe.predict.layers.layer import layer_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.nodes import Grid, nodes_of_copies
 from bpipe.predict.profile import Profile
 from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, Rates, total
 from bpipe.predict.training import CP_COMM_TYPES

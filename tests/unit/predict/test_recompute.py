@@ -15,6 +15,7 @@ from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layer_variants import Experts, Latent, LayerKind
 from bpipe.predict.layers.layer import layer_bytes, layer_saved, layer_seconds
 from bpipe.predict.layout import Setup
+from bpipe.predict.matmul import exposed, gather_s
 from bpipe.predict.model import PRESETS
 from bpipe.predict.recompute import (
     METHODS,
@@ -26,7 +27,6 @@ from bpipe.predict.recompute import (
     stage_layers,
 )
 from bpipe.predict.sizes import sent_bytes, total
-from bpipe.predict.tensor_parallel import exposed, gather_s
 from bpipe.predict.training import Fp8
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")

@@ -10,10 +10,9 @@ import pytest
 
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.layout import Setup
-from bpipe.predict.matmul import layer_products, matrix_products
+from bpipe.predict.matmul import HIDDEN_SHARE, exposed, gather_s, layer_products, matrix_products
 from bpipe.predict.model import PRESETS
 from bpipe.predict.sizes import Rates
-from bpipe.predict.tensor_parallel import HIDDEN_SHARE, exposed, gather_s
 from bpipe.predict.training import Switches
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
