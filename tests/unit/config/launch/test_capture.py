@@ -214,7 +214,7 @@ def test_a_job_of_slurm_runs_on_a_laptop(
     assert launch["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "API_KEY" not in launch["environment"]
     assert main(["simulate", "--cluster", "h100-80g", "--launch", "launch.json"]) == 0
-    assert "pipeline 4, data 16," in capsys.readouterr().out
+    assert " p=4 d=16 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
