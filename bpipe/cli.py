@@ -35,7 +35,7 @@ COMMANDS = {
     "capture": "run a training script with stand-ins for launchers, and print what it would launch",
     "check-launch": "list which features of a launch are supported, guarded or refused, and why",
     "report": "compare a recorded run with its prediction",
-    "compare": "compare two runs of one training: whether they compute the same, and how memory and time differ",
+    "compare": "compare two runs of one training: whether they compute the same, and how their times differ",
 }
 # Commands that need no package, or check the packages that they need.
 _PLAIN = ("schedule", "profile", "capture", "report", "compare")

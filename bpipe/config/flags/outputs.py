@@ -13,7 +13,7 @@ FORMAT = Flag("format", "--format", "output format (default table)", default="ta
 OUTPUT = Flag(
     "output",
     "--output",
-    "write the result to this file: a schedule, launches, a profile, a calibration or a comparison",
+    "write the result to this file: a schedule, launches, a profile or a calibration",
     "FILE",
 )
 HTML = Flag("html", "--html", "write a self-contained HTML page", "FILE")
@@ -110,8 +110,6 @@ TOLERANCE = Flag(
     default=0.0,
 )
 COMMON = Flag("common", "--common", "compare only the iterations that both runs have, as after a restart")
-BALANCING = Flag("balancing", "--balancing", "require that A ran without balancing and B with it")
-ITERATIONS = number("iterations", "--iterations", "require the iterations 1 to N, and no others")
 
 TIMED_LAYERS = number(
     "timed_layers",

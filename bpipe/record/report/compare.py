@@ -8,7 +8,7 @@ the predicted pipeline time, where a computation counts as often as it runs; tha
 the predicted peak.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import mean, median
@@ -92,12 +92,16 @@ class Comparison:
     trainings: SideBySide | None  # the baseline and this run, number by number
 
 
-def compare(measured: Measured, prediction: Prediction, trainings: SideBySide | None = None) -> Comparison:
-    stages = tuple(_row(measured, prediction, place, trainings) for place in range(measured.schedule.num_ranks))
+def compare(
+    measured: Measured, prediction: Prediction, trainings: SideBySide | None, baseline_bytes: Mapping[int, int]
+) -> Comparison:
+    """Compare a run with its prediction, and with the peaks of another run, by stage."""
+    places = range(measured.schedule.num_ranks)
+    stages = tuple(_row(measured, prediction, place, baseline_bytes.get(place)) for place in places)
     return Comparison(measured, prediction, stages, _totals(measured, prediction), trainings)
 
 
-def _row(measured: Measured, prediction: Prediction, place: int, trainings: SideBySide | None) -> StageRow:
+def _row(measured: Measured, prediction: Prediction, place: int, baseline_bytes: int | None) -> StageRow:
     typical, shown = lanes_of(measured.typical, place), lanes_of(measured.shown, place)
     record, peaks = measured.records[place], prediction.peaks[place]
     weights, limit = (record.weights_bytes, record.limit_bytes) if record else (None, None)
@@ -109,7 +113,7 @@ def _row(measured: Measured, prediction: Prediction, place: int, trainings: Side
         predicted_bytes=peaks.num_bytes,
         bound_bytes=peaks.bound_bytes,
         unbalanced_bytes=prediction.unbalanced[place].num_bytes,
-        baseline_bytes=None if trainings is None else trainings.first.stages[place].peak_bytes,
+        baseline_bytes=baseline_bytes,
         weights_bytes=weights,
         device_peak_bytes=max_known(iteration.device_peak_bytes for iteration in others),
         limit_bytes=limit,

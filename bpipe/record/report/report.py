@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.record import compare as trainings_compare
-from bpipe.record.compare import difference, read_training
-from bpipe.record.read import read_run
+from bpipe.record.compare import read_training
+from bpipe.record.format import SUMMARY, RankSummary
+from bpipe.record.read import read_run, read_value, refuse_two_runs
 from bpipe.record.report.compare import Comparison, Difference, StageRow, compare, differences, max_known, shared_cores
 from bpipe.record.report.memory import moved_nothing
 from bpipe.record.report.replay import replay
@@ -54,7 +55,7 @@ def _results(comparison: Comparison) -> str:
         return ""
     name = trainings.first.path.resolve().name
     if not trainings.equal:
-        return f"Results are NOT identical to those without balancing ({name}): {difference(trainings.mismatches[0])}."
+        return f"Results are NOT identical to those without balancing ({name}): {trainings.mismatches[0]}."
     return (
         f"All losses and gradient norms of {counted(len(trainings.common), 'iteration')} are identical to the last bit "
         f"to those without balancing ({name})."
@@ -251,12 +252,29 @@ def report_of(folder: str | Path, iteration: int | None = None, baseline: str | 
         ValueError: a folder has no record of one run, or not this iteration, or the baseline is not such a training.
     """
     measured = choose(read_run(folder), iteration)
-    trainings = None
+    trainings, peaks = None, dict[int, int]()
     if baseline is not None:
-        unbalanced = read_training(Path(baseline), num_ranks=measured.schedule.num_ranks, balanced=False)
-        trainings = trainings_compare.compare(unbalanced, read_training(Path(folder)), only_common=True)
-    comparison = compare(measured, replay(measured), trainings)
+        peaks = _unbalanced_peaks(Path(baseline), measured.schedule.num_ranks)
+        runs = map(read_training, (Path(baseline), Path(folder)))
+        trainings = trainings_compare.compare(*runs, only_common=True)
+    comparison = compare(measured, replay(measured), trainings, peaks)
     return Report(comparison, differences(comparison), answers(comparison))
+
+
+def _unbalanced_peaks(folder: Path, num_ranks: int) -> dict[int, int]:
+    """Return the peak of each stage of a run without balancing. Of replicas of a stage, the largest counts."""
+    rows = {path.name: read_value(path, RankSummary, "the file", "a rank's summary") for path in SUMMARY.files(folder)}
+    refuse_two_runs(folder, [(name, row.run) for name, row in rows.items()])
+    peaks: dict[int, int] = {}
+    for name, row in rows.items():
+        if row.balanced or row.stage is None:
+            raise ValueError(f"{folder / name}: this run was balanced: give the one without balancing as --baseline")
+        peaks[row.stage] = max(row.peak_bytes, peaks.get(row.stage, 0))
+    if sorted(peaks) != list(range(num_ranks)):
+        raise ValueError(
+            f"{folder}: has reports of stages {sorted(peaks)}, not of 0 to {num_ranks - 1}; did every rank finish?"
+        )
+    return peaks
 
 
 def document(report: Report) -> dict[str, Any]:

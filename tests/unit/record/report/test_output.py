@@ -250,6 +250,10 @@ def test_a_baseline_gives_measured_peaks_and_whether_results_are_identical(tmp_p
         .answers[0]
         .startswith("Results are NOT identical to those without balancing (other): lm loss of iteration 2: ")
     )
+    path = changed / "rank_00002.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"balanced": True}))
+    with pytest.raises(ValueError, match=r"rank_00002.json: this run was balanced: give the one without balancing"):
+        report_of(H200 / "balanced", baseline=changed)
     with pytest.raises(ValueError, match=r"has reports of stages \[\], not of 0 to 3"):
         report_of(H200 / "balanced", baseline=H200 / "balanced")
 
