@@ -23,7 +23,9 @@ SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 ESTIMATE = ["estimate", "--gbs", "8", "--pp", "2", "--mbs", "1", "2", "--stage-mfu", "30", "40"]
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report", "compare", "capture", "check-launch")])
+@pytest.mark.parametrize(
+    "name", [name for name in COMMANDS if name not in ("report", "compare", "capture", "check-launch")]
+)
 def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """It once took `--pp 0` and complained of num_stages, and `estimate --gbs 0` gained 1.333x."""
     flags = [flag for flag in command_of(name).flags if flag.read is positive]

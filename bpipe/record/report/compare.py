@@ -2,22 +2,20 @@
 
 If several iterations are shown, times are the median over them, without a warm-up, and bytes the maximum.
 
-At most three differences are listed, of different kinds. Compared are an iteration's pipeline time, a forward, a backward,
-exposed transfer time, one transfer, waiting for neighbours, and a peak. The size of a difference in time is its share of
-the predicted pipeline time, where a computation counts as often as it runs; that of a difference in bytes is its share of
-the predicted peak.
+At most three differences are listed, of different kinds: an iteration's pipeline time, a forward, a backward, exposed
+transfer time, and a peak. The size of a difference in time is its share of the predicted pipeline time, where a
+computation counts as often as it runs; that of a difference in bytes is its share of the predicted peak.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from statistics import mean, median
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.predict.flops import mfu
 from bpipe.record.compare import SideBySide
 from bpipe.record.format import Iteration, Row
-from bpipe.record.report.replay import Prediction, probed_speed
+from bpipe.record.report.replay import Prediction
 from bpipe.record.report.selection import (
     Lane,
     Measured,
@@ -27,7 +25,7 @@ from bpipe.record.report.selection import (
     peak_microbatches,
     warm_up_ratios,
 )
-from bpipe.record.report.units import bytes_text, counted, rate_text, seconds_text
+from bpipe.record.report.units import bytes_text, counted, seconds_text
 from bpipe.schedule.action import Action, Kind
 
 
@@ -56,8 +54,7 @@ class StageRow:
     exposed_s: float | None
     predicted_exposed_s: float
     bytes_per_s: float | None
-    all_measured_bytes: int | None  # the maximum over all pipelines, like the next
-    all_exposed_s: float | None
+    all_measured_bytes: int | None  # the maximum over all pipelines
 
     @property
     def without_balancing_bytes(self) -> int | None:
@@ -129,7 +126,6 @@ def _row(measured: Measured, prediction: Prediction, place: int, baseline_bytes:
         predicted_exposed_s=float(prediction.report.exposed_s[place]),
         bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.typical, place)),
         all_measured_bytes=max_known(row.live_bytes for iteration in others for row in iteration.rows),
-        all_exposed_s=max((sum(row.wait_s for row in iteration.rows) for iteration in others), default=None),
     )
 
 
@@ -204,20 +200,9 @@ def shared_cores(comparison: Comparison) -> str | None:
     return None
 
 
-MAX_DIFFERENCES = 3
+_MAX_DIFFERENCES = 3
 # Smaller differences are not worth a reader's time.
-SMALLEST_SHARE = 0.005
-
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward for inputs",
-    Kind.BACKWARD_WEIGHT: "backward for weights",
-    Kind.SHARD_FORWARD: "shard of the output layer, logits",
-    Kind.SHARD_BACKWARD: "shard of the output layer, gradients",
-    Kind.INPUT_FORWARD: "shard of the embedding",
-    Kind.INPUT_BACKWARD: "shard of the embedding, gradients",
-}
+_SMALLEST_SHARE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,134 +216,84 @@ class Difference:
     predicted: float
     unit: str  # "s" or "bytes"
     share: float  # its size
-    beside: tuple[str, ...] = ()  # facts that were measured beside it
+    beside: tuple[str, ...]  # facts that were measured beside it
     iteration: int | None = None  # None for the median of all
 
-    @property
-    def measured_text(self) -> str:
-        return self._text(self.measured)
-
-    @property
-    def predicted_text(self) -> str:
-        return self._text(self.predicted)
-
-    def _text(self, value: float) -> str:
+    def text(self, value: float) -> str:
         return seconds_text(value) if self.unit == "s" else bytes_text(value)
 
 
 def differences(comparison: Comparison) -> tuple[Difference, ...]:
     """Return the largest difference of each kind, the largest ones first."""
-    candidates = chain(
-        _iterations(comparison),
-        _computations(comparison),
-        _transfers(comparison),
-        _waiting(comparison),
-        _peaks(comparison),
-    )
     largest: dict[str, Difference] = {}
-    for candidate in candidates:
+    for candidate in (*_differing_times(comparison), *_differing_peaks(comparison)):
         other = largest.get(candidate.kind)
-        if candidate.share >= SMALLEST_SHARE and (other is None or candidate.share > other.share):
+        if candidate.share >= _SMALLEST_SHARE and (other is None or candidate.share > other.share):
             largest[candidate.kind] = candidate
-    return tuple(sorted(largest.values(), key=lambda difference: -difference.share)[:MAX_DIFFERENCES])
+    return tuple(sorted(largest.values(), key=lambda difference: -difference.share)[:_MAX_DIFFERENCES])
 
 
-def _share(comparison: Comparison, seconds: float) -> float:
-    span_s = comparison.totals.predicted_pipeline_s
-    return abs(seconds) / span_s if span_s else 0.0
+def _differing_times(comparison: Comparison) -> Iterator[Difference]:
+    measured, span_s, cores = comparison.measured, comparison.totals.predicted_pipeline_s, shared_cores(comparison)
+    crowded, layout = [] if cores is None else [cores], measured.schedule.layout
 
+    def difference(
+        kind: str,
+        stage: int | None,
+        what: str,
+        seconds: float,
+        predicted_s: float,
+        beside: Sequence[str],
+        times: int = 1,
+        iteration: int | None = None,
+    ) -> Difference:
+        share = abs(seconds - predicted_s) * times / span_s if span_s else 0.0
+        return Difference(kind, stage, what, seconds, predicted_s, "s", share, tuple(beside), iteration)
 
-def _cores(comparison: Comparison) -> tuple[str, ...]:
-    cores = shared_cores(comparison)
-    return () if cores is None else (cores,)
-
-
-def _iterations(comparison: Comparison) -> Iterator[Difference]:
-    predicted_s = comparison.totals.predicted_pipeline_s
-    for timeline in comparison.measured.shown:
-        number, span_s, beside = timeline.iteration, timeline.span_s, _cores(comparison)
-        if number == comparison.measured.warm_up:
-            ratio = median(warm_up_ratios(comparison.measured.timelines))
-            warm_up = f"the first recorded iteration, whose stages computed {ratio:.2f} times as long as later"
-            beside = warm_up, *beside
-        what, share = f"iteration {number}, pipeline time", _share(comparison, span_s - predicted_s)
-        yield Difference("iteration", None, what, span_s, predicted_s, "s", share, beside, number)
-
-
-def _computations(comparison: Comparison) -> Iterator[Difference]:
-    """Compare the mean of an iteration, of which the median, with the median of all: rare slow ones make a difference."""
-    layout = comparison.measured.schedule.layout
+    for timeline in measured.shown:
+        number, beside = timeline.iteration, crowded
+        if number == measured.warm_up:
+            ratio = median(warm_up_ratios(measured.timelines))
+            slow = f"the first recorded iteration, whose stages computed {ratio:.2f} times as long as later"
+            beside = [slow, *crowded]
+        what = f"iteration {number}, pipeline time"
+        yield difference("iteration", None, what, timeline.span_s, span_s, beside, iteration=number)
     for (stage, kind), predicted_s in comparison.prediction.basis.seconds.items():
-        actions = (Action(stage, kind, pipe) for pipe in range(layout.num_pipes))
-        for place in dict.fromkeys(map(layout.rank_of_action, actions)):
-            iterations = [
-                (timeline.iteration, rows)
-                for timeline, lane in lanes_of(comparison.measured.typical, place)
-                if (rows := lane.computations_of(stage, kind))
-            ]
+        replicas = layout.replicas(stage)
+        places = (layout.rank_of_action(Action(stage, kind, pipe)) for pipe in range(layout.num_pipes))
+        for place in dict.fromkeys(places):
+            lanes = [(timeline.iteration, lane) for timeline, lane in lanes_of(measured.typical, place)]
+            iterations = [(number, rows) for number, lane in lanes if (rows := lane.computations_of(stage, kind))]
             if not iterations:
                 continue
             samples = [(row.seconds, row.action, number) for number, rows in iterations for row in rows]
             slowest_s, action, number = max(samples, key=lambda sample: sample[0])
             slowest = f"the slowest of {len(samples)}, {action} in iteration {number}, took {seconds_text(slowest_s)}"
-            measured_s = median(mean(row.seconds for row in rows) for _, rows in iterations)
-            share = _share(comparison, (measured_s - predicted_s) * len(iterations[0][1]))
-            what, beside = f"{_named(comparison, stage, place)}, {NAMES[kind]} (mean)", (slowest, *_cores(comparison))
-            yield Difference(kind.name.lower(), stage, what, measured_s, predicted_s, "s", share, beside)
-
-
-def _named(comparison: Comparison, stage: int, place: int) -> str:
-    """Return a stage, with its replica if there are several pipes."""
-    replicas = comparison.measured.schedule.layout.replicas(stage)
-    return f"stage {stage}" if len(replicas) == 1 else f"stage {stage} of pipe {replicas.index(place)}"
-
-
-def _transfers(comparison: Comparison) -> Iterator[Difference]:
-    measured, costs = comparison.measured, comparison.prediction.report.costs.stages
+            # The mean of an iteration, of which the median: rare slow ones make a difference.
+            seconds = median(mean(row.seconds for row in rows) for _, rows in iterations)
+            pipe = f" of pipe {replicas.index(place)}" if len(replicas) > 1 else ""
+            name, times = kind.name.lower(), len(iterations[0][1])
+            what = f"stage {stage}{pipe}, {name.replace('_', ' ')} (mean)"
+            yield difference(name, stage, what, seconds, predicted_s, [slowest, *crowded], times)
     for row in comparison.stages:
-        if row.exposed_s is not None:
-            waits = [
-                (transfer.wait_s, transfer.action, timeline.iteration)
-                for timeline, lane in lanes_of(measured.typical, row.stage)
-                for transfer in lane.transfers
-                if transfer.wait_s > 0
-            ]
-            beside: tuple[str, ...] = ()
-            if waits:
-                wait_s, action, number = max(waits, key=lambda wait: wait[0])
-                longest = (
-                    f"{counted(len(waits), 'wait')}, {seconds_text(wait_s)}, was for {action} in iteration {number}"
-                )
-                beside = (f"the longest of {longest}",)
-            what = f"stage {row.stage}, exposed transfer time"
-            share = _share(comparison, row.exposed_s - row.predicted_exposed_s)
-            yield Difference("exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s, "s", share, beside)
-    for stage in comparison.prediction.basis.bytes_per_s:
-        for place in dict.fromkeys(measured.schedule.layout.replicas(stage)):
-            seconds = [row.seconds for row in ended_transfers(measured, measured.typical, place, stage)]
-            if seconds:
-                measured_s, predicted_s = median(seconds), float(costs[stage].transfer_s or 0)
-                probed, facts = probed_speed(measured, place), list[str]()
-                if probed is not None:
-                    reached = rate_text(costs[stage].moved_bytes / measured_s)
-                    facts.append(f"transfers reached {reached}, the link's probe {rate_text(probed)}")
-                what = f"{_named(comparison, stage, place)}, one transfer (median)"
-                share = _share(comparison, measured_s - predicted_s)
-                yield Difference("transfer", stage, what, measured_s, predicted_s, "s", share, tuple(facts))
+        if row.exposed_s is None:
+            continue
+        rows = [
+            (transfer.wait_s, transfer.action, timeline.iteration)
+            for timeline, lane in lanes_of(measured.typical, row.stage)
+            for transfer in lane.transfers
+            if transfer.wait_s > 0
+        ]
+        beside = []
+        if rows:
+            wait_s, action, number = max(rows, key=lambda wait: wait[0])
+            waits = f"{counted(len(rows), 'wait')}, {seconds_text(wait_s)}"
+            beside = [f"the longest of {waits}, was for {action} in iteration {number}"]
+        what = f"stage {row.stage}, exposed transfer time"
+        yield difference("exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s, beside)
 
 
-def _waiting(comparison: Comparison) -> Iterator[Difference]:
-    for row in comparison.stages:
-        lanes = lanes_of(comparison.measured.typical, row.stage)
-        if lanes:
-            # Seconds in which the rank neither computes nor waits for a transfer.
-            idle_s = median(timeline.span_s - lane.busy_s - lane.exposed_s for timeline, lane in lanes)
-            predicted_s = comparison.prediction.idle_s(row.stage)
-            what, share = f"stage {row.stage}, waiting for its neighbours", _share(comparison, idle_s - predicted_s)
-            yield Difference("waiting", row.stage, what, idle_s, predicted_s, "s", share, _cores(comparison))
-
-
-def _peaks(comparison: Comparison) -> Iterator[Difference]:
+def _differing_peaks(comparison: Comparison) -> Iterator[Difference]:
     for row in comparison.stages:
         if row.measured_bytes is None or not row.predicted_bytes:
             continue

@@ -65,10 +65,6 @@ class Prediction:
     def bubble(self, place: int) -> float:
         return 1 - float(self.report.busy_s(place)) / self.span_s if self.span_s else 0.0
 
-    def idle_s(self, place: int) -> float:
-        """Return seconds in which a rank waits for its neighbours, not computing nor waiting for a transfer."""
-        return self.span_s - float(self.report.busy_s(place)) - float(self.report.exposed_s[place])
-
     def levels(self, place: int) -> tuple[Level, ...]:
         """Return the bytes over time as the run counts them: host buffers held throughout."""
         size = self.sizes[place]
@@ -204,7 +200,7 @@ def _speeds(measured: Measured) -> tuple[dict[int, float], dict[int, str]]:
 def _speed(measured: Measured, stage: int) -> tuple[float, str] | None:
     """Return the speed of one stage's transfers, if it is known, and its source."""
     places = dict.fromkeys(measured.schedule.layout.replicas(stage))
-    speeds = [speed for place in places if (speed := probed_speed(measured, place)) is not None]
+    speeds = [speed for place in places if (speed := _probed_speed(measured, place)) is not None]
     rows = (row for place in places for row in ended_transfers(measured, measured.steady, place, stage))
     rates = [row.bytes / row.seconds for row in rows if row.bytes]
     if speeds and (not rates or median(rates) <= FAR_ABOVE_PROBE * median(speeds)):
@@ -214,7 +210,7 @@ def _speed(measured: Measured, stage: int) -> tuple[float, str] | None:
     return median(rates), "measured, the probe was too low" if speeds else "measured"
 
 
-def probed_speed(measured: Measured, place: int) -> float | None:
+def _probed_speed(measured: Measured, place: int) -> float | None:
     """Return the probed speed of this place's pair for the transport that ran."""
     record = measured.records[place]
     if record is None or record.partner is None:

@@ -14,21 +14,17 @@ from bpipe.record.report.memory import moved_nothing
 from bpipe.record.report.replay import replay
 from bpipe.record.report.selection import choose
 from bpipe.record.report.units import bytes_text, counted, percent_text
-from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
-from bpipe.schedule.hosts import Host
-from bpipe.schedule.memory import num_transfers
+from bpipe.schedule.memory import moves_anything, num_transfers
 
 VERSION = 2
 # A smaller share of the pipeline time is only what asking for transfers costs.
 NOTHING = 0.0005
 # A larger share of what a forward keeps is as good as all; `runtime.retention` uses the same of a run.
 ENOUGH = 0.9
-# The number of evicting stages that are described one by one.
-MOST_DESCRIBED = 4
 
 
 def answers(comparison: Comparison) -> tuple[str, ...]:
-    parts = [_balancing, _results, _bottleneck, _hosting, _too_large, _staying]
+    parts = [_balancing, _results, _bottleneck, _too_large, _staying]
     if comparison.trainings is not None and not comparison.trainings.equal:
         parts = [_results, *(part for part in parts if part is not _results)]
     return tuple(answer for part in parts if (answer := part(comparison)))
@@ -91,7 +87,7 @@ def _balancing(comparison: Comparison) -> str:
     program = comparison.measured.program
     if program.balance is None:
         return _would_buy(comparison)
-    if not any(slot.transfers for row in comparison.measured.schedule.ranks for slot in row):
+    if not moves_anything(comparison.measured.schedule):
         sizes = f"{counted(program.num_ranks, 'stage')} and {counted(program.num_microbatches, 'micro-batch', 'es')}"
         return f"With {sizes} there was nothing to balance."
     if _moved_nothing(comparison):
@@ -110,42 +106,6 @@ def _moved_nothing(comparison: Comparison) -> bool:
     return bool(evicting) and all(
         (size := sizes[rank]) is not None and moved_nothing(schedule, rank, size.moved_bytes) for rank in evicting
     )
-
-
-def _hosting(comparison: Comparison) -> str:
-    """Return who hosts for whom, and how much; empty if nobody does."""
-    schedule = comparison.measured.schedule
-    if _moved_nothing(comparison):
-        return ""
-    senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
-    sentences: list[str] = []
-    for rank in senders[:MOST_DESCRIBED]:
-        sentences += (_where(comparison, rank, host) for host in residencies_by_host(schedule, rank))
-    if len(senders) > MOST_DESCRIBED:
-        sentences.append(f"{counted(len(senders) - MOST_DESCRIBED, 'more stage')} evict, too")
-    return f"{'. '.join(sentences)}." if sentences else ""
-
-
-def _where(comparison: Comparison, rank: int, host: Host) -> str:
-    """Return how many micro-batches of a stage are with another stage, or in a node's memory."""
-    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes[host.rank]
-    count = len(residencies_by_host(schedule, rank)[host])
-    own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
-    if not host.on_device:
-        in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
-        buffers = counted(num_host_memory_buffers(schedule, rank), "host buffer")
-        return (
-            f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's CPU memory, in {buffers}{in_all}"
-        )
-    where = f"Stage {host.rank} hosts {count} of {own} micro-batches of stage {rank}"
-    if sizes is None:
-        return where
-    if not sizes.host_bytes:
-        return f"Stage {rank} keeps {count} of its {own} micro-batches in its own CPU memory"
-    num_buffers = num_buffers_for(schedule, host.rank)
-    others = "" if len(num_buffers) == 1 else ", including those for other stages"
-    buffers = counted(num_buffers[rank], "host buffer")
-    return f"{where} in {buffers} of {bytes_text(sizes.host_bytes)} in all{others}"
 
 
 def _too_large(comparison: Comparison) -> str:
@@ -255,8 +215,8 @@ def report_of(folder: str | Path, iteration: int | None = None, baseline: str | 
     trainings, peaks = None, dict[int, int]()
     if baseline is not None:
         peaks = _unbalanced_peaks(Path(baseline), measured.schedule.num_ranks)
-        runs = map(read_training, (Path(baseline), Path(folder)))
-        trainings = trainings_compare.compare(*runs, only_common=True)
+        unbalanced, balanced = read_training(Path(baseline)), read_training(Path(folder))
+        trainings = trainings_compare.compare(unbalanced, balanced, only_common=True)
     comparison = compare(measured, replay(measured), trainings, peaks)
     return Report(comparison, differences(comparison), answers(comparison))
 

@@ -120,8 +120,8 @@ def view(report: Report) -> dict[str, Any]:
         "differences": [
             {
                 "what": difference.what,
-                "measured": difference.measured_text,
-                "predicted": difference.predicted_text,
+                "measured": difference.text(difference.measured),
+                "predicted": difference.text(difference.predicted),
                 "beside": "; ".join(difference.beside),
                 "iteration": difference.iteration,
             }

@@ -149,7 +149,7 @@ def table(report: Report) -> str:
     lines += ["", *_stages(comparison.stages, report.num_pipelines), *wrapped(_LEGEND, "")]
     lines += ["", "largest differences between measurement and prediction:"]
     for number, difference in enumerate(report.differences, 1):
-        numbers = f"measured {difference.measured_text}, predicted {difference.predicted_text}"
+        numbers = f"measured {difference.text(difference.measured)}, predicted {difference.text(difference.predicted)}"
         lines += wrapped(f"{number}. {difference.what}: {'; '.join([numbers, *difference.beside])}", "   ")
     if not report.differences:
         lines.append("   none of more than half a percent")

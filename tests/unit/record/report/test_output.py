@@ -27,14 +27,10 @@ def report(folder: Path, **changes: Any) -> Report:
 
 
 def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
-    balancing, bottleneck, hosting = report(tmp_path, speed=0.4e9).answers
+    balancing, bottleneck = report(tmp_path, speed=0.4e9).answers
     assert bottleneck == (
         "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of "
         "weights, gradients and optimizer state."
-    )
-    first, *_ = hosting[:-1].split(". ")
-    assert re.fullmatch(
-        r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all", first
     )
     bought, cost = balancing.split("; ")
     assert bought == "With balancing the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less"
@@ -69,9 +65,7 @@ def test_the_bottleneck_is_nearest_to_its_limit(tmp_path: Path) -> None:
 
 def test_a_run_in_which_nothing_moved_is_said_to_be_one(tmp_path: Path) -> None:
     """All storages of a small model were below 64 KiB, and the report said that micro-batches were kept elsewhere."""
-    answers = report(tmp_path, moved_bytes=0).answers
-    assert answers[0].startswith("Nothing moved: ")
-    assert not any("hosts" in answer or "CPU memory" in answer for answer in answers)
+    assert report(tmp_path, moved_bytes=0).answers[0].startswith("Nothing moved: ")
 
 
 def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
@@ -83,7 +77,7 @@ def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
     lines = table(result).splitlines()
     assert any(" moved " in line for line in lines)
     assert max(map(len, lines)) <= 120
-    assert len(report(tmp_path / "b", kept_bytes=MOVED * 10 // 9).answers) == 3
+    assert len(report(tmp_path / "b", kept_bytes=MOVED * 10 // 9).answers) == 2
     unknown = report(tmp_path / "c", kept_bytes=0)
     assert unknown.comparison.stages[0].moved_fraction is None
 
