@@ -95,9 +95,6 @@ BASELINE = Flag(
     "are identical",
     "DIR",
 )
-ITERATION = Flag(
-    "iteration", "--iteration", "show only this iteration (default: all that are recorded, with median times)", "N", int
-)
 
 ONE_RUN = Flag("a", "", "first run: its --bpipe-report folder, the iterations.jsonl in it, or its log", "A")
 OTHER_RUN = Flag("b", "", "second run, given in the same way", "B")

@@ -1,6 +1,6 @@
 """Compare a recorded run with its prediction: a row per stage, totals, and where they differ most.
 
-If several iterations are shown, times are the median over them, without a warm-up, and bytes the maximum.
+Times are the median over all iterations, without a warm-up, and bytes the maximum.
 
 At most three differences are listed, of different kinds: an iteration's pipeline time, a forward, a backward, exposed
 transfer time, and a peak. The size of a difference in time is its share of the predicted pipeline time, where a
@@ -99,14 +99,14 @@ def compare(
 
 
 def _row(measured: Measured, prediction: Prediction, place: int, baseline_bytes: int | None) -> StageRow:
-    typical, shown = lanes_of(measured.typical, place), lanes_of(measured.shown, place)
+    steady, lanes = lanes_of(measured.steady, place), lanes_of(measured.timelines, place)
     record, peaks = measured.records[place], prediction.peaks[place]
     weights, limit = (record.weights_bytes, record.limit_bytes) if record else (None, None)
     others = measured.others(place)
     return StageRow(
         stage=place,
         rank=measured.ranks[place],
-        measured_bytes=max_known(lane.peak_bytes for _, lane in shown),
+        measured_bytes=max_known(lane.peak_bytes for _, lane in lanes),
         predicted_bytes=peaks.num_bytes,
         bound_bytes=peaks.bound_bytes,
         unbalanced_bytes=prediction.unbalanced[place].num_bytes,
@@ -114,17 +114,17 @@ def _row(measured: Measured, prediction: Prediction, place: int, baseline_bytes:
         weights_bytes=weights,
         device_peak_bytes=max_known(iteration.device_peak_bytes for iteration in others),
         limit_bytes=limit,
-        measured_microbatches=max_known(peak_microbatches(measured.schedule, place, lane) for _, lane in shown),
+        measured_microbatches=max_known(peak_microbatches(measured.schedule, place, lane) for _, lane in lanes),
         predicted_microbatches=peaks.microbatches,
         bound_microbatches=peaks.bound_microbatches,
-        evictions=_count(typical, Kind.EVICT),
-        loads=_count(typical, Kind.LOAD),
-        moved_fraction=_moved_fraction([lane.source for _, lane in typical], measured.program.balance),
-        bubble=_median(_bubble(timeline, [lane]) for timeline, lane in typical),
+        evictions=_count(steady, Kind.EVICT),
+        loads=_count(steady, Kind.LOAD),
+        moved_fraction=_moved_fraction([lane.source for _, lane in steady], measured.program.balance),
+        bubble=_median(_bubble(timeline, [lane]) for timeline, lane in steady),
         predicted_bubble=prediction.bubble(place),
-        exposed_s=_median(lane.exposed_s for _, lane in typical),
+        exposed_s=_median(lane.exposed_s for _, lane in steady),
         predicted_exposed_s=float(prediction.report.exposed_s[place]),
-        bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.typical, place)),
+        bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.steady, place)),
         all_measured_bytes=max_known(row.live_bytes for iteration in others for row in iteration.rows),
     )
 
@@ -168,19 +168,19 @@ def _bytes_per_s(rows: list[Row]) -> float | None:
 
 
 def _totals(measured: Measured, prediction: Prediction) -> Totals:
-    typical = measured.typical
+    steady = measured.steady
     steps, info = measured.run.step_s, measured.run.info
-    step = _median(steps[timeline.iteration] for timeline in typical if timeline.iteration in steps)
+    step = _median(steps[timeline.iteration] for timeline in steady if timeline.iteration in steps)
     reached = None
     if step and info.flops_per_iteration and info.peak_flops and info.world_size:
         reached = mfu(info.flops_per_iteration, step, info.world_size, info.peak_flops)
     places = range(measured.schedule.num_ranks)
     return Totals(
-        pipeline_s=median(timeline.span_s for timeline in typical),
+        pipeline_s=median(timeline.span_s for timeline in steady),
         predicted_pipeline_s=prediction.span_s,
-        loop_s=median(max(lane.source.elapsed_s for lane in timeline.present) for timeline in typical),
+        loop_s=median(max(lane.source.elapsed_s for lane in timeline.present) for timeline in steady),
         step_s=step,
-        bubble=median(_bubble(timeline, timeline.present) for timeline in typical),
+        bubble=median(_bubble(timeline, timeline.present) for timeline in steady),
         predicted_bubble=sum(prediction.bubble(place) for place in places) / len(places),
         mfu=reached,
     )
@@ -250,7 +250,7 @@ def _differing_times(comparison: Comparison) -> Iterator[Difference]:
         share = abs(seconds - predicted_s) * times / span_s if span_s else 0.0
         return Difference(kind, stage, what, seconds, predicted_s, "s", share, tuple(beside), iteration)
 
-    for timeline in measured.shown:
+    for timeline in measured.timelines:
         number, beside = timeline.iteration, crowded
         if number == measured.warm_up:
             ratio = median(warm_up_ratios(measured.timelines))
@@ -262,7 +262,7 @@ def _differing_times(comparison: Comparison) -> Iterator[Difference]:
         replicas = layout.replicas(stage)
         places = (layout.rank_of_action(Action(stage, kind, pipe)) for pipe in range(layout.num_pipes))
         for place in dict.fromkeys(places):
-            lanes = [(timeline.iteration, lane) for timeline, lane in lanes_of(measured.typical, place)]
+            lanes = [(timeline.iteration, lane) for timeline, lane in lanes_of(measured.steady, place)]
             iterations = [(number, rows) for number, lane in lanes if (rows := lane.computations_of(stage, kind))]
             if not iterations:
                 continue
@@ -278,16 +278,16 @@ def _differing_times(comparison: Comparison) -> Iterator[Difference]:
     for row in comparison.stages:
         if row.exposed_s is None:
             continue
-        rows = [
+        waited = [
             (transfer.wait_s, transfer.action, timeline.iteration)
-            for timeline, lane in lanes_of(measured.typical, row.stage)
+            for timeline, lane in lanes_of(measured.steady, row.stage)
             for transfer in lane.transfers
             if transfer.wait_s > 0
         ]
         beside = []
-        if rows:
-            wait_s, action, number = max(rows, key=lambda wait: wait[0])
-            waits = f"{counted(len(rows), 'wait')}, {seconds_text(wait_s)}"
+        if waited:
+            wait_s, action, number = max(waited, key=lambda wait: wait[0])
+            waits = f"{counted(len(waited), 'wait')}, {seconds_text(wait_s)}"
             beside = [f"the longest of {waits}, was for {action} in iteration {number}"]
         what = f"stage {row.stage}, exposed transfer time"
         yield difference("exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s, beside)
@@ -298,7 +298,7 @@ def _differing_peaks(comparison: Comparison) -> Iterator[Difference]:
         if row.measured_bytes is None or not row.predicted_bytes:
             continue
         share = abs(row.measured_bytes - row.predicted_bytes) / row.predicted_bytes
-        lanes = [lane for _, lane in lanes_of(comparison.measured.typical, row.stage)]
+        lanes = [lane for _, lane in lanes_of(comparison.measured.steady, row.stage)]
         sizes = {computation.bytes for lane in lanes for computation in lane.computations if computation.bytes}
         beside = [f"{row.measured_microbatches} micro-batches at once, {row.predicted_microbatches} in the schedule"]
         if lanes and len(lanes[0].source.saved_bytes) == 1 and len(sizes) > 1:

@@ -162,7 +162,7 @@ def _balanced(program: ScheduleConfig, sizes: Sequence[Iteration | None]) -> tup
 
 def _sizes(measured: Measured, place: int) -> Iteration | None:
     """Return the sizes of the iteration shown in which they are largest: they differ only if micro-batches do."""
-    parts = [lane.source for _, lane in lanes_of(measured.shown, place)]
+    parts = [lane.source for _, lane in lanes_of(measured.timelines, place)]
     if not parts:
         return None
     largest = max(parts, key=lambda part: sum(part.saved_bytes.values()))

@@ -112,7 +112,7 @@ def _too_large(comparison: Comparison) -> str:
     """Return what stayed because micro-batches differ in size; empty if everything was evicted as planned."""
     stayed = [
         (timeline.iteration, place, lane.source)
-        for timeline in comparison.measured.shown
+        for timeline in comparison.measured.timelines
         for place, lane in enumerate(timeline.lanes)
         if lane and lane.source.stayed_microbatches
     ]
@@ -197,21 +197,20 @@ class Report:
         return len({record.pipeline for record in self.comparison.measured.run.ranks})
 
 
-def report_of(folder: str | Path, iteration: int | None = None, baseline: str | Path | None = None) -> Report:
+def report_of(folder: str | Path, baseline: str | Path | None = None) -> Report:
     """Make the report of a folder.
 
     Args:
         folder: the folder of a run's --bpipe-report.
-        iteration: report only this iteration instead of all.
         baseline: the folder of the same training without balancing.
 
     Returns:
         The comparison of the run with its prediction, with sentences and differences.
 
     Raises:
-        ValueError: a folder has no record of one run, or not this iteration, or the baseline is not such a training.
+        ValueError: a folder has no record of one run, or the baseline is not such a training.
     """
-    measured = choose(read_run(folder), iteration)
+    measured = choose(read_run(folder))
     trainings, peaks = None, dict[int, int]()
     if baseline is not None:
         peaks = _unbalanced_peaks(Path(baseline), measured.schedule.num_ranks)
@@ -267,7 +266,7 @@ def document(report: Report) -> dict[str, Any]:
             "num_chunks": program.num_chunks,
             "balance": program.balance_name,
         },
-        "iterations": [timeline.iteration for timeline in measured.shown],
+        "iterations": [timeline.iteration for timeline in measured.timelines],
         "warm_up_iteration": measured.warm_up,
         "totals": asdict(comparison.totals) | flops,
         "stages": list(map(asdict, comparison.stages)),

@@ -242,10 +242,11 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", warm_up=5)
 
 
-def test_json_of_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder), "--iteration", "7", "--format", "json"]) == 0
+def test_json_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--format", "json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["iterations"], result["warm_up_iteration"], result["differences"]) == ([7], 5, [])
+    assert (result["iterations"], result["warm_up_iteration"]) == ([5, 6, 7], 5)
+    assert [difference["kind"] for difference in result["differences"]] == ["iteration"]
     assert result["totals"]["pipeline_s"] == pytest.approx(result["totals"]["predicted_pipeline_s"])
     assert len(result["stages"]) == 8
 

@@ -127,7 +127,7 @@ def view(report: Report) -> dict[str, Any]:
             }
             for difference in report.differences
         ],
-        "iterations": [_iteration(timeline, comparison.stages, simulated) for timeline in measured.shown],
+        "iterations": [_iteration(timeline, comparison.stages, simulated) for timeline in measured.timelines],
     }
 
 

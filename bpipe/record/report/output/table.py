@@ -62,8 +62,8 @@ def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]
     program, info, verified = measured.program, measured.run.info, measured.run.verified
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
     parts = f" in {program.slices} slices each" if program.slices > 1 else ""
-    pipes, shown = measured.schedule.layout.num_pipes, [timeline.iteration for timeline in measured.shown]
-    warm_up = f" ({measured.warm_up} is a warm-up)" if measured.warm_up in shown and len(shown) > 1 else ""
+    pipes, numbers = measured.schedule.layout.num_pipes, [timeline.iteration for timeline in measured.timelines]
+    warm_up = "" if measured.warm_up is None else f" ({measured.warm_up} is a warm-up)"
     pool_bytes = measured.run.graph_pool_bytes
     pool = "" if pool_bytes is None else f"; its own memory is {bytes_text(pool_bytes)} on the rank with most"
     # Empty values are left out below.
@@ -87,7 +87,7 @@ def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]
         ("device", info.device or next((record.device for record in measured.records if record), "not known")),
         *((name.replace("_", "-"), version) for name, version in info.versions),
         ("pipelines", (info.num_pipelines or 1) > 1 and f"{info.num_pipelines}, number {measured.pipeline} is shown"),
-        ("iterations" if len(shown) > 1 else "iteration", ", ".join(map(str, shown)) + warm_up),
+        ("iterations" if len(numbers) > 1 else "iteration", ", ".join(map(str, numbers)) + warm_up),
         (
             "CUDA graph",
             info.captured is not None

@@ -79,7 +79,7 @@ def test_the_pipeline_that_left_most_is_shown(tmp_path: Path) -> None:
 
 
 def test_one_program_at_a_time(tmp_path: Path) -> None:
-    """A growing batch changes the program: the last one is reported, or that of the requested iteration."""
+    """A growing batch changes the program: the last one is reported."""
     write_run(tmp_path, num_microbatches=8, iterations=(3, 4))
     small = {path.name: path.read_text().splitlines()[1:] for path in tmp_path.glob("record_*")}
     write_run(tmp_path, num_microbatches=16, iterations=(5, 6))
@@ -89,12 +89,6 @@ def test_one_program_at_a_time(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert [timeline.iteration for timeline in choose(run).timelines] == [5, 6]
     assert "left out iterations 3, 4" in choose(run).notes[0]
-    measured = choose(run, 4)
-    assert measured.program.num_microbatches == 8
-    assert [timeline.iteration for timeline in measured.shown] == [4]
-    assert [timeline.iteration for timeline in measured.timelines] == [3, 4]
-    with pytest.raises(ValueError, match="iteration 7 is not recorded; recorded are 3, 4, 5, 6"):
-        choose(run, 7)
 
 
 def test_rows_must_be_those_of_the_program(tmp_path: Path) -> None:
@@ -138,13 +132,13 @@ def test_slices_that_differ_in_size_are_each_counted_as_it_is() -> None:
     assert rule.stages[2:] == (StageMemory(0, 0, 0),) * 2
 
 
-def differences(folder: Path, iteration: int | None = None) -> dict[str, Difference]:
-    return {difference.kind: difference for difference in report_of(folder, iteration).differences}
+def differences(folder: Path) -> dict[str, Difference]:
+    return {difference.kind: difference for difference in report_of(folder).differences}
 
 
 def test_one_slow_micro_batch(tmp_path: Path) -> None:
     """It shows in the iteration, and in its stage's mean."""
-    changes = differences(write_run(tmp_path, slow={(6, "3B7"): 0.06}), 6)
+    changes = differences(write_run(tmp_path, slow={(6, "3B7"): 0.06}, iterations=(6,)))
     assert set(changes) == {"iteration", "backward"}
     assert changes["backward"].what == "stage 3, backward (mean)"
     assert changes["backward"].beside == ("the slowest of 16, 3B7 in iteration 6, took 80 ms",)
