@@ -22,11 +22,6 @@ class MemoryBudget:
     learns: bool
     """Whether measured bytes replace predicted ones."""
 
-    def __str__(self) -> str:
-        """Write the budget as its flag has it: Megatron prints it in its log, which `read_log` reads."""
-        sizes = [f"{ceil(Fraction(size * 10**9, GIB)) / 10**9:.9f}" for size in self.budget_bytes or ()]
-        return ":".join([AUTO] * self.learns + [",".join(sizes)] * bool(sizes))
-
 
 # More than any device has; a size in MiB is beyond it.
 LARGEST_DEVICE_GIB = 4096

@@ -104,7 +104,7 @@ def read_settings(settings: MegatronSettings, unknown: Sequence[str] = ()) -> Re
     """Read the settings of a training.
 
     Args:
-        settings: from flags, parsed arguments or a log.
+        settings: from flags or parsed arguments.
         unknown: flags that Megatron's parser does not have.
 
     Returns:

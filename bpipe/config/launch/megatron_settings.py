@@ -1,4 +1,4 @@
-"""Settings of a Megatron training, as far as predictions depend on them, from its flags, its parsed arguments or its log.
+"""Settings of a Megatron training, as far as predictions depend on them, from its flags or its parsed arguments.
 
 Reads what the table `config.flags.launches.READ` covers and what `megatron_names` refuses. Imports no Megatron; a test holds
 the names of arguments to the installed parser.
@@ -6,25 +6,17 @@ the names of arguments to the installed parser.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.flag import Flag, Options
 from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
 from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.megatron_names import GROUP, REFUSED
-from bpipe.values import LARGEST
 
-_BEGIN, _END = re.compile(r"(?<!-)-{8,} arguments -{8}"), re.compile(r"(?<!-)-{8,} end of arguments -{8}")
-# A rank's prefix may stand before it; a long name has no dots.
-_ARGUMENT = re.compile(r"(?:^|\s)([a-z]\w*) (?:\.+ | )(\S.*)$")
-_PADDED = re.compile(r"padded vocab \(size: (\d{1,12})\) with \d+ dummy tokens")
 # Types of the optimizer's state, which Megatron's validation makes types of torch.
 _TYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
 
@@ -109,7 +101,6 @@ def _value(flag: Flag, args: object) -> Any:
         return value
     if flag.count is not None:
         return [str(word) for word in value] if isinstance(value, (list, tuple)) else [str(value)]
-    # A log may say anything, so values are read even if they have a type.
     text = ",".join(map(str, value)) if isinstance(value, tuple) else _text(value)
     if flag.choices is not None and text not in flag.choices:
         raise ValueError(f"{flag.names} {text[:40]}: choose from {', '.join(flag.choices)}")
@@ -134,34 +125,3 @@ def _undo_validation(values: Options, args: object) -> None:
     if getattr(args, "virtual_pipeline_model_parallel_size", None) is None:
         # Megatron itself switches the overlap off.
         values.no_overlap_p2p_communication = False
-
-
-class LoggedLaunch(NamedTuple):
-    """Launch read from a log."""
-
-    settings: MegatronSettings | None
-    """None if the log has no arguments."""
-
-    vocabulary: int | None
-    """None if the log does not say it."""
-
-
-def read_log(text: str) -> LoggedLaunch:
-    """Read a training log. Raises ValueError for the arguments of several trainings."""
-    launches: list[MegatronSettings] = []
-    vocabulary, block = None, None  # type: int | None, dict[str, object] | None
-    for line in text.splitlines():
-        if _BEGIN.search(line):
-            block = {}
-        elif block is not None and _END.search(line):
-            launches.append(MegatronSettings.from_args(SimpleNamespace(**block)))
-            block = None
-        elif block is not None and (match := _ARGUMENT.search(line)):
-            block[match[1]] = match[2].strip()
-            with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-                block[match[1]] = ast.literal_eval(match[2].strip())
-        elif match := _PADDED.search(line):
-            vocabulary = min(int(match[1]), LARGEST)
-    if any(launch != launches[0] for launch in launches):
-        raise ValueError("it has the arguments of several training runs, which differ: give the part of one run")
-    return LoggedLaunch(launches[0] if launches else None, vocabulary)
