@@ -45,7 +45,6 @@ class StageRow:
     limit_bytes: int | None
     measured_microbatches: int | None
     predicted_microbatches: int
-    bound_microbatches: int | None
     evictions: int | None
     loads: int | None
     moved_fraction: float | None
@@ -73,7 +72,6 @@ class Totals:
 
     pipeline_s: float  # from the first computation to the last
     predicted_pipeline_s: float
-    loop_s: float
     step_s: float | None  # of a whole training step
     bubble: float
     predicted_bubble: float
@@ -116,7 +114,6 @@ def _row(measured: Measured, prediction: Prediction, place: int, baseline_bytes:
         limit_bytes=limit,
         measured_microbatches=max_known(peak_microbatches(measured.schedule, place, lane) for _, lane in lanes),
         predicted_microbatches=peaks.microbatches,
-        bound_microbatches=peaks.bound_microbatches,
         evictions=_count(steady, Kind.EVICT),
         loads=_count(steady, Kind.LOAD),
         moved_fraction=_moved_fraction([lane.source for _, lane in steady], measured.program.balance),
@@ -178,7 +175,6 @@ def _totals(measured: Measured, prediction: Prediction) -> Totals:
     return Totals(
         pipeline_s=median(timeline.span_s for timeline in steady),
         predicted_pipeline_s=prediction.span_s,
-        loop_s=median(max(lane.source.elapsed_s for lane in timeline.present) for timeline in steady),
         step_s=step,
         bubble=median(_bubble(timeline, timeline.present) for timeline in steady),
         predicted_bubble=sum(prediction.bubble(place) for place in places) / len(places),

@@ -41,8 +41,6 @@ class Basis:
     bytes_per_s: Mapping[int, float]  # of transfers, by stage
     bytes_source: Mapping[int, str]
     message_s: float | None  # None if no message could be told from waiting; the prediction then has none
-    message_between_s: float | None  # between nodes
-    assumed: tuple[int, ...]  # stages without a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def replay(measured: Measured) -> Prediction:
     """Predict the run from its schedule, with the measured times and sizes."""
     schedule = measured.schedule
     sizes = tuple(_sizes(measured, place) for place in range(schedule.num_ranks))
-    seconds, assumed = _seconds(measured)
+    seconds = _seconds(measured)
     speeds, sources = _speeds(measured)
     nodes = _nodes(measured)
     inside, between = _messages(measured, nodes)
@@ -94,7 +92,7 @@ def replay(measured: Measured) -> Prediction:
     plain = without_transfers(schedule)
     return Prediction(
         report=simulate(schedule, costs),
-        basis=Basis(seconds, speeds, sources, inside, between, assumed),
+        basis=Basis(seconds, speeds, sources, inside),
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
         unbalanced=tuple(
@@ -170,8 +168,8 @@ def _sizes(measured: Measured, place: int) -> Iteration | None:
     return replace(largest, host_bytes=hosted, own_bytes=own)
 
 
-def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[int, ...]]:
-    """Return the median of every stage and kind, and the stages whose times are the medians of the others."""
+def _seconds(measured: Measured) -> dict[tuple[int, Kind], float]:
+    """Return the median of every stage and kind; stages without a record have the medians of the others."""
     samples: dict[tuple[int, Kind], list[float]] = {}
     for timeline in measured.steady:
         for lane in timeline.present:
@@ -182,8 +180,7 @@ def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[i
     kinds = dict.fromkeys(kind for _, kind in seconds)
     assumed = tuple(stage for stage in range(measured.schedule.num_stages) if (stage, _FORWARD) not in seconds)
     typical = {kind: median([value for (_, other), value in seconds.items() if other is kind]) for kind in kinds}
-    seconds |= {(stage, kind): typical[kind] for stage in assumed for kind in kinds}
-    return seconds, assumed
+    return seconds | {(stage, kind): typical[kind] for stage in assumed for kind in kinds}
 
 
 def _speeds(measured: Measured) -> tuple[dict[int, float], dict[int, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bpipe.record import compare as trainings_compare
 from bpipe.record.compare import read_training
-from bpipe.record.format import SUMMARY, RankSummary
+from bpipe.record.format import SUMMARY, RankSummary, write_program
 from bpipe.record.read import read_run, read_value, refuse_two_runs
 from bpipe.record.report.compare import Comparison, Difference, StageRow, compare, differences, max_known, shared_cores
 from bpipe.record.report.memory import moved_nothing
@@ -16,7 +16,7 @@ from bpipe.record.report.selection import choose
 from bpipe.record.report.units import bytes_text, counted, percent_text
 from bpipe.schedule.memory import moves_anything, num_transfers
 
-VERSION = 2
+VERSION = 3
 # A smaller share of the pipeline time is only what asking for transfers costs.
 NOTHING = 0.0005
 # A larger share of what a forward keeps is as good as all; `runtime.retention` uses the same of a run.
@@ -239,48 +239,19 @@ def _unbalanced_peaks(folder: Path, num_ranks: int) -> dict[int, int]:
 def document(report: Report) -> dict[str, Any]:
     """Return the report as plain values whose keys docs/report.md lists. Keys are added, never renamed."""
     comparison = report.comparison
-    measured, basis = comparison.measured, comparison.prediction.basis
-    info, program, trainings = measured.run.info, measured.program, comparison.trainings
-    baseline = trainings and {
-        "path": str(trainings.first.path),
-        "iterations": len(trainings.common),
-        "identical": trainings.equal,
-    }
-    run, flops = (
-        {name: getattr(info, name) for name in names.split()}
-        for names in ("started world_size device synchronous", "flops_per_iteration peak_flops peak_source")
-    )
+    measured, info = comparison.measured, comparison.measured.run.info
+    flops = {name: getattr(info, name) for name in ("flops_per_iteration", "peak_flops", "peak_source")}
     return {
         "format": "bpipe-report",
         "version": VERSION,
-        "run": {
-            **run,
-            **dict(info.versions),
-            "num_pipelines": report.num_pipelines if info.num_pipelines is None else info.num_pipelines,
-            "pipeline": measured.pipeline,
-        },
-        "program": {
-            "schedule": program.schedule,
-            "num_stages": program.num_ranks,
-            "num_microbatches": program.num_microbatches,
-            "num_chunks": program.num_chunks,
-            "balance": program.balance_name,
-        },
+        "pipeline": measured.pipeline,
+        "program": write_program(measured.program),
         "iterations": [timeline.iteration for timeline in measured.timelines],
         "warm_up_iteration": measured.warm_up,
         "totals": asdict(comparison.totals) | flops,
         "stages": list(map(asdict, comparison.stages)),
         "differences": [{**asdict(difference), "beside": list(difference.beside)} for difference in report.differences],
         "answers": list(report.answers),
-        "basis": {
-            "seconds": {f"{stage}{kind.value}": value for (stage, kind), value in basis.seconds.items()},
-            "bytes_per_s": {str(stage): value for stage, value in basis.bytes_per_s.items()},
-            "bytes_source": {str(stage): source for stage, source in basis.bytes_source.items()},
-            "message_s": basis.message_s,
-            "message_between_s": basis.message_between_s,
-            "assumed_stages": list(basis.assumed),
-        },
-        "baseline": baseline,
         "verified": measured.run.verified and asdict(measured.run.verified),
         "notes": list(measured.notes),
     }
