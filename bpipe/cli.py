@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bpipe import __version__
-from bpipe.config.flags.flag import Command
-from bpipe.config.flags.parser import Parser, options_of
+from bpipe.config.flags.flag import Command, Parser, options_of
 from bpipe.extras import require
 from bpipe.values import printable
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
-from bpipe.config.flags.flag import Flag, Options, Task, command, group
-from bpipe.config.flags.parser import REST
+from bpipe.config.flags.flag import REST, Flag, Options, Task, command, group
 from bpipe.config.flags.values import seconds
 from bpipe.config.launch.capture import capture, command_line, write_launches
 from bpipe.values import printable

@@ -13,8 +13,7 @@ from bpipe.commands.launch import CONFIGURED, launch_document, lines, predicted_
 from bpipe.commands.terminal import print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.configurations import MEASURED
-from bpipe.config.flags.flag import Options, Task, command, group
-from bpipe.config.flags.parser import Parser
+from bpipe.config.flags.flag import Options, Parser, Task, command, group
 from bpipe.config.flags.schedules import ORDER
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit

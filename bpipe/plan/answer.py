@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.config.launch.megatron_command import Reading
-from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.row_flags import chosen_flags, difference
+from bpipe.config.launch.megatron_flags import chosen_flags, difference, megatron_flags
 from bpipe.plan.candidates import CLEARLY, is_level
 from bpipe.plan.predict import Candidate
 from bpipe.plan.refusals import Others, guarded, runs_ours

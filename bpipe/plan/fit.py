@@ -6,7 +6,7 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import buffer_bytes, moved_bytes
-from bpipe.config.flags.budgets import budget_text
+from bpipe.config.flags.values import budget_text
 from bpipe.schedule.host_buffers import (
     Residency,
     host_buffers,

@@ -8,13 +8,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.config.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
+from bpipe.config.flags.configurations import DEFAULTS, PREDICTED, SIZES
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.schedules import schedule_fields
 from bpipe.config.flags.values import TIME
 from bpipe.config.launch.megatron_command import Reading, read_settings, split_command
-from bpipe.config.launch.megatron_names import OF_A_CPU
-from bpipe.config.launch.megatron_settings import MegatronSettings
+from bpipe.config.launch.megatron_settings import OF_A_CPU, MegatronSettings
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds
 from bpipe.predict.hugging_face import find_model
@@ -54,11 +53,7 @@ ROUTING = {
     "capacity_factor": "capacity",
 }
 # Every field of a configuration with its value when unset.
-_UNSET = {
-    flag.field: False if flag.is_switch else None
-    for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
-    for flag in group.flags
-}
+_UNSET = {flag.field: False if flag.is_switch else None for group in PREDICTED for flag in group.flags}
 
 
 def model_of(options: Options) -> Model:
@@ -149,7 +144,7 @@ def _fewest_chunks(override: object, launched: object, chunks: int) -> int:
 
 
 def _name(field: str) -> str:
-    return next(flag.name for group in (MODEL, TRAINING, CONFIGURATION) for flag in group.flags if flag.field == field)
+    return next(flag.name for group in PREDICTED for flag in group.flags if flag.field == field)
 
 
 def routing_of(options: Options) -> Routing:

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags import schedules, values
-from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
-from bpipe.config.flags.flag import Flag, InLaunch, Read, group, number
-from bpipe.config.flags.parser import REST
+from bpipe.config.flags.flag import REST, Flag, InLaunch, Read, group, number
+from bpipe.config.flags.values import MINIMUM_BYTES, read_budget
 from bpipe.predict import training
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.flops import FORMULAS
@@ -372,6 +371,8 @@ CONFIGURATION = group(
     schedules.VOCABULARY_INPUT,
     NO_SEQUENCE_PARALLEL,
 )
+# Groups that describe what is predicted, which a launch may give.
+PREDICTED = (MODEL, TRAINING, EXPERTS, CONFIGURATION)
 LAUNCHED = group(
     "from a Megatron launch",
     Flag(
@@ -402,12 +403,7 @@ MEASURED = group("measurements", CALIBRATION, PROFILE)
 
 # Defaults of predictions.
 DEFAULTS: dict[str, object] = {
-    **{
-        flag.field: flag.default
-        for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
-        for flag in group.flags
-        if flag.default is not None
-    },
+    **{flag.field: flag.default for group in PREDICTED for flag in group.flags if flag.default is not None},
     "chunks": 1,
     "hosts": PAIR,
     "min_bytes": MINIMUM_BYTES,

@@ -14,9 +14,8 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.deadlines import Windows
 from bpipe.build import ScheduleConfig, build, config_of_schedule
 from bpipe.record import format as form
-from bpipe.record.format import keys_of, read_program, write_program
+from bpipe.record.format import append, keys_of, read_program, write_program, write_whole
 from bpipe.record.read import read_held, read_run, read_steps
-from bpipe.record.write import append, write_whole
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.memory import KeptMemory, Memory, memory_of

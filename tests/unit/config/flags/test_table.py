@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import COMMANDS, command_of, main, parsers
-from bpipe.config.flags.flag import Flag
-from bpipe.config.flags.launches import words
-from bpipe.config.flags.parser import first_screen
-from bpipe.config.flags.trainer import TRAINER
+from bpipe.config.flags.flag import Flag, first_screen
+from bpipe.config.flags.trainer import TRAINER, words
 from bpipe.reference import pages
 from megatron.scheduling.options.flags import add_arguments
 

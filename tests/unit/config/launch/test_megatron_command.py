@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.cli import main
-from bpipe.config.flags.budgets import read_budget
-from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
-from bpipe.config.flags.parser import parser_of_launch
+from bpipe.config.flags.flag import parser_of_launch
+from bpipe.config.flags.trainer import READ, SWITCHED_OFF, argument_of
+from bpipe.config.flags.values import read_budget
 from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.megatron_names import REFUSED, WITHOUT_INFLUENCE, names
-from bpipe.config.launch.megatron_settings import MegatronSettings
+from bpipe.config.launch.megatron_settings import REFUSED, WITHOUT_INFLUENCE, MegatronSettings, names
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import EVENLY, Setup
