@@ -27,7 +27,6 @@ from bpipe.config.launch.layer_flags import (
 )
 from bpipe.config.launch.megatron_settings import (
     GRAPHS,
-    PREDICTED_WITHOUT,
     REFUSED,
     MegatronSettings,
     is_without_influence,
@@ -136,9 +135,7 @@ def read_settings(settings: MegatronSettings, unknown: Sequence[str] = ()) -> Re
         options.setdefault("vocabulary", vocabulary)
     options["recompute"], unmodelled = _recomputation(args, notes)
     names = sorted({flag for flag, _ in others})
-    notes += [f"{flag} {PREDICTED_WITHOUT[flag]}" for flag in names if flag in PREDICTED_WITHOUT]
-    covered = (*REFUSED, *PREDICTED_WITHOUT)
-    not_considered = tuple(flag for flag in names if flag not in covered and not is_without_influence(flag))
+    not_considered = tuple(flag for flag in names if flag not in REFUSED and not is_without_influence(flag))
     notes += [unknown_note(unknown)] if unknown else []
     return Reading(options, unmodelled, not_considered, tuple(notes), others=others)
 

@@ -1,7 +1,7 @@
 """Settings of a Megatron training, as far as predictions depend on them, from its flags or its parsed arguments.
 
-Read are the flags in `config.flags.trainer.READ`. Of the others, tables say which are refused, predicted without, or
-without influence. Megatron's names are in `megatron_flags.txt`, one per line: those of the version that this package
+Read are the flags in `config.flags.trainer.READ`. Of the others, tables say which are refused, or without
+influence. Megatron's names are in `megatron_flags.txt`, one per line: those of the version that this package
 installs, to whose parser a test holds them and the tables. Imports no Megatron.
 """
 
@@ -240,17 +240,6 @@ REFUSED = {
 
 # Refused flags that describe the kernels `cpu`, which are modelled.
 OF_A_CPU = ("--no-bias-swiglu-fusion",)
-
-# Flags that are predicted as if they were not given, and why.
-PREDICTED_WITHOUT = {
-    "--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without the flag",
-    # By Megatron's modules: fused kernels keep their input, the others the sum of input and bias.
-    "--no-bias-gelu-fusion": "keeps one input of the GELU, as without the flag: same memory, but it takes longer",
-    "--no-rope-fusion": "keeps sines and cosines for every layer, which are small beside it: predicted as without the flag",
-    "--no-gradient-accumulation-fusion": "makes the gradient of one weight more at a time: predicted as without the flag",
-    "--mtp-detach-heads": "keeps the same, and ends the backward of further tokens earlier: predicted as without the flag",
-    "--no-bias-dropout-fusion": "keeps the same mask of one byte per value: same memory, but it takes longer",
-}
 
 # Patterns of flags.
 WITHOUT_INFLUENCE = """

@@ -101,7 +101,10 @@ def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]
             ("training step", totals.step_s is not None and seconds_text(totals.step_s)),
         ]
     message = "not measurable, so the prediction has none" if basis.message_s is None else seconds_text(basis.message_s)
-    pairs += [("MFU", _mfu(comparison)), ("message between stages", message)]
+    if totals.mfu is not None and info.peak_flops is not None:
+        peak = f"{info.peak_flops / 1e12:g} TFLOP/s per device ({info.peak_source or 'source not given'})"
+        pairs.append(("MFU", f"{percent_text(totals.mfu)} of {peak}"))
+    pairs.append(("message between stages", message))
     if basis.bytes_per_s:
         sources = ", ".join(sorted({basis.bytes_source[stage] for stage in basis.bytes_per_s}))
         pairs.append(("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({sources})"))
@@ -124,23 +127,6 @@ def hosts(measured: Measured) -> str:
         return next(iter(ranks))
     named = [f"{host} ({number} ranks)" for host, number in sorted(ranks.items())]
     return ", ".join(named[:MOST_HOSTS]) + (f" and {len(named) - MOST_HOSTS} more" if len(named) > MOST_HOSTS else "")
-
-
-def _mfu(comparison: Comparison) -> str:
-    info, totals = comparison.measured.run.info, comparison.totals
-    if totals.mfu is not None and info.peak_flops is not None:
-        return (
-            f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s per device "
-            f"({info.peak_source or 'source not given'})"
-        )
-    inputs = {
-        "the device's peak (--bpipe-peak-tflops)": info.peak_flops,
-        "the FLOPs of an iteration": info.flops_per_iteration,
-        "the number of ranks": info.world_size,
-        "the time of a step": totals.step_s,
-    }
-    missing = [name for name, value in inputs.items() if not value]
-    return f"not known, missing: {', '.join(missing)}"
 
 
 def table(report: Report) -> str:
