@@ -42,9 +42,9 @@ def run(options: Options) -> None:
     if options.trace is not None:
         from bpipe.record.report.output.trace import write_trace
 
-        Path(options.trace).write_text(write_trace(report.comparison.measured), encoding="utf-8")
+        Path(options.trace).write_text(write_trace(report.measured), encoding="utf-8")
     if options.format == "json":
-        from bpipe.record.report.report import document
+        from bpipe.record.report.output.table import document
 
         print_json(document(report))
     else:

@@ -12,7 +12,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.record.read import read_held, read_run
-from bpipe.record.report.compare import Difference
+from bpipe.record.report import findings
 from bpipe.record.report.memory import own_peak, peak_of_rule, rule_by_slice, whole_peaks
 from bpipe.record.report.replay import replay
 from bpipe.record.report.report import report_of
@@ -132,8 +132,8 @@ def test_slices_that_differ_in_size_are_each_counted_as_it_is() -> None:
     assert rule.stages[2:] == (StageMemory(0, 0, 0),) * 2
 
 
-def differences(folder: Path) -> dict[str, Difference]:
-    return {difference.kind: difference for difference in report_of(folder).differences}
+def differences(folder: Path) -> dict[str, findings.Difference]:
+    return {difference.kind: difference for difference in findings.differences(report_of(folder))}
 
 
 def test_one_slow_micro_batch(tmp_path: Path) -> None:
