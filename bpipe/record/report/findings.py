@@ -259,21 +259,9 @@ def _differing_times(report: Report) -> Iterator[Difference]:
             what = f"stage {stage}{pipe}, {name.replace('_', ' ')} (mean)"
             yield difference(name, stage, what, seconds, predicted_s, [slowest, *crowded], times)
     for row in report.stages:
-        if row.exposed_s is None:
-            continue
-        waited = [
-            (transfer.wait_s, transfer.action, timeline.iteration)
-            for timeline, lane in lanes_of(measured.steady, row.stage)
-            for transfer in lane.transfers
-            if transfer.wait_s > 0
-        ]
-        beside = []
-        if waited:
-            wait_s, action, number = max(waited, key=lambda wait: wait[0])
-            waits = f"{counted(len(waited), 'wait')}, {seconds_text(wait_s)}"
-            beside = [f"the longest of {waits}, was for {action} in iteration {number}"]
-        what = f"stage {row.stage}, exposed transfer time"
-        yield difference("exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s, beside)
+        if row.exposed_s is not None:
+            what = f"stage {row.stage}, exposed transfer time"
+            yield difference("exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s, [])
 
 
 def _differing_peaks(report: Report) -> Iterator[Difference]:

@@ -2,7 +2,7 @@
 
 Seconds of a computation are the median over all recorded iterations except a warm-up. The speed of transfers is that of
 the link's probe, or of the measured ones if there was no probe or they were far faster. A message between stages takes
-the median gap between a computation and the one that was waiting for it. `Basis` has the sources.
+the median gap between a computation and the one that was waiting for it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -39,7 +39,6 @@ class Basis:
 
     seconds: Mapping[tuple[int, Kind], float]
     bytes_per_s: Mapping[int, float]  # of transfers, by stage
-    bytes_source: Mapping[int, str]
     message_s: float | None  # None if no message could be told from waiting; the prediction then has none
 
 
@@ -78,7 +77,7 @@ def replay(measured: Measured) -> Prediction:
     schedule = measured.schedule
     sizes = tuple(_sizes(measured, place) for place in range(schedule.num_ranks))
     seconds = _seconds(measured)
-    speeds, sources = _speeds(measured)
+    speeds = _speeds(measured)
     nodes = _nodes(measured)
     inside, between = _messages(measured, nodes)
     costs = Costs(
@@ -92,7 +91,7 @@ def replay(measured: Measured) -> Prediction:
     plain = without_transfers(schedule)
     return Prediction(
         report=simulate(schedule, costs),
-        basis=Basis(seconds, speeds, sources, inside),
+        basis=Basis(seconds, speeds, inside),
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
         unbalanced=tuple(
@@ -183,28 +182,23 @@ def _seconds(measured: Measured) -> dict[tuple[int, Kind], float]:
     return seconds | {(stage, kind): typical[kind] for stage in assumed for kind in kinds}
 
 
-def _speeds(measured: Measured) -> tuple[dict[int, float], dict[int, str]]:
-    """Return the speed of transfers of every stage that is moved, in bytes per second, and its source."""
+def _speeds(measured: Measured) -> dict[int, float]:
+    """Return the speed of transfers of every stage that is moved, in bytes per second."""
     slots = (slot for row in measured.schedule.ranks for slot in row)
     moved = {action.stage for slot in slots for action in slot.transfers if action.kind is Kind.EVICT}
     speeds = {stage: speed for stage in sorted(moved) if (speed := _speed(measured, stage)) is not None}
-    if speeds:
-        others = median([speed for speed, _ in speeds.values()]), "other stages"
-        speeds |= dict.fromkeys(moved - speeds.keys(), others)
-    return {stage: speed for stage, (speed, _) in speeds.items()}, {stage: name for stage, (_, name) in speeds.items()}
+    return speeds | dict.fromkeys(moved - speeds.keys(), median(speeds.values())) if speeds else {}
 
 
-def _speed(measured: Measured, stage: int) -> tuple[float, str] | None:
-    """Return the speed of one stage's transfers, if it is known, and its source."""
+def _speed(measured: Measured, stage: int) -> float | None:
+    """Return the speed of one stage's transfers, if it is known."""
     places = dict.fromkeys(measured.schedule.layout.replicas(stage))
     speeds = [speed for place in places if (speed := _probed_speed(measured, place)) is not None]
     rows = (row for place in places for row in ended_transfers(measured, measured.steady, place, stage))
     rates = [row.bytes / row.seconds for row in rows if row.bytes]
     if speeds and (not rates or median(rates) <= FAR_ABOVE_PROBE * median(speeds)):
-        return median(speeds), "probe"
-    if not rates:
-        return None
-    return median(rates), "measured, the probe was too low" if speeds else "measured"
+        return median(speeds)
+    return median(rates) if rates else None
 
 
 def _probed_speed(measured: Measured, place: int) -> float | None:

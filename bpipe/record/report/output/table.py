@@ -110,8 +110,7 @@ def facts(report: Report, on_page: bool = False) -> list[tuple[str, str]]:
         pairs.append(("MFU", f"{percent_text(totals.mfu)} of {peak}"))
     pairs.append(("message between stages", message))
     if basis.bytes_per_s:
-        sources = ", ".join(sorted({basis.bytes_source[stage] for stage in basis.bytes_per_s}))
-        pairs.append(("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({sources})"))
+        pairs.append(("link", rate_text(min(basis.bytes_per_s.values()))))
     if verified is not None:
         iterations = counted(verified.iterations, "iteration")
         moved = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
