@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.config.flags.configurations import DEFAULTS, PREDICTED, SIZES
+from bpipe.config.flags.configurations import DEFAULTS, PREDICTED, SIZES, SWITCHED
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.schedules import schedule_fields
 from bpipe.config.flags.values import TIME
@@ -28,19 +28,6 @@ from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
 from bpipe.schedule.program import Exchange
 
-# Fields of a Model that switches set, with the values that they set.
-MODEL_SWITCHES = {
-    "swiglu": ("gated", True),
-    "rms_norm": ("rms_norm", True),
-    "disable_bias_linear": ("linear_bias", False),
-    "squared_relu": ("squared_relu", True),
-    "add_qkv_bias": ("qkv_bias", True),
-    "qk_layernorm": ("qk_norm", True),
-    "rotary": ("learned_positions", False),
-    "untie_embeddings_and_output_weights": ("tied_embedding", False),
-    "no_dropout": ("dropout", False),
-    "mtp_use_repeated_layer": ("mtp_use_repeated_layer", True),
-}
 _SIZES = tuple(flag.field for flag in SIZES)
 _SETUP_FIELDS = {field.name for field in fields(Setup)}
 # Fields of a Model that only a launch can set.
@@ -64,7 +51,7 @@ def model_of(options: Options) -> Model:
         if getattr(options, name) is not None
     }
     changes |= {name: getattr(options, name) for name in PARTS if getattr(options, name, None) is not None}
-    changes |= {field: value for name, (field, value) in MODEL_SWITCHES.items() if getattr(options, name)}
+    changes |= {field: value for name, (field, value) in SWITCHED.items() if getattr(options, name)}
     if options.model is not None:
         return replace(find_model(options.model), **changes)
     needed = ("num_layers", "hidden_size", "num_attention_heads", "sequence", "vocabulary")

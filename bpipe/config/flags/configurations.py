@@ -72,6 +72,19 @@ SIZES = (
         launched=values.counted,
     ),
 )
+# Switches of a model, with the field of a `Model` that each sets, and the value.
+SWITCHED = {
+    "swiglu": ("gated", True),
+    "rms_norm": ("rms_norm", True),
+    "squared_relu": ("squared_relu", True),
+    "disable_bias_linear": ("linear_bias", False),
+    "add_qkv_bias": ("qkv_bias", True),
+    "qk_layernorm": ("qk_norm", True),
+    "rotary": ("learned_positions", False),
+    "untie_embeddings_and_output_weights": ("tied_embedding", False),
+    "no_dropout": ("dropout", False),
+    "mtp_use_repeated_layer": ("mtp_use_repeated_layer", True),
+}
 MODEL_SWITCHES = (
     _switch("swiglu", "the MLP uses SwiGLU"),
     _switch("rms_norm", "norms have a weight and no bias, as in RMSNorm", megatrons=False),

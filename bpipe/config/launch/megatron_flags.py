@@ -12,7 +12,8 @@ from dataclasses import asdict, fields
 from typing import NamedTuple
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.config.flags.trainer import READ, words
+from bpipe.config.flags.configurations import SWITCHED
+from bpipe.config.flags.trainer import READ, SAME, words
 from bpipe.config.flags.values import budget_text
 from bpipe.config.launch.layer_flags import (
     CHUNKS,
@@ -64,14 +65,8 @@ def _model(setup: Setup) -> list[str]:
             "max_position_embeddings": setup.sequence,
             "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
             "position_embedding_type": "learned_absolute" if model.learned_positions else position,
-            "swiglu": model.gated,
-            "squared_relu": model.squared_relu,
-            "disable_bias_linear": not model.linear_bias,
-            "add_qkv_bias": model.qkv_bias,
-            "qk_layernorm": model.qk_norm,
-            "untie_embeddings_and_output_weights": not model.tied_embedding,
             "mtp_num_layers": model.mtp_num_layers,
-            "mtp_use_repeated_layer": model.mtp_use_repeated_layer,
+            **{name: getattr(model, field) is value for name, (field, value) in SWITCHED.items() if name in SAME},
             "attention_dropout": dropout,
             "hidden_dropout": dropout,
         }

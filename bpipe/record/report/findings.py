@@ -1,18 +1,18 @@
-"""What a report says in words: answers to what a reader wants to know, and where measurement and prediction differ most.
+"""What a report says in words, with quantities rounded for a person: answers to what a reader wants to know, and where
+measurement and prediction differ most.
 
 At most three differences are listed, of different kinds: an iteration's pipeline time, a forward, a backward, exposed
 transfer time, and a peak. The size of a difference in time is its share of the predicted pipeline time, where a
 computation counts as often as it runs; that of a difference in bytes is its share of the predicted peak.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
 from bpipe.record.report.memory import moved_nothing
 from bpipe.record.report.report import Report, StageRow, max_known, shared_cores
 from bpipe.record.report.selection import lanes_of, warm_up_ratios
-from bpipe.record.report.units import bytes_text, counted, percent_text, seconds_text
 from bpipe.schedule.action import Action
 from bpipe.schedule.memory import moves_anything, num_transfers
 
@@ -279,3 +279,40 @@ def _differing_peaks(report: Report) -> Iterator[Difference]:
             beside.append(f"{bytes_text(left)} of saved activations still in memory after the last backward")
         what, peaks = f"stage {row.stage}, peak of activations", (row.measured_bytes, row.predicted_bytes)
         yield Difference("peak", row.stage, what, *peaks, "bytes", share, tuple(beside))
+
+
+_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write bytes as 53.8 MiB; from 10 GiB on in GiB."""
+    unit, name = size_unit([num_bytes])
+    return f"{num_bytes / unit:.1f} {name}" if unit > 1 else f"{num_bytes:.0f} B"
+
+
+def size_unit(sizes: Iterable[float]) -> tuple[int, str]:
+    """Return the unit in which the largest of these sizes is readable, for a whole column."""
+    largest = max((abs(size) for size in sizes), default=0)
+    return next(((unit, name) for unit, name in _SIZES if largest >= unit), (1, "B"))
+
+
+def seconds_text(seconds: float) -> str:
+    """Write seconds as 12.3 ms."""
+    if not seconds:
+        return "0 s"
+    unit, name = next(((unit, name) for unit, name in _TIMES if abs(seconds) >= unit), _TIMES[-1])
+    return f"{seconds / unit:.3g} {name}" if abs(seconds / unit) < 1000 else f"{seconds / unit:.0f} {name}"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def counted(number: int, what: str, many: str = "s") -> str:
+    """Write a number with its noun: 1 stage, 8 stages."""
+    return f"{number} {what}{many * (number != 1)}"
+
+
+def percent_text(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.format import Held, MemoryMark, RankHeld
+from bpipe.record.report.findings import bytes_text, counted
 from bpipe.record.report.memory import own_peak
 from bpipe.record.report.output.table import aligned, wrapped
-from bpipe.record.report.units import bytes_text, counted
 from bpipe.schedule.host_buffers import num_buffers_for
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.memory import moves_anything

@@ -7,10 +7,19 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bpipe.record.format import write_program
-from bpipe.record.report.findings import answers, differences, longest_wait
+from bpipe.record.report.findings import (
+    answers,
+    bytes_text,
+    counted,
+    differences,
+    longest_wait,
+    percent_text,
+    rate_text,
+    seconds_text,
+    size_unit,
+)
 from bpipe.record.report.report import Report, StageRow
 from bpipe.record.report.selection import Measured
-from bpipe.record.report.units import bytes_text, counted, percent_text, rate_text, seconds_text, size_unit
 from bpipe.schedule.layout import Vocabulary
 
 WIDTH = 120

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from bpipe.record.report.findings import answers
+from bpipe.record.report.findings import answers, seconds_text
 from bpipe.record.report.output.page import NOTHING, TICK_S, render, view
 from bpipe.record.report.output.table import document, facts, table
 from bpipe.record.report.output.trace import write_trace
 from bpipe.record.report.report import Report, report_of
-from bpipe.record.report.units import seconds_text
 from bpipe.schedule.action import Kind
 from bpipe.schedule.files.text import read_action
 from tests.browser.sample import make_view
