@@ -9,7 +9,6 @@ from pathlib import Path
 
 from bpipe.balance.config import BALANCES, named_balance
 from bpipe.build import ScheduleConfig, adopt, build
-from bpipe.commands.terminal import is_terminal
 from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.schedules import FORMATS
@@ -76,7 +75,7 @@ def run(options: Options) -> None:
     if options.balance == BALANCES[0] and unused:
         raise ValueError(f"{unused} says how to balance: give --balance bpipe, too, or leave it out")
     schedule = _generated(options) if options.input is None else _imported(options)
-    content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
+    content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and sys.stdout.isatty())
     if output is not None:
         output.write_bytes(content)
         return

@@ -45,8 +45,7 @@ class Training:
 def read_training(path: Path) -> Training:
     """Read a training: a folder or a .jsonl file is a report, any other file a log.
 
-    Raises:
-        ValueError: the file cannot be read, or has no iteration.
+    Raises ValueError for a file that cannot be read, or has no iteration.
     """
     exact = path.is_dir() or path.suffix == ".jsonl"
     try:
