@@ -9,8 +9,8 @@
 #
 # With 8 GPUs or more it runs one rank per GPU. With 1 to 7 the ranks share them: correct, but slow, so it trains 10 iterations. Without
 # GPUs it runs on the CPU. All its files are in runs/quickstart, or in the folder that RUNS names: a log of each run, what each stage
-# measured, and report.html, report.txt and trace.json of the balanced run. With --schedule or --slices, the results are in a subfolder
-# there, such as zb-h1 or slices-4.
+# measured, and report.html, report.txt and trace.json of the balanced run. With --schedule or --slices, the results are
+# in a subfolder there, such as zb-h1 or slices-4.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
